@@ -1,0 +1,1 @@
+"""The Router service: places every request and streams its answer."""
