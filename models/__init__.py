@@ -1,0 +1,1 @@
+"""Models that Quartet makes itself."""
