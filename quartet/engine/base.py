@@ -1,0 +1,252 @@
+"""The engine seam: what a worker asks of an engine, and what it gets back, step by step.
+
+Everything here is plain data: no tensor, lock or callback crosses the seam, so that an engine may move to a
+process of its own. An engine is driven by one consumer, which routes each :class:`StepOutput` to its requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
+from quartet.errors import ServingError
+from quartet.kvcache.block_hash import MediaSpan
+from quartet.kvcache.layout import HandOff, KvLayout
+from quartet.transfer.base import PoolMemory
+
+
+class RequestKind(StrEnum):
+    """What an engine does with a request."""
+
+    PREFILL = "prefill"  # compute the KV of all tokens, sample one token, hold the blocks
+    DECODE = "decode"  # generate until a limit, from a prompt or a hand-off
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended well."""
+
+    STOP_ID = "stop_id"  # an end-of-sequence or stop id was sampled; it is the last token given out
+    STOP_STRING = "stop_string"  # found by whoever makes the text; engines never report it
+    LENGTH = "length"  # max_tokens or the model's longest sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What to generate: everything that decides the tokens.
+
+    Attributes:
+        prompt_token_ids: at least one.
+        generated_token_ids: tokens of earlier attempts that were already shown; they count as output for
+            penalties, limits and usage.
+        seed: unsigned 64 bit; noise of a token is a function of (seed, choice, its position in the sequence).
+        choice: which of the request's parallel answers this is, from 0.
+        data_parallel_rank: attention-data-parallel rank that has to serve it.
+    """
+
+    prompt_token_ids: Sequence[int] = field(repr=False)
+    generated_token_ids: Sequence[int] = field(default=(), repr=False)
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    choice: int = 0
+    adapter: str = ""
+    cache_salt: str = field(default="", repr=False)
+    data_parallel_rank: int = 0
+    media: tuple[MediaSpan, ...] = ()
+    output: OutputOptions = field(default_factory=OutputOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRequest:
+    """One unit of work.
+
+    Attributes:
+        id: drawn by the caller, unique in the life of the engine.
+        hand_off: DECODE only: where the KV of ``prompt + generated`` less the last token can be pulled.
+        priority: higher first among those that wait.
+    """
+
+    id: int
+    kind: RequestKind
+    generation: Generation
+    hand_off: HandOff | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class Started:
+    """A request joined the running batch.
+
+    Attributes:
+        num_cached_tokens: tokens whose KV was already here.
+        queue_s: seconds from ``submit`` until it was scheduled.
+        transfer_s: seconds spent pulling blocks, 0 without a hand-off.
+        transfer_bytes: bytes pulled.
+    """
+
+    id: int
+    num_cached_tokens: int
+    queue_s: float
+    transfer_s: float = 0.0
+    transfer_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A generation ended well; its last tokens are in the same step."""
+
+    id: int
+    reason: FinishReason
+    num_output_tokens: int  # generated_token_ids of the start included
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A prefill is complete; the engine holds its blocks until ``release(id)``.
+
+    Attributes:
+        token_id: the token sampled after the last one given.
+        finished: set when that token ends the generation: nothing is held then.
+        block_ids: held blocks, in the order of the sequence; empty for an opaque hand-off or when finished.
+        num_tokens: tokens whose KV those blocks hold.
+        opaque: state of an engine that moves its own cache, else ``None``.
+    """
+
+    id: int
+    token_id: int
+    num_cached_tokens: int
+    queue_s: float
+    compute_s: float
+    finished: FinishReason | None = None
+    block_ids: tuple[int, ...] = ()
+    num_tokens: int = 0
+    opaque: bytes | None = field(default=None, repr=False)
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A request ended badly, ``RequestCancelledError`` after ``cancel`` included; it holds nothing any more."""
+
+    id: int
+    error: ServingError
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one engine step produced for all its requests, in columns.
+
+    ``token_ids`` is the concatenation over ``ids``: ``num_tokens[i]`` tokens for request ``ids[i]``, of which the
+    first is output token number ``token_offsets[i]`` (counting from 0, ``generated_token_ids`` included).
+    ``logprobs`` is aligned with ``token_ids`` where asked for. Every request gets exactly one of ``finished``,
+    ``prefilled``, ``failed``, after which its id never appears again.
+    """
+
+    ids: Sequence[int] = ()
+    num_tokens: Sequence[int] = ()
+    token_offsets: Sequence[int] = ()
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[StepLogprobs] = ()
+    started: Sequence[Started] = ()
+    finished: Sequence[Finished] = ()
+    prefilled: Sequence[Prefilled] = ()
+    failed: Sequence[Failed] = ()
+
+
+@dataclass(frozen=True)
+class StepLogprobs:
+    """Log probabilities of one request's tokens of a step, one entry a token."""
+
+    id: int
+    tokens: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """A snapshot of one data-parallel rank; block counts add up to ``num_total_blocks``."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_queued_prefill_tokens: int = 0
+    num_in_use_blocks: int = 0
+    num_held_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_free_blocks: int = 0
+    num_total_blocks: int = 0
+    num_steps: int = 0  # the progress counter: grows with every step that did something
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0  # computed, not counting cached ones
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens found in the cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCapabilities:
+    """What an engine can do; it is asked for nothing else.
+
+    Attributes:
+        sampling_fields: names of the ``Sampling`` and ``OutputOptions`` fields that it honours.
+        max_model_len: tokens of prompt and output together.
+        layout: of its blocks; ``None`` for an engine that moves its own cache.
+    """
+
+    kinds: frozenset[RequestKind]
+    sampling_fields: frozenset[str]
+    model_fingerprint: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    layout: KvLayout | None = None
+    data_parallel_size: int = 1
+    adapters: tuple[str, ...] = ()
+    media: tuple[str, ...] = ()
+
+
+class Engine(Protocol):
+    """What computes. All methods are called on the event loop; none but ``start`` and ``close`` waits."""
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """What it can do; valid after ``start``."""
+        ...
+
+    @property
+    def memory(self) -> PoolMemory | None:
+        """Its block pool as bytes, for transfers out; ``None`` for an engine that moves its own cache."""
+        ...
+
+    @property
+    def is_alive(self) -> bool:
+        """False once the step loop has died; nothing comes out any more."""
+        ...
+
+    async def start(self) -> None:
+        """Load, warm up and begin stepping. Raises ``ServingError`` naming what is wrong."""
+        ...
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue ``request``; every outcome, refusal included, arrives in ``outputs``."""
+        ...
+
+    def cancel(self, id: int) -> None:
+        """End a request; its ``failed`` (or however it had already ended) still arrives. Unknown ids are ignored."""
+        ...
+
+    def release(self, id: int) -> None:
+        """Let go of the blocks that a completed prefill holds. Unknown ids are ignored."""
+        ...
+
+    def outputs(self) -> AsyncIterator[StepOutput]:
+        """The steps' outputs, in order, for one consumer. Ends after ``close``; raises ``EngineError`` when it died."""
+        ...
+
+    def stats(self) -> Sequence[EngineStats]:
+        """One snapshot a data-parallel rank."""
+        ...
+
+    async def close(self) -> None:
+        """Stop stepping and free everything; requests still running fail. May be called twice."""
+        ...

@@ -1,0 +1,118 @@
+"""How tokens are chosen: sampling parameters, output options and log probabilities, checked on construction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from quartet.errors import InvalidRequestError
+
+_MAX_TOP_LOGPROBS = 20
+_MAX_LOGIT_BIAS = 1024
+_MAX_STOP_IDS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Sampling parameters as the field names them. ``temperature=0`` is greedy.
+
+    Attributes:
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches it.
+        min_p: drop tokens less likely than ``min_p`` times the most likely one.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output (CTRL).
+        presence_penalty: subtracted once from logits of tokens in the output.
+        frequency_penalty: subtracted for each time a token is in the output.
+        logit_bias: added to the logits of these token ids.
+        max_tokens: output tokens at most, those of earlier attempts included; ``None``: what the model can hold.
+        min_tokens: no end-of-sequence and no stop id before this many output tokens.
+        stop_token_ids: end the output like end-of-sequence ids.
+        ignore_eos: the model's own end-of-sequence ids do not end the output; ``stop_token_ids`` still do.
+
+    Raises:
+        InvalidRequestError: a value out of range, with ``field`` = ``sampling.NAME``.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        _check_range("temperature", self.temperature, 0.0, 100.0)
+        _check_range("top_k", self.top_k, 0, 2**31 - 1)
+        _check_range("top_p", self.top_p, 0.0, 1.0, low_excluded=True)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_excluded=True)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for bias in self.logit_bias.values():
+            _check_range("logit_bias", bias, -100.0, 100.0)
+        _check_range("logit_bias", len(self.logit_bias), 0, _MAX_LOGIT_BIAS)
+        _check_range("stop_token_ids", len(self.stop_token_ids), 0, _MAX_STOP_IDS)
+        if self.max_tokens is not None:
+            _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError("min_tokens exceeds max_tokens", field="sampling.min_tokens")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+    def changed_fields(self) -> frozenset[str]:
+        """Names of the fields that differ from their defaults: what the caller asks an engine to honour."""
+        return frozenset(item.name for item in fields(self) if getattr(self, item.name) != getattr(_DEFAULT, item.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """What to give out beside the tokens.
+
+    Attributes:
+        logprobs: alternatives to report at each position, 0 to 20, beside the chosen token's own log
+            probability; ``None`` reports nothing.
+    """
+
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        if self.logprobs is not None:
+            _check_range("logprobs", self.logprobs, 0, _MAX_TOP_LOGPROBS, prefix="output")
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural-log probabilities at one position, of the model's distribution before temperature and filters.
+
+    ``top_token_ids`` and ``top_logprobs`` are the most likely tokens, best first.
+    """
+
+    token_id: int
+    logprob: float
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+_DEFAULT = Sampling()
+
+
+def _check_range(
+    name: str, value: float, low: float, high: float, *, low_excluded: bool = False, prefix: str = "sampling"
+) -> None:
+    is_inside = low < value <= high if low_excluded else low <= value <= high
+    if not is_inside or not math.isfinite(value):
+        bracket = "(" if low_excluded else "["
+        raise InvalidRequestError(f"{name} must be in {bracket}{low}, {high}], not {value}", field=f"{prefix}.{name}")

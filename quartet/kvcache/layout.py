@@ -1,0 +1,80 @@
+"""The shape of a block in memory, and what a hand-off says about the blocks behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+#: Bytes of one element, by the dtype's name as safetensors and PyTorch spell it.
+DTYPE_SIZE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "uint8": 1,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvLayout:
+    """Block-major layout: one block is ``[num_layers, 2, block_size, num_kv_heads, head_dim]``, contiguous.
+
+    Two workers can exchange blocks if and only if their layouts are equal.
+    """
+
+    model_fingerprint: str
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int  # tokens
+
+    @property
+    def piece_size_bytes(self) -> int:
+        """Bytes of one block: one piece of a transfer, also where it is only partly filled."""
+        elements = self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_dim
+        return elements * DTYPE_SIZE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class BlocksPayload:
+    """KV blocks of the first ``num_tokens`` tokens; piece ``i`` holds tokens ``[i * block_size, ...)``."""
+
+    layout: KvLayout
+    num_tokens: int
+
+    @property
+    def num_pieces(self) -> int:
+        """Blocks behind the hand-off, the partly filled last one included."""
+        return -(-self.num_tokens // self.layout.block_size)
+
+
+@dataclass(frozen=True)
+class OpaquePayload:
+    """State of an engine that moves its own cache; only that engine reads it."""
+
+    engine: str
+    state: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandOff:
+    """A claim ticket on what a worker holds for whoever decodes next.
+
+    Attributes:
+        hand_off_id: 16 random bytes that name it.
+        secret: 16 random bytes without which nobody may read or end it.
+        worker_id: the worker that holds.
+        epoch: that worker's life; a hand-off of another life is refused.
+        address: ``host:port`` of that worker's TransferService.
+        lease: time after which it expires unless renewed.
+    """
+
+    hand_off_id: bytes
+    secret: bytes = field(repr=False)
+    worker_id: str
+    epoch: int
+    address: str
+    lease: timedelta
+    payload: BlocksPayload | OpaquePayload

@@ -1,0 +1,111 @@
+"""The transfer seam: fetch these remote pieces into those local blocks, whatever the way.
+
+A *piece* is one block of a sequence, numbered by its position; its bytes are laid out as the hand-off's
+``KvLayout`` says. One module of this package per way to move pieces.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from quartet.kvcache.layout import HandOff, KvLayout
+
+
+class TransferWay(StrEnum):
+    """How bytes move, best first where several are possible."""
+
+    CUDA_IPC = "cuda_ipc"  # same host, GPU pools
+    SHM = "shm"  # same host, CPU pools: the source's memfd is mapped, one copy
+    NIXL = "nixl"  # across hosts by RDMA
+    GRPC = "grpc"  # always works: bytes ride the Pull stream
+
+
+class PoolMemory:
+    """A block pool's bytes in host memory, in a memfd so that a process on this host can map it.
+
+    The memory is touched once here: fresh pages cost three times a warm copy.
+    """
+
+    def __init__(self, num_blocks: int, piece_size_bytes: int) -> None:
+        """Reserve ``num_blocks * piece_size_bytes`` bytes, zeroed."""
+        self.num_blocks = num_blocks
+        self.piece_size_bytes = piece_size_bytes
+        self.size_bytes = num_blocks * piece_size_bytes
+        self.fd = os.memfd_create("quartet-kv-pool", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, self.size_bytes)
+        self._map = mmap.mmap(self.fd, self.size_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        self.view = memoryview(self._map)
+
+    def piece(self, block_id: int) -> memoryview:
+        """The bytes of block ``block_id``, writable, no copy. Raises ``IndexError`` outside the pool."""
+        if not 0 <= block_id < self.num_blocks:
+            raise IndexError(f"block {block_id} of {self.num_blocks}")
+        start = block_id * self.piece_size_bytes
+        return self.view[start : start + self.piece_size_bytes]
+
+    def close(self) -> None:
+        """Give the file descriptor back; the pages live on as long as somebody maps them."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+@dataclass(frozen=True)
+class PieceCopy:
+    """Put remote piece ``piece`` (position in the sequence) into local block ``block_id``."""
+
+    piece: int
+    block_id: int
+
+
+@dataclass(frozen=True)
+class FetchResult:
+    """What a fetch moved: the way taken, bytes, and seconds from the first message to ``finished``."""
+
+    way: TransferWay
+    size_bytes: int
+    duration_s: float
+
+
+class Claim(Protocol):
+    """A hand-off that this worker accepted; its lease is renewed until ``fetch`` or ``abort`` ends it."""
+
+    async def fetch(self, copies: Sequence[PieceCopy]) -> FetchResult:
+        """Move the pieces, then tell the source that it may let go; ``copies`` may be empty.
+
+        Returns only when nothing writes to the local blocks any more, also when it raises or is cancelled.
+
+        Raises:
+            TransferError, TransferTimeoutError, HandOffNotFoundError, HandOffStateError, StaleEpochError,
+            LayoutMismatchError, WorkerUnavailableError: what arrived must be thrown away.
+        """
+        ...
+
+    async def abort(self) -> None:
+        """Tell the source that nobody will take it. Never raises; bounded in time; may be called twice."""
+        ...
+
+
+class Puller(Protocol):
+    """Fetches blocks for one local pool."""
+
+    def attach(self, memory: PoolMemory, layout: KvLayout) -> None:
+        """Name the pool that is fetched into; called once, before the first ``claim``."""
+        ...
+
+    def claim(self, hand_off: HandOff) -> Claim:
+        """Accept ``hand_off``: check its layout against the local pool, start renewing its lease.
+
+        Raises:
+            LayoutMismatchError: its blocks cannot be taken over here; nothing was started.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End every renewal and channel. Claims still open end with ``TransferError``."""
+        ...
