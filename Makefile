@@ -1,0 +1,70 @@
+# Every target does the set-up that it needs; `make` alone lists them.
+# A fresh Debian machine needs: apt-get install make python3-venv
+
+EXTRAS ?= torch,dev
+BIN := .venv/bin
+MODEL := .run/models/random-llama
+PACKAGES := quartet services router cli models codegen benchmarks
+
+.DEFAULT_GOAL := help
+.PHONY: help setup tools test test-unit lint lint-format lint-code lint-types lint-imports lint-sizes lint-protos \
+  lint-stubs generate format release-protos clean
+
+help:  ## List the targets
+	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
+
+setup:  ## Make .venv with all that Quartet needs (EXTRAS=dev: without torch)
+	@tools/setup.sh "$(EXTRAS)"
+
+tools: setup  ## Get etcd and grpcurl, where the machine lacks them
+	@tools/binaries.sh
+
+run-%: setup tools $(MODEL)/model.safetensors  ## Start configs/%.yaml on this machine: run-disagg, run-agg, run-disagg_2p2d
+	@exec $(BIN)/quartet up configs/$*.yaml
+
+$(MODEL)/model.safetensors: models/random_llama.py | setup
+	@$(BIN)/python -m models.random_llama --out $(MODEL)
+
+test: setup tools  ## Run all tests
+	$(BIN)/python -m pytest
+
+test-unit: setup  ## Run the tests that start no service processes
+	$(BIN)/python -m pytest -m "not e2e"
+
+lint: lint-format lint-code lint-types lint-imports lint-sizes lint-protos lint-stubs  ## Run every check of the gate
+
+lint-format: setup
+	$(BIN)/ruff format --check .
+
+lint-code: setup
+	$(BIN)/ruff check .
+
+lint-types: setup
+	$(BIN)/python -m mypy
+
+lint-imports: setup
+	$(BIN)/lint-imports --no-logo
+
+lint-sizes: setup
+	$(BIN)/python tools/check_sizes.py $(wildcard $(PACKAGES)) tests tools
+
+lint-protos: setup
+	$(BIN)/buf lint
+	$(BIN)/buf breaking --against protos/released.binpb
+
+lint-stubs: setup
+	$(BIN)/python -m codegen.generate --check
+
+generate: setup  ## Generate quartet/v1 from protos/
+	$(BIN)/python -m codegen.generate
+
+format: setup  ## Format the code and apply the linter's safe fixes
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+release-protos: setup  ## Make today's contracts the ones that must not break (needs a line in CHANGELOG.md)
+	$(BIN)/buf build -o protos/released.binpb
+
+clean:  ## Delete what was made here: .venv, .tools, .run, caches
+	rm -rf .venv .tools .run build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Generation of stubs from the contracts in ``protos/``."""
