@@ -1,0 +1,253 @@
+"""The block pool: who uses which KV block, and which full blocks can be shared instead of computed.
+
+A block is *free* (empty), *cached* (its content is known, nobody uses it), *held* (kept for a hand-off only) or
+*in use* (by a running sequence); the four always add up to the pool.
+
+A full block whose KV is computed gets a name: (parent's name, token ids and media), where the first block's parent is
+the digest of the extra key. Names are compared by identity and content, never by a hash alone, so that a crafted
+collision shares nothing. Two sequences that compute the same content at the same time share the name and each keep
+their own copy of the block; later blocks of both go on from that one name, and when the block that bears it is given
+up, a copy that is still used takes over. So whoever uses or holds a block keeps all names before it alive, and the
+least recently used cached block is always a leaf: blocks of a sequence are given back last one first.
+
+Pure code without locks: all calls come from the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from quartet.errors import OutOfBlocksError
+from quartet.kvcache.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class BlockCounts:
+    """How many blocks are in which state; ``free + cached + held + in_use == total``."""
+
+    free: int
+    cached: int
+    held: int
+    in_use: int
+    total: int
+
+
+class BlockManager:
+    """Hands out the blocks of one pool, shares equal prefixes, evicts the least recently used leaf."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        """Manage blocks ``0 .. num_blocks - 1`` of ``block_size`` tokens each, all free."""
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._num_users = [0] * num_blocks
+        self._num_holders = [0] * num_blocks
+        self._num_held = 0
+        self._num_in_use = 0
+        self._held: dict[int, list[int]] = {}
+        self._names: list[_Name | None] = [None] * num_blocks  # of a block's content; copies have it too
+        self._by_key: dict[_Key, _Name] = {}
+        self._copies: dict[_Name, set[int]] = {}
+
+    @property
+    def counts(self) -> BlockCounts:
+        """How many blocks are in which state, now."""
+        return BlockCounts(len(self._free), len(self._cached), self._num_held, self._num_in_use, self.num_blocks)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out: free and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    def sequence_hash(self, block_id: int) -> int | None:
+        """The public name of a block that can be shared; ``None`` for one that cannot."""
+        name = self._names[block_id]
+        return name.sequence_hash if name is not None and name.block_id == block_id else None
+
+    def allocate(self, seq: Sequence) -> int:
+        """Give ``seq``, which has none, blocks for all its tokens, sharing its longest cached prefix.
+
+        Returns:
+            Number of cached tokens: a multiple of the block size, and less than the tokens, because the last one
+            must be computed to have logits.
+
+        Raises:
+            OutOfBlocksError: too few available blocks; nothing was changed.
+        """
+        assert not seq.block_table, "the sequence already has blocks"
+        shared = self._cached_prefix(seq)
+        # Sharing a cached block that nobody uses spends an available block too.
+        num_spent = sum(block_id in self._cached for block_id in shared)
+        self._check_available(seq.num_blocks - len(shared), self.num_available - num_spent)
+        for block_id in shared:
+            self._use(block_id)
+        seq.block_table = shared + [self._take() for _ in range(seq.num_blocks - len(shared))]
+        seq.num_named_blocks = len(shared)
+        seq.num_computed_tokens = len(shared) * self.block_size
+        return seq.num_computed_tokens
+
+    def extend(self, seq: Sequence, num_tokens: int = 1) -> None:
+        """Make room for ``num_tokens`` more tokens than ``seq`` has; the caller appends them afterwards.
+
+        Raises:
+            OutOfBlocksError: too few available blocks; nothing was changed.
+        """
+        num_new = -(-(len(seq) + num_tokens) // self.block_size) - len(seq.block_table)
+        self._check_available(num_new, self.num_available)
+        seq.block_table.extend(self._take() for _ in range(num_new))
+
+    def commit(self, seq: Sequence) -> None:
+        """Name every full block whose KV is computed, so that others can share it.
+
+        Where an equal block already bears the name, ``seq`` keeps its own block as a copy, which is not shared.
+        """
+        parent: _Name | bytes | None = seq.extra_key.digest
+        if seq.num_named_blocks:
+            parent = self._names[seq.block_table[seq.num_named_blocks - 1]]
+        for index in range(seq.num_named_blocks, seq.num_computed_tokens // self.block_size):
+            assert parent is not None, "a block is named before the ones before it"
+            parent = self._name(seq, index, parent)
+            seq.num_named_blocks = index + 1
+
+    def free(self, seq: Sequence) -> None:
+        """Take back all blocks of ``seq``; shareable ones stay cached. May be called twice."""
+        self._stop_using(seq.block_table)
+        _empty(seq)
+
+    def hold(self, seq: Sequence, holder: int) -> tuple[int, ...]:
+        """Keep the computed blocks of ``seq`` until ``release(holder)`` and empty ``seq``; its others are freed.
+
+        Held full blocks can be shared like any other. ``holder`` is unique among those that hold.
+
+        Returns:
+            The held blocks, in the order of the sequence, a partly filled last one included.
+        """
+        assert holder not in self._held, "this holder already holds blocks"
+        held = seq.block_table[: -(-seq.num_computed_tokens // self.block_size)]
+        for block_id in held:
+            self._num_holders[block_id] += 1
+        self._held[holder] = held
+        self.free(seq)
+        return tuple(held)
+
+    def release(self, holder: int) -> None:
+        """Let go of what ``holder`` holds; shareable blocks stay cached. Unknown holders are ignored."""
+        for block_id in reversed(self._held.pop(holder, [])):
+            self._num_holders[block_id] -= 1
+            if not self._num_holders[block_id] and not self._num_users[block_id]:
+                self._num_held -= 1
+                self._retire(block_id)
+
+    def _cached_prefix(self, seq: Sequence) -> list[int]:
+        """Blocks that say the same as the first blocks of ``seq``, without the block of its last token."""
+        shared: list[int] = []
+        parent: _Name | bytes = seq.extra_key.digest
+        for index in range((len(seq) - 1) // self.block_size):
+            name = self._by_key.get((parent, seq.block_content(index)))
+            if name is None:
+                break
+            shared.append(name.block_id)
+            parent = name
+        return shared
+
+    def _check_available(self, num_wanted: int, num_available: int) -> None:
+        if num_wanted > num_available:
+            raise OutOfBlocksError(f"need {num_wanted} blocks, {num_available} of {self.num_blocks} are available")
+
+    def _name(self, seq: Sequence, index: int, parent: _Name | bytes) -> _Name:
+        """Name block ``index`` of ``seq``, or make it a copy of the one that bears its name."""
+        block_id = seq.block_table[index]
+        key = (parent, seq.block_content(index))
+        name = self._by_key.get(key)
+        if name is None:
+            name = self._by_key[key] = _Name(key, seq.sequence_hash(index), block_id)
+        elif name.block_id in self._cached:
+            # Nobody uses that block: if it kept the name, this sequence's later blocks would outlive their parent.
+            del self._cached[name.block_id]
+            self._make_free(name.block_id)
+            name.block_id = block_id
+        else:
+            self._copies.setdefault(name, set()).add(block_id)
+        self._names[block_id] = name
+        return name
+
+    def _take(self) -> int:
+        """One empty block, now in use; the least recently used cached one where none is free."""
+        if self._free:
+            block_id = self._free.pop()
+        else:
+            block_id, _ = self._cached.popitem(last=False)
+            name = self._names[block_id]
+            assert name is not None, "a cached block has a name"
+            del self._by_key[name.key]
+            self._names[block_id] = None
+        self._num_users[block_id] = 1
+        self._num_in_use += 1
+        return block_id
+
+    def _use(self, block_id: int) -> None:
+        if not self._num_users[block_id]:
+            self._num_in_use += 1
+            if self._num_holders[block_id]:
+                self._num_held -= 1
+            else:
+                del self._cached[block_id]
+        self._num_users[block_id] += 1
+
+    def _stop_using(self, block_table: list[int]) -> None:
+        # Last one first: then the least recently used cached block never has a cached child.
+        for block_id in reversed(block_table):
+            self._num_users[block_id] -= 1
+            if self._num_users[block_id]:
+                continue
+            self._num_in_use -= 1
+            if self._num_holders[block_id]:
+                self._num_held += 1
+            else:
+                self._retire(block_id)
+
+    def _retire(self, block_id: int) -> None:
+        """Put away a block that nobody uses or holds any more."""
+        name = self._names[block_id]
+        if name is None:
+            self._make_free(block_id)
+        elif name in self._copies:
+            self._retire_copy(block_id, name)
+        else:
+            self._cached[block_id] = None
+
+    def _retire_copy(self, block_id: int, name: _Name) -> None:
+        """Free one of several equal blocks; another, which is still used or held, bears the name from now on."""
+        copies = self._copies[name]
+        if name.block_id == block_id:
+            name.block_id = copies.pop()
+        else:
+            copies.remove(block_id)
+        if not copies:
+            del self._copies[name]
+        self._make_free(block_id)
+
+    def _make_free(self, block_id: int) -> None:
+        self._names[block_id] = None
+        self._free.append(block_id)
+
+
+@dataclass(eq=False, slots=True)
+class _Name:
+    """What a block says, and the block that bears the name. Equal to itself only, so it can never be recycled."""
+
+    key: _Key
+    sequence_hash: int
+    block_id: int
+
+
+_Key: TypeAlias = tuple[_Name | bytes, bytes]
+
+
+def _empty(seq: Sequence) -> None:
+    seq.block_table = []
+    seq.num_named_blocks = 0
+    seq.num_computed_tokens = 0

@@ -1,0 +1,83 @@
+"""A sequence: the tokens of one running request, and the blocks that hold their KV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quartet.kvcache.block_hash import (
+    NO_EXTRA_KEY,
+    ExtraKey,
+    MediaSpan,
+    chain_hash,
+    hash_bytes,
+    media_suffixes,
+    pack_token_ids,
+    split_blocks,
+)
+
+
+class Sequence:
+    """Tokens known so far and where their KV is. Owned by the engine's thread.
+
+    ``BlockManager`` alone changes ``block_table`` and ``num_named_blocks``.
+
+    Attributes:
+        token_ids: prompt, generated and output so far; only ever appended to.
+        num_computed_tokens: tokens, from the first on, whose KV is in the blocks.
+        block_table: physical blocks, in the order of the sequence.
+        num_named_blocks: blocks, from the first on, whose content the pool knows.
+    """
+
+    def __init__(
+        self,
+        token_ids: Iterable[int],
+        *,
+        block_size: int,
+        extra_key: ExtraKey = NO_EXTRA_KEY,
+        media: tuple[MediaSpan, ...] = (),
+    ) -> None:
+        """Start with ``token_ids`` and no blocks.
+
+        Raises:
+            InvalidRequestError: field ``media``; items overlap or go beyond the tokens.
+        """
+        self.token_ids = list(token_ids)
+        self.block_size = block_size
+        self.extra_key = extra_key
+        self.num_computed_tokens = 0
+        self.block_table: list[int] = []
+        self.num_named_blocks = 0
+        self._media_suffixes = media_suffixes(media, block_size, len(self.token_ids))
+        self._contents: list[bytes] = []
+        self._hashes: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that all tokens need, a partly filled last one included."""
+        return -(-len(self.token_ids) // self.block_size)
+
+    def append(self, token_id: int) -> None:
+        """Add a token, whose KV is not computed yet."""
+        self.token_ids.append(token_id)
+
+    def block_content(self, index: int) -> bytes:
+        """What full block ``index`` says: its token ids and media, the bytes that its block hash is of."""
+        if index >= len(self._contents):
+            self._read_new_blocks()
+        return self._contents[index]
+
+    def sequence_hash(self, index: int) -> int:
+        """The public name of full block ``index`` with all before it."""
+        while index >= len(self._hashes):
+            parent = self._hashes[-1] if self._hashes else self.extra_key.hash_seed
+            self._hashes.append(chain_hash(parent, hash_bytes(self.block_content(len(self._hashes)))))
+        return self._hashes[index]
+
+    def _read_new_blocks(self) -> None:
+        first = len(self._contents)
+        blocks = split_blocks(pack_token_ids(self.token_ids[first * self.block_size :]), self.block_size)
+        for index, block in enumerate(blocks, first):
+            self._contents.append(block + self._media_suffixes.get(index, b""))
