@@ -1,0 +1,206 @@
+"""The discovery seam: what a worker announces, and what a registry promises.
+
+A registry keeps one record per worker alive for as long as the worker keeps its registration, and tells
+watchers what comes, changes and goes. Every implementation (``etcd``, ``file``, ``memory``) passes the same
+conformance suite.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol, TypeAlias
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class Role(StrEnum):
+    """What a process does in the topology."""
+
+    ENCODE = "encode"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    ROUTER = "router"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostIdentity:
+    """Which kernel, and which IPC namespace of it, a process runs in.
+
+    Two workers can share memory (``shm``, ``cuda_ipc``) only where both are equal.
+
+    Attributes:
+        boot_id: the kernel's random id of this boot.
+        ipc_namespace: the kernel's name of the IPC namespace (``ipc:[4026531839]``).
+    """
+
+    boot_id: str
+    ipc_namespace: str
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class WorkerKey:
+    """What names a worker within a namespace; ordered by role, then id."""
+
+    role: Role
+    worker_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerRecord:
+    """What one worker announces about itself; equal only if every field is.
+
+    Attributes:
+        worker_id: 1 to 128 letters, digits, ``.``, ``_`` or ``-``, beginning with a letter or digit.
+        role: what the worker does.
+        epoch: random unsigned 64-bit number of this start; another epoch is another life of the worker.
+        grpc_address: ``host:port`` that peers dial.
+        events_address: ``tcp://host:port`` of the ZMQ PUB socket; empty when the worker has none.
+        model_name: what requests ask for.
+        model_fingerprint: hex SHA-256; pools are (name, fingerprint) and never mixed.
+        host: where the process runs, for the ways that need shared memory.
+        data_parallel_size: number of data-parallel ranks, each a place of its own.
+        num_blocks: KV blocks per rank; 0 where the worker holds none.
+        block_size: tokens per KV block; 0 where the worker holds none.
+        max_model_len: most tokens of one sequence, prompt and output together.
+        transfer_ways: the ways to move blocks that the worker speaks, best first.
+        sampling_fields: names of the sampling fields that the worker honours.
+        media: kinds of media that the worker takes.
+        adapters: names of the LoRA adapters that the worker has.
+        contract_version: the version of the protos that the worker was built with.
+        http_address: ``host:port`` of metrics and health; empty when the worker has none.
+    """
+
+    worker_id: str
+    role: Role
+    epoch: int
+    grpc_address: str
+    events_address: str
+    model_name: str
+    model_fingerprint: str
+    host: HostIdentity
+    data_parallel_size: int = 1
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    transfer_ways: tuple[str, ...]
+    sampling_fields: tuple[str, ...]
+    media: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+    contract_version: str
+    http_address: str = ""
+
+    def __post_init__(self) -> None:
+        check_name("worker_id", self.worker_id)
+        if not 0 <= self.epoch < 2**64:
+            raise ValueError("epoch must be an unsigned 64-bit number")
+        if self.data_parallel_size < 1:
+            raise ValueError("data_parallel_size must be at least 1")
+        if min(self.num_blocks, self.block_size, self.max_model_len) < 0:
+            raise ValueError("num_blocks, block_size and max_model_len must not be negative")
+
+    @property
+    def key(self) -> WorkerKey:
+        """What names this worker within its namespace."""
+        return WorkerKey(role=self.role, worker_id=self.worker_id)
+
+
+@dataclass(frozen=True)
+class WorkerAdded:
+    """A worker that the reader of the watch did not know."""
+
+    record: WorkerRecord
+
+
+@dataclass(frozen=True)
+class WorkerChanged:
+    """A known worker's new record; with another epoch, the worker has started anew."""
+
+    record: WorkerRecord
+
+
+@dataclass(frozen=True)
+class WorkerRemoved:
+    """A known worker's record is gone: it left, or its lease ended. Absent does not mean dead."""
+
+    worker_id: str
+    role: Role
+
+
+@dataclass(frozen=True)
+class Synchronised:
+    """Every worker of the first list has been told; comes once per watch."""
+
+
+WorkerEvent: TypeAlias = WorkerAdded | WorkerChanged | WorkerRemoved | Synchronised
+
+
+class Registration(Protocol):
+    """A worker's record in the registry, kept there until closed."""
+
+    @property
+    def record(self) -> WorkerRecord:
+        """The record as it was registered."""
+        ...
+
+    async def close(self) -> None:
+        """Remove the record, unless a later registration has replaced it.
+
+        Never raises for an unreachable registry and ends in bounded time: the record then goes with its lease.
+        """
+        ...
+
+
+class Watch(Protocol):
+    """One reader's view of the workers: iterate it with ``async for``, from one task.
+
+    Begins with a ``WorkerAdded`` per worker, then ``Synchronised``, then differences only, also across broken
+    connections, while which the last known workers simply stay. A slow reader gets fewer events (changes of
+    one worker merge), never a wrong end state. The iteration ends when the watch or its registry is closed.
+    """
+
+    def __aiter__(self) -> AsyncIterator[WorkerEvent]:
+        """The watch itself."""
+        ...
+
+    async def close(self) -> None:
+        """End the iteration and free what the watch holds."""
+        ...
+
+
+class Registry(Protocol):
+    """Where the workers of one namespace are announced."""
+
+    async def register(self, record: WorkerRecord) -> Registration:
+        """Announce ``record``, replacing what the same role and id had, and keep it alive.
+
+        The record survives lost leases, restarts and wipes of the registry: it is registered again.
+
+        Raises:
+            DiscoveryError: the registry could not be reached in bounded time; nothing is kept.
+        """
+        ...
+
+    async def workers(self) -> list[WorkerRecord]:
+        """The readable records of this moment, ordered by role and id.
+
+        Raises:
+            DiscoveryError: the registry could not be reached in bounded time.
+        """
+        ...
+
+    def watch(self) -> Watch:
+        """Begin to watch; needs a running event loop. Never fails: it tries until it is closed."""
+        ...
+
+    async def close(self) -> None:
+        """Close every registration and watch made here, and the connection; ends in bounded time."""
+        ...
+
+
+def check_name(field: str, name: str) -> None:
+    """Raise ``ValueError`` naming ``field`` unless ``name`` can be part of a key and of a file name."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{field} must be 1 to 128 letters, digits, '.', '_' or '-', not {name!r}")

@@ -1,0 +1,208 @@
+"""The registry on etcd: one key per worker under a lease, and watches that survive every break.
+
+Keys are ``/quartet/<namespace>/<role>/<worker id>``. A watch has one answer to whatever breaks it (restart, wipe,
+compaction, silence): list, tell the differences, watch from the list's revision + 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from quartet.discovery.back_off import BackOff
+from quartet.discovery.base import WorkerKey, WorkerRecord
+from quartet.discovery.etcd_client import EtcdClient, KeyChange, new_lease_id
+from quartet.discovery.etcd_config import EtcdConfig
+from quartet.discovery.live_watch import LiveWatch
+from quartet.discovery.record_json import parse_key, parse_record, to_json
+from quartet.errors import DiscoveryError
+
+__all__ = ["EtcdConfig", "EtcdRegistration", "EtcdRegistry"]
+
+logger = logging.getLogger(__name__)
+
+# Enough for an etcd that is just starting or electing a leader, not so long that a wrong address goes unnoticed.
+_REGISTER_WITHIN_S = 10.0
+
+
+class EtcdRegistration:
+    """A record in etcd, kept there by a task that renews its lease and registers again when that is lost."""
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        config: EtcdConfig,
+        record: WorkerRecord,
+        *,
+        on_close: Callable[[EtcdRegistration], None],
+    ) -> None:
+        self._client = client
+        self._config = config
+        self._record = record
+        self._on_close = on_close
+        self._key = _prefix(config) + f"{record.role}/{record.worker_id}"
+        self._value = to_json(record)
+        self._lease_id: int | None = None
+        self._registered = asyncio.Event()
+        self._back_off = BackOff()
+        self._last_error: DiscoveryError | None = None
+        self._task = asyncio.create_task(self._keep_registered(), name=f"discovery-register-{record.worker_id}")
+
+    @property
+    def record(self) -> WorkerRecord:
+        """The record as it was registered."""
+        return self._record
+
+    async def wait_registered(self, timeout_s: float) -> None:
+        """Wait until the record has been in etcd once.
+
+        Raises:
+            DiscoveryError: it was not within ``timeout_s`` seconds; the message ends with the last failure.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._registered.wait()
+        except TimeoutError as error:
+            raise DiscoveryError(f"could not register in {timeout_s:g} s: {self._last_error}") from error
+
+    async def close(self) -> None:
+        """Remove the record, unless a later registration has replaced it; at most one request timeout."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        # Revoking the lease deletes the key only if it is still attached to *this* lease.
+        lease_id, self._lease_id = self._lease_id, None
+        if lease_id is not None:
+            try:
+                async with asyncio.timeout(self._config.request_timeout_s):
+                    await self._client.revoke(lease_id)
+            except (DiscoveryError, TimeoutError) as error:
+                logger.warning("left %s to the end of its lease: %s", self._key, error)
+        self._on_close(self)
+
+    async def _keep_registered(self) -> None:
+        while True:
+            try:
+                if self._lease_id is None:
+                    await self._register()
+                else:
+                    await self._hold(self._lease_id)
+            except DiscoveryError as error:
+                self._last_error = error
+                level = logging.WARNING if self._back_off.is_first else logging.DEBUG
+                logger.log(level, "registration of %s: %s", self._key, error)
+                await asyncio.sleep(self._back_off.next_delay_s())
+
+    async def _register(self) -> None:
+        # Known before it is granted: whatever of this fails, the next step finds the lease held or lost.
+        self._lease_id = new_lease_id()
+        await self._client.grant(self._lease_id)
+        await self._put(self._lease_id)
+
+    async def _hold(self, lease_id: int) -> None:
+        """Renew the lease and watch over the key, until the lease is lost."""
+        async with self._client.keep_alive() as stream:
+            while await stream.renew(lease_id) > 0:
+                await self._put_if_missing(lease_id)
+                self._back_off.reset()
+                await asyncio.sleep(self._config.lease_ttl_s / 3)
+        self._lease_id = None
+        raise DiscoveryError("the lease was lost")
+
+    async def _put_if_missing(self, lease_id: int) -> None:
+        stored = await self._client.get(self._key)
+        if stored is not None and stored.value != self._value:
+            return  # A later registration of this worker id owns the key.
+        if stored is None or stored.lease_id != lease_id:
+            await self._put(lease_id)
+        self._registered.set()
+
+    async def _put(self, lease_id: int) -> None:
+        await self._client.put(self._key, self._value, lease_id)
+        self._registered.set()
+
+
+class EtcdRegistry:
+    """A ``Registry`` on etcd; make it and use it within one event loop."""
+
+    def __init__(self, config: EtcdConfig) -> None:
+        self._config = config
+        self._client = EtcdClient(config)
+        self._open: set[EtcdRegistration | LiveWatch] = set()
+
+    async def register(self, record: WorkerRecord) -> EtcdRegistration:
+        """Announce ``record`` and keep it alive.
+
+        Raises:
+            DiscoveryError: no endpoint took it within 10 s.
+        """
+        registration = EtcdRegistration(self._client, self._config, record, on_close=self._open.discard)
+        self._open.add(registration)
+        try:
+            await registration.wait_registered(_REGISTER_WITHIN_S)
+        except BaseException:
+            await registration.close()
+            raise
+        return registration
+
+    async def workers(self) -> list[WorkerRecord]:
+        """The readable records of this moment, ordered by role and id.
+
+        Raises:
+            DiscoveryError: no endpoint answered, each within the request timeout.
+        """
+        return (await self._list())[1]
+
+    def watch(self) -> LiveWatch:
+        """Begin to watch."""
+        watch = LiveWatch(self._feed, on_close=self._open.discard)
+        self._open.add(watch)
+        return watch
+
+    async def close(self) -> None:
+        """Close every registration and watch made here, then the channels."""
+        await asyncio.gather(*(part.close() for part in self._open))
+        await self._client.close()
+
+    async def _feed(self, watch: LiveWatch) -> None:
+        back_off = BackOff()
+        while True:
+            try:
+                revision, records = await self._list()
+                watch.replace(records)
+                await self._client.follow(
+                    _prefix(self._config), revision, back_off.reset, lambda change: self._apply(change, watch)
+                )
+            except DiscoveryError as error:
+                level = logging.WARNING if back_off.is_first else logging.DEBUG
+                logger.log(level, "watch of %s: %s", _prefix(self._config), error)
+            await asyncio.sleep(back_off.next_delay_s())
+
+    async def _list(self) -> tuple[int, list[WorkerRecord]]:
+        listing = await self._client.list(_prefix(self._config))
+        # etcd lists in the order of keys: by role, then id.
+        records = (self._parse(value.key, value.value) for value in listing.values)
+        return listing.revision, [record for record in records if record is not None]
+
+    def _apply(self, change: KeyChange, watch: LiveWatch) -> None:
+        key = self._worker_key(change.key)
+        if key is None:
+            return
+        record = None if change.value is None else parse_record(key, change.value)
+        # An unreadable value is no worker, here as in a list.
+        if record is None:
+            watch.remove(key)
+        else:
+            watch.put(record)
+
+    def _parse(self, key: str, value: bytes) -> WorkerRecord | None:
+        worker_key = self._worker_key(key)
+        return None if worker_key is None else parse_record(worker_key, value)
+
+    def _worker_key(self, key: str) -> WorkerKey | None:
+        role, _, worker_id = key.removeprefix(_prefix(self._config)).partition("/")
+        return parse_key(role, worker_id)
+
+
+def _prefix(config: EtcdConfig) -> str:
+    return f"/quartet/{config.namespace}/"

@@ -1,0 +1,271 @@
+"""The few etcd calls that discovery needs, over channels of ours; the only module here that knows gRPC.
+
+``aetcd`` lends its messages and stubs. Its own client has no TLS, one endpoint, and hides revisions.
+Whatever goes wrong is a ``DiscoveryError``; the next call then goes to the next endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from aetcd import rpc
+
+from quartet.discovery.etcd_config import EtcdConfig
+from quartet.errors import DiscoveryError
+
+_CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A server that comes back is found within a second; gRPC's own default waits up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_receive_message_length", 64 * 2**20),
+    ("grpc.enable_http_proxy", 0),
+)
+# etcd then ends streams on a member that has lost its leader, instead of leaving them silent.
+_REQUIRE_LEADER = (("hasleader", "true"),)
+
+
+@dataclass(frozen=True)
+class StoredValue:
+    """One key's value and the lease that it goes with (0: none)."""
+
+    key: str
+    value: bytes
+    lease_id: int
+
+
+@dataclass(frozen=True)
+class Listing:
+    """All values under a prefix, as of one revision of the store."""
+
+    revision: int
+    values: tuple[StoredValue, ...]
+
+
+@dataclass(frozen=True)
+class KeyChange:
+    """One key's new value; ``None`` when it was deleted."""
+
+    key: str
+    value: bytes | None
+
+
+class LeaseStream:
+    """One keepalive stream; ``EtcdClient.keep_alive`` opens it and turns its errors into ``DiscoveryError``."""
+
+    def __init__(self, call: grpc.aio.StreamStreamCall[Any, Any], timeout_s: float) -> None:
+        self._call = call
+        self._timeout_s = timeout_s
+
+    async def renew(self, lease_id: int) -> int:
+        """Renew the lease and return the seconds that it now has; 0 when it no longer exists."""
+        async with asyncio.timeout(self._timeout_s):
+            await self._call.write(rpc.LeaseKeepAliveRequest(ID=lease_id))
+            seconds: int = _message(await self._call.read()).TTL
+        return seconds
+
+
+class EtcdClient:
+    """Calls to whichever endpoint answers; each has one channel, kept until ``close``.
+
+    A channel is never closed while others may use it: that would cancel their calls, and with them their tasks.
+    """
+
+    def __init__(self, config: EtcdConfig) -> None:
+        self._config = config
+        self._endpoints: dict[int, _Endpoint] = {}
+        self._current = 0
+
+    async def list(self, prefix: str) -> Listing:
+        """Every key that begins with ``prefix``, linearizable: no member's old view."""
+        request = rpc.RangeRequest(key=prefix.encode(), range_end=_end_of(prefix))
+        response = await self._call("Range", request)
+        return Listing(response.header.revision, tuple(_stored(kv) for kv in response.kvs))
+
+    async def get(self, key: str) -> StoredValue | None:
+        """One key's value, linearizable; ``None`` when there is no such key."""
+        response = await self._call("Range", rpc.RangeRequest(key=key.encode()))
+        return _stored(response.kvs[0]) if response.kvs else None
+
+    async def put(self, key: str, value: bytes, lease_id: int) -> None:
+        """Store ``value`` until the lease ends, replacing what was there."""
+        await self._call("Put", rpc.PutRequest(key=key.encode(), value=value, lease=lease_id))
+
+    async def grant(self, lease_id: int) -> None:
+        """Begin a lease of the configured time under an id that the caller drew with ``new_lease_id``."""
+        await self._call("LeaseGrant", rpc.LeaseGrantRequest(ID=lease_id, TTL=self._config.lease_ttl_s))
+
+    async def revoke(self, lease_id: int) -> None:
+        """End the lease, and with it every key that is still attached to it."""
+        await self._call("LeaseRevoke", rpc.LeaseRevokeRequest(ID=lease_id))
+
+    @asynccontextmanager
+    async def keep_alive(self) -> AsyncIterator[LeaseStream]:
+        """Open a stream that renews leases."""
+        with self._reporting_errors() as endpoint:
+            call = endpoint.lease.LeaseKeepAlive(metadata=_REQUIRE_LEADER)
+            try:
+                # An answer later than a third of the lease leaves too little of it for another endpoint.
+                yield LeaseStream(call, min(self._config.request_timeout_s, self._config.lease_ttl_s / 3))
+            finally:
+                call.cancel()
+
+    async def follow(
+        self, prefix: str, after_revision: int, on_open: Callable[[], None], on_change: Callable[[KeyChange], None]
+    ) -> None:
+        """Call ``on_open`` once the watch stands, then ``on_change`` for every change after a list's revision.
+
+        Ends only by a ``DiscoveryError``: the stream broke or fell silent, the history since ``after_revision`` was
+        compacted, or the store is younger than the list. The answer to each is to list again.
+        """
+        with self._reporting_errors() as endpoint:
+            call = endpoint.watch.Watch(metadata=_REQUIRE_LEADER)
+            writer = asyncio.create_task(
+                _ask(call, _watch_from(prefix, after_revision + 1), self._config.request_timeout_s)
+            )
+            try:
+                while True:
+                    # Twice: the time between two progress requests, and the time that an answer may take.
+                    async with asyncio.timeout(2 * self._config.request_timeout_s):
+                        response = _message(await call.read())
+                    _check_history(response, after_revision)
+                    if response.created:
+                        on_open()
+                    for event in response.events:
+                        on_change(_change(event))
+            finally:
+                writer.cancel()
+                call.cancel()
+
+    async def close(self) -> None:
+        """Close the channels; every call and stream must have ended."""
+        for endpoint in self._endpoints.values():
+            await endpoint.channel.close()
+        self._endpoints.clear()
+
+    async def _call(self, method: str, request: Any) -> Any:
+        for _ in self._config.endpoints[1:]:
+            with suppress(DiscoveryError):
+                return await self._call_once(method, request)
+        return await self._call_once(method, request)
+
+    async def _call_once(self, method: str, request: Any) -> Any:
+        with self._reporting_errors() as endpoint:
+            return await endpoint.unary[method](request, timeout=self._config.request_timeout_s)
+
+    @contextmanager
+    def _reporting_errors(self) -> Iterator[_Endpoint]:
+        number = self._current
+        try:
+            if number not in self._endpoints:
+                self._endpoints[number] = _Endpoint(_open_channel(self._config, self._config.endpoints[number]))
+            yield self._endpoints[number]
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError, _BrokenStreamError) as error:
+            raise self._failure(number, error) from error
+        except asyncio.CancelledError as error:
+            # grpc.aio raises CancelledError also when the *server* ends a call with CANCELLED, as etcd does.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise self._failure(number, error) from error
+
+    def _failure(self, number: int, error: BaseException) -> DiscoveryError:
+        # Another call may have moved on already; its endpoint is as good as the next.
+        if self._current == number:
+            self._current = (number + 1) % len(self._config.endpoints)
+        reason = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else repr(error)
+        return DiscoveryError(f"etcd at {self._config.endpoints[number]}: {reason}")
+
+
+def new_lease_id() -> int:
+    """A random lease id; drawn here, it is known even when the answer to ``grant`` is lost."""
+    return secrets.randbelow(2**63 - 1) + 1
+
+
+class _BrokenStreamError(Exception):
+    """A stream that the server ended, or whose answers cannot be built on."""
+
+
+class _Endpoint:
+    """One etcd server: the channel to it, and stubs on that."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self.lease = rpc.LeaseStub(channel)
+        self.watch = rpc.WatchStub(channel)
+        kv = rpc.KVStub(channel)
+        self.unary = {
+            "Range": kv.Range,
+            "Put": kv.Put,
+            "LeaseGrant": self.lease.LeaseGrant,
+            "LeaseRevoke": self.lease.LeaseRevoke,
+        }
+
+
+def _open_channel(config: EtcdConfig, endpoint: str) -> grpc.aio.Channel:
+    address = endpoint.removeprefix("https://").removeprefix("http://")
+    if config.ca_file is None and not endpoint.startswith("https://"):
+        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(
+        _read(config.ca_file), private_key=_read(config.key_file), certificate_chain=_read(config.cert_file)
+    )
+    return grpc.aio.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
+
+
+def _read(path: Path | None) -> bytes | None:
+    return None if path is None else path.read_bytes()
+
+
+async def _ask(call: Any, watch: Any, interval_s: float) -> None:
+    # A quiet watch and a dead connection look alike; a progress request makes the living answer. The stream has
+    # this one writer. A write fails only with the whole stream, of which the reader learns too.
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        await call.write(watch)
+        while True:
+            await asyncio.sleep(interval_s)
+            await call.write(rpc.WatchRequest(progress_request=rpc.WatchProgressRequest()))
+
+
+def _message(message: Any) -> Any:
+    if message is grpc.aio.EOF:
+        raise _BrokenStreamError("the server ended the stream")
+    return message
+
+
+def _watch_from(prefix: str, start_revision: int) -> Any:
+    create = rpc.WatchCreateRequest(key=prefix.encode(), range_end=_end_of(prefix), start_revision=start_revision)
+    return rpc.WatchRequest(create_request=create)
+
+
+def _check_history(response: Any, after_revision: int) -> None:
+    if response.compact_revision:
+        raise _BrokenStreamError(f"the history since revision {after_revision} was compacted")
+    if response.canceled:
+        raise _BrokenStreamError(f"the server ended the watch: {response.cancel_reason}")
+    # A store that was wiped takes a watch from a revision far ahead of it, and then stays silent.
+    if response.created and response.header.revision < after_revision:
+        raise _BrokenStreamError(f"the store is at revision {response.header.revision}, the list at {after_revision}")
+
+
+def _change(event: Any) -> KeyChange:
+    is_put = event.type == event.PUT
+    return KeyChange(event.kv.key.decode(), event.kv.value if is_put else None)
+
+
+def _stored(kv: Any) -> StoredValue:
+    return StoredValue(kv.key.decode(), kv.value, kv.lease)
+
+
+def _end_of(prefix: str) -> bytes:
+    """The first key after all that begin with ``prefix``."""
+    return prefix[:-1].encode() + bytes([prefix.encode()[-1] + 1])

@@ -1,0 +1,159 @@
+"""One behaviour, held against every registry."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from quartet.discovery.base import (
+    Role,
+    Synchronised,
+    WorkerAdded,
+    WorkerChanged,
+    WorkerKey,
+    WorkerRemoved,
+)
+from quartet.discovery.record_json import to_json
+from tests.discovery.backends import LEASE_S, Backend
+from tests.discovery.records import TIMEOUT_S, make_record, next_event, synchronised
+
+
+async def test_a_watch_of_an_empty_registry_is_synchronised_at_once(backend: Backend) -> None:
+    assert await next_event(backend.registry().watch()) == Synchronised()
+
+
+async def test_a_registered_worker_is_seen_and_a_closed_registration_is_gone(backend: Backend) -> None:
+    record = make_record()
+    watch = backend.registry().watch()
+    await synchronised(watch)
+
+    registration = await backend.registry().register(record)
+    assert registration.record == record
+    assert await next_event(watch) == WorkerAdded(record)
+
+    await registration.close()
+    assert await next_event(watch) == WorkerRemoved("decode-0", Role.DECODE)
+    assert await backend.registry().workers() == []
+
+
+async def test_a_late_watch_tells_all_workers_and_then_that_it_is_synchronised(backend: Backend) -> None:
+    records = [make_record("decode-0"), make_record("decode-1"), make_record("decode-0", role=Role.PREFILL)]
+    worker = backend.registry()
+    for record in records:
+        await worker.register(record)
+
+    assert await synchronised(backend.registry().watch()) == [WorkerAdded(record) for record in records]
+
+
+async def test_a_list_is_ordered_by_role_and_id(backend: Backend) -> None:
+    records = [make_record("a"), make_record("a-b"), make_record("a.b"), make_record("a", role=Role.ROUTER)]
+    registry = backend.registry()
+    for record in reversed(records):
+        await registry.register(record)
+    assert await registry.workers() == records
+
+
+async def test_a_worker_that_starts_anew_replaces_its_record(backend: Backend) -> None:
+    await backend.registry().register(make_record(epoch=1))
+    watch = backend.registry().watch()
+    await synchronised(watch)
+
+    second = make_record(epoch=2, grpc_address="127.0.0.1:50999")
+    await backend.registry().register(second)
+    assert await next_event(watch) == WorkerChanged(second)
+    assert await backend.registry().workers() == [second]
+
+
+async def test_closing_a_replaced_registration_leaves_the_new_record(backend: Backend) -> None:
+    old = await backend.registry().register(make_record(epoch=1))
+    new = await backend.registry().register(make_record(epoch=2))
+    await old.close()
+    assert await backend.registry().workers() == [new.record]
+
+
+async def test_two_watches_see_the_same(backend: Backend) -> None:
+    registry = backend.registry()
+    watches = [registry.watch(), registry.watch()]
+    for watch in watches:
+        await synchronised(watch)
+    registration = await backend.registry().register(make_record())
+    for watch in watches:
+        assert await next_event(watch) == WorkerAdded(registration.record)
+    await watches[0].close()
+    await registration.close()
+    assert await next_event(watches[1]) == WorkerRemoved("decode-0", Role.DECODE)
+
+
+async def test_keys_of_a_newer_version_are_ignored(backend: Backend) -> None:
+    record = make_record()
+    fields = json.loads(to_json(record)) | {"colour": "blue", "state": {"deep": [1]}}
+    await backend.store(record.key, json.dumps(fields).encode())
+    assert await synchronised(backend.registry().watch()) == [WorkerAdded(record)]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"", b"\xff\xfe", b"[]", b"{}", to_json(make_record("somebody-else")), to_json(make_record("bad"))[:-20]],
+)
+async def test_an_unreadable_record_is_skipped_and_hides_nobody(backend: Backend, value: bytes) -> None:
+    good = await backend.registry().register(make_record("good"))
+    await backend.store(WorkerKey(role=Role.DECODE, worker_id="bad"), value)
+    assert await synchronised(backend.registry().watch()) == [WorkerAdded(good.record)]
+    assert await backend.registry().workers() == [good.record]
+
+
+async def test_a_record_that_becomes_unreadable_counts_as_removed(backend: Backend) -> None:
+    record = make_record()
+    await backend.store(record.key, to_json(record))
+    watch = backend.registry().watch()
+    await synchronised(watch)
+    await backend.store(record.key, b"{}")
+    assert await next_event(watch) == WorkerRemoved("decode-0", Role.DECODE)
+
+
+async def test_namespaces_do_not_see_each_other(backend: Backend) -> None:
+    blue = await backend.registry("blue").register(make_record("blue-worker"))
+    # A namespace whose name begins like another's is still another.
+    other = await backend.registry("blue-green").register(make_record("other-worker"))
+    assert await synchronised(backend.registry("blue").watch()) == [WorkerAdded(blue.record)]
+    assert await backend.registry("blue-green").workers() == [other.record]
+    assert await backend.registry().workers() == []
+
+
+async def test_a_killed_worker_is_gone_within_its_lease_and_a_living_one_stays(backend: Backend) -> None:
+    living = await backend.registry().register(make_record("living"))
+    dying = make_record("dying")
+    await backend.start_worker(dying)
+    watch = backend.registry().watch()
+    assert len(await synchronised(watch)) == 2
+
+    await backend.kill_worker()
+    killed_at = time.monotonic()
+    assert await next_event(watch) == WorkerRemoved("dying", Role.DECODE)
+    # etcd looks for ended leases every half second; the rest is for a slow machine.
+    assert time.monotonic() - killed_at < LEASE_S + 2.5
+    assert await backend.registry().workers() == [living.record]
+
+
+async def test_closing_a_watch_ends_its_iteration(backend: Backend) -> None:
+    watch = backend.registry().watch()
+    await synchronised(watch)
+    waiting = asyncio.create_task(anext(aiter(watch)))
+    await asyncio.sleep(0)
+    await watch.close()
+    with pytest.raises(StopAsyncIteration):
+        async with asyncio.timeout(TIMEOUT_S):
+            await waiting
+
+
+async def test_closing_a_registry_removes_its_records_and_ends_its_watches(backend: Backend) -> None:
+    registry = backend.registry()
+    watch = registry.watch()
+    await registry.register(make_record())
+    await registry.close()
+    with pytest.raises(StopAsyncIteration):
+        await next_event(watch)
+    assert await backend.registry().workers() == []
