@@ -187,7 +187,10 @@ def _random_weights(shape: LlamaShape, seed: int) -> dict[str, NDArray[np.float3
                 "mlp.down_proj": matrix(hidden, inner),
             }.items()
         }
-    weights["lm_head.weight"] = matrix(shape.vocab_size, hidden)
+    head = matrix(shape.vocab_size, hidden)
+    # Special tokens have the first ids. As likely as any other, they would end an answer after a few words.
+    head[: len(_SPECIAL_TOKENS)] *= 0.5
+    weights["lm_head.weight"] = head
     return weights
 
 
