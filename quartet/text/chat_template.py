@@ -1,0 +1,172 @@
+"""Chat templates: messages to the text that the model was trained on.
+
+Same environment as huggingface/transformers, ``utils/chat_template_utils.py``, so that published templates
+give the same text. They are code from a model's files: the sandbox keeps them from everything but their
+inputs, bounds ``range`` (jinja2's ``MAX_RANGE``), and the length of what they write is bounded here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from quartet.errors import InvalidRequestError, ModelFilesError
+from quartet.text import model_files
+from quartet.text.special_tokens import SpecialTokens
+
+#: Characters: far above any context window's text, far below what would hurt the process.
+MAX_RENDERED_LENGTH = 32 * 1024 * 1024
+
+#: What Python raises in a template's expressions on messages that it was not written for.
+_EXPRESSION_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """One message of a chat.
+
+    Attributes:
+        role: who speaks; which roles there are is up to the template.
+        content: the text.
+        name: of the speaker; most templates ignore it, and ``None`` leaves it out.
+    """
+
+    role: str
+    content: str
+    name: str | None = None
+
+
+class ChatTemplate:
+    """A model's chat template, compiled once; may be shared by threads."""
+
+    def __init__(
+        self, source: str, special_tokens: SpecialTokens, *, now: Callable[[], datetime] = datetime.now
+    ) -> None:
+        """Compile ``source``; ``now`` is the clock for templates that write the date.
+
+        Raises:
+            ModelFilesError: ``source`` is no valid template.
+        """
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda format: now().strftime(format)
+        self._special_tokens = special_tokens
+        try:
+            self._template = environment.from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise ModelFilesError(f"the model's chat template is no valid Jinja: {error}") from error
+
+    @classmethod
+    def from_files(cls, files: Mapping[str, bytes], special_tokens: SpecialTokens) -> ChatTemplate | None:
+        """Take the template of ``chat_template.jinja``, else of ``tokenizer_config.json``; ``None``: there is none.
+
+        Raises:
+            ModelFilesError: a file is malformed, or of several templates none is called ``default``.
+        """
+        if model_files.CHAT_TEMPLATE in files:
+            return cls(model_files.decode_utf8_file(files, model_files.CHAT_TEMPLATE), special_tokens)
+        config = model_files.parse_json_file(files, model_files.TOKENIZER_CONFIG)
+        source = _default_template(config.get("chat_template"))
+        return None if source is None else cls(source, special_tokens)
+
+    def render(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True, **extra: Any) -> str:
+        """Write ``messages`` as the model's text.
+
+        Args:
+            messages: at least one, oldest first.
+            add_generation_prompt: end with what begins the model's answer.
+            extra: further variables of the template (``enable_thinking``); plain JSON values.
+
+        Raises:
+            InvalidRequestError: no messages, the template refuses them, or the text is too long.
+        """
+        if not messages:
+            raise InvalidRequestError("there must be at least one message", field="messages")
+        variables = {
+            # Templates tell "no tools" by a variable that is none, as transformers passes it.
+            **{"tools": None, "documents": None},
+            **self._special_tokens.named,
+            **extra,
+            "messages": [_to_variable(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return _join_bounded(self._template.generate(variables))
+        except jinja2.TemplateError as error:
+            raise InvalidRequestError(f"the model's chat template refuses: {error}", field="messages") from error
+        except _EXPRESSION_ERRORS as error:
+            # Only the type: the text of such an error may quote the messages.
+            reason = type(error).__name__
+            raise InvalidRequestError(f"the model's chat template fails with {reason}", field="messages") from error
+
+
+class _GenerationBlock(Extension):
+    """``{% generation %}``: marks the assistant's text for training; here it only renders its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance's variable
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Parse the block as a call with its body, which so has a scope of its own, as in transformers."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_render_body"), [], [], body).set_lineno(line)
+
+    def _render_body(self, caller: Macro) -> str:
+        return caller()
+
+
+def _default_template(value: Any) -> str | None:
+    """A model has one template, or a list of named ones."""
+    if value is None or isinstance(value, str):
+        return value
+    try:
+        named = value if isinstance(value, dict) else {entry["name"]: entry["template"] for entry in value}
+        return str(named["default"])
+    except (TypeError, LookupError) as error:
+        raise ModelFilesError("chat_template must be text, or named templates with a default") from error
+
+
+def _to_variable(message: ChatMessage) -> dict[str, str]:
+    variable = {"role": message.role, "content": message.content}
+    return variable if message.name is None else {**variable, "name": message.name}
+
+
+def _join_bounded(pieces: Iterator[str]) -> str:
+    """Join what the template writes, and stop it when that gets too long."""
+    kept: list[str] = []
+    length = 0
+    for piece in pieces:
+        kept.append(piece)
+        length += len(piece)
+        if length > MAX_RENDERED_LENGTH:
+            raise InvalidRequestError("the rendered messages are too long", field="messages")
+    return "".join(kept)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    """For templates to refuse messages."""
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own ``tojson`` escapes HTML characters, which no model was trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

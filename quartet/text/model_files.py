@@ -1,0 +1,69 @@
+"""The files that say how a model reads and writes text, as ``{name: bytes}``.
+
+A worker serves them by ``GetModelFiles``, so that a router or a client needs no shared disk.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quartet.errors import ModelFilesError
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+GENERATION_CONFIG = "generation_config.json"
+CONFIG = "config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+
+#: Every file that ``quartet.text`` reads; only ``tokenizer.json`` must exist.
+TEXT_FILE_NAMES = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, GENERATION_CONFIG, CONFIG, CHAT_TEMPLATE)
+
+
+def read_text_files(directory: Path) -> dict[str, bytes]:
+    """Read those of ``TEXT_FILE_NAMES`` that ``directory`` holds.
+
+    Raises:
+        ModelFilesError: ``directory`` holds no ``tokenizer.json``, or a file cannot be read.
+    """
+    try:
+        files = {name: (directory / name).read_bytes() for name in TEXT_FILE_NAMES if (directory / name).is_file()}
+    except OSError as error:
+        raise ModelFilesError(f"cannot read the model's files: {error}") from error
+    if TOKENIZER not in files:
+        raise ModelFilesError(f"{directory} holds no {TOKENIZER}")
+    return files
+
+
+def parse_json_file(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """Parse one JSON object; a file that is not there counts as an empty object.
+
+    Raises:
+        ModelFilesError: the file is no JSON object.
+    """
+    if name not in files:
+        return {}
+    try:
+        parsed = json.loads(files[name])
+    except (ValueError, RecursionError) as error:
+        raise ModelFilesError(f"{name} is no valid JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ModelFilesError(f"{name} must hold a JSON object")
+    return parsed
+
+
+def decode_utf8_file(files: Mapping[str, bytes], name: str) -> str:
+    """Decode one file that must be there.
+
+    Raises:
+        ModelFilesError: it is missing or is no UTF-8.
+    """
+    if name not in files:
+        raise ModelFilesError(f"the model's files lack {name}")
+    try:
+        return files[name].decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelFilesError(f"{name} is no UTF-8: {error.reason} at byte {error.start}") from error

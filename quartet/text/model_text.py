@@ -1,0 +1,114 @@
+"""Everything that reading and writing a model's text needs, from the files that its workers serve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quartet.errors import InvalidRequestError, ModelFilesError
+from quartet.text import model_files
+from quartet.text.chat_template import ChatMessage, ChatTemplate
+from quartet.text.tokenizer import Tokenizer
+
+#: Names under which a ``config.json`` gives the longest sequence, newest first.
+_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+#: Tokenizers without a limit say so by an absurd number.
+_ABSURD_LENGTH = 10**9
+
+
+@dataclass(frozen=True)
+class ModelText:
+    """A model's text side.
+
+    Attributes:
+        tokenizer: text to ids and back.
+        chat_template: ``None`` if the model has none: it then takes no messages.
+        eos_token_ids: any of them ends a generation; in the files' order, without repeats.
+        vocab_size: number of rows of the model's embedding table: every id below it may be sent.
+        max_length: most tokens of prompt and answer together; ``None`` if the files do not say.
+    """
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+    max_length: int | None
+
+    @classmethod
+    def from_files(cls, files: Mapping[str, bytes]) -> ModelText:
+        """Build from files named as in a Hugging Face checkpoint; see ``model_files.TEXT_FILE_NAMES``.
+
+        Raises:
+            ModelFilesError: ``tokenizer.json`` is missing or a file is malformed.
+        """
+        tokenizer = Tokenizer.from_files(files)
+        config = _text_config(model_files.parse_json_file(files, model_files.CONFIG))
+        generation = model_files.parse_json_file(files, model_files.GENERATION_CONFIG)
+        eos_token_ids = _token_ids(generation.get("eos_token_id", config.get("eos_token_id")))
+        if tokenizer.eos_token_id is not None:
+            # Chat models often name the turn's end here and only the document's end there.
+            eos_token_ids += (tokenizer.eos_token_id,)
+        return cls(
+            tokenizer=tokenizer,
+            chat_template=ChatTemplate.from_files(files, tokenizer.special_tokens),
+            eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
+            vocab_size=_first_length(config, ("vocab_size",)) or tokenizer.vocab_size,
+            max_length=_max_length(config, model_files.parse_json_file(files, model_files.TOKENIZER_CONFIG)),
+        )
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> ModelText:
+        """Build from a checkpoint's directory; raises as ``from_files`` does."""
+        return cls.from_files(model_files.read_text_files(directory))
+
+    def encode_text(self, text: str) -> list[int]:
+        """Turn a plain prompt into ids, with the special tokens that the model wants around it.
+
+        Raises:
+            InvalidRequestError: see ``Tokenizer.encode``.
+        """
+        return self.tokenizer.encode(text, field="text")
+
+    def encode_messages(
+        self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True, **extra: Any
+    ) -> list[int]:
+        """Turn a chat into ids.
+
+        Raises:
+            InvalidRequestError: the model has no chat template; see also ``ChatTemplate.render``.
+        """
+        if self.chat_template is None:
+            raise InvalidRequestError("this model has no chat template; send text or token ids", field="messages")
+        rendered = self.chat_template.render(messages, add_generation_prompt, **extra)
+        # The template writes the beginning's token itself.
+        return self.tokenizer.encode(rendered, add_special_tokens=False, field="messages")
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A multimodal model's config holds its language model's; what that leaves out counts from outside."""
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, dict) else config
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    """An id, a list of ids, or nothing."""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token_id) is int and token_id >= 0 for token_id in values):  # True is an int to isinstance
+        raise ModelFilesError("eos_token_id must be an id or a list of ids")
+    return tuple(values)
+
+
+def _max_length(config: Mapping[str, Any], tokenizer_config: Mapping[str, Any]) -> int | None:
+    """The model's own limit, else the tokenizer's."""
+    return _first_length(config, _LENGTH_NAMES) or _first_length(tokenizer_config, ("model_max_length",))
+
+
+def _first_length(values: Mapping[str, Any], names: Sequence[str]) -> int | None:
+    """The first sensible number under one of ``names``."""
+    for name in names:
+        value = values.get(name)
+        if isinstance(value, int) and 0 < value < _ABSURD_LENGTH:
+            return value
+    return None

@@ -1,0 +1,153 @@
+"""One choice's tokens on their way to the user: detokenized, ended at stop strings, counted."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quartet.text.detokenizer import make_detokenizer
+from quartet.text.stop_matcher import StopMatcher
+from quartet.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What may be shown now.
+
+    Text held back comes with a later delta, so a delta's text need not be that of its ids; both only grow.
+
+    Attributes:
+        text: the next characters.
+        token_ids: the next tokens that are shown and counted.
+        stop_string: the stop string that ended the choice here; ``None`` while there was none.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    stop_string: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens shown and counted with this delta."""
+        return len(self.token_ids)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to show."""
+        return not self.token_ids and not self.text and self.stop_string is None
+
+
+_NOTHING = TextDelta()
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingToken:
+    """A token whose text is not shown yet, and the position in the text where it begins."""
+
+    token_id: int
+    begin: int
+
+
+class TextStream:
+    """Turns tokens into deltas.
+
+    A token counts when its text begins before the end of the text shown: the token in whose middle a stop
+    string begins is the last one, those whose text begins within the stop string or after it are neither
+    shown nor counted. How tokens were split into pushes makes no difference.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        stop_strings: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        prompt_tail: Sequence[int] = (),
+    ) -> None:
+        """Start a choice.
+
+        Args:
+            tokenizer: ``None`` where only token ids are wanted: text stays empty.
+            stop_strings: texts that end the choice; they need a tokenizer.
+            include_stop: show the stop string too.
+            skip_special_tokens: leave special tokens out of the text (not out of the ids).
+            prompt_tail: the prompt's last few ids, see ``make_detokenizer``.
+
+        Raises:
+            InvalidRequestError: a stop string is empty, or an id is no unsigned 32-bit number.
+        """
+        assert tokenizer is not None or not stop_strings, "stop strings are looked for in text"
+        self._detokenizer = None
+        if tokenizer is not None:
+            self._detokenizer = make_detokenizer(
+                tokenizer, skip_special_tokens=skip_special_tokens, prompt_tail=prompt_tail
+            )
+        self._matcher = StopMatcher(stop_strings, include_stop) if stop_strings else None
+        self._pending: deque[_PendingToken] = deque()
+        self._num_decoded = 0
+        self._num_shown = 0
+        self._has_ended = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a stop string or ``finish`` ended the choice; later tokens are dropped."""
+        return self._has_ended
+
+    def push(self, token_ids: Sequence[int]) -> TextDelta:
+        """Take the next tokens and return what may be shown; nothing once the choice has ended.
+
+        Raises:
+            InvalidRequestError: an id is no unsigned 32-bit number.
+        """
+        if self._has_ended:
+            return _NOTHING
+        if self._matcher is not None:
+            return self._push_matching(self._matcher, token_ids)
+        text = "" if self._detokenizer is None else self._detokenizer.push(token_ids)
+        return TextDelta(text, tuple(token_ids))
+
+    def finish(self) -> TextDelta:
+        """End the choice for another reason than a stop string and return what was held back.
+
+        A stop string may still be found in it: the U+FFFD of a last incomplete character may be part of one.
+        """
+        if self._has_ended:
+            return _NOTHING
+        text = "" if self._detokenizer is None else self._detokenizer.finish()
+        self._has_ended = True
+        if self._matcher is None:
+            return TextDelta(text)
+        match = self._matcher.push(text)
+        text = match.text + self._matcher.finish().text
+        return TextDelta(text, self._take_shown(text, has_stopped=match.stopped, is_clear=True), match.stop_string)
+
+    def _push_matching(self, matcher: StopMatcher, token_ids: Sequence[int]) -> TextDelta:
+        """Push one token at a time, to know where in the text each begins."""
+        assert self._detokenizer is not None
+        texts: list[str] = []
+        shown_ids: list[int] = []
+        for token_id in token_ids:
+            self._pending.append(_PendingToken(token_id, self._num_decoded))
+            decoded = self._detokenizer.push((token_id,))
+            self._num_decoded += len(decoded)
+            match = matcher.push(decoded)
+            texts.append(match.text)
+            is_clear = not matcher.num_held and not self._detokenizer.is_mid_character
+            shown_ids += self._take_shown(match.text, has_stopped=match.stopped, is_clear=is_clear)
+            if match.stopped:
+                self._has_ended = True
+                return TextDelta("".join(texts), tuple(shown_ids), match.stop_string)
+        return TextDelta("".join(texts), tuple(shown_ids))
+
+    def _take_shown(self, text: str, *, has_stopped: bool, is_clear: bool) -> tuple[int, ...]:
+        """Take the pending tokens that are shown with ``text``.
+
+        Where nothing is held back (``is_clear``), tokens without text of their own are shown as well.
+        """
+        self._num_shown += len(text)
+        taken: list[int] = []
+        while self._pending and ((is_clear and not has_stopped) or self._pending[0].begin < self._num_shown):
+            taken.append(self._pending.popleft().token_id)
+        return tuple(taken)

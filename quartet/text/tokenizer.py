@@ -1,0 +1,144 @@
+"""Tokenizer over the Rust ``tokenizers`` library: text to token ids and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tokenizers
+
+from quartet.errors import InvalidRequestError, ModelFilesError
+from quartet.text import model_files
+from quartet.text.special_tokens import SpecialTokens
+from quartet.text.token_pieces import PieceRule, PieceTable, piece_rule
+
+_MAX_TOKEN_ID = 2**32 - 1
+
+
+class Tokenizer:
+    """One model's tokenizer; immutable, may be shared by threads (encoding releases the GIL).
+
+    Attributes:
+        special_tokens: the tokens with a meaning of their own, as text.
+        bos_token_id: id of the token that begins a sequence, ``None`` if the model has none.
+        eos_token_id: id of the token that ends one. A model may stop at more: see ``ModelText``.
+        special_token_ids: ids that ``skip_special_tokens`` leaves out of text.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, special_tokens: SpecialTokens | None = None) -> None:
+        """Take over ``backend``: its truncation and padding are switched off."""
+        self._backend = backend
+        # Some published files carry their training's truncation: a prompt must never be cut silently.
+        backend.no_truncation()
+        backend.no_padding()
+        self.special_tokens = special_tokens or SpecialTokens()
+        # Never add to the vocabulary: such ids would lie outside the model's embedding table.
+        known = [token for token in self.special_tokens.all if backend.token_to_id(token) is not None]
+        backend.add_special_tokens(known)
+        added = backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.bos_token_id = self._named_id("bos_token")
+        self.eos_token_id = self._named_id("eos_token")
+        self._piece_rule = _read_piece_rule(backend)
+        self._tables = {skip: self._make_table(skip) for skip in (False, True)}
+
+    @classmethod
+    def from_files(cls, files: Mapping[str, bytes]) -> Tokenizer:
+        """Build from ``tokenizer.json`` and, where there, the files that name special tokens.
+
+        Raises:
+            ModelFilesError: ``tokenizer.json`` is missing or a file is malformed.
+        """
+        source = model_files.decode_utf8_file(files, model_files.TOKENIZER)
+        try:
+            backend = tokenizers.Tokenizer.from_str(source)
+        except Exception as error:  # The Rust library raises plain Exception, whatever is wrong.
+            raise ModelFilesError(f"{model_files.TOKENIZER} is no tokenizer: {error}") from error
+        return cls(backend, SpecialTokens.from_files(files))
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> Tokenizer:
+        """Build from the files of a checkpoint's directory; raises as ``from_files`` does."""
+        return cls.from_files(model_files.read_text_files(directory))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; the model's table may be larger (padding)."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def piece_rule(self) -> PieceRule | None:
+        """How tokens add up to text; ``None``: only by decoding them together."""
+        return self._piece_rule
+
+    def piece_table(self, *, skip_special_tokens: bool) -> PieceTable | None:
+        """Bytes by token id, shared by all streams; ``None`` where there is no ``piece_rule``."""
+        return self._tables[skip_special_tokens]
+
+    def token_to_id(self, token: str) -> int | None:
+        """Id of a token's exact text."""
+        return self._backend.token_to_id(token)
+
+    def token_text(self, token_id: int) -> str | None:
+        """Text of a token as the vocabulary spells it; ``None`` for an id that it lacks.
+
+        Raises:
+            InvalidRequestError: the id is no unsigned 32-bit number.
+        """
+        _check_id(token_id)
+        return self._backend.id_to_token(token_id)
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, field: str = "text") -> list[int]:
+        """Turn text into token ids.
+
+        Args:
+            text: any text; special tokens spelled out in it become their ids.
+            add_special_tokens: add what the model wants around a text (usually a beginning). Rendered
+                chat templates spell theirs out and need ``False``.
+            field: the request's field that ``text`` comes from, for the error.
+
+        Raises:
+            InvalidRequestError: the text holds lone surrogates, so is no Unicode text.
+        """
+        try:
+            text.encode()  # the library would only say that this is no str
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError("the text holds a lone surrogate", field=field) from error
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Turn token ids into text; unknown ids add nothing, invalid bytes become U+FFFD.
+
+        Raises:
+            InvalidRequestError: an id is no unsigned 32-bit number.
+        """
+        try:
+            return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except OverflowError as error:
+            raise InvalidRequestError("a token id is no unsigned 32-bit number", field="token_ids") from error
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens.named.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+    def _make_table(self, skip_special_tokens: bool) -> PieceTable | None:
+        skipped = self.special_token_ids if skip_special_tokens else frozenset()
+        if self._piece_rule is None:
+            return None
+        return PieceTable(
+            self._piece_rule.piece, lambda token_id: None if token_id in skipped else self.token_text(token_id)
+        )
+
+
+def _check_id(token_id: int) -> None:
+    """Rust takes nothing else, and says so with an OverflowError that names no field."""
+    if not 0 <= token_id <= _MAX_TOKEN_ID:
+        raise InvalidRequestError("a token id is no unsigned 32-bit number", field="token_ids")
+
+
+def _read_piece_rule(backend: tokenizers.Tokenizer) -> PieceRule | None:
+    """The decoder's pickled state is its ``tokenizer.json`` object; the whole tokenizer's would be megabytes."""
+    if backend.decoder is None:
+        return None
+    return piece_rule(json.loads(backend.decoder.__getstate__()))

@@ -1,0 +1,89 @@
+"""A model's text side, put together from the files that its workers serve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quartet.errors import InvalidRequestError, ModelFilesError
+from quartet.text.chat_template import ChatMessage
+from quartet.text.model_files import TEXT_FILE_NAMES, read_text_files
+from quartet.text.model_text import ModelText
+from tests.text import builders
+
+
+def files(**configs: object) -> dict[str, bytes]:
+    written = {f"{name}.json": json.dumps(config).encode() for name, config in configs.items()}
+    return {"tokenizer.json": builders.byte_level_backend().to_str().encode(), **written}
+
+
+def test_a_tokenizer_alone_is_enough() -> None:
+    text = ModelText.from_files(files())
+    assert text.chat_template is None
+    assert text.eos_token_ids == ()
+    assert text.max_length is None
+    assert text.vocab_size == text.tokenizer.vocab_size
+
+
+def test_the_random_models_directory_holds_all_there_is_to_know(random_model_dir: Path) -> None:
+    text = ModelText.from_files(read_text_files(random_model_dir))
+    config = json.loads((random_model_dir / "config.json").read_bytes())
+    assert text.eos_token_ids == (text.tokenizer.eos_token_id,)
+    assert text.max_length == config["max_position_embeddings"]
+    assert text.vocab_size == config["vocab_size"]
+    assert text.encode_text("The river")[0] == text.tokenizer.bos_token_id
+
+
+def test_eos_ids_of_all_files_count_once_each() -> None:
+    found = ModelText.from_files(
+        files(
+            config={"eos_token_id": 9},
+            generation_config={"eos_token_id": [7, 1, 7]},
+            tokenizer_config={"eos_token": builders.EOS},
+        )
+    )
+    # The generation's configuration overrides the model's, as in transformers; the tokenizer's adds to it.
+    assert found.eos_token_ids == (7, 1)
+    assert found.tokenizer.eos_token_id == 1
+
+
+def test_without_a_generation_configuration_the_models_eos_counts() -> None:
+    assert ModelText.from_files(files(config={"eos_token_id": 9})).eos_token_ids == (9,)
+
+
+def test_a_multimodal_models_limits_are_those_of_its_language_model() -> None:
+    config = {"text_config": {"max_position_embeddings": 512, "vocab_size": 1000}, "eos_token_id": 3}
+    text = ModelText.from_files(files(config=config))
+    assert (text.max_length, text.vocab_size, text.eos_token_ids) == (512, 1000, (3,))
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(2048, 2048), (10**30, None), (1e30, None)])
+def test_the_tokenizers_limit_counts_where_the_model_has_none(limit: float, expected: int | None) -> None:
+    assert ModelText.from_files(files(tokenizer_config={"model_max_length": limit})).max_length == expected
+
+
+def test_messages_become_ids_without_a_second_beginning() -> None:
+    config = {"bos_token": "<s>", "chat_template": "{{ bos_token }}{{ messages[0].content }}"}
+    text = ModelText.from_files(files(tokenizer_config=config))
+    assert text.encode_messages([ChatMessage("user", "the fox")]) == text.encode_text("the fox")
+
+
+def test_a_model_without_a_template_takes_no_messages() -> None:
+    with pytest.raises(InvalidRequestError, match="no chat template") as caught:
+        ModelText.from_files(files()).encode_messages([ChatMessage("user", "hi")])
+    assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize("eos", ["</s>", [1, "x"], -1, True])
+def test_eos_ids_that_are_none_are_refused(eos: object) -> None:
+    with pytest.raises(ModelFilesError):
+        ModelText.from_files(files(generation_config={"eos_token_id": eos}))
+
+
+def test_only_the_files_for_text_are_read(tmp_path: Path) -> None:
+    for name, content in files(config={}).items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    assert set(read_text_files(tmp_path)) == {"tokenizer.json", "config.json"} <= set(TEXT_FILE_NAMES)
