@@ -25,9 +25,12 @@ find_python() {
     die "Python 3.11 or newer is needed, and ${PYTHON:-python3} is not (set PYTHON to another interpreter)"
 }
 
-# What the environment was made from and where: scripts in it hold the directory's name.
+# What the environment was made from and where: scripts in it hold the directory's name. Settings of linters and
+# tests don't count.
 fingerprint() {
-    { cat pyproject.toml constraints.txt; echo "$extras" "$PWD"; } | sha256sum
+    { awk '/^\[/ { counts = !/^\[+tool\./ || /tool\.setuptools/ } counts' pyproject.toml
+      cat constraints.txt
+      echo "$extras" "$PWD"; } | sha256sum
 }
 
 is_usable() {
