@@ -86,7 +86,7 @@ _REQUIRED = object()
 def _parse_object(data: bytes) -> _Fields:
     try:
         fields = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter for thousands of open brackets
         raise DiscoveryError(f"the worker record is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise DiscoveryError("the worker record is not a JSON object")

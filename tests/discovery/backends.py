@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
 from pathlib import Path
 from typing import Protocol
@@ -74,7 +75,7 @@ class FileBackend:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._registries: list[Registry] = []
-        self._worker = WorkerProcess("file", str(directory))
+        self._worker = WorkerProcess("file", str(directory), "default")
 
     def registry(self, namespace: str = "default") -> Registry:
         config = FileConfig(directory=self._directory, namespace=namespace, ttl_s=LEASE_S, poll_interval_s=0.02)
@@ -101,17 +102,20 @@ class FileBackend:
 class EtcdBackend:
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
+        # The server is shared between tests: this one's namespaces are its own.
+        self._scope = secrets.token_hex(4)
         self._registries: list[Registry] = []
         self._client = EtcdClient(EtcdConfig(endpoints=(endpoint,)))
-        self._worker = WorkerProcess("etcd", endpoint)
+        self._worker = WorkerProcess("etcd", endpoint, f"{self._scope}.default")
 
     def registry(self, namespace: str = "default") -> Registry:
+        namespace = f"{self._scope}.{namespace}"
         config = EtcdConfig(endpoints=(self._endpoint,), namespace=namespace, lease_ttl_s=LEASE_S)
         self._registries.append(EtcdRegistry(config))
         return self._registries[-1]
 
     async def store(self, key: WorkerKey, value: bytes) -> None:
-        await self._client.put(f"/quartet/default/{key.role}/{key.worker_id}", value, lease_id=0)
+        await self._client.put(f"/quartet/{self._scope}.default/{key.role}/{key.worker_id}", value, lease_id=0)
 
     async def start_worker(self, record: WorkerRecord) -> None:
         await self._worker.start(record)
@@ -129,8 +133,9 @@ class EtcdBackend:
 class WorkerProcess:
     """One run of ``worker_process``."""
 
-    def __init__(self, kind: str, where: str) -> None:
-        self._arguments = (sys.executable, "-m", "tests.discovery.worker_process", kind, where, str(LEASE_S))
+    def __init__(self, kind: str, where: str, namespace: str) -> None:
+        module = ("-m", "tests.discovery.worker_process")
+        self._arguments = (sys.executable, *module, kind, where, namespace, str(LEASE_S))
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self, record: WorkerRecord) -> None:

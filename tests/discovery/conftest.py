@@ -24,5 +24,5 @@ def _open(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
         return MemoryBackend()
     if request.param == "file":
         return FileBackend(tmp_path / "registry")
-    server: EtcdServer = request.getfixturevalue("etcd")
+    server: EtcdServer = request.getfixturevalue("shared_etcd")
     return EtcdBackend(server.endpoint)

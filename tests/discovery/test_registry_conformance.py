@@ -18,7 +18,7 @@ from quartet.discovery.base import (
 )
 from quartet.discovery.record_json import to_json
 from tests.discovery.backends import LEASE_S, Backend
-from tests.discovery.records import TIMEOUT_S, make_record, next_event, synchronised
+from tests.discovery.records import make_record, next_event, synchronised
 
 
 async def test_a_watch_of_an_empty_registry_is_synchronised_at_once(backend: Backend) -> None:
@@ -141,12 +141,11 @@ async def test_a_killed_worker_is_gone_within_its_lease_and_a_living_one_stays(b
 async def test_closing_a_watch_ends_its_iteration(backend: Backend) -> None:
     watch = backend.registry().watch()
     await synchronised(watch)
-    waiting = asyncio.create_task(anext(aiter(watch)))
+    waiting = asyncio.create_task(next_event(watch))
     await asyncio.sleep(0)
     await watch.close()
     with pytest.raises(StopAsyncIteration):
-        async with asyncio.timeout(TIMEOUT_S):
-            await waiting
+        await waiting
 
 
 async def test_closing_a_registry_removes_its_records_and_ends_its_watches(backend: Backend) -> None:

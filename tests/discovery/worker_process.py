@@ -1,6 +1,6 @@
 """A worker that registers and then only waits to be killed: ``python -m tests.discovery.worker_process``.
 
-Arguments: ``etcd <endpoint> <lease seconds>`` or ``file <directory> <time to live, seconds>``; the record is on stdin.
+Arguments: ``etcd <endpoint>`` or ``file <directory>``, then namespace and lease in seconds; the record is on stdin.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from quartet.discovery.file import FileConfig, FileRegistry
 from quartet.discovery.record_json import from_json
 
 
-def _registry(kind: str, where: str, ttl: str) -> Registry:
+def _registry(kind: str, where: str, namespace: str, ttl: str) -> Registry:
     if kind == "etcd":
-        return EtcdRegistry(EtcdConfig(endpoints=(where,), lease_ttl_s=int(ttl)))
-    return FileRegistry(FileConfig(directory=Path(where), ttl_s=float(ttl)))
+        return EtcdRegistry(EtcdConfig(endpoints=(where,), namespace=namespace, lease_ttl_s=int(ttl)))
+    return FileRegistry(FileConfig(directory=Path(where), namespace=namespace, ttl_s=float(ttl)))
 
 
 async def _main() -> None:

@@ -1,0 +1,77 @@
+"""Names, configurations and facts that discovery checks before it uses them; and how a watch and a back-off behave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quartet.discovery.back_off import BackOff
+from quartet.discovery.base import Synchronised
+from quartet.discovery.etcd import EtcdConfig
+from quartet.discovery.file import FileConfig
+from quartet.discovery.host import host_identity, new_epoch
+from quartet.discovery.live_watch import LiveWatch
+from quartet.discovery.memory import MemoryRegistry
+from quartet.errors import DiscoveryError
+from tests.discovery.records import make_record, next_event
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a b", "ä", "x" * 129])
+def test_a_name_that_cannot_be_a_key_or_file_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="worker_id"):
+        make_record(name)
+    with pytest.raises(ValueError, match="namespace"):
+        EtcdConfig(namespace=name)
+    with pytest.raises(ValueError, match="namespace"):
+        FileConfig(directory=tmp_path, namespace=name)
+    with pytest.raises(ValueError, match="namespace"):
+        MemoryRegistry(namespace=name)
+
+
+def test_an_impossible_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="endpoints"):
+        EtcdConfig(endpoints=())
+    with pytest.raises(ValueError, match="lease_ttl_s"):
+        EtcdConfig(lease_ttl_s=0)
+    with pytest.raises(ValueError, match="go together"):
+        EtcdConfig(cert_file=tmp_path)
+    with pytest.raises(ValueError, match="ttl_s"):
+        FileConfig(directory=tmp_path, ttl_s=0)
+
+
+def test_processes_of_one_host_share_their_identity_but_no_two_starts_an_epoch() -> None:
+    assert host_identity() == host_identity()
+    assert host_identity().ipc_namespace.startswith("ipc:[")
+    assert len({new_epoch() for _ in range(100)}) == 100
+
+
+async def test_a_watch_whose_feed_breaks_tells_its_reader_instead_of_waiting_for_ever() -> None:
+    async def feed(watch: LiveWatch) -> None:
+        watch.replace([])
+        raise KeyError("a bug")
+
+    watch = LiveWatch(feed, on_close=lambda _: None)
+    assert await next_event(watch) == Synchronised()
+    with pytest.raises(DiscoveryError, match="a bug"):
+        await next_event(watch)
+
+
+def test_back_off_grows_to_a_second_and_starts_over() -> None:
+    back_off = BackOff()
+    delays = [back_off.next_delay_s() for _ in range(2000)]
+    assert 0.025 <= delays[0] <= 0.05
+    assert all(0.5 <= delay <= 1 for delay in delays[10:])
+    assert len(set(delays[10:])) > 1
+    back_off.reset()
+    assert back_off.next_delay_s() <= 0.05
+
+
+def test_only_the_first_failure_since_a_success_counts_as_first() -> None:
+    back_off = BackOff()
+    firsts = []
+    for _ in range(3):
+        firsts.append(back_off.is_first)
+        back_off.next_delay_s()
+    back_off.reset()
+    assert [*firsts, back_off.is_first] == [True, False, False, True]

@@ -1,0 +1,110 @@
+"""The etcd client against servers that behave badly, and over TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from quartet.discovery.etcd import EtcdConfig, EtcdRegistry
+from quartet.discovery.etcd_client import EtcdClient
+from quartet.errors import DiscoveryError
+from tests.discovery.certificates import CertificateFiles, write_certificates
+from tests.discovery.records import TIMEOUT_S, make_record
+from tests.discovery.tcp_proxy import TcpProxy
+from tests.etcd_server import EtcdServer
+
+
+class BadEtcd(grpc.GenericRpcHandler):
+    """Takes every call, and either ends it with CANCELLED, as etcd ends watches at its shutdown, or never answers."""
+
+    def __init__(self, *, is_silent: bool) -> None:
+        self._is_silent = is_silent
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+        return grpc.stream_stream_rpc_method_handler(self._answer)
+
+    async def _answer(self, requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        if self._is_silent:
+            await asyncio.Event().wait()
+        await context.abort(grpc.StatusCode.CANCELLED, "etcdserver: cancelled")
+
+
+@pytest.fixture(params=["cancels", "is silent"])
+async def bad_client(request: pytest.FixtureRequest) -> AsyncIterator[EtcdClient]:
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((BadEtcd(is_silent=request.param == "is silent"),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    client = EtcdClient(EtcdConfig(endpoints=(f"127.0.0.1:{port}",), request_timeout_s=0.2))
+    yield client
+    await client.close()
+    await server.stop(None)
+
+
+async def test_a_server_that_cancels_or_is_silent_is_an_error_and_cancels_no_task_of_ours(
+    bad_client: EtcdClient,
+) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(DiscoveryError):
+            await bad_client.list("/")
+        with pytest.raises(DiscoveryError):
+            await bad_client.follow("/", 1, _ignore, _ignore)
+        with pytest.raises(DiscoveryError):
+            async with bad_client.keep_alive() as stream:
+                await stream.renew(1)
+
+
+async def test_our_own_cancellation_stays_one(etcd: EtcdServer) -> None:
+    client = EtcdClient(EtcdConfig(endpoints=(etcd.endpoint,)))
+    opened = asyncio.Event()
+    following = asyncio.create_task(client.follow("/", 1, opened.set, _ignore))
+    await asyncio.wait_for(opened.wait(), TIMEOUT_S)
+    following.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(following, TIMEOUT_S)
+    await client.close()
+
+
+async def test_mutual_tls_works_and_a_client_without_a_certificate_is_refused(etcd: EtcdServer, tmp_path: Path) -> None:
+    files = write_certificates(tmp_path)
+    async with TcpProxy(etcd.endpoint, tls=_server_context(files)) as proxy:
+        mutual = EtcdRegistry(
+            EtcdConfig(
+                endpoints=(f"https://{proxy.endpoint}",),
+                ca_file=files.authority,
+                cert_file=files.certificate,
+                key_file=files.key,
+            )
+        )
+        registration = await mutual.register(make_record())
+        assert await mutual.workers() == [registration.record]
+        await mutual.close()
+
+        for config in (
+            EtcdConfig(endpoints=(proxy.endpoint,), ca_file=files.authority, request_timeout_s=0.5),
+            EtcdConfig(endpoints=(f"https://{proxy.endpoint}",), request_timeout_s=0.5),
+            EtcdConfig(endpoints=(proxy.endpoint,), request_timeout_s=0.5),
+        ):
+            refused = EtcdRegistry(config)
+            with pytest.raises(DiscoveryError):
+                await refused.workers()
+            await refused.close()
+
+
+def _server_context(files: CertificateFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files.certificate, files.key)
+    context.load_verify_locations(files.authority)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
+def _ignore(*_: object) -> None:
+    """Take no notice."""

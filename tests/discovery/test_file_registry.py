@@ -1,0 +1,93 @@
+"""What is particular to the registry in a directory."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from quartet.discovery.base import Role, Synchronised, WorkerAdded
+from quartet.discovery.file import FileConfig, FileRegistry
+from quartet.errors import DiscoveryError
+from tests.discovery.records import eventually, make_record, next_event
+
+
+async def test_a_living_workers_file_outlives_its_time_to_live(tmp_path: Path) -> None:
+    registry = FileRegistry(FileConfig(directory=tmp_path, ttl_s=0.3))
+    await registry.register(make_record())
+    [path] = (tmp_path / "default").iterdir()
+    deadline = path.stat().st_mtime + 2 * 0.3
+
+    async def is_older_than_two_lives() -> bool:
+        return path.stat().st_mtime > deadline
+
+    await eventually(is_older_than_two_lives)
+    assert await registry.workers() == [make_record()]
+    await registry.close()
+
+
+async def test_a_file_that_nobody_touches_is_gone_after_its_time_to_live(tmp_path: Path) -> None:
+    registry = FileRegistry(FileConfig(directory=tmp_path, ttl_s=5))
+    await registry.register(make_record())
+    [path] = (tmp_path / "default").iterdir()
+    assert path.name == "decode.decode-0.json"
+    os.utime(path, (time.time() - 6, time.time() - 6))
+    assert await FileRegistry(FileConfig(directory=tmp_path, ttl_s=5)).workers() == []
+    await registry.close()
+
+
+async def test_a_deleted_file_comes_back_while_its_worker_lives(tmp_path: Path) -> None:
+    registry = FileRegistry(FileConfig(directory=tmp_path, ttl_s=0.3))
+    await registry.register(make_record())
+    [path] = (tmp_path / "default").iterdir()
+    path.unlink()
+
+    async def is_back() -> bool:
+        return await registry.workers() == [make_record()]
+
+    await eventually(is_back)
+    await registry.close()
+    assert list((tmp_path / "default").iterdir()) == []
+
+
+async def test_what_cannot_be_a_directory_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "default").write_text("a file")
+    registry = FileRegistry(FileConfig(directory=tmp_path))
+    with pytest.raises(DiscoveryError, match="cannot write"):
+        await registry.register(make_record())
+    with pytest.raises(DiscoveryError, match="cannot read"):
+        await registry.workers()
+
+
+async def test_a_directory_that_breaks_removes_nobody_and_heals(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    good.mkdir()
+    bad.write_text("a file")
+    _point(tmp_path / "default", good)
+    registry = FileRegistry(FileConfig(directory=tmp_path, poll_interval_s=0.01))
+    await registry.register(make_record())
+    watch = registry.watch()
+    assert [await next_event(watch), await next_event(watch)] == [WorkerAdded(make_record()), Synchronised()]
+
+    _point(tmp_path / "default", bad)
+
+    async def has_seen_it() -> bool:
+        return "cannot read" in caplog.text
+
+    await eventually(has_seen_it)
+    _point(tmp_path / "default", good)
+    second = make_record(role=Role.PREFILL)
+    await registry.register(second)
+    assert await next_event(watch) == WorkerAdded(second)
+    await registry.close()
+
+
+def _point(link: Path, target: Path) -> None:
+    """Let ``link`` lead to ``target``, in one step."""
+    new = link.with_name("new")
+    new.symlink_to(target)
+    new.replace(link)
