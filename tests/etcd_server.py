@@ -136,8 +136,8 @@ class EtcdServer:
     def _is_healthy(self) -> bool:
         try:
             with urllib.request.urlopen(f"http://{self.endpoint}/health", timeout=1) as answer:
-                return json.load(answer).get("health") == "true"
-        except (OSError, ValueError):  # not yet listening, or 503 without a leader
+                return bool(json.load(answer)["health"] == "true")
+        except (OSError, ValueError, KeyError):  # not yet listening, or 503 without a leader
             return False
 
     def _post(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
