@@ -26,6 +26,10 @@ class ServingError(Exception):
         self.retry_delay_s = retry_delay_s
 
 
+class ConfigError(Exception):
+    """A configuration that cannot be run with; the message names the setting. No caller is ever told of it."""
+
+
 class EngineError(ServingError):
     """The engine broke while it worked on the request; our bug or a dying device."""
 

@@ -1,0 +1,1 @@
+"""gRPC as all services and clients use it: servers, channels, errors, audiences, and proto to domain and back."""

@@ -1,0 +1,148 @@
+"""Who may call what: one table, and the identity that a certificate's URI SAN gives its holder.
+
+The SAN is ``quartet://NAMESPACE/(router|worker|client|operator)/NAME``. Where a server has no TLS (loopback), there are
+no identities and every method is open.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from quartet.errors import PermissionDeniedError, UnauthenticatedError
+
+_SAN = re.compile(r"quartet://([A-Za-z0-9._-]+)/(router|worker|client|operator)/([A-Za-z0-9._-]+)")
+# Names in gRPC's auth context.
+_SAN_KEY = "x509_subject_alternative_name"
+_CERTIFICATE_KEY = "x509_pem_cert"
+
+
+class IdentityKind(StrEnum):
+    """What the holder of a certificate is."""
+
+    ROUTER = "router"
+    WORKER = "worker"
+    CLIENT = "client"
+    OPERATOR = "operator"
+
+
+class Audience(StrEnum):
+    """For whom a method is."""
+
+    CLIENT = "client"  # whoever wants answers
+    PEER = "peer"  # routers and workers of the same namespace
+    OPERATOR = "operator"  # whoever runs the system
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who calls, as the caller's certificate says.
+
+    Attributes:
+        namespace: deployment that it belongs to.
+        name: unique among its kind.
+    """
+
+    namespace: str
+    kind: IdentityKind
+    name: str
+
+    @property
+    def audience(self) -> Audience:
+        """Whom it counts as."""
+        return _AUDIENCE_OF[self.kind]
+
+
+_AUDIENCE_OF = {
+    IdentityKind.ROUTER: Audience.PEER,
+    IdentityKind.WORKER: Audience.PEER,
+    IdentityKind.CLIENT: Audience.CLIENT,
+    IdentityKind.OPERATOR: Audience.OPERATOR,
+}
+
+_EVERYBODY = frozenset(Audience)
+_USERS = frozenset({Audience.CLIENT, Audience.OPERATOR})
+_PEERS = frozenset({Audience.PEER})
+_OPERATORS = frozenset({Audience.OPERATOR})
+
+#: Whom each method is for; a method that is not listed is for nobody. ``/package.Service/*`` stands for all of one.
+AUDIENCES: Mapping[str, frozenset[Audience]] = {
+    "/quartet.v1.RouterService/Generate": _USERS,
+    "/quartet.v1.RouterService/Place": _USERS,
+    "/quartet.v1.RouterService/Session": _USERS,
+    "/quartet.v1.RouterService/GetModel": _USERS,
+    "/quartet.v1.RouterService/ListWorkers": _OPERATORS,
+    "/quartet.v1.RouterService/WatchWorkers": _OPERATORS,
+    "/quartet.v1.PrefillService/Prefill": _PEERS,
+    # An unsealed start runs whatever it says, so it takes a peer.
+    "/quartet.v1.DecodeService/Decode": _PEERS,
+    "/quartet.v1.TransferService/Pull": _PEERS,
+    "/quartet.v1.WorkerService/GetInfo": _PEERS | _OPERATORS,
+    "/quartet.v1.WorkerService/GetModelFiles": _EVERYBODY,
+    "/quartet.v1.WorkerService/Drain": _OPERATORS,
+    "/grpc.health.v1.Health/*": _EVERYBODY,
+    "/grpc.reflection.v1alpha.ServerReflection/*": _EVERYBODY,
+    # It shows every connection's addresses.
+    "/grpc.channelz.v1.Channelz/*": _OPERATORS,
+}
+
+
+def audiences_of(method: str) -> frozenset[Audience]:
+    """Whom ``method`` (``/package.Service/Method``) is for."""
+    listed = AUDIENCES.get(method)
+    return listed if listed is not None else AUDIENCES.get(method.rpartition("/")[0] + "/*", frozenset())
+
+
+def parse_identity(uri: str) -> Identity | None:
+    """The identity that a SAN names, or ``None`` where it is another kind of SAN."""
+    match = _SAN.fullmatch(uri)
+    return match and Identity(match[1], IdentityKind(match[2]), match[3])
+
+
+def caller_identity(auth_context: Mapping[str, Iterable[bytes]]) -> Identity | None:
+    """Who calls, from ``ServicerContext.auth_context()``; ``None`` without TLS or without an identity of ours.
+
+    Raises:
+        UnauthenticatedError: the certificate names several identities.
+    """
+    names = (san.decode("utf-8", "replace") for san in auth_context.get(_SAN_KEY, ()))
+    found = {identity for name in names if (identity := parse_identity(name)) is not None}
+    if len(found) > 1:
+        raise UnauthenticatedError("the certificate names more than one identity")
+    return next(iter(found), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """Decides who gets in at one server that has TLS.
+
+    Attributes:
+        namespace: callers of another namespace are refused.
+        allow_anonymous: callers without a certificate are clients.
+    """
+
+    namespace: str
+    allow_anonymous: bool
+
+    def check(self, method: str, auth_context: Mapping[str, Iterable[bytes]]) -> None:
+        """Let the caller pass to ``method``.
+
+        Raises:
+            UnauthenticatedError: it shows no identity, and one is needed.
+            PermissionDeniedError: its identity may not call this method.
+        """
+        if self._audience(auth_context) not in audiences_of(method):
+            raise PermissionDeniedError(f"the caller's identity may not call {method}")
+
+    def _audience(self, auth_context: Mapping[str, Iterable[bytes]]) -> Audience:
+        identity = caller_identity(auth_context)
+        if identity is None:
+            # A certificate that says nothing to us is not the same as none: somebody meant to be someone.
+            if self.allow_anonymous and _CERTIFICATE_KEY not in auth_context:
+                return Audience.CLIENT
+            raise UnauthenticatedError("the caller shows no certificate with a quartet:// identity")
+        if identity.namespace != self.namespace:
+            raise PermissionDeniedError("the caller belongs to another namespace")
+        return identity.audience

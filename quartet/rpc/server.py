@@ -1,0 +1,230 @@
+"""A gRPC server as every service runs it: one port with health, reflection, channelz, TLS, and a bounded end."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc_channelz.v1 import channelz
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from quartet.errors import ConfigError
+from quartet.rpc.audience import Gate
+from quartet.rpc.channels import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_EDGE_MESSAGE_BYTES
+from quartet.rpc.interceptors import CallCounter, ServingInterceptor
+from quartet.rpc.tls import TlsConfig, server_credentials
+
+logger = logging.getLogger(__name__)
+
+# Telling health watchers waits for their connections; a drain doesn't wait longer for them than this.
+_HEALTH_CHANGE_TIMEOUT_S = 1.0
+# Calls that were cut clean up after themselves; the server doesn't wait longer for them than this.
+_CUT_TIMEOUT_S = 5.0
+_HEALTH_SERVICE = "grpc.health.v1.Health"
+_CHANNELZ_SERVICE = "grpc.channelz.v1.Channelz"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Where and how to serve.
+
+    Attributes:
+        address: ``host:port`` to listen on; port 0 takes a free one.
+        tls: certificates; ``None`` serves in the clear.
+        insecure: allows an address other than loopback without TLS.
+        namespace: deployment that callers' identities must belong to.
+        reflection: offer reflection; ``None``: on loopback only.
+        channelz: offer channelz; ``None``: on loopback only.
+        max_receive_message_bytes: a longer message ends its call.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+
+    address: str = "127.0.0.1:0"
+    tls: TlsConfig | None = None
+    insecure: bool = False
+    namespace: str = "default"
+    reflection: bool | None = None
+    channelz: bool | None = None
+    max_receive_message_bytes: int = MAX_EDGE_MESSAGE_BYTES
+
+    def __post_init__(self) -> None:
+        host, _, port = self.address.rpartition(":")
+        if not host or not port.isdecimal() or int(port) >= 2**16:
+            raise ConfigError(f"address: must be host:port, not {self.address!r}")
+        if self.tls is None and not self.insecure and not self.is_loopback:
+            raise ConfigError(f"address: {self.address} is not loopback: it takes tls, or insecure: true")
+        if self.max_receive_message_bytes < 1:
+            raise ConfigError("max_receive_message_bytes: must be at least 1")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only processes of this host can reach the address."""
+        host = self.address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        try:
+            return ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return host == "localhost"
+
+    @property
+    def with_reflection(self) -> bool:
+        """Whether reflection is offered."""
+        return self.is_loopback if self.reflection is None else self.reflection
+
+    @property
+    def with_channelz(self) -> bool:
+        """Whether channelz is offered."""
+        return self.is_loopback if self.channelz is None else self.channelz
+
+
+@dataclass(frozen=True)
+class Service:
+    """One service to offer.
+
+    Attributes:
+        name: full name, ``quartet.v1.DecodeService``.
+        register: adds the servicer to a server: ``lambda server: add_X_to_server(servicer, server)``.
+    """
+
+    name: str
+    register: Callable[[grpc.aio.Server], None]
+
+
+def generic_service(name: str, handlers: dict[str, grpc.RpcMethodHandler[Any, Any]]) -> Service:
+    """A service from handlers by method name, for methods that work on raw bytes."""
+    generic = grpc.method_handlers_generic_handler(name, handlers)
+    return Service(name, lambda server: server.add_generic_rpc_handlers((generic,)))
+
+
+class RpcServer:
+    """One server: made, started, drained, once. All services are NOT_SERVING until ``set_serving`` says otherwise."""
+
+    def __init__(self, config: ServerConfig, services: Sequence[Service]) -> None:
+        self._config = config
+        self._service_names = tuple(service.name for service in services)
+        self._services = tuple(services)
+        self._health = health.aio.HealthServicer()
+        self._calls = CallCounter()
+        self._server: grpc.aio.Server | None = None
+        self._stopping: asyncio.Task[None] | None = None
+
+    @property
+    def num_active_calls(self) -> int:
+        """Calls of the services that run now; a stream is one call."""
+        return self._calls.num_active
+
+    async def start(self) -> int:
+        """Listen, and return the port.
+
+        Raises:
+            ConfigError: the address can't be listened on, or a TLS file can't be used.
+        """
+        server = grpc.aio.server(interceptors=[self._interceptor()], options=_options(self._config))
+        for service in self._services:
+            service.register(server)
+        self._add_standard_services(server)
+        port = self._bind(server)
+        await self.set_serving(None, False)
+        await server.start()
+        self._server = server
+        logger.info("listening on %s", _with_port(self._config.address, port))
+        return port
+
+    async def set_serving(self, service: str | None, is_serving: bool) -> None:
+        """Set the health of one service, or, for ``None``, of all and overall. After ``drain`` it changes nothing."""
+        status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *self._service_names) if service is None else (service,):
+            await self._health.set(name, status)
+
+    async def set_not_serving_for_good(self) -> None:
+        """Set all health to NOT_SERVING for the rest of this server's life; calls are still taken."""
+        try:
+            async with asyncio.timeout(_HEALTH_CHANGE_TIMEOUT_S):
+                await self._health.enter_graceful_shutdown()
+        except TimeoutError:
+            logger.warning("a health watcher takes no messages; it was not told of the drain")
+
+    async def drain(self, grace_s: float) -> None:
+        """Say NOT_SERVING, refuse new calls (``DrainingError``), let running ones end for ``grace_s``, cut the rest.
+
+        Ends soon after the last call; watchers of health don't hold it up. May be called again, also meanwhile: the
+        shorter grace counts.
+        """
+        self._calls.is_draining = True
+        await self.set_not_serving_for_good()
+        if self._server is None:
+            return
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._calls.wait_idle()
+        except TimeoutError:
+            logger.warning("cut %d calls that did not end within %g s", self._calls.num_active, grace_s)
+        await self._stop(self._server)
+
+    async def _stop(self, server: grpc.aio.Server) -> None:
+        # Once only, and never with a grace beside: two concurrent `stop`s of grpc.aio 1.85 crash the process.
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(server.stop(None))
+        try:
+            async with asyncio.timeout(_CUT_TIMEOUT_S):
+                await asyncio.shield(self._stopping)
+                # grpc.aio is done with a cut call before its handler has run its `finally`.
+                await self._calls.wait_idle()
+        except TimeoutError:
+            logger.warning("calls that were cut still clean up after %g s", _CUT_TIMEOUT_S)
+
+    def _interceptor(self) -> ServingInterceptor:
+        tls = self._config.tls
+        if tls is None:
+            return ServingInterceptor(None, self._calls)
+        gate = Gate(namespace=self._config.namespace, allow_anonymous=not tls.require_client_cert)
+        return ServingInterceptor(gate, self._calls)
+
+    def _add_standard_services(self, server: grpc.aio.Server) -> None:
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = [*self._service_names, _HEALTH_SERVICE]
+        if self._config.with_channelz:
+            channelz.add_channelz_servicer(server)
+            names.append(_CHANNELZ_SERVICE)
+        if self._config.with_reflection:
+            reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
+
+    def _bind(self, server: grpc.aio.Server) -> int:
+        address, tls = self._config.address, self._config.tls
+        credentials = None if tls is None else server_credentials(tls)
+        try:
+            if credentials is None:
+                return server.add_insecure_port(address)
+            return server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise ConfigError(f"address: cannot listen on {address}: is it this host's, and free?") from error
+
+
+def _options(config: ServerConfig) -> list[tuple[str, int]]:
+    return [
+        # By default part of a burst of 1000 calls is silently answered CANCELLED; admission is the services' own.
+        ("grpc.server.max_pending_requests", 100_000),
+        ("grpc.server.max_pending_requests_hard_limit", 200_000),
+        # Clients that ping more often than this get GOAWAY, and ours ping every 10 s.
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # A client whose host died must not hold its requests' blocks.
+        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_receive_message_length", config.max_receive_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        # Else a second server on the same port starts, and the kernel gives it half of the connections.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def _with_port(address: str, port: int) -> str:
+    return f"{address.rpartition(':')[0]}:{port}"

@@ -1,0 +1,131 @@
+"""Who may call what."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf import descriptor_pool
+from grpc_channelz.v1 import channelz_pb2
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+from quartet.errors import PermissionDeniedError, UnauthenticatedError
+from quartet.rpc.audience import (
+    AUDIENCES,
+    Audience,
+    Gate,
+    Identity,
+    IdentityKind,
+    audiences_of,
+    caller_identity,
+    parse_identity,
+)
+from quartet.v1 import decode_pb2, prefill_pb2, router_pb2, transfer_pb2, worker_pb2
+
+FILES = [decode_pb2, prefill_pb2, router_pb2, transfer_pb2, worker_pb2, health_pb2, reflection_pb2, channelz_pb2]
+DECODE = "/quartet.v1.DecodeService/Decode"
+GENERATE = "/quartet.v1.RouterService/Generate"
+
+
+def methods() -> list[str]:
+    return [
+        f"/{service.full_name}/{method.name}"
+        for file in FILES
+        for service in file.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    ]
+
+
+def auth(*uris: str) -> dict[str, list[bytes]]:
+    return {
+        "x509_pem_cert": [b"-----BEGIN"],
+        "x509_subject_alternative_name": [b"localhost", *(uri.encode() for uri in uris)],
+    }
+
+
+@pytest.mark.parametrize("method", methods())
+def test_every_method_has_an_audience(method: str) -> None:
+    assert audiences_of(method)
+
+
+def test_the_files_checked_here_are_all_there_are() -> None:
+    # Every proto of the package is in the default pool once all generated modules are imported.
+    pool = descriptor_pool.Default()
+    assert {file.DESCRIPTOR.package for file in FILES} == {
+        "quartet.v1", "grpc.health.v1", "grpc.reflection.v1alpha", "grpc.channelz.v1",
+    }  # fmt: skip
+    listed = {method.rpartition("/")[0].strip("/") for method in AUDIENCES}
+    assert listed == {f"{method.rpartition('/')[0].strip('/')}" for method in methods()}
+    assert all(pool.FindServiceByName(name) for name in listed)
+
+
+def test_the_table_lists_no_method_that_does_not_exist() -> None:
+    assert {method for method in AUDIENCES if not method.endswith("/*")} <= set(methods())
+
+
+def test_a_method_nobody_listed_is_for_nobody() -> None:
+    assert audiences_of("/quartet.v1.DecodeService/Shutdown") == frozenset()
+
+
+@pytest.mark.parametrize("kind", IdentityKind)
+def test_an_identity_is_read_from_its_uri(kind: IdentityKind) -> None:
+    assert parse_identity(f"quartet://prod/{kind}/a-1") == Identity("prod", kind, "a-1")
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["quartet://prod/admin/a", "quartet://prod/router", "quartet://prod/router/a/b", "https://prod/router/a", ""],
+)
+def test_other_uris_are_no_identity(uri: str) -> None:
+    assert parse_identity(uri) is None
+
+
+def test_two_identities_in_one_certificate_are_refused() -> None:
+    with pytest.raises(UnauthenticatedError):
+        caller_identity(auth("quartet://prod/router/a", "quartet://prod/operator/a"))
+
+
+@pytest.mark.parametrize(
+    ("uri", "method"),
+    [
+        ("quartet://prod/router/r", DECODE),
+        ("quartet://prod/worker/w", "/quartet.v1.TransferService/Pull"),
+        ("quartet://prod/client/c", GENERATE),
+        ("quartet://prod/operator/o", "/quartet.v1.WorkerService/Drain"),
+        ("quartet://prod/client/c", "/grpc.health.v1.Health/Check"),
+    ],
+)
+def test_the_audience_of_a_method_gets_in(uri: str, method: str) -> None:
+    Gate(namespace="prod", allow_anonymous=False).check(method, auth(uri))
+
+
+@pytest.mark.parametrize(
+    ("uri", "method"),
+    [
+        ("quartet://prod/client/c", DECODE),
+        ("quartet://prod/client/c", "/quartet.v1.TransferService/Pull"),
+        ("quartet://prod/worker/w", "/quartet.v1.WorkerService/Drain"),
+        ("quartet://test/router/r", DECODE),
+        ("quartet://prod/operator/o", "/quartet.v1.DecodeService/Unknown"),
+    ],
+)
+def test_others_are_refused(uri: str, method: str) -> None:
+    with pytest.raises(PermissionDeniedError):
+        Gate(namespace="prod", allow_anonymous=False).check(method, auth(uri))
+
+
+def test_without_a_certificate_one_is_a_client_where_that_is_allowed() -> None:
+    open_gate = Gate(namespace="prod", allow_anonymous=True)
+    open_gate.check(GENERATE, {})
+    with pytest.raises(PermissionDeniedError):
+        open_gate.check(DECODE, {})
+    with pytest.raises(UnauthenticatedError):
+        Gate(namespace="prod", allow_anonymous=False).check(GENERATE, {})
+
+
+def test_a_certificate_without_an_identity_of_ours_is_not_anonymous() -> None:
+    with pytest.raises(UnauthenticatedError):
+        Gate(namespace="prod", allow_anonymous=True).check(GENERATE, auth())
+
+
+def test_each_kind_counts_as_one_audience() -> None:
+    assert {Identity("n", kind, "x").audience for kind in IdentityKind} == set(Audience)

@@ -1,0 +1,149 @@
+"""mTLS: who gets in, and files that can't be used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from quartet.errors import ConfigError, PermissionDeniedError, UnauthenticatedError, WorkerUnavailableError
+from quartet.rpc.audience import caller_identity
+from quartet.rpc.channels import create_channel
+from quartet.rpc.errors import from_rpc_error
+from quartet.rpc.server import RpcServer, ServerConfig, Service, generic_service
+from quartet.rpc.tls import TlsConfig
+from tests.certificates import CertificateAuthority
+from tests.rpc.conftest import StartServer
+
+DRAIN = "/quartet.v1.WorkerService/Drain"
+
+
+async def tell_caller(request: bytes, context: Any) -> bytes:
+    identity = caller_identity(context.auth_context())
+    return identity.name.encode() if identity else b"nobody"
+
+
+def service() -> Service:
+    return generic_service("quartet.v1.WorkerService", {"Drain": grpc.unary_unary_rpc_method_handler(tell_caller)})
+
+
+async def start(start_server: StartServer, authority: CertificateAuthority, **changes: bool) -> str:
+    tls = replace(authority.issue("server", "quartet://default/worker/w1"), **changes)
+    _, address = await start_server([service()], ServerConfig(tls=tls))
+    return address
+
+
+async def drain_as(address: str, tls: TlsConfig) -> bytes:
+    async with create_channel(address, tls) as channel:
+        return bytes(await channel.unary_unary(DRAIN)(b"", timeout=10))
+
+
+async def test_an_operator_may_drain_and_is_known_by_name(
+    start_server: StartServer, authority: CertificateAuthority
+) -> None:
+    address = await start(start_server, authority)
+    assert await drain_as(address, authority.issue("operator", "quartet://default/operator/olga")) == b"olga"
+
+
+async def test_a_client_may_not_drain(start_server: StartServer, authority: CertificateAuthority) -> None:
+    address = await start(start_server, authority)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await drain_as(address, authority.issue("client", "quartet://default/client/carl"))
+    assert isinstance(from_rpc_error(caught.value), PermissionDeniedError)
+
+
+async def test_an_operator_of_another_namespace_may_not(
+    start_server: StartServer, authority: CertificateAuthority
+) -> None:
+    address = await start(start_server, authority)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await drain_as(address, authority.issue("foreign", "quartet://other/operator/olga"))
+    assert isinstance(from_rpc_error(caught.value), PermissionDeniedError)
+
+
+async def test_a_certificate_without_an_identity_is_nobody(
+    start_server: StartServer, authority: CertificateAuthority
+) -> None:
+    address = await start(start_server, authority)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await drain_as(address, authority.issue("nobody"))
+    assert isinstance(from_rpc_error(caught.value), UnauthenticatedError)
+
+
+async def test_health_is_open_to_every_identity(start_server: StartServer, authority: CertificateAuthority) -> None:
+    address = await start(start_server, authority)
+    async with create_channel(address, authority.issue("client", "quartet://default/client/carl")) as channel:
+        response = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+    assert response.status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.mark.parametrize("how", ["in the clear", "without a certificate", "by another authority"])
+async def test_strangers_do_not_even_connect(
+    start_server: StartServer, authority: CertificateAuthority, other_authority: CertificateAuthority, how: str
+) -> None:
+    address = await start(start_server, authority)
+    async with stranger(how, address, authority, other_authority) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary(DRAIN)(b"", timeout=10)
+    assert isinstance(from_rpc_error(caught.value), WorkerUnavailableError)
+
+
+def stranger(how: str, address: str, authority: CertificateAuthority, other: CertificateAuthority) -> grpc.aio.Channel:
+    if how == "in the clear":
+        return create_channel(address, None)
+    if how == "without a certificate":
+        credentials = grpc.ssl_channel_credentials(authority.ca_file.read_bytes())
+        return grpc.aio.secure_channel(address, credentials)
+    tls = replace(other.issue("operator", "quartet://default/operator/mallory"), ca_file=authority.ca_file)
+    return create_channel(address, tls)
+
+
+async def test_a_channel_refuses_a_server_of_another_authority(
+    start_server: StartServer, authority: CertificateAuthority, other_authority: CertificateAuthority
+) -> None:
+    address = await start(start_server, authority)
+    tls = replace(authority.issue("operator", "quartet://default/operator/olga"), ca_file=other_authority.ca_file)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await drain_as(address, tls)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_server_is_known_by_a_name_of_ones_choice(
+    start_server: StartServer, authority: CertificateAuthority
+) -> None:
+    address = await start(start_server, authority)
+    tls = authority.issue("operator", "quartet://default/operator/olga")
+    assert await drain_as(address, replace(tls, server_name="localhost")) == b"olga"
+    with pytest.raises(grpc.aio.AioRpcError):
+        await drain_as(address, replace(tls, server_name="elsewhere.example"))
+
+
+async def test_without_client_certificates_a_caller_is_a_client(
+    start_server: StartServer, authority: CertificateAuthority
+) -> None:
+    address = await start(start_server, authority, require_client_cert=False)
+    credentials = grpc.ssl_channel_credentials(authority.ca_file.read_bytes())
+    async with grpc.aio.secure_channel(address, credentials) as channel:
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary(DRAIN)(b"", timeout=10)
+    assert isinstance(from_rpc_error(caught.value), PermissionDeniedError)
+
+
+@pytest.mark.parametrize("setting", ["ca_file", "cert_file", "key_file"])
+@pytest.mark.parametrize("content", [None, b"not a certificate"], ids=["missing", "rubbish"])
+async def test_a_file_that_cannot_be_used_is_named(
+    authority: CertificateAuthority, tmp_path: Path, setting: str, content: bytes | None
+) -> None:
+    path = tmp_path / "file.pem"
+    if content is not None:
+        path.write_bytes(content)
+    tls = replace(authority.issue("server"), **{setting: path})
+    with pytest.raises(ConfigError, match=rf"tls\.{setting}.*file\.pem"):
+        create_channel("127.0.0.1:1", tls)
+    with pytest.raises(ConfigError, match=rf"tls\.{setting}.*file\.pem"):
+        await RpcServer(ServerConfig(tls=tls), []).start()
