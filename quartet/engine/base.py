@@ -81,7 +81,7 @@ class Started:
 
     Attributes:
         num_cached_tokens: tokens whose KV was already here.
-        queue_s: seconds from ``submit`` until it was scheduled.
+        queue_s: seconds from ``submit`` until it was scheduled, less ``transfer_s``.
         transfer_s: seconds spent pulling blocks, 0 without a hand-off.
         transfer_bytes: bytes pulled.
     """
@@ -228,7 +228,11 @@ class Engine(Protocol):
         ...
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue ``request``; every outcome, refusal included, arrives in ``outputs``."""
+        """Queue ``request``; every outcome, refusal included, arrives in ``outputs``.
+
+        Raises:
+            EngineError, WorkerUnavailableError: it died or was closed; nothing comes out any more.
+        """
         ...
 
     def cancel(self, id: int) -> None:

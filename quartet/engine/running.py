@@ -33,6 +33,7 @@ class RunningRequest:
         stop_ids: tokens that end the output once ``min_tokens`` are out: to be masked before that.
         needs_pull: its KV is still to be fetched from another worker.
         num_cached_tokens: tokens whose KV was here when it was first admitted.
+        is_admitted: it had blocks before.
         is_started: it was in a step before.
         is_cancelled: it ends as soon as nothing writes to its blocks any more.
     """
@@ -68,8 +69,13 @@ class RunningRequest:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens whose KV is still missing; 1 while it decodes."""
+        """Tokens whose KV is still missing."""
         return len(self.seq) - self.seq.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether a single token is missing, whose logits yield the next one."""
+        return self.num_uncomputed_tokens == 1
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,292 @@
-"""Decides what a step computes."""
+"""Decides what each step computes. Pure: no clock, thread or tensor, so that tests drive it step by step.
 
-from quartet.engine.running import RequestState as RequestState
-from quartet.engine.running import RunningRequest as RunningRequest
-from quartet.engine.running import ScheduledChunk as ScheduledChunk
+Continuous batching with chunked prefill, as Sarathi-Serve (arXiv 2403.02310) describes it and vLLM's
+``vllm/v1/core/sched/scheduler.py`` does it: every step takes one token of each request that decodes, and fills the
+rest of the token budget with chunks of prompts. A request is admitted when there are blocks for all its tokens; it
+grows while it decodes, and when blocks run out the worst ranked one is preempted and computed again later.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from quartet.engine.base import EngineRequest, FinishReason, RequestKind
+from quartet.engine.runner import SampledToken
+from quartet.engine.running import RequestState, RunningRequest, ScheduledChunk
+from quartet.engine.schedule import Pull, Schedule, TokenOut
+from quartet.engine.validation import EngineLimits, check_request, max_output_tokens
+from quartet.engine.waiting import WaitingQueue
+from quartet.errors import OutOfBlocksError
+from quartet.kvcache import sequence
+from quartet.kvcache.block_hash import ExtraKey
+from quartet.kvcache.block_pool import BlockManager
+from quartet.transfer.base import PieceCopy
+
+__all__ = ["RequestState", "RunningRequest", "ScheduledChunk", "Scheduler", "SchedulerConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Bounds of a step.
+
+    Attributes:
+        max_num_seqs: requests that have blocks at the same time.
+        max_num_batched_tokens: tokens that one step computes: the longest chunk of a prompt, and so what a long
+            prompt adds to the time between others' tokens.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        """Refuse bounds under which a step could leave out a request that decodes."""
+        if self.max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs must be at least 1, not {self.max_num_seqs}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs})"
+            )
+
+
+class Scheduler:
+    """The requests of one engine: who waits, who has blocks, who computes what next.
+
+    Attributes:
+        num_preemptions: times that a request lost its blocks, ever.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        block_manager: BlockManager,
+        limits: EngineLimits,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """Begin without requests; nobody else changes ``block_manager`` from here on."""
+        self.num_preemptions = 0
+        self._config = config
+        self._blocks = block_manager
+        self._limits = limits
+        self._eos_token_ids = eos_token_ids
+        self._num_added = 0
+        self._requests: dict[int, RunningRequest] = {}
+        self._waiting = WaitingQueue()
+        self._running: list[RunningRequest] = []  # best rank first
+        self._num_pulling = 0
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have blocks, pulling ones included."""
+        return len(self._running) + self._num_pulling
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without blocks."""
+        return len(self._waiting)
+
+    @property
+    def num_queued_prefill_tokens(self) -> int:
+        """Tokens to compute until everybody here decodes."""
+        num_missing = sum(running.num_uncomputed_tokens for running in self._running if not running.is_decoding)
+        return self._waiting.num_prefill_tokens + num_missing
+
+    def add(self, request: EngineRequest) -> RunningRequest:
+        """Queue ``request``: higher priority first, then first come, first served.
+
+        Raises:
+            InvalidRequestError, PromptTooLongError, LayoutMismatchError: as ``check_request`` does.
+        """
+        check_request(request, self._limits)
+        generation = request.generation
+        running = RunningRequest(
+            request=request,
+            seq=sequence.Sequence(
+                (*generation.prompt_token_ids, *generation.generated_token_ids),
+                block_size=self._blocks.block_size,
+                extra_key=ExtraKey(adapter=generation.adapter, cache_salt=generation.cache_salt),
+                media=generation.media,
+            ),
+            arrival=self._num_added,
+            max_output_tokens=max_output_tokens(request, self._limits),
+            stop_ids=_stop_ids(request, self._eos_token_ids),
+            needs_pull=request.hand_off is not None,
+        )
+        self._num_added += 1
+        self._requests[request.id] = running
+        self._wait(running)
+        return running
+
+    def cancel(self, id: int) -> RequestState | None:
+        """End a request.
+
+        Returns:
+            Its state now: ``ENDED``; or ``PULLING``, then ``end_pull`` ends it, once nothing writes to its blocks
+            any more; ``None`` where ``id`` is unknown.
+        """
+        running = self._requests.get(id)
+        if running is None:
+            return None
+        if running.state is RequestState.PULLING:
+            running.is_cancelled = True
+        else:
+            self._end(running)
+        return running.state
+
+    def release(self, id: int) -> None:
+        """Let go of what the completed prefill ``id`` holds. Unknown ids are ignored."""
+        self._blocks.release(id)
+
+    def end_pull(self, id: int, *, succeeded: bool) -> RunningRequest:
+        """Take note that nothing writes to the blocks of ``id`` any more.
+
+        Returns:
+            The request: ``RUNNING`` now, or ``ENDED`` where the pull failed or it was cancelled meanwhile.
+        """
+        running = self._requests[id]
+        assert running.state is RequestState.PULLING, "only what pulls can end a pull"
+        if not succeeded or running.is_cancelled:
+            self._end(running)
+            return running
+        self._leave(running)
+        running.needs_pull = False
+        running.seq.num_computed_tokens = len(running.seq) - 1
+        self._blocks.commit(running.seq)
+        self._run(running)
+        return running
+
+    def schedule(self) -> Schedule:
+        """Choose the next step's work, with blocks for all that it writes; ``update`` has to follow."""
+        schedule = Schedule()
+        self._grow(schedule)
+        budget = self._config.max_num_batched_tokens
+        for running in self._running:
+            if running.is_decoding:
+                budget -= schedule.add_chunk(running, 1)
+        for running in self._running:
+            if budget and not running.is_decoding:
+                budget -= schedule.add_chunk(running, budget)
+        if not schedule.num_preempted:  # what was just taken away is needed by those that run
+            self._admit(schedule, budget)
+        return schedule
+
+    def update(self, chunks: Sequence[ScheduledChunk], sampled: Sequence[SampledToken]) -> list[TokenOut]:
+        """Take over what the step computed: ``sampled`` has a token for each chunk that samples, in order."""
+        tokens = iter(sampled)
+        outs: list[TokenOut] = []
+        for chunk in chunks:
+            chunk.running.seq.num_computed_tokens += chunk.num_tokens
+            self._blocks.commit(chunk.running.seq)
+            if chunk.samples:
+                outs.append(self._take_token(chunk.running, next(tokens)))
+        return outs
+
+    def _grow(self, schedule: Schedule) -> None:
+        """Make room for the newest token of each request that decodes, best first, at the cost of the worst."""
+        for running in tuple(self._running):
+            while running.state is RequestState.RUNNING and running.seq.num_blocks > len(running.seq.block_table):
+                try:
+                    self._blocks.extend(running.seq, 0)
+                except OutOfBlocksError:
+                    self._preempt(self._running[-1])
+                    schedule.num_preempted += 1
+
+    def _preempt(self, running: RunningRequest) -> None:
+        """Take its blocks; it waits at its old rank, to compute all its tokens again."""
+        self._leave(running)
+        self._blocks.free(running.seq)
+        self._wait(running)
+        self.num_preemptions += 1
+
+    def _admit(self, schedule: Schedule, budget: int) -> None:
+        """Give blocks to those that wait, in order: whoever does not fit keeps the rest waiting, so nobody starves."""
+        while self._waiting and self.num_running < self._config.max_num_seqs:
+            running = self._waiting.head
+            if not (budget or running.needs_pull) or not self._allocate(running):
+                return
+            self._leave(running)
+            if running.needs_pull:
+                schedule.pulls.append(self._pull(running))
+            else:
+                self._run(running)
+                budget -= schedule.add_chunk(running, budget)
+
+    def _allocate(self, running: RunningRequest) -> bool:
+        try:
+            num_cached_tokens = self._blocks.allocate(running.seq)
+        except OutOfBlocksError:
+            return False
+        if not running.is_admitted:
+            running.is_admitted = True
+            running.num_cached_tokens = num_cached_tokens
+        return True
+
+    def _pull(self, running: RunningRequest) -> Pull:
+        """Have those blocks fetched that were not in the cache, up to the one that the hand-off ends in."""
+        running.state = RequestState.PULLING
+        self._num_pulling += 1
+        seq, block_size = running.seq, self._blocks.block_size
+        first, end = seq.num_computed_tokens // block_size, -(-(len(seq) - 1) // block_size)
+        return Pull(running.id, tuple(PieceCopy(piece, seq.block_table[piece]) for piece in range(first, end)))
+
+    def _take_token(self, running: RunningRequest, sampled: SampledToken) -> TokenOut:
+        offset = running.num_output_tokens
+        finished = _finish_reason(running, sampled.token_id)
+        if running.request.kind is RequestKind.PREFILL:
+            return self._complete_prefill(running, sampled, finished)
+        running.seq.append(sampled.token_id)
+        if finished is not None:
+            self._end(running)
+        return TokenOut(running, sampled, offset, finished)
+
+    def _complete_prefill(
+        self, running: RunningRequest, sampled: SampledToken, finished: FinishReason | None
+    ) -> TokenOut:
+        """End a prefill; unless its token ends the generation, its blocks stay for whoever decodes."""
+        offset, num_tokens = running.num_output_tokens, len(running.seq)
+        if finished is not None:
+            self._end(running)
+            return TokenOut(running, sampled, offset, finished)
+        held = self._blocks.hold(running.seq, running.id)
+        self._end(running)
+        return TokenOut(running, sampled, offset, held_block_ids=held, num_held_tokens=num_tokens)
+
+    def _wait(self, running: RunningRequest) -> None:
+        running.state = RequestState.WAITING
+        self._waiting.push(running)
+
+    def _run(self, running: RunningRequest) -> None:
+        running.state = RequestState.RUNNING
+        insort(self._running, running, key=attrgetter("rank"))
+
+    def _leave(self, running: RunningRequest) -> None:
+        """Take it out of the list that its state puts it in."""
+        if running.state is RequestState.WAITING:
+            self._waiting.remove(running)
+        elif running.state is RequestState.RUNNING:
+            self._running.remove(running)
+        else:
+            self._num_pulling -= 1
+
+    def _end(self, running: RunningRequest) -> None:
+        self._leave(running)
+        self._blocks.free(running.seq)
+        running.state = RequestState.ENDED
+        del self._requests[running.id]
+
+
+def _stop_ids(request: EngineRequest, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    sampling = request.generation.sampling
+    return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
+
+
+def _finish_reason(running: RunningRequest, token_id: int) -> FinishReason | None:
+    """Why the output ends with ``token_id``, its newest token."""
+    num_output_tokens = running.num_output_tokens + 1
+    # A sampler masks stop ids before min_tokens; should one come all the same, it is a token like any other.
+    if token_id in running.stop_ids and num_output_tokens > running.sampling.min_tokens:
+        return FinishReason.STOP_ID
+    return FinishReason.LENGTH if num_output_tokens >= running.max_output_tokens else None

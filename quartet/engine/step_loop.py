@@ -1,0 +1,209 @@
+"""One engine step after another: take messages in, schedule, run the model, say what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from quartet.engine.base import EngineRequest, EngineStats, StepOutput
+from quartet.engine.outputs import OutputBuilder
+from quartet.engine.runner import ModelRunner
+from quartet.engine.running import RequestState, ScheduledChunk
+from quartet.engine.schedule import Pull, Schedule
+from quartet.engine.scheduler import Scheduler, SchedulerConfig
+from quartet.engine.validation import EngineLimits
+from quartet.errors import RequestCancelledError, ServingError
+from quartet.kvcache.block_pool import BlockManager
+from quartet.transfer.base import FetchResult
+
+
+@dataclass(frozen=True)
+class Submit:
+    """A new request, and the reading of the clock when it came."""
+
+    request: EngineRequest
+    submitted_at: float
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """End a request."""
+
+    id: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """Let go of the blocks that a completed prefill holds."""
+
+    id: int
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A pull succeeded; nothing writes to the blocks any more."""
+
+    id: int
+    result: FetchResult
+
+
+@dataclass(frozen=True)
+class FetchFailed:
+    """A pull failed or was stopped; nothing writes to the blocks any more."""
+
+    id: int
+    error: ServingError
+
+
+Message: TypeAlias = Submit | Cancel | Release | Fetched | FetchFailed
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step says to the event loop: ``None`` and empty where it has nothing to say.
+
+    Attributes:
+        pulls: to be started; each is answered by one ``Fetched`` or ``FetchFailed``.
+        stopped_pulls: requests whose pull is to be stopped.
+    """
+
+    output: StepOutput | None = None
+    pulls: Sequence[Pull] = ()
+    stopped_pulls: Sequence[int] = ()
+
+    def __bool__(self) -> bool:
+        return self.output is not None or bool(self.pulls or self.stopped_pulls)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Statistics after a step, which knows of the first ``num_submits`` requests, with these tokens to prefill."""
+
+    stats: EngineStats
+    num_submits: int = 0
+    num_submitted_prefill_tokens: int = 0
+
+
+def num_prefill_tokens(request: EngineRequest) -> int:
+    """Tokens to compute before ``request`` decodes; none with a hand-off."""
+    if request.hand_off is not None:
+        return 0
+    return len(request.generation.prompt_token_ids) + len(request.generation.generated_token_ids)
+
+
+class StepLoop:
+    """Scheduler, block pool and model of one engine, driven step by step. Owned by the engine thread.
+
+    Attributes:
+        snapshot: replaced after every step; any thread may read it.
+        is_idle: the last step left nothing to do until a message comes.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        block_size = runner.layout.block_size
+        limits = EngineLimits(
+            max_model_len=runner.max_model_len,
+            num_pool_tokens=runner.num_blocks * block_size,
+            vocab_size=runner.vocab_size,
+        )
+        self._runner = runner
+        self._blocks = BlockManager(runner.num_blocks, block_size)
+        self._scheduler = Scheduler(config, self._blocks, limits, runner.eos_token_ids)
+        self._outputs = OutputBuilder(clock)
+        self._stopped_pulls: list[int] = []
+        self._num_steps = 0
+        self._num_prompt_tokens = 0
+        self._num_output_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_submits = 0
+        self._num_submitted_prefill_tokens = 0
+        self.is_idle = False
+        self.snapshot = self._take_snapshot()
+
+    def step(self, messages: Iterable[Message]) -> StepReport:
+        """Take ``messages`` in, compute one step. Raises whatever the runner raises: then it is not usable any more."""
+        for message in messages:
+            self._take(message)
+        schedule = self._scheduler.schedule()
+        if schedule.chunks:
+            self._compute(schedule)
+        self.is_idle = schedule.is_idle
+        report = StepReport(self._outputs.build(), schedule.pulls, self._stopped_pulls)
+        self._stopped_pulls = []
+        self._num_steps += bool(schedule.chunks or report)
+        self.snapshot = self._take_snapshot()
+        return report
+
+    def _compute(self, schedule: Schedule) -> None:
+        self._outputs.start(schedule.started)
+        sampled = self._runner.run(schedule.chunks)
+        self._outputs.take_tokens(self._scheduler.update(schedule.chunks, sampled))
+        self._num_cached_tokens += sum(running.num_cached_tokens for running in schedule.started)
+        self._num_prompt_tokens += sum(map(_num_given_tokens, schedule.chunks))
+        self._num_output_tokens += len(sampled)
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Submit(request, submitted_at):
+                self._submit(request, submitted_at)
+            case Cancel(id):
+                self._cancel(id)
+            case Release(id):
+                self._scheduler.release(id)
+            case Fetched(id, result):
+                self._outputs.take_fetch(id, result)
+                self._end_pull(id, None)
+            case FetchFailed(id, error):
+                self._end_pull(id, error)
+
+    def _submit(self, request: EngineRequest, submitted_at: float) -> None:
+        self._num_submits += 1
+        self._num_submitted_prefill_tokens += num_prefill_tokens(request)
+        try:
+            self._scheduler.add(request)
+        except ServingError as error:
+            self._outputs.fail(request.id, error)
+        else:
+            self._outputs.submit(request.id, submitted_at)
+
+    def _cancel(self, id: int) -> None:
+        state = self._scheduler.cancel(id)
+        if state is RequestState.ENDED:
+            self._outputs.fail(id, RequestCancelledError("the request was cancelled"))
+        elif state is RequestState.PULLING:
+            self._stopped_pulls.append(id)
+
+    def _end_pull(self, id: int, error: ServingError | None) -> None:
+        running = self._scheduler.end_pull(id, succeeded=error is None)
+        if running.is_cancelled:
+            self._outputs.fail(id, RequestCancelledError("the request was cancelled"))
+        elif error is not None:
+            self._outputs.fail(id, error)
+
+    def _take_snapshot(self) -> Snapshot:
+        scheduler, counts = self._scheduler, self._blocks.counts
+        stats = EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_queued_prefill_tokens=scheduler.num_queued_prefill_tokens,
+            num_in_use_blocks=counts.in_use,
+            num_held_blocks=counts.held,
+            num_cached_blocks=counts.cached,
+            num_free_blocks=counts.free,
+            num_total_blocks=counts.total,
+            num_steps=self._num_steps,
+            num_preemptions=scheduler.num_preemptions,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+        )
+        return Snapshot(stats, self._num_submits, self._num_submitted_prefill_tokens)
+
+
+def _num_given_tokens(chunk: ScheduledChunk) -> int:
+    """Tokens of the chunk that came with the request."""
+    return max(0, min(chunk.num_tokens, chunk.running.num_initial_tokens - chunk.first_position))

@@ -1,0 +1,109 @@
+"""What an engine refuses before it spends anything on a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quartet.engine.base import EngineRequest, Generation, RequestKind
+from quartet.errors import InvalidRequestError, LayoutMismatchError, PromptTooLongError, UnsupportedFieldError
+from quartet.kvcache.layout import BlocksPayload
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLimits:
+    """What bounds a request here.
+
+    Attributes:
+        max_model_len: tokens of prompt and output together.
+        num_pool_tokens: tokens whose KV the whole block pool holds.
+        vocab_size: token ids are below it.
+    """
+
+    max_model_len: int
+    num_pool_tokens: int
+    vocab_size: int
+
+
+def check_request(request: EngineRequest, limits: EngineLimits) -> None:
+    """Refuse what can never be served here.
+
+    Raises:
+        InvalidRequestError: an impossible value; ``field`` names it.
+        UnsupportedFieldError: an adapter or a rank that is not served.
+        PromptTooLongError: the tokens given and wanted do not fit the model or the block pool.
+        LayoutMismatchError: the hand-off is not one of KV blocks.
+    """
+    _check_tokens(request.generation, limits)
+    _check_place(request.generation)
+    _check_length(request, limits)
+    if request.hand_off is not None:
+        _check_hand_off(request)
+
+
+def max_output_tokens(request: EngineRequest, limits: EngineLimits) -> int:
+    """Output tokens at which ``request`` ends at the latest, generated ones included."""
+    if request.generation.sampling.max_tokens is not None:
+        return request.generation.sampling.max_tokens
+    return _max_num_tokens(request.kind, limits) - len(request.generation.prompt_token_ids)
+
+
+def _max_num_tokens(kind: RequestKind, limits: EngineLimits) -> int:
+    """The longest sequence. The last token sampled needs no room in the pool, as nothing attends to it."""
+    if kind is RequestKind.PREFILL:  # others decode: only the tokens given have to fit this pool
+        return limits.max_model_len
+    return min(limits.max_model_len, limits.num_pool_tokens + 1)
+
+
+def _check_tokens(generation: Generation, limits: EngineLimits) -> None:
+    if not len(generation.prompt_token_ids):
+        raise InvalidRequestError("a prompt needs at least one token", field="prompt_token_ids")
+    _check_ids(generation.prompt_token_ids, "prompt_token_ids", limits)
+    _check_ids(generation.generated_token_ids, "generated_token_ids", limits)
+    _check_ids(generation.sampling.stop_token_ids, "sampling.stop_token_ids", limits)
+    _check_ids(generation.sampling.logit_bias, "sampling.logit_bias", limits)
+
+
+def _check_ids(token_ids: Iterable[int], field: str, limits: EngineLimits) -> None:
+    # An id outside the vocabulary would break the step of everybody in the batch.
+    if min(token_ids, default=0) < 0 or max(token_ids, default=0) >= limits.vocab_size:
+        raise InvalidRequestError(f"token ids must be in [0, {limits.vocab_size})", field=field)
+
+
+def _check_place(generation: Generation) -> None:
+    if generation.data_parallel_rank:
+        raise UnsupportedFieldError("this engine has one data-parallel rank, 0", field="data_parallel_rank")
+    if generation.adapter:
+        raise UnsupportedFieldError("this engine serves no adapters", field="adapter")
+
+
+def _check_length(request: EngineRequest, limits: EngineLimits) -> None:
+    generation = request.generation
+    num_given = len(generation.prompt_token_ids) + len(generation.generated_token_ids)
+    if num_given > limits.num_pool_tokens:
+        raise PromptTooLongError(
+            f"{num_given} tokens do not fit the block pool of {limits.num_pool_tokens}", field="prompt_token_ids"
+        )
+    max_num_output = max_output_tokens(request, limits)
+    if len(generation.prompt_token_ids) + max(max_num_output, 1) > _max_num_tokens(request.kind, limits):
+        raise PromptTooLongError(
+            f"{len(generation.prompt_token_ids)} prompt tokens and the output wanted exceed "
+            f"{_max_num_tokens(request.kind, limits)} tokens",
+            field="prompt_token_ids",
+        )
+    if len(generation.generated_token_ids) >= max_num_output:
+        raise InvalidRequestError("nothing is left to generate", field="generated_token_ids")
+
+
+def _check_hand_off(request: EngineRequest) -> None:
+    assert request.hand_off is not None
+    payload = request.hand_off.payload
+    if request.kind is not RequestKind.DECODE:
+        raise InvalidRequestError("only a decode takes a hand-off", field="hand_off")
+    if not isinstance(payload, BlocksPayload):
+        raise LayoutMismatchError(f"a hand-off of engine {payload.engine} cannot be taken over here", field="hand_off")
+    num_given = len(request.generation.prompt_token_ids) + len(request.generation.generated_token_ids)
+    if payload.num_tokens != num_given - 1 or payload.num_tokens < 1:
+        raise InvalidRequestError(
+            f"the hand-off holds {payload.num_tokens} tokens, {num_given - 1} are needed", field="hand_off"
+        )
