@@ -1,0 +1,1 @@
+"""Hand-offs and the ways to move blocks from worker to worker."""

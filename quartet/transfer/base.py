@@ -6,6 +6,7 @@ A *piece* is one block of a sequence, numbered by its position; its bytes are la
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 from collections.abc import Sequence
@@ -25,10 +26,16 @@ class TransferWay(StrEnum):
     GRPC = "grpc"  # always works: bytes ride the Pull stream
 
 
+#: Linux 5.1; the standard library names it from Python 3.13 on.
+_F_SEAL_FUTURE_WRITE = 0x10
+
+
 class PoolMemory:
     """A block pool's bytes in host memory, in a memfd so that a process on this host can map it.
 
-    The memory is touched once here: fresh pages cost three times a warm copy.
+    The memory is touched once here: fresh pages cost three times a warm copy. The memfd is sealed: through it nobody
+    can write, or shrink the pool under a reader's feet; only the mapping made here, and processes forked from this
+    one, can.
     """
 
     def __init__(self, num_blocks: int, piece_size_bytes: int) -> None:
@@ -36,9 +43,12 @@ class PoolMemory:
         self.num_blocks = num_blocks
         self.piece_size_bytes = piece_size_bytes
         self.size_bytes = num_blocks * piece_size_bytes
-        self.fd = os.memfd_create("quartet-kv-pool", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create("quartet-kv-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, self.size_bytes)
         self._map = mmap.mmap(self.fd, self.size_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        # The seal on writing leaves mappings alone that exist already: ours.
+        seals = _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
         self.view = memoryview(self._map)
 
     def piece(self, block_id: int) -> memoryview:

@@ -1,0 +1,36 @@
+"""What a deployment may set about hand-offs and transfers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quartet.transfer.base import TransferWay
+
+#: The ways that exist here.
+_SPOKEN = frozenset({TransferWay.SHM, TransferWay.GRPC})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferConfig:
+    """Settings of both sides of a transfer.
+
+    Attributes:
+        lease_s: how long a hand-off lives without a renewal; pullers renew every third of it.
+        max_pull_s: longest that one pull may take, from ``begin`` to ``finish``; both sides hold it.
+        stall_timeout_s: longest that a puller waits for the source's next message.
+        ways: the ways that this worker speaks, best first; ``grpc`` is always among them.
+    """
+
+    lease_s: float = 30.0
+    max_pull_s: float = 30.0
+    stall_timeout_s: float = 10.0
+    ways: tuple[TransferWay, ...] = (TransferWay.SHM, TransferWay.GRPC)
+
+    def __post_init__(self) -> None:
+        for name in ("lease_s", "max_pull_s", "stall_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0")
+        if not _SPOKEN.issuperset(self.ways):
+            raise ValueError(f"ways must be among {sorted(_SPOKEN)}")
+        if TransferWay.GRPC not in self.ways or len(set(self.ways)) < len(self.ways):
+            raise ValueError("ways must name grpc, which always works, and each way once")

@@ -1,0 +1,149 @@
+"""One fetch: begin, move the pieces by the way that the source chose, finish."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+
+from quartet.discovery.base import HostIdentity
+from quartet.errors import LayoutMismatchError, TransferError, TransferTimeoutError, WorkerUnavailableError
+from quartet.kvcache.layout import HandOff, KvLayout
+from quartet.transfer.base import PieceCopy, PoolMemory, TransferWay
+from quartet.transfer.block_copy import copy_runs, merge_runs
+from quartet.transfer.config import TransferConfig
+from quartet.transfer.grpc.messages import WAY_FROM_PB, WAY_TO_PB, host_to_pb, ticket_to_pb
+from quartet.transfer.grpc.pull_stream import PullStream
+from quartet.transfer.piece_frame import PiecePart
+from quartet.transfer.piece_receiver import PieceReceiver
+from quartet.transfer.shm_pools import PoolOwner, SharedPool, ShmPools
+from quartet.v1 import transfer_pb2 as pb
+
+_Part = TypeVar("_Part", pb.PullGranted, pb.PullFinished)
+
+
+@dataclass(frozen=True)
+class LocalPool:
+    """Where pieces go, and their shape."""
+
+    memory: PoolMemory
+    layout: KvLayout
+
+
+class Fetch:
+    """Takes over one hand-off. Used once."""
+
+    def __init__(
+        self,
+        hand_off: HandOff,
+        copies: Sequence[PieceCopy],
+        *,
+        pool: LocalPool | None,
+        host: HostIdentity,
+        config: TransferConfig,
+        shm_pools: ShmPools,
+        executor: Executor,
+    ) -> None:
+        """Plan to put the pieces of ``copies``, ascending, into their blocks of ``pool``."""
+        assert pool is not None or not copies, "blocks are fetched into an attached pool"
+        self._hand_off = hand_off
+        self._copies = copies
+        self._pool = pool
+        self._host = host
+        self._config = config
+        self._shm_pools = shm_pools
+        self._executor = executor
+        self._owner = PoolOwner(hand_off.worker_id, hand_off.epoch)
+        self._has_begun = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that move."""
+        return len(self._copies) * self._pool.layout.piece_size_bytes if self._pool is not None else 0
+
+    async def run(self, channel: grpc.aio.Channel) -> TransferWay:
+        """Move everything and let the source go; returns the way taken. Raises as ``Claim.fetch`` does."""
+        max_pull_s = self._config.max_pull_s
+        stream = PullStream(channel, timeout_s=max_pull_s, stall_timeout_s=self._config.stall_timeout_s)
+        try:
+            async with asyncio.timeout(max_pull_s):
+                return await self._run(stream)
+        except TimeoutError:
+            raise TransferTimeoutError(f"the pull took more than {max_pull_s} s") from None
+        except WorkerUnavailableError as error:
+            if self._has_begun:
+                raise TransferError(f"the source was lost while it was pulled from: {error.message}") from None
+            raise
+        finally:
+            stream.cancel()
+
+    async def _run(self, stream: PullStream) -> TransferWay:
+        await stream.send(pb.PullRequest(begin=self._begin()))
+        granted = _expect(await stream.receive(), "granted", pb.PullGranted)
+        self._has_begun = True
+        way = self._check(granted)
+        if self._copies:
+            await self._move(stream, way, granted)
+        await stream.send(pb.PullRequest(finish=pb.PullFinish()))
+        _expect(await stream.receive(), "finished", pb.PullFinished)
+        await stream.drain()
+        return way
+
+    def _begin(self) -> pb.PullBegin:
+        ways = [way for way in self._config.ways if way is not TransferWay.SHM or self._shm_pools.may_open(self._owner)]
+        return pb.PullBegin(
+            ticket=ticket_to_pb(self._hand_off),
+            pieces=[copy.piece for copy in self._copies],
+            ways=[WAY_TO_PB[way] for way in ways],
+            host=host_to_pb(self._host),
+        )
+
+    def _check(self, granted: pb.PullGranted) -> TransferWay:
+        way = WAY_FROM_PB.get(granted.way)
+        if way not in self._config.ways:
+            raise TransferError("the source granted a way that was not offered")
+        if self._copies and self._pool is not None and granted.piece_size_bytes != self._pool.layout.piece_size_bytes:
+            raise LayoutMismatchError(
+                f"pieces have {granted.piece_size_bytes} bytes there, {self._pool.layout.piece_size_bytes} here"
+            )
+        if way is TransferWay.SHM and len(granted.shm.offsets) != len(self._copies):
+            raise TransferError("the source did not say where each piece is")
+        return way
+
+    async def _move(self, stream: PullStream, way: TransferWay, granted: pb.PullGranted) -> None:
+        assert self._pool is not None
+        if way is TransferWay.SHM:
+            await self._copy_shared(self._pool, granted.shm)
+        else:
+            receiver = PieceReceiver(self._pool.memory, self._copies)
+            while not receiver.is_complete:
+                receiver.accept(_expect_part(await stream.receive()))
+
+    async def _copy_shared(self, pool: LocalPool, shm: pb.ShmDescriptor) -> None:
+        shared = SharedPool(shm.socket_path, shm.token, shm.pool_size_bytes)
+        source = await self._shm_pools.open(self._owner, shared, timeout_s=self._config.stall_timeout_s)
+        size = pool.layout.piece_size_bytes
+        runs = merge_runs(list(shm.offsets), [copy.block_id * size for copy in self._copies], size)
+        try:
+            await copy_runs(source, pool.memory.view, runs, self._executor)
+        except ValueError as error:
+            raise TransferError(f"the source's offsets are wrong: {error}") from None
+
+
+def _expect(message: pb.PullResponse | PiecePart, name: str, message_type: type[_Part]) -> _Part:
+    """The part of a response that has to come now."""
+    if isinstance(message, pb.PullResponse) and message.WhichOneof("message") == name:
+        part = getattr(message, name)
+        assert isinstance(part, message_type)
+        return part
+    raise TransferError(f"the source sent something else than `{name}`")
+
+
+def _expect_part(message: pb.PullResponse | PiecePart) -> PiecePart:
+    if isinstance(message, PiecePart):
+        return message
+    raise TransferError("the source sent something else than a piece")

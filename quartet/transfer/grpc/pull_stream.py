@@ -1,0 +1,74 @@
+"""The puller's end of one Pull stream: every wait bounded, every failure a ``ServingError``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import grpc
+
+from quartet.errors import ServingError, TransferError, TransferTimeoutError
+from quartet.transfer.grpc.messages import PullMessage, open_pull
+from quartet.transfer.grpc.status import to_error
+from quartet.transfer.piece_frame import PiecePart
+from quartet.v1 import transfer_pb2 as pb
+
+
+class PullStream:
+    """One stream to a source; ``cancel`` it when it is no longer needed."""
+
+    def __init__(self, channel: grpc.aio.Channel, *, timeout_s: float, stall_timeout_s: float) -> None:
+        """Open the stream, for ``timeout_s`` in all and ``stall_timeout_s`` for each step."""
+        self._stall_timeout_s = stall_timeout_s
+        self._call = open_pull(channel, timeout_s)
+
+    async def send(self, request: pb.PullRequest) -> None:
+        """Send one message. Raises as ``receive`` does."""
+        async with self._bounded():
+            try:
+                await self._call.write(request)
+            except asyncio.InvalidStateError:  # the stream has ended; reading tells why
+                await self._call.read()
+                raise TransferError("the source ended the stream early") from None
+
+    async def receive(self) -> PullMessage:
+        """The next message.
+
+        Raises:
+            TransferTimeoutError: nothing came in time.
+            TransferError: the stream ended, by either side, without a message.
+            ServingError: what the source answered instead.
+        """
+        async with self._bounded():
+            message: object = await self._call.read()
+        if isinstance(message, (pb.PullResponse, PiecePart)):
+            return message
+        raise TransferError("the source ended the stream early")
+
+    async def drain(self) -> None:
+        """Let the source end the stream after its last message. Never raises, and waits but shortly."""
+        with contextlib.suppress(ServingError):
+            async with self._bounded():
+                while await self._call.read() is not grpc.aio.EOF:
+                    pass
+
+    def cancel(self) -> None:
+        """Give up; the source takes that for a lost stream. Does nothing to a stream that has ended."""
+        self._call.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _bounded(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                yield
+        except TimeoutError:
+            raise TransferTimeoutError("the source of the hand-off said nothing for too long") from None
+        except grpc.aio.AioRpcError as error:
+            raise to_error(error) from None
+        except asyncio.CancelledError:
+            # gRPC says so too when somebody closed the channel under the call, with nobody cancelling this task.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise TransferError("the channel to the source was closed") from None

@@ -1,0 +1,152 @@
+"""The puller's side of hand-offs: accept one, keep it alive, fetch its pieces, let it go."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+
+import grpc
+
+from quartet.discovery.base import HostIdentity
+from quartet.errors import HandOffStateError, LayoutMismatchError, TransferError
+from quartet.kvcache.layout import BlocksPayload, HandOff, KvLayout
+from quartet.transfer.base import FetchResult, PieceCopy, PoolMemory
+from quartet.transfer.config import TransferConfig
+from quartet.transfer.grpc.fetch import Fetch, LocalPool
+from quartet.transfer.grpc.lease import HandOffLease
+from quartet.transfer.grpc.peer_channels import PeerChannels
+from quartet.transfer.shm_pools import ShmPools
+
+#: One thread comes near a core's memory bandwidth; the second is for another fetch, not for more of one.
+_NUM_COPY_THREADS = 2
+
+
+class TransferPuller:
+    """A ``Puller`` by every way that this worker speaks. Lives on one event loop.
+
+    Without ``attach`` it takes opaque hand-offs only, and keeps alive (``keep``) any.
+    """
+
+    def __init__(
+        self, channel_factory: Callable[[str], grpc.aio.Channel], *, host: HostIdentity, config: TransferConfig
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            channel_factory: makes a channel to a peer's ``host:port``; closed here.
+            host: where this worker runs.
+            config: ways and bounds.
+        """
+        self._channels = PeerChannels(channel_factory)
+        self._host = host
+        self._config = config
+        self._shm_pools = ShmPools()
+        self._copy_threads = ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="kv-copy")
+        self._pool: LocalPool | None = None
+        self._leases: set[HandOffLease] = set()
+        self._is_closed = False
+
+    def attach(self, memory: PoolMemory, layout: KvLayout) -> None:
+        """Name the pool that is fetched into; called once, before the first ``claim``."""
+        assert self._pool is None, "a pool is attached once"
+        assert memory.piece_size_bytes == layout.piece_size_bytes, "the pool's pieces are the layout's blocks"
+        self._pool = LocalPool(memory, layout)
+
+    def claim(self, hand_off: HandOff) -> PullClaim:
+        """Accept ``hand_off`` and renew its lease until it is fetched or aborted.
+
+        Raises:
+            LayoutMismatchError: its blocks cannot be taken over here; nothing was started.
+            TransferError: the puller is closed.
+        """
+        if isinstance(hand_off.payload, BlocksPayload):
+            _check_layout(hand_off.payload.layout, self._pool)
+        return PullClaim(self, self.keep(hand_off))
+
+    def keep(self, hand_off: HandOff) -> HandOffLease:
+        """Renew the lease of ``hand_off`` for somebody else, whatever its payload.
+
+        Raises:
+            TransferError: the puller is closed.
+        """
+        if self._is_closed:
+            raise TransferError("the puller is closed")
+        lease = HandOffLease(hand_off, self._channels, call_timeout_s=self._config.stall_timeout_s)
+        self._leases.add(lease)
+        lease.add_done_callback(lambda: self._leases.discard(lease))
+        return lease
+
+    async def close(self) -> None:
+        """End every renewal, mapping and channel; fetches under way end with ``TransferError``."""
+        self._is_closed = True
+        for lease in list(self._leases):
+            lease.stop()
+        await self._channels.close()
+        await asyncio.to_thread(self._copy_threads.shutdown)
+        self._shm_pools.close()
+
+    async def fetch(self, hand_off: HandOff, copies: Sequence[PieceCopy]) -> FetchResult:
+        """Take over ``hand_off``; see ``Claim.fetch``."""
+        if self._is_closed:
+            raise TransferError("the puller is closed")
+        started = time.monotonic()
+        with self._channels.use(hand_off.address) as channel:
+            fetch = Fetch(
+                hand_off,
+                sorted(copies, key=lambda copy: copy.piece),
+                pool=self._pool,
+                host=self._host,
+                config=self._config,
+                shm_pools=self._shm_pools,
+                executor=self._copy_threads,
+            )
+            way = await fetch.run(channel)
+        return FetchResult(way, fetch.size_bytes, time.monotonic() - started)
+
+
+class PullClaim:
+    """A ``Claim``: one accepted hand-off."""
+
+    def __init__(self, puller: TransferPuller, lease: HandOffLease) -> None:
+        """Made by ``TransferPuller.claim``."""
+        self._puller = puller
+        self._lease = lease
+        self._is_used = False
+        self._has_fetched = False
+
+    async def fetch(self, copies: Sequence[PieceCopy]) -> FetchResult:
+        """Move the pieces, then tell the source that it may let go.
+
+        Returns only when nothing writes to the local blocks any more, also when it raises or is cancelled.
+
+        Raises:
+            TransferError, TransferTimeoutError, HandOffNotFoundError, HandOffStateError, StaleEpochError,
+            LayoutMismatchError, WorkerUnavailableError: what arrived must be thrown away.
+        """
+        if self._is_used:
+            raise HandOffStateError("a claim is fetched once, and not after it was aborted")
+        self._is_used = True
+        self._lease.stop()
+        result = await self._puller.fetch(self._lease.hand_off, copies)
+        self._has_fetched = True
+        return result
+
+    async def abort(self) -> None:
+        """Tell the source that nobody will take it. Never raises; bounded in time; may be called twice."""
+        self._is_used = True
+        if not self._has_fetched:
+            await self._lease.abort()
+
+
+def _check_layout(theirs: KvLayout, pool: LocalPool | None) -> None:
+    if pool is None:
+        raise LayoutMismatchError("this worker has no block pool to take blocks into")
+    for field in fields(KvLayout):
+        if getattr(theirs, field.name) != getattr(pool.layout, field.name):
+            raise LayoutMismatchError(
+                f"the hand-off's blocks differ in {field.name}: {getattr(theirs, field.name)!r} there, "
+                f"{getattr(pool.layout, field.name)!r} here"
+            )

@@ -1,0 +1,205 @@
+"""TransferService: gives the pieces of a hand-off to whoever proves the right to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import TypeAlias
+
+import grpc
+
+from quartet.discovery.base import HostIdentity
+from quartet.errors import HandOffNotFoundError, InvalidRequestError, ProtocolError, TransferTimeoutError
+from quartet.kvcache.hand_off import HandOffEntry
+from quartet.kvcache.layout import BlocksPayload
+from quartet.transfer.base import TransferWay
+from quartet.transfer.config import TransferConfig
+from quartet.transfer.grpc.messages import (
+    SERVICE,
+    WAY_FROM_PB,
+    WAY_TO_PB,
+    host_from_pb,
+    serialize_response,
+    ticket_from_pb,
+)
+from quartet.transfer.piece_frame import frame_piece, split_piece
+from quartet.transfer.shm_server import ShmServer
+from quartet.transfer.source import HandOffTicket, TransferSource
+from quartet.v1 import transfer_pb2 as pb
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[pb.PullRequest, pb.PullResponse | bytes]"
+
+
+class TransferServicer:
+    """Serves Pull from one source. Raises ``ServingError`` types: an interceptor makes them statuses."""
+
+    def __init__(
+        self, source: TransferSource, *, host: HostIdentity, config: TransferConfig, shm: ShmServer | None = None
+    ) -> None:
+        """Serve ``source``.
+
+        Args:
+            source: what this worker holds.
+            host: where this worker runs.
+            config: the ways to speak, and bounds.
+            shm: passes the pool to peers on this host, started; ``None`` to do without that way.
+        """
+        self._source = source
+        self._host = host
+        self._config = config
+        self._shm = shm if TransferWay.SHM in config.ways else None
+
+    async def Pull(self, request_iterator: AsyncIterator[pb.PullRequest], context: _Context) -> None:
+        """As transfer.proto says."""
+        await _PullStream(self, context).run()
+
+    @property
+    def source(self) -> TransferSource:
+        """What is served."""
+        return self._source
+
+    @property
+    def config(self) -> TransferConfig:
+        """The ways to speak, and bounds."""
+        return self._config
+
+    def grant(self, begin: pb.PullBegin) -> pb.PullGranted:
+        """Choose the way: the first of the puller's that can be served. Offsets come later, from the hand-off.
+
+        Raises:
+            InvalidRequestError: none can.
+        """
+        for number in begin.ways or [pb.TRANSFER_WAY_GRPC]:
+            way = WAY_FROM_PB.get(number)
+            if way is TransferWay.GRPC:
+                return pb.PullGranted(way=number)
+            if way is TransferWay.SHM and self._shm is not None and host_from_pb(begin.host) == self._host:
+                shm = pb.ShmDescriptor(
+                    socket_path=self._shm.socket_path,
+                    token=self._shm.token,
+                    pool_size_bytes=self._shm.memory.size_bytes,
+                )
+                return pb.PullGranted(way=number, shm=shm)
+        raise InvalidRequestError("none of the ways can be served; grpc always can", field="begin.ways")
+
+
+def add_transfer_servicer(servicer: TransferServicer, server: grpc.aio.Server) -> None:
+    """Register ``servicer`` as the generated function would, but let its responses be bytes already."""
+    handlers = {
+        "Pull": grpc.stream_stream_rpc_method_handler(
+            servicer.Pull,
+            request_deserializer=pb.PullRequest.FromString,
+            response_serializer=serialize_response,
+        )
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    server.add_registered_method_handlers(SERVICE, handlers)
+
+
+class _PullStream:
+    """One stream: what it has begun, and until when it may go on."""
+
+    def __init__(self, servicer: TransferServicer, context: _Context) -> None:
+        self._servicer = servicer
+        self._source = servicer.source
+        self._context = context
+        self._begun: HandOffTicket | None = None
+        self._limit = asyncio.timeout(servicer.config.lease_s)
+
+    async def run(self) -> None:
+        """Serve until an end. However the stream ends, what it began has ended too."""
+        try:
+            async with self._limit:
+                while not await self._serve_one():
+                    pass
+        except TimeoutError:
+            raise TransferTimeoutError("nothing came on the stream for a lease, or the pull took too long") from None
+        finally:
+            self._cancel_begun()
+
+    async def _serve_one(self) -> bool:
+        """Read and answer one message; whether it was the last."""
+        request: object = await self._context.read()
+        if not isinstance(request, pb.PullRequest):  # the puller has closed its side
+            return True
+        match request.WhichOneof("message"):
+            case "begin":
+                await self._begin(request.begin)
+                return False
+            case "renew":
+                await self._renew(request.renew)
+                return False
+            case "finish":
+                await self._finish()
+                return True
+            case "abort":
+                await self._abort(request.abort)
+                return True
+            case _:
+                raise ProtocolError("a message of a pull says nothing that is known")
+
+    async def _begin(self, begin: pb.PullBegin) -> None:
+        if self._begun is not None:
+            raise ProtocolError("a stream takes one hand-off")
+        granted = self._servicer.grant(begin)
+        ticket = ticket_from_pb(begin.ticket)
+        entry = self._source.begin(ticket, begin.pieces)
+        self._begun = ticket
+        self._reschedule(self._servicer.config.max_pull_s)
+        if isinstance(entry.payload, BlocksPayload):
+            granted.piece_size_bytes = entry.payload.layout.piece_size_bytes
+        if granted.HasField("shm"):
+            offsets = (entry.block_ids[piece] * granted.piece_size_bytes for piece in begin.pieces)
+            granted.shm.offsets.extend(offsets)
+        await self._context.write(pb.PullResponse(granted=granted))
+        if granted.way == WAY_TO_PB[TransferWay.GRPC]:
+            await self._send(entry, begin.pieces)
+
+    async def _send(self, entry: HandOffEntry, pieces: Sequence[int]) -> None:
+        memory = self._source.memory
+        for piece in pieces:
+            assert memory is not None, "a source of blocks has a pool"
+            for offset, data in split_piece(memory.piece(entry.block_ids[piece])):
+                # Somebody may have ended the hand-off meanwhile, and the block may be another request's by now.
+                self._source.check_pulling(entry.hand_off_id)
+                await self._context.write(frame_piece(piece, offset, data))
+
+    async def _renew(self, renew: pb.PullRenew) -> None:
+        lease = self._source.renew(self._ticket(renew))
+        if self._begun is None:
+            self._reschedule(self._servicer.config.lease_s)
+        renewed = pb.PullRenewed()
+        renewed.lease.FromTimedelta(lease)
+        await self._context.write(pb.PullResponse(renewed=renewed))
+
+    async def _finish(self) -> None:
+        if self._begun is None:
+            raise ProtocolError("`finish` before `begin`")
+        self._source.finish(self._begun)
+        self._begun = None
+        await self._context.write(pb.PullResponse(finished=pb.PullFinished()))
+
+    async def _abort(self, abort: pb.PullAbort) -> None:
+        self._source.abort(self._ticket(abort))
+        await self._context.write(pb.PullResponse(aborted=pb.PullAborted()))
+
+    def _ticket(self, message: pb.PullRenew | pb.PullAbort) -> HandOffTicket:
+        """The ticket in ``message``, or the one that this stream began with."""
+        if message.HasField("ticket"):
+            return ticket_from_pb(message.ticket)
+        if self._begun is None:
+            raise ProtocolError("a ticket is needed before `begin`")
+        return self._begun
+
+    def _reschedule(self, delay_s: float) -> None:
+        self._limit.reschedule(asyncio.get_running_loop().time() + delay_s)
+
+    def _cancel_begun(self) -> None:
+        if self._begun is None:
+            return
+        try:
+            self._source.abort(self._begun)
+        except HandOffNotFoundError:
+            return  # it had ended already, by `abort`, by its time or by the worker
+        finally:
+            self._begun = None
