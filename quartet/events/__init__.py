@@ -1,0 +1,1 @@
+"""What workers publish over ZMQ, and how routers listen."""

@@ -1,0 +1,61 @@
+"""How loaded a worker is, as it tells routers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLoad:
+    """Load of one data-parallel rank; in use, held, cached and free blocks add up to ``num_total_blocks``.
+
+    Attributes:
+        num_running: requests in the running batch.
+        num_waiting: requests that wait for it.
+        num_queued_prefill_tokens: prompt tokens not computed yet, of running and waiting requests.
+        num_held_blocks: blocks held for hand-offs.
+        num_cached_blocks: blocks that nobody uses, kept for reuse.
+        num_steps: steps done since the start; grows while anything moves.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_queued_prefill_tokens: int = 0
+    num_in_use_blocks: int = 0
+    num_held_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_free_blocks: int = 0
+    num_total_blocks: int = 0
+    num_steps: int = 0
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that can't be had by somebody else now: what is only cached is left out."""
+        return self.num_in_use_blocks + self.num_held_blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerLoad:
+    """A worker's report.
+
+    Attributes:
+        worker_id: whose.
+        epoch: of which of its lives.
+        ranks: one entry a data-parallel rank, in order.
+        router_progress: by router id, the last ``router_request_number`` of it that ``ranks`` counts in.
+        is_draining: nothing new is taken.
+        is_healthy: false once health is NOT_SERVING for another reason than draining.
+    """
+
+    worker_id: str
+    epoch: int
+    ranks: tuple[RankLoad, ...]
+    router_progress: Mapping[str, int] = field(default_factory=dict)
+    is_draining: bool = False
+    is_healthy: bool = True
+
+    @property
+    def num_queued_prefill_tokens(self) -> int:
+        """Prompt tokens not computed yet, over all ranks."""
+        return sum(rank.num_queued_prefill_tokens for rank in self.ranks)

@@ -1,0 +1,108 @@
+"""A worker's voice: its load over a ZMQ PUB socket, often enough to act on, never more than needed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import zmq
+
+from quartet.errors import ConfigError
+from quartet.events.load import WorkerLoad
+from quartet.events.wire import encode_load
+
+#: Without anything new a report goes out this often: silence then means something.
+HEARTBEAT_INTERVAL_S = 1.0
+#: Changes are told at most this often.
+MIN_INTERVAL_S = 0.05
+
+_MAX_PENDING_MESSAGES = 10_000
+
+
+class LoadPublisher:
+    """One PUB socket; use it from one thread."""
+
+    def __init__(self, host: str, port: int = 0) -> None:
+        """Bind ``tcp://host:port``; port 0 takes a free one.
+
+        Raises:
+            ConfigError: the address can't be bound.
+        """
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PUB)
+        self._socket.setsockopt(zmq.SNDHWM, _MAX_PENDING_MESSAGES)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        try:
+            self._socket.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"events: cannot listen on {host}:{port}: {error.strerror}") from error
+        #: ``tcp://host:port`` as bound.
+        self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
+
+    def publish(self, load: WorkerLoad) -> None:
+        """Send ``load``. Never blocks: a subscriber that can't keep up misses it."""
+        # No kv frames are sent yet, so the last one's number is 0.
+        self._socket.send_multipart(encode_load(load, 0), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Close the socket; what was not sent yet is dropped. May be called twice."""
+        self._context.destroy(linger=0)
+
+
+class LoadPacer:
+    """Decides when a report goes out.
+
+    At once when the prefill queue empties (a router may be waiting for just that), at most every
+    ``MIN_INTERVAL_S`` on other changes, every ``HEARTBEAT_INTERVAL_S`` otherwise.
+    """
+
+    def __init__(
+        self,
+        sample: Callable[[], WorkerLoad],
+        publish: Callable[[WorkerLoad], None],
+        *,
+        min_interval_s: float = MIN_INTERVAL_S,
+        heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
+    ) -> None:
+        """Report what ``sample`` returns to ``publish``; both are called on the event loop."""
+        self._sample = sample
+        self._publish = publish
+        self._min_interval_s = min_interval_s
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._poked = asyncio.Event()
+
+    def poke(self) -> None:
+        """Something may have changed: call it after each step and each arrival; it costs next to nothing."""
+        self._poked.set()
+
+    async def run(self) -> None:
+        """Report until cancelled."""
+        while True:
+            load = self._sample()
+            self._publish(load)
+            await self._wait_due(load, time.monotonic())
+
+    async def _wait_due(self, last: WorkerLoad, sent_at: float) -> None:
+        """Return when the report after ``last`` is due."""
+        due_at = sent_at + self._heartbeat_interval_s
+        while (now := time.monotonic()) < due_at:
+            if not await self._wait_poke(due_at - now):
+                return
+            load = self._sample()
+            if last.num_queued_prefill_tokens and not load.num_queued_prefill_tokens:
+                return
+            if load != last:
+                due_at = sent_at + self._min_interval_s
+
+    async def _wait_poke(self, timeout_s: float) -> bool:
+        """Whether somebody poked within ``timeout_s``."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._poked.wait()
+        except TimeoutError:
+            return False
+        self._poked.clear()
+        return True

@@ -1,0 +1,147 @@
+"""PUB and SUB sockets against each other, over loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+import zmq
+
+from quartet.errors import ConfigError
+from quartet.events.load import WorkerLoad
+from quartet.events.publisher import LoadPublisher
+from quartet.events.subscriber import LoadSubscriber
+from quartet.events.wire import LOAD_TOPIC, encode_load
+from tests.events.loads import make_load
+
+_TIMEOUT_S = 15.0
+
+
+class Ear:
+    """A subscriber and what it heard."""
+
+    def __init__(self) -> None:
+        self.heard: asyncio.Queue[WorkerLoad] = asyncio.Queue()
+        self.subscriber = LoadSubscriber(self.heard.put_nowait)
+
+    async def hear(self, speak: Callable[[], None], wanted: Callable[[WorkerLoad], bool]) -> None:
+        """Let ``speak`` speak until ``wanted`` is heard: what is said before a connection stands is lost."""
+        async with asyncio.timeout(_TIMEOUT_S):
+            while True:
+                speak()
+                try:
+                    async with asyncio.timeout(0.02):
+                        if wanted(await self.heard.get()):
+                            return
+                except TimeoutError:
+                    continue
+
+
+@pytest.fixture
+async def ear() -> AsyncIterator[Ear]:
+    ear = Ear()
+    yield ear
+    ear.subscriber.close()
+
+
+@pytest.fixture
+def publisher() -> Iterator[LoadPublisher]:
+    publisher = LoadPublisher("127.0.0.1")
+    yield publisher
+    publisher.close()
+
+
+async def test_a_report_arrives_as_it_was_published(ear: Ear, publisher: LoadPublisher) -> None:
+    ear.subscriber.connect(publisher.endpoint)
+    load = make_load(queued=5)
+    await ear.hear(lambda: publisher.publish(load), lambda heard: heard == load)
+
+
+async def test_several_workers_are_heard_over_one_socket(ear: Ear, publisher: LoadPublisher) -> None:
+    other = LoadPublisher("127.0.0.1")
+    try:
+        for speaker, name in ((publisher, "one"), (other, "two")):
+            ear.subscriber.connect(speaker.endpoint)
+            load = make_load(worker_id=name)
+            await ear.hear(lambda s=speaker, m=load: s.publish(m), lambda heard, m=load: heard == m)
+    finally:
+        other.close()
+
+
+async def test_a_worker_that_comes_back_at_its_address_is_heard_again(ear: Ear) -> None:
+    first = LoadPublisher("127.0.0.1")
+    ear.subscriber.connect(first.endpoint)
+    await ear.hear(lambda: first.publish(make_load(epoch=1)), lambda heard: heard.epoch == 1)
+    first.close()
+    second = LoadPublisher("127.0.0.1", int(first.endpoint.rpartition(":")[2]))
+    try:
+        await ear.hear(lambda: second.publish(make_load(epoch=2)), lambda heard: heard.epoch == 2)
+    finally:
+        second.close()
+
+
+async def test_a_flood_in_one_burst_is_drained_whole(ear: Ear, publisher: LoadPublisher) -> None:
+    ear.subscriber.connect(publisher.endpoint)
+    await ear.hear(lambda: publisher.publish(make_load()), lambda heard: True)
+    for number in range(1, 2001):
+        publisher.publish(make_load(steps=number))
+    steps = 0
+    async with asyncio.timeout(_TIMEOUT_S):
+        while steps < 2000:
+            steps = (await ear.heard.get()).ranks[0].num_steps
+
+
+async def test_malformed_frames_are_counted_and_harm_nothing(ear: Ear) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        ear.subscriber.connect(f"tcp://127.0.0.1:{port}")
+
+        def speak() -> None:
+            socket.send_multipart([LOAD_TOPIC, b"short", b""])
+            socket.send_multipart(encode_load(make_load(), 0))
+
+        await ear.hear(speak, lambda heard: heard == make_load())
+    assert ear.subscriber.num_malformed > 0
+
+
+async def test_a_worker_that_was_left_is_heard_no_more(ear: Ear, publisher: LoadPublisher) -> None:
+    other = LoadPublisher("127.0.0.1")
+    try:
+        ear.subscriber.connect(publisher.endpoint)
+        await ear.hear(lambda: publisher.publish(make_load()), lambda heard: True)
+        ear.subscriber.disconnect(publisher.endpoint)
+        ear.subscriber.disconnect(publisher.endpoint)
+        while not ear.heard.empty():
+            ear.heard.get_nowait()
+        publisher.publish(make_load(steps=99))
+        # What the other says proves that everything said before has had its time.
+        ear.subscriber.connect(other.endpoint)
+        left = make_load(worker_id="other")
+        said_after: list[WorkerLoad] = []
+
+        def is_other(heard: WorkerLoad) -> bool:
+            said_after.append(heard)
+            return heard.worker_id == "other"
+
+        await ear.hear(lambda: other.publish(left), is_other)
+        assert {load.worker_id for load in said_after} == {"other"}
+    finally:
+        other.close()
+
+
+async def test_an_impossible_endpoint_is_refused(ear: Ear) -> None:
+    with pytest.raises(ValueError, match="cannot listen"):
+        ear.subscriber.connect("no endpoint")
+
+
+def test_a_port_in_use_is_a_config_error(publisher: LoadPublisher) -> None:
+    port = int(publisher.endpoint.rpartition(":")[2])
+    with pytest.raises(ConfigError, match="cannot listen"):
+        LoadPublisher("127.0.0.1", port)
+
+
+async def test_closing_twice_is_harmless(ear: Ear, publisher: LoadPublisher) -> None:
+    ear.subscriber.close()
+    publisher.close()
