@@ -26,7 +26,7 @@ from quartet.errors import (
 from quartet.kvcache.layout import BlocksPayload, HandOff
 from quartet.transfer.base import FetchResult, PoolMemory, Puller
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 #: Every field of ``Sampling`` and ``OutputOptions``.
 ALL_SAMPLING_FIELDS = frozenset(item.name for options in (Sampling, OutputOptions) for item in fields(options))
@@ -233,7 +233,7 @@ class StepEngine:
                 await self._thread_end.wait()
             self._thread.join()
         except TimeoutError:
-            _LOG.error("the engine's last step has not ended within %s s", self._close_timeout_s)
+            logger.error("the engine's last step has not ended within %s s", self._close_timeout_s)
 
 
 class _OutputQueue:

@@ -12,7 +12,7 @@ from quartet.errors import ServingError, TransferError
 from quartet.kvcache.layout import HandOff
 from quartet.transfer.base import Claim, FetchResult, Puller
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Pulls:
@@ -64,7 +64,7 @@ class Pulls:
                 while tasks := (*self._fetches.values(), *self._aborts):
                     await asyncio.wait(tasks)
         except TimeoutError:
-            _LOG.error("%s transfers have not stopped within %s s", len(self._fetches), timeout_s)
+            logger.error("%s transfers have not stopped within %s s", len(self._fetches), timeout_s)
 
     def _end(self, id: int, claim: Claim, task: asyncio.Task[FetchResult]) -> None:
         del self._fetches[id]
@@ -87,5 +87,5 @@ def _outcome(task: asyncio.Task[FetchResult]) -> FetchResult | ServingError:
         return task.result()
     if isinstance(error, ServingError):
         return error
-    _LOG.error("a transfer broke", exc_info=error)
+    logger.error("a transfer broke", exc_info=error)
     return TransferError(f"the transfer broke: {error!r}")

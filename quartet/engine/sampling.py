@@ -106,9 +106,6 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-_DEFAULT = Sampling()
-
-
 def _check_range(
     name: str, value: float, low: float, high: float, *, low_excluded: bool = False, prefix: str = "sampling"
 ) -> None:
@@ -116,3 +113,6 @@ def _check_range(
     if not is_inside or not math.isfinite(value):
         bracket = "(" if low_excluded else "["
         raise InvalidRequestError(f"{name} must be in {bracket}{low}, {high}], not {value}", field=f"{prefix}.{name}")
+
+
+_DEFAULT = Sampling()

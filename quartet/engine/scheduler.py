@@ -57,6 +57,7 @@ class Scheduler:
 
     Attributes:
         num_preemptions: times that a request lost its blocks, ever.
+        live: requests that have not ended, by id; to be read only.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Scheduler:
         self._limits = limits
         self._eos_token_ids = eos_token_ids
         self._num_added = 0
-        self._requests: dict[int, RunningRequest] = {}
+        self.live: dict[int, RunningRequest] = {}
         self._waiting = WaitingQueue()
         self._running: list[RunningRequest] = []  # best rank first
         self._num_pulling = 0
@@ -116,7 +117,7 @@ class Scheduler:
             needs_pull=request.hand_off is not None,
         )
         self._num_added += 1
-        self._requests[request.id] = running
+        self.live[request.id] = running
         self._wait(running)
         return running
 
@@ -127,7 +128,7 @@ class Scheduler:
             Its state now: ``ENDED``; or ``PULLING``, then ``end_pull`` ends it, once nothing writes to its blocks
             any more; ``None`` where ``id`` is unknown.
         """
-        running = self._requests.get(id)
+        running = self.live.get(id)
         if running is None:
             return None
         if running.state is RequestState.PULLING:
@@ -146,7 +147,7 @@ class Scheduler:
         Returns:
             The request: ``RUNNING`` now, or ``ENDED`` where the pull failed or it was cancelled meanwhile.
         """
-        running = self._requests[id]
+        running = self.live[id]
         assert running.state is RequestState.PULLING, "only what pulls can end a pull"
         if not succeeded or running.is_cancelled:
             self._end(running)
@@ -275,7 +276,7 @@ class Scheduler:
         self._leave(running)
         self._blocks.free(running.seq)
         running.state = RequestState.ENDED
-        del self._requests[running.id]
+        del self.live[running.id]
 
 
 def _stop_ids(request: EngineRequest, eos_token_ids: frozenset[int]) -> frozenset[int]:

@@ -15,7 +15,7 @@ from quartet.engine.runner import ModelRunner
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.engine.step_loop import Message, Snapshot, StepLoop, StepReport
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class EngineThread:
             self._tell(self._listener.on_ready, runner)
             self._step_until_stopped(steps)
         except Exception as error:  # the thread's work ends here; the listener fails what it knows
-            _LOG.exception("the engine is lost")
+            logger.exception("the engine is lost")
             self._tell(self._listener.on_lost, error)
             self._wait_until_stopped()
         finally:
@@ -119,4 +119,4 @@ def _close(runner: ModelRunner | None) -> None:
         if runner is not None:
             runner.close()
     except Exception:  # the thread ends here
-        _LOG.exception("the model could not be closed")
+        logger.exception("the model could not be closed")
