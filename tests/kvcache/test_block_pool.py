@@ -296,6 +296,28 @@ def test_a_held_block_can_be_shared_and_is_held_again_afterwards() -> None:
     assert pool.counts == BlockCounts(free=1, cached=0, held=3, in_use=0, total=4)
 
 
+def test_a_shared_block_that_is_no_longer_held_is_still_in_use() -> None:
+    pool = BlockManager(4, 4)
+    seq, other = new_seq(10), new_seq(10)
+    run(pool, seq)
+    pool.hold(seq, holder=1)
+    pool.allocate(other)
+    pool.release(1)
+    assert pool.counts == BlockCounts(free=1, cached=0, held=0, in_use=3, total=4)
+    pool.free(other)
+    assert pool.counts == BlockCounts(free=2, cached=2, held=0, in_use=0, total=4)
+
+
+def test_what_was_held_is_evicted_from_its_leaf() -> None:
+    pool = BlockManager(3, 4)
+    seq = new_seq(12)
+    run(pool, seq)
+    pool.hold(seq, holder=1)
+    pool.release(1)
+    cache(pool, new_seq(1, first=100))
+    assert pool.allocate(new_seq(12)) == 8
+
+
 def test_a_block_held_for_two_stays_until_both_let_go() -> None:
     pool = BlockManager(4, 4)
     for holder in (1, 2):

@@ -20,9 +20,10 @@ from quartet.kvcache.block_hash import ExtraKey, sequence_hashes
 from quartet.kvcache.block_pool import BlockCounts, BlockManager
 from quartet.kvcache.sequence import Sequence
 
-NUM_BLOCKS = 7
+NUM_BLOCKS = 9
 BLOCK_SIZE = 2
-TOKEN_IDS = st.integers(0, 1)
+#: Mostly equal, so that sequences meet: prefixes are shared, and computed by several at once.
+TOKEN_IDS = st.sampled_from([0, 0, 0, 0, 0, 0, 1])
 
 Content: TypeAlias = tuple[ExtraKey, tuple[int, ...]]  # all tokens up to and with this one
 
@@ -48,43 +49,39 @@ class PoolMachine(RuleBasedStateMachine):
         self.last_used: dict[Content, int] = {}  # of every name
         self.now = 0
 
-    @rule(token_ids=st.lists(TOKEN_IDS, min_size=1, max_size=12), salt=st.sampled_from(["", "salt"]))
-    def arrive(self, token_ids: list[int], salt: str) -> None:
-        self.waiting.append(Sequence(token_ids, block_size=BLOCK_SIZE, extra_key=ExtraKey(cache_salt=salt)))
+    @rule(
+        token_ids=st.lists(TOKEN_IDS, min_size=1, max_size=9),
+        salt=st.sampled_from(["", "", "salt"]),
+        num_requests=st.integers(1, 3),
+    )
+    def arrive(self, token_ids: list[int], salt: str, num_requests: int) -> None:
+        for _ in range(num_requests):
+            seq = Sequence(token_ids, block_size=BLOCK_SIZE, extra_key=ExtraKey(cache_salt=salt))
+            self.waiting.append(seq)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
-    def allocate(self, data: st.DataObject) -> None:
-        seq = data.draw(st.sampled_from(self.waiting))
-        shared: list[Content] = []
-        for index in range((len(seq) - 1) // BLOCK_SIZE):
-            name = (seq.extra_key, tuple(seq.token_ids[: (index + 1) * BLOCK_SIZE]))
-            if name not in self.last_used:
-                break
-            shared.append(name)
-        if not self.has_room(seq.num_blocks - len(shared), keep=shared):
-            with pytest.raises(OutOfBlocksError):
-                self.pool.allocate(seq)
-            return
-        self.evict(seq.num_blocks - len(shared), keep=shared)
-        assert self.pool.allocate(seq) == len(shared) * BLOCK_SIZE
-        self.waiting.remove(seq)
-        self.running.append(Holding(seq, list(seq.block_table), names=shared))
-        self.read_shared(self.running[-1])
+    def allocate_one(self, data: st.DataObject) -> None:
+        self.allocate(data.draw(st.sampled_from(self.waiting)))
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def allocate_all(self) -> None:
+        for seq in list(self.waiting):
+            self.allocate(seq)
+
+    @precondition(lambda self: self.running)
+    @rule()
+    def compute_all(self) -> None:
+        for running in self.running:
+            self.compute(running, len(running.seq))
+            self.commit(running)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), num_tokens=st.integers(1, 6), commits=st.booleans())
-    def compute(self, data: st.DataObject, num_tokens: int, commits: bool) -> None:
+    def compute_one(self, data: st.DataObject, num_tokens: int, commits: bool) -> None:
         running = data.draw(st.sampled_from(self.running))
-        seq = running.seq
-        for position in range(seq.num_computed_tokens, min(len(seq), seq.num_computed_tokens + num_tokens)):
-            block = running.blocks[position // BLOCK_SIZE]
-            others = [other for other in (*self.running, *self.holders.values()) if other is not running]
-            assert all(block not in other.blocks for other in others), "wrote into another's block"
-            content = (seq.extra_key, tuple(seq.token_ids[: position + 1]))
-            self.slots[block][position % BLOCK_SIZE] = content
-            running.contents.append(content)
-            seq.num_computed_tokens += 1
+        self.compute(running, num_tokens)
         if commits:
             self.commit(running)
 
@@ -159,6 +156,34 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(named) == len(self.last_used)
         for block in named:
             self.check_hash(block)
+
+    def allocate(self, seq: Sequence) -> None:
+        shared: list[Content] = []
+        for index in range((len(seq) - 1) // BLOCK_SIZE):
+            name = (seq.extra_key, tuple(seq.token_ids[: (index + 1) * BLOCK_SIZE]))
+            if name not in self.last_used:
+                break
+            shared.append(name)
+        if not self.has_room(seq.num_blocks - len(shared), keep=shared):
+            with pytest.raises(OutOfBlocksError):
+                self.pool.allocate(seq)
+            return
+        self.evict(seq.num_blocks - len(shared), keep=shared)
+        assert self.pool.allocate(seq) == len(shared) * BLOCK_SIZE
+        self.waiting.remove(seq)
+        self.running.append(Holding(seq, list(seq.block_table), names=shared))
+        self.read_shared(self.running[-1])
+
+    def compute(self, running: Holding, num_tokens: int) -> None:
+        seq = running.seq
+        for position in range(seq.num_computed_tokens, min(len(seq), seq.num_computed_tokens + num_tokens)):
+            block = running.blocks[position // BLOCK_SIZE]
+            others = [other for other in (*self.running, *self.holders.values()) if other is not running]
+            assert all(block not in other.blocks for other in others), "wrote into another's block"
+            content = (seq.extra_key, tuple(seq.token_ids[: position + 1]))
+            self.slots[block][position % BLOCK_SIZE] = content
+            running.contents.append(content)
+            seq.num_computed_tokens += 1
 
     def check_hash(self, block: int) -> None:
         content = self.slots[block][-1]
