@@ -16,14 +16,14 @@ from quartet.engine.sampling import OutputOptions, Sampling
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.engine.step_loop import Cancel, Fetched, FetchFailed, Release, StepReport, Submit, num_prefill_tokens
 from quartet.engine.thread import EngineThread, ThreadListener
+from quartet.engine.validation import blocks_payload
 from quartet.errors import (
     EngineError,
-    LayoutMismatchError,
     ServingError,
     UnsupportedFieldError,
     WorkerUnavailableError,
 )
-from quartet.kvcache.layout import BlocksPayload, HandOff
+from quartet.kvcache.layout import HandOff
 from quartet.transfer.base import FetchResult, PoolMemory, Puller
 
 logger = logging.getLogger(__name__)
@@ -190,8 +190,7 @@ class StepEngine:
     def _claim(self, id: int, hand_off: HandOff) -> None:
         if self._pulls is None or self._memory is None:
             raise UnsupportedFieldError("this engine takes no hand-offs", field="hand_off")
-        if not isinstance(hand_off.payload, BlocksPayload):
-            raise LayoutMismatchError(f"a hand-off of engine {hand_off.payload.engine!r} cannot be taken over here")
+        blocks_payload(hand_off)
         self._pulls.open(id, hand_off)
 
     def _direct_pulls(self, pulls: Pulls, report: StepReport) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from quartet.engine.base import EngineRequest, Generation, RequestKind
 from quartet.errors import InvalidRequestError, LayoutMismatchError, PromptTooLongError, UnsupportedFieldError
-from quartet.kvcache.layout import BlocksPayload
+from quartet.kvcache.layout import BlocksPayload, HandOff
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,19 @@ def max_output_tokens(request: EngineRequest, limits: EngineLimits) -> int:
     if request.generation.sampling.max_tokens is not None:
         return request.generation.sampling.max_tokens
     return _max_num_tokens(request.kind, limits) - len(request.generation.prompt_token_ids)
+
+
+def blocks_payload(hand_off: HandOff) -> BlocksPayload:
+    """What ``hand_off`` says of its KV blocks.
+
+    Raises:
+        LayoutMismatchError: it is of an engine that moves its own cache.
+    """
+    if isinstance(hand_off.payload, BlocksPayload):
+        return hand_off.payload
+    raise LayoutMismatchError(
+        f"a hand-off of engine {hand_off.payload.engine!r} cannot be taken over here", field="hand_off"
+    )
 
 
 def _max_num_tokens(kind: RequestKind, limits: EngineLimits) -> int:
@@ -97,11 +110,9 @@ def _check_length(request: EngineRequest, limits: EngineLimits) -> None:
 
 def _check_hand_off(request: EngineRequest) -> None:
     assert request.hand_off is not None
-    payload = request.hand_off.payload
     if request.kind is not RequestKind.DECODE:
         raise InvalidRequestError("only a decode takes a hand-off", field="hand_off")
-    if not isinstance(payload, BlocksPayload):
-        raise LayoutMismatchError(f"a hand-off of engine {payload.engine} cannot be taken over here", field="hand_off")
+    payload = blocks_payload(request.hand_off)
     num_given = len(request.generation.prompt_token_ids) + len(request.generation.generated_token_ids)
     if payload.num_tokens != num_given - 1 or payload.num_tokens < 1:
         raise InvalidRequestError(

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from quartet.engine.base import EngineRequest, Generation, RequestKind
+from quartet.engine.sampling import Sampling
+from quartet.engine.validation import EngineLimits, check_request
+from quartet.errors import InvalidRequestError, LayoutMismatchError, PromptTooLongError, UnsupportedFieldError
+from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload
+from tests.engine.fakes import fake_layout, make_request
+
+LIMITS = EngineLimits(max_model_len=32, num_pool_tokens=24, vocab_size=64)
+PREFILL = RequestKind.PREFILL
+
+
+def _hand_off(payload: BlocksPayload | OpaquePayload) -> HandOff:
+    return HandOff(
+        hand_off_id=bytes(16),
+        secret=bytes(16),
+        worker_id="p",
+        epoch=1,
+        address="a:1",
+        lease=timedelta(seconds=1),
+        payload=payload,
+    )
+
+
+def _blocks(num_tokens: int) -> HandOff:
+    return _hand_off(BlocksPayload(fake_layout(), num_tokens))
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        make_request([63]),
+        make_request(range(24), max_tokens=1),  # the last token needs no room
+        make_request(range(5), max_tokens=20),
+        make_request(range(24), max_tokens=8, kind=PREFILL),  # others decode it
+        make_request(range(5), generated=[1, 2], max_tokens=3),
+        make_request(range(5), max_tokens=None),
+        make_request(range(5), generated=[1], hand_off=_blocks(5)),
+    ],
+)
+def test_what_can_be_served_passes(request_: EngineRequest) -> None:
+    check_request(request_, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "field"),
+    [
+        (make_request([]), InvalidRequestError, "prompt_token_ids"),
+        (make_request([1, 64]), InvalidRequestError, "prompt_token_ids"),
+        (make_request([1, -1]), InvalidRequestError, "prompt_token_ids"),
+        (make_request([1], generated=[64]), InvalidRequestError, "generated_token_ids"),
+        (make_request([1], sampling=Sampling(stop_token_ids=(64,))), InvalidRequestError, "sampling.stop_token_ids"),
+        (make_request([1], sampling=Sampling(logit_bias={64: 1.0})), InvalidRequestError, "sampling.logit_bias"),
+        (make_request([1], generated=[1, 2], max_tokens=2), InvalidRequestError, "generated_token_ids"),
+        (make_request(range(25), max_tokens=1), PromptTooLongError, "prompt_token_ids"),
+        (make_request(range(25), max_tokens=1, kind=PREFILL), PromptTooLongError, "prompt_token_ids"),
+        (make_request(range(20), max_tokens=6), PromptTooLongError, "prompt_token_ids"),
+        (make_request(range(20), max_tokens=13, kind=PREFILL), PromptTooLongError, "prompt_token_ids"),
+        (make_request([1] * 32, max_tokens=None, kind=PREFILL), PromptTooLongError, "prompt_token_ids"),
+        (make_request(range(5), generated=[1], hand_off=_blocks(6)), InvalidRequestError, "hand_off"),
+        (make_request([1], hand_off=_blocks(0)), InvalidRequestError, "hand_off"),
+        (make_request(range(5), kind=PREFILL, hand_off=_blocks(4)), InvalidRequestError, "hand_off"),
+        (make_request(range(5), hand_off=_hand_off(OpaquePayload("x", b""))), LayoutMismatchError, "hand_off"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_naming_the_field(
+    request_: EngineRequest, error: type[InvalidRequestError], field: str
+) -> None:
+    with pytest.raises(error) as caught:
+        check_request(request_, LIMITS)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("generation", "field"),
+    [
+        (Generation(prompt_token_ids=(1,), adapter="a"), "adapter"),
+        (Generation(prompt_token_ids=(1,), data_parallel_rank=1), "data_parallel_rank"),
+    ],
+)
+def test_what_is_not_offered_is_refused_not_ignored(generation: Generation, field: str) -> None:
+    with pytest.raises(UnsupportedFieldError) as caught:
+        check_request(EngineRequest(id=1, kind=RequestKind.DECODE, generation=generation), LIMITS)
+    assert caught.value.field == field
