@@ -1,0 +1,89 @@
+"""Hand-offs and the layout of the blocks behind them."""
+
+from __future__ import annotations
+
+from quartet.errors import InvalidRequestError
+from quartet.kvcache.layout import DTYPE_SIZE_BYTES, BlocksPayload, HandOff, KvLayout, OpaquePayload
+from quartet.rpc.durations import to_duration, to_timedelta
+from quartet.v1 import types_pb2
+
+_ID_SIZE_BYTES = 16
+
+
+def to_kv_layout(layout: KvLayout) -> types_pb2.KvLayout:
+    """The message."""
+    return types_pb2.KvLayout(
+        model_fingerprint=layout.model_fingerprint,
+        dtype=layout.dtype,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        block_size=layout.block_size,
+    )
+
+
+def from_kv_layout(message: types_pb2.KvLayout, field: str = "layout") -> KvLayout:
+    """The layout. Raises ``InvalidRequestError`` with ``field`` below the one given: an unknown dtype, or a zero."""
+    if message.dtype not in DTYPE_SIZE_BYTES:
+        raise InvalidRequestError(f"unknown dtype {message.dtype[:32]!r}", field=f"{field}.dtype")
+    for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
+        if getattr(message, name) < 1:
+            raise InvalidRequestError(f"{name} must be at least 1", field=f"{field}.{name}")
+    return KvLayout(
+        model_fingerprint=message.model_fingerprint,
+        dtype=message.dtype,
+        num_layers=message.num_layers,
+        num_kv_heads=message.num_kv_heads,
+        head_dim=message.head_dim,
+        block_size=message.block_size,
+    )
+
+
+def to_hand_off(hand_off: HandOff) -> types_pb2.HandOff:
+    """The message."""
+    message = types_pb2.HandOff(
+        hand_off_id=hand_off.hand_off_id,
+        secret=hand_off.secret,
+        worker_id=hand_off.worker_id,
+        epoch=hand_off.epoch,
+        address=hand_off.address,
+        lease=to_duration(hand_off.lease.total_seconds()),
+    )
+    match hand_off.payload:
+        case BlocksPayload(layout, num_tokens):
+            message.blocks.CopyFrom(types_pb2.BlocksPayload(layout=to_kv_layout(layout), num_tokens=num_tokens))
+        case OpaquePayload(engine, state):
+            message.opaque.CopyFrom(types_pb2.OpaquePayload(engine=engine, state=state))
+    return message
+
+
+def from_hand_off(message: types_pb2.HandOff) -> HandOff:
+    """The hand-off. Raises ``InvalidRequestError`` with ``field`` ``hand_off.NAME``."""
+    for name in ("hand_off_id", "secret"):
+        if len(getattr(message, name)) != _ID_SIZE_BYTES:
+            raise InvalidRequestError(f"{name} must have {_ID_SIZE_BYTES} bytes", field=f"hand_off.{name}")
+    for name in ("worker_id", "address"):
+        if not getattr(message, name):
+            raise InvalidRequestError(f"{name} is empty", field=f"hand_off.{name}")
+    return HandOff(
+        hand_off_id=message.hand_off_id,
+        secret=message.secret,
+        worker_id=message.worker_id,
+        epoch=message.epoch,
+        address=message.address,
+        lease=to_timedelta(message.lease, "hand_off.lease"),
+        payload=_from_payload(message),
+    )
+
+
+def _from_payload(message: types_pb2.HandOff) -> BlocksPayload | OpaquePayload:
+    match message.WhichOneof("payload"):
+        case "blocks":
+            if message.blocks.num_tokens < 1:
+                raise InvalidRequestError("num_tokens must be at least 1", field="hand_off.blocks.num_tokens")
+            layout = from_kv_layout(message.blocks.layout, "hand_off.blocks.layout")
+            return BlocksPayload(layout, message.blocks.num_tokens)
+        case "opaque":
+            return OpaquePayload(message.opaque.engine, message.opaque.state)
+        case _:
+            raise InvalidRequestError("the hand-off holds nothing", field="hand_off.payload")

@@ -1,0 +1,91 @@
+"""Starts of the inner plane: who asks for what, from which hand-off."""
+
+from __future__ import annotations
+
+from quartet.engine.base import EngineRequest, Generation, RequestKind
+from quartet.errors import InvalidRequestError
+from quartet.rpc.context import RequestContext
+from quartet.rpc.convert.generation import from_generation, to_generation
+from quartet.rpc.convert.hand_off import from_hand_off, to_hand_off
+from quartet.rpc.durations import to_duration, to_non_negative_seconds
+from quartet.rpc.inner import InnerStart
+from quartet.v1 import decode_pb2, prefill_pb2, types_pb2
+
+
+def to_request_context(context: RequestContext) -> types_pb2.RequestContext:
+    """The message."""
+    return types_pb2.RequestContext(
+        request_id=context.request_id,
+        attempt=context.attempt,
+        choice=context.choice,
+        timeout=None if context.timeout_s is None else to_duration(context.timeout_s),
+        traceparent=context.traceparent,
+        tenant=context.tenant,
+        priority=context.priority,
+        session_key=context.session_key,
+        router_id=context.router_id,
+        router_request_number=context.router_request_number,
+    )
+
+
+def from_request_context(message: types_pb2.RequestContext) -> RequestContext:
+    """The context. Raises ``InvalidRequestError`` with ``field`` ``context.NAME``."""
+    timeout_s = to_non_negative_seconds(message.timeout, "context.timeout") if message.HasField("timeout") else None
+    return RequestContext(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        choice=message.choice,
+        timeout_s=timeout_s,
+        traceparent=message.traceparent,
+        tenant=message.tenant,
+        priority=message.priority,
+        session_key=message.session_key,
+        router_id=message.router_id,
+        router_request_number=message.router_request_number,
+    )
+
+
+def to_prefill_start(slot: int, start: InnerStart) -> prefill_pb2.PrefillStart:
+    """The message, whole; ``hand_off`` is not part of it."""
+    return prefill_pb2.PrefillStart(
+        slot=slot, context=to_request_context(start.context), generation=to_generation(start.generation)
+    )
+
+
+def from_prefill_start(message: prefill_pb2.PrefillStart) -> InnerStart:
+    """A complete start. Raises ``InvalidRequestError``, ``UnsupportedFieldError``."""
+    context = from_request_context(message.context)
+    return InnerStart(context=context, generation=_required_generation(message, context.choice))
+
+
+def to_decode_start(slot: int, start: InnerStart) -> decode_pb2.DecodeStart:
+    """The message, whole."""
+    return decode_pb2.DecodeStart(
+        slot=slot,
+        context=to_request_context(start.context),
+        generation=to_generation(start.generation),
+        hand_off=None if start.hand_off is None else to_hand_off(start.hand_off),
+    )
+
+
+def from_decode_start(message: decode_pb2.DecodeStart) -> InnerStart:
+    """A complete start. Raises ``InvalidRequestError``, ``UnsupportedFieldError``."""
+    context = from_request_context(message.context)
+    return InnerStart(
+        context=context,
+        generation=_required_generation(message, context.choice),
+        hand_off=from_hand_off(message.hand_off) if message.HasField("hand_off") else None,
+    )
+
+
+def to_engine_request(id: int, kind: RequestKind, start: InnerStart) -> EngineRequest:
+    """What the engine is asked for; ``id`` is the caller's, unique in the life of the engine."""
+    return EngineRequest(
+        id=id, kind=kind, generation=start.generation, hand_off=start.hand_off, priority=start.context.priority
+    )
+
+
+def _required_generation(message: prefill_pb2.PrefillStart | decode_pb2.DecodeStart, choice: int) -> Generation:
+    if not message.HasField("generation"):
+        raise InvalidRequestError("generation is missing", field="generation")
+    return from_generation(message.generation, choice=choice)
