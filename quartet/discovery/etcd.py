@@ -1,7 +1,7 @@
 """The registry on etcd: one key per worker under a lease, and watches that survive every break.
 
 Keys are ``/quartet/<namespace>/<role>/<worker id>``. A watch has one answer to whatever breaks it (restart, wipe,
-compaction, silence): list, tell the differences, watch from the list's revision + 1.
+compaction, silence): list, tell the differences, watch from the list's revision.
 """
 
 from __future__ import annotations

@@ -121,24 +121,23 @@ class EtcdClient:
                 call.cancel()
 
     async def follow(
-        self, prefix: str, after_revision: int, on_open: Callable[[], None], on_change: Callable[[KeyChange], None]
+        self, prefix: str, revision: int, on_open: Callable[[], None], on_change: Callable[[KeyChange], None]
     ) -> None:
-        """Call ``on_open`` once the watch stands, then ``on_change`` for every change after a list's revision.
+        """Call ``on_open`` once the watch stands, then ``on_change`` for every change since a list's ``revision``.
 
-        Ends only by a ``DiscoveryError``: the stream broke or fell silent, the history since ``after_revision`` was
-        compacted, or the store is younger than the list. The answer to each is to list again.
+        The last change that the list holds comes once more. Ends only by a ``DiscoveryError``: the stream broke or
+        fell silent, the history since ``revision`` was compacted, or the store is younger than the list. The answer
+        to each is to list again.
         """
         with self._reporting_errors() as endpoint:
             call = endpoint.watch.Watch(metadata=_REQUIRE_LEADER)
-            writer = asyncio.create_task(
-                _ask(call, _watch_from(prefix, after_revision + 1), self._config.request_timeout_s)
-            )
+            writer = asyncio.create_task(_ask(call, _watch_from(prefix, revision), self._config.request_timeout_s))
             try:
                 while True:
                     # Twice: the time between two progress requests, and the time that an answer may take.
                     async with asyncio.timeout(2 * self._config.request_timeout_s):
                         response = _message(await call.read())
-                    _check_history(response, after_revision)
+                    _check_history(response, revision)
                     if response.created:
                         on_open()
                     for event in response.events:
@@ -171,12 +170,6 @@ class EtcdClient:
                 self._endpoints[number] = _Endpoint(_open_channel(self._config, self._config.endpoints[number]))
             yield self._endpoints[number]
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError, _BrokenStreamError) as error:
-            raise self._failure(number, error) from error
-        except asyncio.CancelledError as error:
-            # grpc.aio raises CancelledError also when the *server* ends a call with CANCELLED, as etcd does.
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
             raise self._failure(number, error) from error
 
     def _failure(self, number: int, error: BaseException) -> DiscoveryError:
@@ -242,19 +235,21 @@ def _message(message: Any) -> Any:
     return message
 
 
-def _watch_from(prefix: str, start_revision: int) -> Any:
-    create = rpc.WatchCreateRequest(key=prefix.encode(), range_end=_end_of(prefix), start_revision=start_revision)
+def _watch_from(prefix: str, revision: int) -> Any:
+    # Not from revision + 1: etcd answers no progress request of a watch that begins in the store's future
+    # (mvcc/watchable_store.go, progressIfSync), so in a quiet store every watch would look dead.
+    create = rpc.WatchCreateRequest(key=prefix.encode(), range_end=_end_of(prefix), start_revision=revision)
     return rpc.WatchRequest(create_request=create)
 
 
-def _check_history(response: Any, after_revision: int) -> None:
+def _check_history(response: Any, revision: int) -> None:
     if response.compact_revision:
-        raise _BrokenStreamError(f"the history since revision {after_revision} was compacted")
+        raise _BrokenStreamError(f"the history since revision {revision} was compacted")
     if response.canceled:
         raise _BrokenStreamError(f"the server ended the watch: {response.cancel_reason}")
     # A store that was wiped takes a watch from a revision far ahead of it, and then stays silent.
-    if response.created and response.header.revision < after_revision:
-        raise _BrokenStreamError(f"the store is at revision {response.header.revision}, the list at {after_revision}")
+    if response.created and response.header.revision < revision:
+        raise _BrokenStreamError(f"the store is at revision {response.header.revision}, the list at {revision}")
 
 
 def _change(event: Any) -> KeyChange:

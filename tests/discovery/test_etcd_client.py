@@ -71,6 +71,17 @@ async def test_our_own_cancellation_stays_one(etcd: EtcdServer) -> None:
     await client.close()
 
 
+async def test_a_quiet_watch_is_told_from_a_dead_one(etcd: EtcdServer) -> None:
+    client = EtcdClient(EtcdConfig(endpoints=(etcd.endpoint,), request_timeout_s=0.3))
+    following = asyncio.create_task(client.follow("/", 1, _ignore, _ignore))
+    # Three times the silence after which a watch without answers ends.
+    done, _ = await asyncio.wait({following}, timeout=3 * 0.6)
+    assert not done
+    following.cancel()
+    await asyncio.wait({following})
+    await client.close()
+
+
 async def test_mutual_tls_works_and_a_client_without_a_certificate_is_refused(etcd: EtcdServer, tmp_path: Path) -> None:
     files = write_certificates(tmp_path)
     async with TcpProxy(etcd.endpoint, tls=_server_context(files)) as proxy:

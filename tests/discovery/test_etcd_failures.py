@@ -248,8 +248,8 @@ async def test_registering_waits_for_an_etcd_that_is_just_starting(etcd: EtcdSer
     assert await cluster.registry(etcd.endpoint).workers() == [registration.record]
 
 
-async def test_closing_with_a_dead_server_is_bounded(etcd: EtcdServer, cluster: Cluster) -> None:
-    registry = cluster.registry(etcd.endpoint)
+async def test_closing_with_dead_servers_is_bounded_whatever_their_number(etcd: EtcdServer, cluster: Cluster) -> None:
+    registry = cluster.registry(*[etcd.endpoint] * 8)
     watch = registry.watch()
     await registry.register(make_record())
     await synchronised(watch)

@@ -10,6 +10,7 @@ import pytest
 
 from quartet.discovery.base import Role, Synchronised, WorkerAdded
 from quartet.discovery.file import FileConfig, FileRegistry
+from quartet.discovery.record_json import to_json
 from quartet.errors import DiscoveryError
 from tests.discovery.records import eventually, make_record, next_event
 
@@ -50,6 +51,22 @@ async def test_a_deleted_file_comes_back_while_its_worker_lives(tmp_path: Path) 
     await eventually(is_back)
     await registry.close()
     assert list((tmp_path / "default").iterdir()) == []
+
+
+async def test_a_worker_takes_its_place_back_from_another_that_died_in_it(tmp_path: Path) -> None:
+    registry = FileRegistry(FileConfig(directory=tmp_path, ttl_s=0.3))
+    await registry.register(make_record())
+    [path] = (tmp_path / "default").iterdir()
+    other = tmp_path / "other"
+    other.write_bytes(to_json(make_record(epoch=1)))
+    os.utime(other, (time.time() - 1, time.time() - 1))
+    other.replace(path)
+
+    async def is_back() -> bool:
+        return await registry.workers() == [make_record()]
+
+    await eventually(is_back)
+    await registry.close()
 
 
 async def test_what_cannot_be_a_directory_is_an_error(tmp_path: Path) -> None:

@@ -124,7 +124,8 @@ async def test_namespaces_do_not_see_each_other(backend: Backend) -> None:
 
 
 async def test_a_killed_worker_is_gone_within_its_lease_and_a_living_one_stays(backend: Backend) -> None:
-    living = await backend.registry().register(make_record("living"))
+    replaced = await backend.registry().register(make_record("living", epoch=1))
+    living = await backend.registry().register(make_record("living", epoch=2))
     dying = make_record("dying")
     await backend.start_worker(dying)
     watch = backend.registry().watch()
@@ -135,7 +136,9 @@ async def test_a_killed_worker_is_gone_within_its_lease_and_a_living_one_stays(b
     assert await next_event(watch) == WorkerRemoved("dying", Role.DECODE)
     # etcd looks for ended leases every half second; the rest is for a slow machine.
     assert time.monotonic() - killed_at < LEASE_S + 2.5
+    # Nor has the replaced registration, which has renewed itself meanwhile, taken its record back.
     assert await backend.registry().workers() == [living.record]
+    await replaced.close()
 
 
 async def test_closing_a_watch_ends_its_iteration(backend: Backend) -> None:
