@@ -36,6 +36,7 @@ class HandOffMachine(RuleBasedStateMachine):
         self.known: list[Known] = []  # of all lives, ended ones too
         self.freed: list[int] = []  # in this life
 
+    @precondition(lambda self: len(self.alive()) < 4)
     @rule()
     def offer(self) -> None:
         holder = len(self.known)
@@ -118,6 +119,7 @@ class HandOffMachine(RuleBasedStateMachine):
         for known in due:
             self.end(known, ended[known.entry.hand_off_id], HandOffState.EXPIRED)
 
+    @precondition(lambda self: len(self.known) % 3 == 2)  # now and then
     @rule()
     def restart(self) -> None:
         self.table = HandOffTable(self.table.epoch + 1, LEASE_S, MAX_PULL_S)
@@ -150,7 +152,8 @@ class HandOffMachine(RuleBasedStateMachine):
         assert self.table.next_deadline() is None
 
     def draw(self, data: st.DataObject) -> tuple[Known, HandOffEntry]:
-        known = data.draw(st.sampled_from(self.known[-4:]))
+        """One of the last few, mostly one that is alive."""
+        known = data.draw(st.sampled_from(self.alive() * 3 + self.known[-3:]))
         return known, known.entry
 
     def alive(self) -> list[Known]:
