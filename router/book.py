@@ -1,0 +1,131 @@
+"""The router's book: what it has promised to places, kept so that a look-up never walks over requests."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from router.policy.base import Placement
+
+
+@dataclass
+class RankAccount:
+    """Running sums over the bookings at one place.
+
+    Attributes:
+        num_promised_blocks: blocks that the bookings may take beyond what the place reports as used.
+        num_unreported_tokens: tokens to prefill of bookings that the place's reports don't count in yet.
+    """
+
+    num_promised_blocks: int = 0
+    num_unreported_tokens: int = 0
+
+
+class WorkerBook:
+    """All bookings at one life of one worker.
+
+    A booking counts in full until a load report names it as included; from then on only with what it may still take,
+    since the report's ``used`` holds the rest. A report may lag a booking's own news by one interval.
+    """
+
+    def __init__(self, data_parallel_size: int, block_size: int) -> None:
+        self._accounts = [RankAccount() for _ in range(data_parallel_size)]
+        self._block_size = block_size
+        self._last_number = 0
+        self._unreported: deque[Booking] = deque()
+        self.num_requests = 0
+
+    def account(self, rank: int) -> RankAccount:
+        """The sums of one data-parallel rank."""
+        return self._accounts[rank]
+
+    def book(self, rank: int, *, num_reserved_tokens: int = 0, num_queued_tokens: int = 0) -> Booking:
+        """Reserve room for ``num_reserved_tokens`` and count ``num_queued_tokens`` to prefill."""
+        num_blocks = -(-num_reserved_tokens // self._block_size) if num_reserved_tokens else 0
+        self.num_requests += 1
+        return Booking(self, self._accounts[rank], self._block_size, num_blocks, num_queued_tokens)
+
+    def reported(self, number: int) -> None:
+        """A load report counts in all starts up to ``number``."""
+        while self._unreported and self._unreported[0].number <= number:
+            self._unreported.popleft().count_in()
+
+    def next_number(self, booking: Booking) -> int:
+        """The ``router_request_number`` of the start that ``booking`` is for."""
+        self._last_number += 1
+        self._unreported.append(booking)
+        return self._last_number
+
+
+class Booking:
+    """One request's share of one place, from placement to release."""
+
+    def __init__(
+        self, book: WorkerBook, account: RankAccount, block_size: int, num_blocks: int, num_queued_tokens: int
+    ) -> None:
+        self.number = 0
+        self._book = book
+        self._account = account
+        self._block_size = block_size
+        self._num_reserved = self._num_promised = num_blocks
+        self._num_queued_tokens = num_queued_tokens
+        self._num_held = 0
+        self._is_reported = self._is_released = False
+        account.num_promised_blocks += num_blocks
+        account.num_unreported_tokens += num_queued_tokens
+
+    def send(self) -> int:
+        """The start goes out now: its ``router_request_number``."""
+        self.number = self._book.next_number(self)
+        return self.number
+
+    def hold(self, num_tokens: int) -> None:
+        """The place now has the KV of ``num_tokens`` tokens of the request."""
+        num_held = -(-num_tokens // self._block_size)
+        if num_held != self._num_held:
+            self._num_held = num_held
+            self._promise()
+
+    def count_in(self) -> None:
+        """The place's reports hold it from now on."""
+        self._is_reported = True
+        self._promise()
+        self._drop_queued()
+
+    def release(self) -> None:
+        """The request is no longer there. May be called twice."""
+        if not self._is_released:
+            self._is_released = True
+            self._book.num_requests -= 1
+            self._promise()
+            self._drop_queued()
+
+    def _promise(self) -> None:
+        if self._is_released:
+            num_promised = 0
+        elif self._is_reported:
+            num_promised = max(0, self._num_reserved - self._num_held)
+        else:
+            num_promised = self._num_reserved
+        self._account.num_promised_blocks += num_promised - self._num_promised
+        self._num_promised = num_promised
+
+    def _drop_queued(self) -> None:
+        self._account.num_unreported_tokens -= self._num_queued_tokens
+        self._num_queued_tokens = 0
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """A placed request's bookings; ``prefill`` is ``None`` where the decode place prefills itself."""
+
+    placement: Placement
+    prefill: Booking | None
+    decode: Booking
+    waited_s: float = field(default=0.0, kw_only=True)  # in the router's queue
+
+    def release(self) -> None:
+        """Let go of what is left of it. May be called twice."""
+        if self.prefill is not None:
+            self.prefill.release()
+        self.decode.release()

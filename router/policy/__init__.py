@@ -1,0 +1,1 @@
+"""Which place gets which request: pure decisions on a snapshot."""

@@ -1,0 +1,124 @@
+"""One worker's life as the router sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from quartet.discovery.base import WorkerRecord
+from quartet.discovery.place import Place
+from quartet.events.load import RankLoad, WorkerLoad
+from router.book import WorkerBook
+from router.policy.base import Candidate
+
+
+class WorkerState(StrEnum):
+    """Whether requests are placed at a worker."""
+
+    JOINING = "joining"  # known, but has not answered yet
+    READY = "ready"  # requests are placed there
+    SUSPECT = "suspect"  # its stream broke, its heartbeats are silent, or it is unwell
+    DRAINING = "draining"  # it lets its work run out
+
+
+@dataclass(frozen=True, order=True)
+class PoolKey:
+    """Workers of one pool can stand in for each other; pools are never mixed."""
+
+    model_name: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStatus:
+    """A worker for whoever looks at the router.
+
+    Attributes:
+        load_age_s: age of ``load`` in seconds.
+        num_requests: requests of this router that are there now.
+    """
+
+    record: WorkerRecord
+    state: WorkerState
+    load: WorkerLoad | None
+    load_age_s: float | None
+    num_requests: int
+
+
+@dataclass
+class KnownWorker:
+    """What is known of one epoch of a worker.
+
+    Attributes:
+        known_at: when it was first heard of, monotonic seconds like all times here.
+        is_listed: discovery has its record.
+        is_connected: it answered since its stream last broke.
+        has_joined: it ever answered.
+    """
+
+    record: WorkerRecord
+    known_at: float
+    book: WorkerBook = field(init=False)
+    load: WorkerLoad | None = None
+    load_at: float | None = None
+    is_listed: bool = True
+    is_connected: bool = False
+    has_joined: bool = False
+
+    def __post_init__(self) -> None:
+        self.book = WorkerBook(self.record.data_parallel_size, max(self.record.block_size, 1))
+
+    @property
+    def pool(self) -> PoolKey:
+        """The pool that it belongs to."""
+        return PoolKey(self.record.model_name, self.record.model_fingerprint)
+
+    def silence_s(self, now: float) -> float:
+        """Seconds since it was last heard."""
+        return now - (self.known_at if self.load_at is None else self.load_at)
+
+    def state(self, now: float, heartbeat_timeout_s: float) -> WorkerState:
+        """Whether requests are placed here."""
+        if self.load is not None and self.load.is_draining:
+            return WorkerState.DRAINING
+        if not self.has_joined:
+            return WorkerState.JOINING
+        is_well = self.load is None or self.load.is_healthy
+        if self.is_connected and is_well and self.silence_s(now) <= heartbeat_timeout_s:
+            return WorkerState.READY
+        return WorkerState.SUSPECT
+
+    def status(self, now: float, heartbeat_timeout_s: float) -> WorkerStatus:
+        """It as told to whoever looks."""
+        return WorkerStatus(
+            record=self.record,
+            state=self.state(now, heartbeat_timeout_s),
+            load=self.load,
+            load_age_s=None if self.load_at is None else now - self.load_at,
+            num_requests=self.book.num_requests,
+        )
+
+    def candidates(self) -> list[Candidate]:
+        """Its places, for a policy."""
+        return [self._candidate(rank) for rank in range(self.record.data_parallel_size)]
+
+    def num_total_blocks(self, rank: int) -> int:
+        """Blocks of one place: as last reported, else as announced."""
+        return self._rank_load(rank).num_total_blocks or self.record.num_blocks
+
+    def _rank_load(self, rank: int) -> RankLoad:
+        if self.load is None or rank >= len(self.load.ranks):
+            return RankLoad()
+        return self.load.ranks[rank]
+
+    def _candidate(self, rank: int) -> Candidate:
+        load, account = self._rank_load(rank), self.book.account(rank)
+        return Candidate(
+            place=Place(self.record.worker_id, rank),
+            num_total_blocks=self.num_total_blocks(rank),
+            block_size=max(self.record.block_size, 1),
+            num_used_blocks=load.num_used_blocks,
+            num_promised_blocks=account.num_promised_blocks,
+            num_queued_tokens=load.num_queued_prefill_tokens + account.num_unreported_tokens,
+            adapters=frozenset(self.record.adapters),
+        )

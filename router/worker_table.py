@@ -1,0 +1,217 @@
+"""What the router knows of all workers: discovery, connections, load reports and its own book, put together. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from quartet.discovery.base import Role, WorkerKey, WorkerRecord
+from quartet.events.load import WorkerLoad
+from router.book import Booking, Reservation
+from router.policy.base import Pending, Placement, Snapshot
+from router.worker import KnownWorker, PoolKey, WorkerState, WorkerStatus
+
+#: Roles whose workers hold a model's KV: encoders serve no requests of their own.
+_MODEL_ROLES = frozenset({Role.PREFILL, Role.DECODE})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """What a pool can do: what all its workers can.
+
+    Attributes:
+        max_model_len: tokens of prompt and output together.
+        num_place_tokens: tokens whose KV the largest decode place holds.
+        sampling_fields: fields of ``Sampling`` and ``OutputOptions`` that are honoured.
+        adapters: adapters that at least one decode worker serves; requests for them go only there.
+    """
+
+    key: PoolKey
+    max_model_len: int
+    num_place_tokens: int
+    sampling_fields: frozenset[str]
+    media: frozenset[str]
+    adapters: frozenset[str]
+    num_ready_prefill: int
+    num_ready_decode: int
+
+
+class WorkerTable:
+    """All known workers. Times are monotonic seconds, given by the caller."""
+
+    def __init__(self, router_id: str, *, heartbeat_timeout_s: float) -> None:
+        """``router_id`` is new at each start: workers' reports then never count in what another life placed."""
+        self.router_id = router_id
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._workers: dict[WorkerKey, KnownWorker] = {}
+        self._listeners: list[Callable[[], None]] = []
+        self._pools: list[Pool] | None = None  # worked out when next asked for
+
+    def listen(self, on_change: Callable[[], None]) -> Callable[[], None]:
+        """Call ``on_change`` after whatever may let more requests run or changes a status; returns how to stop it."""
+        self._listeners.append(on_change)
+        return lambda: self._listeners.remove(on_change)
+
+    # What discovery says.
+
+    def put(self, record: WorkerRecord, now: float) -> bool:
+        """Discovery has ``record``. Returns whether it is a new worker, or a new life of one."""
+        known = self._workers.get(record.key)
+        is_new = known is None or known.record.epoch != record.epoch
+        if known is None or is_new:
+            self._workers[record.key] = KnownWorker(record, now)
+        else:
+            known.record, known.is_listed = record, True
+        self._changed()
+        return is_new
+
+    def unlist(self, key: WorkerKey) -> None:
+        """Discovery has the record no more. That alone stops nothing."""
+        if key in self._workers:
+            self._workers[key].is_listed = False
+            self._changed()
+
+    def forget_gone(self, now: float) -> list[WorkerRecord]:
+        """Drop the workers that are neither listed nor heard nor connected; return them."""
+        gone = [worker for worker in self._workers.values() if not worker.is_listed and self._is_lost(worker, now)]
+        for worker in gone:
+            del self._workers[worker.record.key]
+        if gone:
+            self._changed()
+        return [worker.record for worker in gone]
+
+    # What connections and events say.
+
+    def connected(self, key: WorkerKey, load: WorkerLoad, now: float) -> None:
+        """The worker answered with ``load``; ignored for another epoch than the known one."""
+        worker = self._life(key, load.epoch)
+        if worker is not None:
+            worker.is_connected = worker.has_joined = True
+            self._pools = None
+            self._take(worker, load, now)
+
+    def broken(self, key: WorkerKey, epoch: int) -> None:
+        """A stream to the worker broke: suspect until it answers."""
+        worker = self._life(key, epoch)
+        if worker is not None and worker.is_connected:
+            worker.is_connected = False
+            self._changed()
+
+    def report(self, load: WorkerLoad, now: float) -> None:
+        """A load report came; ignored when it is from an unknown worker or life."""
+        for role in Role:
+            worker = self._life(WorkerKey(role=role, worker_id=load.worker_id), load.epoch)
+            if worker is not None:
+                self._take(worker, load, now)
+                return
+
+    def tick(self) -> None:
+        """Time has passed: states that hang on silence may have changed."""
+        self._changed()
+
+    # What others want to know.
+
+    def pools(self, now: float) -> list[Pool]:
+        """All pools, sorted."""
+        if self._pools is None:
+            keys = sorted({worker.pool for worker in self._workers.values() if worker.record.role in _MODEL_ROLES})
+            self._pools = [self._describe(key, now) for key in keys]
+        return self._pools
+
+    def pool(self, model_name: str, now: float) -> Pool | None:
+        """The pool that serves new requests for ``model_name``; an empty name means the only model.
+
+        Where workers of several fingerprints serve one name (a new version is being rolled out), the pool with the
+        most ready decode workers takes what comes; at a tie the first by fingerprint. Running requests stay in theirs.
+        """
+        pools = [pool for pool in self.pools(now) if model_name in ("", pool.key.model_name)]
+        if not pools or (not model_name and len({pool.key.model_name for pool in pools}) > 1):
+            return None
+        return max(pools, key=lambda pool: pool.num_ready_decode)
+
+    def snapshot(self, pool: PoolKey, now: float) -> Snapshot:
+        """The places of ``pool`` that take requests now."""
+        ready = [worker for worker in self._workers.values() if worker.pool == pool and self._is_ready(worker, now)]
+        return Snapshot(
+            prefill=[place for worker in ready if worker.record.role is Role.PREFILL for place in worker.candidates()],
+            decode=[place for worker in ready if worker.record.role is Role.DECODE for place in worker.candidates()],
+        )
+
+    def book(self, placement: Placement, pending: Pending, *, waited_s: float = 0.0) -> Reservation:
+        """Enter ``placement`` of ``pending``, which was made on a snapshot of just now."""
+        is_local = placement.prefill is None
+        prefill: Booking | None = None
+        if placement.prefill is not None:
+            place = placement.prefill
+            book = self._workers[WorkerKey(role=Role.PREFILL, worker_id=place.worker_id)].book
+            prefill = book.book(place.data_parallel_rank, num_queued_tokens=pending.num_tokens)
+        place = placement.decode
+        decode = self._workers[WorkerKey(role=Role.DECODE, worker_id=place.worker_id)].book.book(
+            place.data_parallel_rank,
+            num_reserved_tokens=pending.num_reserved_tokens,
+            num_queued_tokens=pending.num_tokens if is_local else 0,
+        )
+        return Reservation(placement, prefill, decode, waited_s=waited_s)
+
+    def statuses(self, now: float) -> list[WorkerStatus]:
+        """All workers, sorted by role and id."""
+        timeout_s = self._heartbeat_timeout_s
+        return [worker.status(now, timeout_s) for _key, worker in sorted(self._workers.items())]
+
+    def to_probe(self, now: float) -> list[WorkerRecord]:
+        """Workers that should be asked how they are: not connected, or silent for half of what is allowed."""
+        limit_s = self._heartbeat_timeout_s / 2
+        return [
+            worker.record
+            for worker in self._workers.values()
+            if not worker.is_connected or worker.silence_s(now) > limit_s
+        ]
+
+    def _life(self, key: WorkerKey, epoch: int) -> KnownWorker | None:
+        worker = self._workers.get(key)
+        return worker if worker is not None and worker.record.epoch == epoch else None
+
+    def _take(self, worker: KnownWorker, load: WorkerLoad, now: float) -> None:
+        state, num_tokens = worker.state(now, self._heartbeat_timeout_s), _num_place_tokens(worker)
+        worker.load, worker.load_at = load, now
+        worker.book.reported(load.router_progress.get(self.router_id, 0))
+        # Reports come by the dozen a second; few of them change what a pool is.
+        is_same = (state, num_tokens) == (worker.state(now, self._heartbeat_timeout_s), _num_place_tokens(worker))
+        self._changed(keep_pools=is_same)
+
+    def _is_ready(self, worker: KnownWorker, now: float) -> bool:
+        return worker.state(now, self._heartbeat_timeout_s) is WorkerState.READY
+
+    def _is_lost(self, worker: KnownWorker, now: float) -> bool:
+        return not worker.is_connected or worker.silence_s(now) > self._heartbeat_timeout_s
+
+    def _describe(self, key: PoolKey, now: float) -> Pool:
+        workers = [
+            worker for worker in self._workers.values() if worker.pool == key and worker.record.role in _MODEL_ROLES
+        ]
+        decode = [worker for worker in workers if worker.record.role is Role.DECODE]
+        prefill = [worker for worker in workers if worker.record.role is Role.PREFILL]
+        return Pool(
+            key=key,
+            max_model_len=min(worker.record.max_model_len for worker in workers),
+            num_place_tokens=max((_num_place_tokens(worker) for worker in decode), default=0),
+            sampling_fields=frozenset.intersection(*(frozenset(worker.record.sampling_fields) for worker in workers)),
+            media=frozenset.intersection(*(frozenset(worker.record.media) for worker in workers)),
+            adapters=frozenset().union(*(worker.record.adapters for worker in decode)),
+            num_ready_prefill=self._num_ready(prefill, now),
+            num_ready_decode=self._num_ready(decode, now),
+        )
+
+    def _num_ready(self, workers: Iterable[KnownWorker], now: float) -> int:
+        return sum(self._is_ready(worker, now) for worker in workers)
+
+    def _changed(self, *, keep_pools: bool = False) -> None:
+        if not keep_pools:
+            self._pools = None
+        for on_change in tuple(self._listeners):
+            on_change()
+
+
+def _num_place_tokens(worker: KnownWorker) -> int:
+    ranks = range(worker.record.data_parallel_size)
+    return max(worker.num_total_blocks(rank) for rank in ranks) * worker.record.block_size

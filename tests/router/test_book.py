@@ -1,0 +1,120 @@
+"""The router's book of promises."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quartet.discovery.place import Place
+from router.book import Booking, WorkerBook
+from router.policy.base import Pending, Placement
+from router.worker_table import WorkerTable
+from tests.router.records import make_load, make_record
+
+
+def test_a_booking_counts_in_full_until_a_report_names_it() -> None:
+    book = WorkerBook(1, block_size=10)
+    booking = book.book(0, num_reserved_tokens=95, num_queued_tokens=40)
+    assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (10, 40)
+    number = booking.send()
+    booking.hold(41)
+    book.reported(number - 1)
+    assert book.account(0).num_promised_blocks == 10
+    book.reported(number)
+    assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (5, 0)
+
+
+def test_what_a_request_takes_is_promised_no_more() -> None:
+    book = WorkerBook(1, block_size=10)
+    booking = book.book(0, num_reserved_tokens=40)
+    book.reported(booking.send())
+    promised = []
+    for num_tokens in (10, 11, 39, 40, 41, 95):
+        booking.hold(num_tokens)
+        promised.append(book.account(0).num_promised_blocks)
+    assert promised == [3, 2, 0, 0, 0, 0]
+
+
+def test_a_placement_that_is_never_sent_counts_until_released() -> None:
+    book = WorkerBook(1, block_size=10)
+    booking = book.book(0, num_reserved_tokens=40)
+    book.reported(99)
+    assert book.account(0).num_promised_blocks == 4
+    booking.release()
+    booking.release()
+    assert book.account(0).num_promised_blocks == 0
+    assert book.num_requests == 0
+
+
+def test_numbers_count_starts_to_one_worker() -> None:
+    book = WorkerBook(2, block_size=10)
+    assert [book.book(rank).send() for rank in (0, 1, 0)] == [1, 2, 3]
+
+
+class Naive:
+    """The same sums, worked out from scratch."""
+
+    def __init__(self, booking: Booking, reserved: int, queued: int) -> None:
+        self.booking, self.reserved, self.queued = booking, reserved, queued
+        self.held = 0
+        self.is_reported = self.is_released = False
+
+    @property
+    def promised(self) -> int:
+        if self.is_released:
+            return 0
+        return max(0, self.reserved - self.held) if self.is_reported else self.reserved
+
+
+@given(st.data())
+def test_the_sums_are_those_of_the_bookings(data: st.DataObject) -> None:
+    book = WorkerBook(1, block_size=10)
+    bookings: list[Naive] = []
+    for _ in range(data.draw(st.integers(1, 40))):
+        step = data.draw(st.sampled_from(["book", "send", "report", "hold", "release"]))
+        chosen = data.draw(st.sampled_from(bookings)) if bookings else None
+        if step == "book" or chosen is None:
+            tokens, queued = data.draw(st.integers(0, 100)), data.draw(st.integers(0, 100))
+            booking = book.book(0, num_reserved_tokens=tokens, num_queued_tokens=queued)
+            bookings.append(Naive(booking, -(-tokens // 10), queued))
+        elif step == "send" and not chosen.booking.number:
+            chosen.booking.send()
+        elif step == "report":
+            number = data.draw(st.integers(0, len(bookings)))
+            book.reported(number)
+            for naive in bookings:
+                naive.is_reported |= 0 < naive.booking.number <= number
+        elif step == "hold":
+            chosen.held = max(chosen.held, data.draw(st.integers(0, 12)))
+            chosen.booking.hold(chosen.held * 10)
+        elif step == "release":
+            chosen.booking.release()
+            chosen.is_released = True
+        account = book.account(0)
+        assert account.num_promised_blocks == sum(naive.promised for naive in bookings)
+        assert account.num_unreported_tokens == sum(
+            naive.queued for naive in bookings if not naive.is_reported and not naive.is_released
+        )
+        assert book.num_requests == sum(not naive.is_released for naive in bookings)
+
+
+def test_a_remote_prefill_counts_at_both_places_each_in_its_own_way() -> None:
+    table = WorkerTable("router-a", heartbeat_timeout_s=30)
+    prefill, decode = make_record("prefill-0"), make_record("decode-0")
+    for record in (prefill, decode):
+        table.put(record, 0)
+        table.connected(record.key, make_load(record), 0)
+    pending = Pending(num_tokens=100, num_reserved_tokens=150)
+    reservation = table.book(Placement(Place("prefill-0"), Place("decode-0")), pending)
+    snapshot = table.snapshot(table.pools(0)[0].key, 0)
+    assert (snapshot.prefill[0].num_queued_tokens, snapshot.prefill[0].num_promised_blocks) == (100, 0)
+    assert (snapshot.decode[0].num_queued_tokens, snapshot.decode[0].num_promised_blocks) == (0, 15)
+    assert reservation.prefill is not None
+    number = reservation.prefill.send()
+    table.report(make_load(prefill, router_progress={"router-b": 5}), 0)
+    assert table.snapshot(table.pools(0)[0].key, 0).prefill[0].num_queued_tokens == 100
+    queued = make_load(prefill, router_progress={"router-a": number}, num_queued_prefill_tokens=60)
+    table.report(queued, 0)
+    assert table.snapshot(table.pools(0)[0].key, 0).prefill[0].num_queued_tokens == 60
+    reservation.release()
+    assert table.snapshot(table.pools(0)[0].key, 0).decode[0].num_free_for_booking == 100
