@@ -1,0 +1,226 @@
+"""Configuration: YAML to frozen dataclasses, strictly. Whatever doesn't fit is refused by its full path.
+
+A component's settings are one frozen ``kw_only`` dataclass with defaults, checked in its ``__post_init__``; this module
+knows none of them. Types of fields: ``bool``, ``int``, ``float``, ``str``, ``Path``, enums (by value), nested
+dataclasses, ``tuple[X, ...]``, ``Mapping[str, X]`` and ``X | None``. Durations are floats named ``*_s``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from quartet.errors import ConfigError, ServingError
+
+ConfigT = TypeVar("ConfigT")
+
+#: What YAML gives: mappings, lists, strings, numbers, booleans and ``None``.
+Value: TypeAlias = object
+
+
+def load_yaml(path: Path) -> dict[str, Value]:
+    """The mapping that the file holds; an empty file is an empty one.
+
+    Raises:
+        ConfigError: it can't be read, is not YAML, is not a mapping, or has a key twice.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    content = _parse(text, str(path))
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"{path}: must hold a mapping with names as keys")
+    return content
+
+
+def override(mapping: Mapping[str, Value], assignment: str) -> dict[str, Value]:
+    """A copy of ``mapping`` with one value set: ``server.address=127.0.0.1:50051``. The value is read as YAML.
+
+    Raises:
+        ConfigError: not of that form, or the path leads through something that is no mapping.
+    """
+    path, equals, text = assignment.partition("=")
+    names = path.strip().split(".")
+    if not equals or not all(names):
+        raise ConfigError(f"{assignment!r} must have the form name.name=value")
+    return _with_value(mapping, names, _parse(text, path), path)
+
+
+def build(cls: type[ConfigT], mapping: Mapping[str, Value], where: str = "") -> ConfigT:
+    """An instance of the dataclass ``cls`` from ``mapping``, nested ones included.
+
+    Args:
+        cls: a dataclass.
+        mapping: values by field name; fields left out have their defaults.
+        where: path of ``mapping`` in the whole configuration, for messages; empty for the top.
+
+    Raises:
+        ConfigError: naming the full path of an unknown key (and names like it), a missing one, or one whose value
+            has a wrong type or is refused by the dataclass.
+    """
+    hints = get_type_hints(cls)
+    known = {item.name: item for item in fields(cls) if item.init}  # type: ignore[arg-type]
+    for key in mapping:
+        if key not in known:
+            raise ConfigError(f"{_join(where, key)}: unknown; {_hint(key, list(known))}")
+    values = {name: _convert(hints[name], value, _join(where, name)) for name, value in mapping.items()}
+    for name, item in known.items():
+        if name not in values and item.default is MISSING and item.default_factory is MISSING:
+            raise ConfigError(f"{_join(where, name)}: is missing")
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        # It begins with the field's name; where that stands in the whole only we know.
+        raise ConfigError(_join(where, str(error))) from error
+    except (ValueError, ServingError) as error:
+        raise ConfigError(f"{where}: {error}" if where else str(error)) from error
+
+
+def _convert(hint: Any, value: Value, path: str) -> Any:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return _convert_optional(hint, value, path)
+    if origin is tuple:
+        return _convert_tuple(hint, value, path)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return _convert_mapping(hint, value, path)
+    if is_dataclass(hint) and isinstance(hint, type):
+        return build(hint, _checked_mapping(value, path), path)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _convert_enum(hint, value, path)
+    if hint in _SCALARS:
+        return _SCALARS[hint](value, path)
+    raise TypeError(f"{path}: fields of type {hint} are not supported")
+
+
+def _convert_optional(hint: Any, value: Value, path: str) -> Any:
+    members = [member for member in get_args(hint) if member is not types.NoneType]
+    if len(members) != 1 or len(members) == len(get_args(hint)):
+        raise TypeError(f"{path}: of unions only X | None is supported, not {hint}")
+    return None if value is None else _convert(members[0], value, path)
+
+
+def _convert_tuple(hint: Any, value: Value, path: str) -> tuple[Any, ...]:
+    item_hint, *rest = get_args(hint)
+    if rest != [...]:
+        raise TypeError(f"{path}: of tuples only tuple[X, ...] is supported, not {hint}")
+    if not isinstance(value, list | tuple):
+        raise _wrong_type(path, "a list", value)
+    return tuple(_convert(item_hint, item, f"{path}[{index}]") for index, item in enumerate(value))
+
+
+def _convert_mapping(hint: Any, value: Value, path: str) -> dict[str, Any]:
+    _, value_hint = get_args(hint)
+    return {key: _convert(value_hint, item, _join(path, key)) for key, item in _checked_mapping(value, path).items()}
+
+
+def _convert_enum(kind: type[Enum], value: Value, path: str) -> Enum:
+    try:
+        return kind(value)
+    except ValueError as error:
+        allowed = [str(member.value) for member in kind]
+        raise ConfigError(f"{path}: must be one of {', '.join(allowed)}, not {value!r}") from error
+
+
+def _convert_bool(value: Value, path: str) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong_type(path, "true or false", value)
+    return value
+
+
+def _convert_int(value: Value, path: str) -> int:
+    # To Python true is a 1.
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _wrong_type(path, "a whole number", value)
+    return value
+
+
+def _convert_float(value: Value, path: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise _wrong_type(path, "a number", value)
+    return float(value)
+
+
+def _convert_str(value: Value, path: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong_type(path, "text (in quotes where it looks like something else)", value)
+    return value
+
+
+def _convert_path(value: Value, path: str) -> Path:
+    if not isinstance(value, str | Path) or not str(value):
+        raise _wrong_type(path, "a path", value)
+    return Path(value)
+
+
+_SCALARS: dict[object, Callable[[Value, str], object]] = {
+    bool: _convert_bool,
+    int: _convert_int,
+    float: _convert_float,
+    str: _convert_str,
+    Path: _convert_path,
+}
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice: YAML's own answer is that the last one silently wins."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """The mapping of ``node``; the signature is PyYAML's."""
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} stands twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _parse(text: str, source: str) -> Value:
+    try:
+        # A subclass of SafeLoader: it makes nothing but plain values.
+        return yaml.load(text, _StrictLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not YAML: {error}") from error
+
+
+def _with_value(mapping: Mapping[str, Value], names: list[str], value: Value, path: str) -> dict[str, Value]:
+    first, *rest = names
+    if not rest:
+        return {**mapping, first: value}
+    below = mapping.get(first)
+    if below is None:
+        below = {}
+    if not isinstance(below, Mapping):
+        raise ConfigError(f"{path}: {first} is not a mapping")
+    return {**mapping, first: _with_value(below, rest, value, path)}
+
+
+def _checked_mapping(value: Value, path: str) -> Mapping[str, Value]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise _wrong_type(path, "a mapping with names as keys", value)
+    return value
+
+
+def _wrong_type(path: str, wanted: str, value: Value) -> ConfigError:
+    return ConfigError(f"{path}: must be {wanted}, not {value!r}")
+
+
+def _hint(key: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(key, known)
+    return f"did you mean {' or '.join(near)}?" if near else f"known here: {', '.join(known) or 'nothing'}"
+
+
+def _join(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
