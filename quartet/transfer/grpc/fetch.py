@@ -90,7 +90,7 @@ class Fetch:
             await self._move(stream, way, granted)
         await stream.send(pb.PullRequest(finish=pb.PullFinish()))
         _expect(await stream.receive(), "finished", pb.PullFinished)
-        await stream.drain()
+        await stream.end()
         return way
 
     def _begin(self) -> pb.PullBegin:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import grpc
 
+from quartet.errors import TransferError
+
 #: Peers that come back on another port would otherwise leave a channel behind each time.
 _MAX_IDLE = 64
 
@@ -22,11 +24,18 @@ class PeerChannels:
         self._factory = factory
         self._used: dict[str, _UsedChannel] = {}
         self._idle: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._is_closed = False
         self._closing: set[asyncio.Task[None]] = set()
 
     @contextmanager
     def use(self, address: str) -> Iterator[grpc.aio.Channel]:
-        """The channel to ``address``, open for the length of the block."""
+        """The channel to ``address``, open for the length of the block.
+
+        Raises:
+            TransferError: the channels are closed.
+        """
+        if self._is_closed:
+            raise TransferError("the puller is closed")
         used = self._used.get(address)
         if used is None:
             channel = self._idle.pop(address, None) or self._factory(address)
@@ -41,6 +50,7 @@ class PeerChannels:
 
     async def close(self) -> None:
         """Close every channel; calls on them end."""
+        self._is_closed = True
         channels = [*self._idle.values(), *(used.channel for used in self._used.values())]
         self._idle.clear()
         await asyncio.gather(*(channel.close() for channel in channels), *self._closing)

@@ -14,6 +14,9 @@ from quartet.transfer.grpc.status import to_error
 from quartet.transfer.piece_frame import PiecePart
 from quartet.v1 import transfer_pb2 as pb
 
+#: What counts has come by then; a cancelled call would only look odd in the source's log.
+_END_TIMEOUT_S = 0.5
+
 
 class PullStream:
     """One stream to a source; ``cancel`` it when it is no longer needed."""
@@ -25,7 +28,7 @@ class PullStream:
 
     async def send(self, request: pb.PullRequest) -> None:
         """Send one message. Raises as ``receive`` does."""
-        async with self._bounded():
+        async with self._bounded(self._stall_timeout_s):
             try:
                 await self._call.write(request)
             except asyncio.InvalidStateError:  # the stream has ended; reading tells why
@@ -40,16 +43,17 @@ class PullStream:
             TransferError: the stream ended, by either side, without a message.
             ServingError: what the source answered instead.
         """
-        async with self._bounded():
+        async with self._bounded(self._stall_timeout_s):
             message: object = await self._call.read()
         if isinstance(message, (pb.PullResponse, PiecePart)):
             return message
         raise TransferError("the source ended the stream early")
 
-    async def drain(self) -> None:
-        """Let the source end the stream after its last message. Never raises, and waits but shortly."""
+    async def end(self) -> None:
+        """Close our side and let the source close its own. Never raises, and waits but shortly."""
         with contextlib.suppress(ServingError):
-            async with self._bounded():
+            async with self._bounded(_END_TIMEOUT_S):
+                await self._call.done_writing()
                 while await self._call.read() is not grpc.aio.EOF:
                     pass
 
@@ -58,9 +62,9 @@ class PullStream:
         self._call.cancel()
 
     @contextlib.asynccontextmanager
-    async def _bounded(self) -> AsyncIterator[None]:
+    async def _bounded(self, timeout_s: float) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(self._stall_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 yield
         except TimeoutError:
             raise TransferTimeoutError("the source of the hand-off said nothing for too long") from None

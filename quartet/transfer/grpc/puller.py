@@ -90,8 +90,6 @@ class TransferPuller:
 
     async def fetch(self, hand_off: HandOff, copies: Sequence[PieceCopy]) -> FetchResult:
         """Take over ``hand_off``; see ``Claim.fetch``."""
-        if self._is_closed:
-            raise TransferError("the puller is closed")
         started = time.monotonic()
         with self._channels.use(hand_off.address) as channel:
             fetch = Fetch(

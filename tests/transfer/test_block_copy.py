@@ -1,0 +1,72 @@
+"""Copies between pools: merged, bounded by both pools, and stopped before they are left."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from quartet.transfer import block_copy
+from quartet.transfer.block_copy import CopyRun, copy_runs, merge_runs
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as threads:
+        yield threads
+
+
+def test_neighbours_on_both_sides_become_one_run() -> None:
+    runs = merge_runs([0, 10, 20, 50, 60], [100, 110, 130, 140, 150], 10)
+    assert runs == [CopyRun(0, 100, 20), CopyRun(20, 130, 10), CopyRun(50, 140, 20)]
+
+
+@pytest.mark.parametrize("size", [100, 3 * MIB], ids=["inline", "in a thread"])
+async def test_runs_are_copied_and_nothing_else_is_touched(size: int, executor: ThreadPoolExecutor) -> None:
+    source, destination = memoryview(b"\7" * 2 * size), memoryview(bytearray(2 * size))
+    await copy_runs(source, destination, [CopyRun(size, 10, size - 20)], executor)
+    assert destination == bytes(10) + b"\7" * (size - 20) + bytes(size + 10)
+
+
+@pytest.mark.parametrize("run", [CopyRun(95, 0, 10), CopyRun(0, 95, 10), CopyRun(-1, 0, 10)])
+async def test_a_run_outside_a_pool_copies_nothing(run: CopyRun, executor: ThreadPoolExecutor) -> None:
+    destination = memoryview(bytearray(100))
+    with pytest.raises(ValueError, match="outside"):
+        await copy_runs(memoryview(b"\7" * 100), destination, [CopyRun(0, 0, 10), run], executor)
+    assert destination == bytes(100)
+
+
+async def test_a_cancelled_copy_returns_only_after_the_thread_has_stopped(
+    executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copying, go_on = threading.Event(), threading.Event()
+    copyto = block_copy.np.copyto
+
+    def copy_when_told(destination, source) -> None:
+        copying.set()
+        assert go_on.wait(10)
+        copyto(destination, source)
+
+    monkeypatch.setattr(block_copy.np, "copyto", copy_when_told)
+    destination = memoryview(bytearray(64 * MIB))
+    task = asyncio.create_task(
+        copy_runs(memoryview(b"\7" * 64 * MIB), destination, [CopyRun(0, 0, 64 * MIB)], executor)
+    )
+    assert await asyncio.to_thread(copying.wait, 10)
+    for _ in range(2):
+        task.cancel()
+        done, _pending = await asyncio.wait([task], timeout=0.05)
+        assert not done, "it returned while the thread was still in a slice"
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(10):
+            await task
+    copied = destination.obj.count(7)
+    assert 0 < copied < 64 * MIB, "the slice under way was finished, and no other begun"
+    await asyncio.to_thread(executor.shutdown)
+    assert destination.obj.count(7) == copied

@@ -1,0 +1,197 @@
+"""The puller against sources that lie, stall or die: a generated servicer plays them from a script."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+
+import grpc
+import pytest
+
+from quartet.errors import LayoutMismatchError, ServingError, TransferError, TransferTimeoutError
+from quartet.kvcache.layout import BlocksPayload, HandOff
+from quartet.transfer.base import PieceCopy
+from quartet.transfer.config import TransferConfig
+from quartet.v1 import transfer_pb2 as pb
+from quartet.v1.transfer_pb2_grpc import TransferServiceServicer, add_TransferServiceServicer_to_server
+from tests.transfer.workers import CONFIG, LAYOUT, puller_worker
+
+SIZE = LAYOUT.piece_size_bytes
+GRANTED = pb.PullResponse(granted=pb.PullGranted(way=pb.TRANSFER_WAY_GRPC, piece_size_bytes=SIZE))
+#: In a script: wait for the puller to say something.
+HEAR = pb.PullResponse()
+FINISHED = pb.PullResponse(finished=pb.PullFinished())
+COPIES = (PieceCopy(0, 2), PieceCopy(1, 5))
+
+
+def piece(index: int, data: bytes = b"\7" * SIZE, offset: int = 0) -> pb.PullResponse:
+    return pb.PullResponse(piece=pb.Piece(index=index, offset_bytes=offset, data=data))
+
+
+def granted(**fields: object) -> pb.PullResponse:
+    return pb.PullResponse(granted=pb.PullGranted(**{"way": 1, "piece_size_bytes": SIZE, **fields}))
+
+
+class ScriptedSource(TransferServiceServicer):
+    """Says its lines whatever it is told, then waits for the puller to leave."""
+
+    def __init__(self, *script: pb.PullResponse) -> None:
+        self.script = script
+        self.has_said_all = asyncio.Event()
+        self.was_left = asyncio.Event()
+
+    async def Pull(self, request_iterator, context) -> AsyncIterator[pb.PullResponse]:  # type: ignore[override]
+        try:
+            for response in self.script:
+                if response is HEAR:
+                    await anext(request_iterator)
+                else:
+                    yield response
+            self.has_said_all.set()
+            async for _request in request_iterator:
+                pass
+        finally:
+            self.was_left.set()
+
+
+@asynccontextmanager
+async def scripted(*script: pb.PullResponse) -> AsyncIterator[tuple[ScriptedSource, HandOff]]:
+    server = grpc.aio.server()
+    source = ScriptedSource(*script)
+    add_TransferServiceServicer_to_server(source, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield (
+            source,
+            HandOff(
+                hand_off_id=bytes(16),
+                secret=bytes(16),
+                worker_id="liar",
+                epoch=1,
+                address=f"127.0.0.1:{port}",
+                lease=timedelta(seconds=10),
+                payload=BlocksPayload(LAYOUT, 2 * LAYOUT.block_size),
+            ),
+        )
+    finally:
+        await server.stop(None)
+
+
+async def test_an_ordinary_generated_server_is_pulled_from() -> None:
+    halves = [piece(1, b"\1" * (SIZE // 2)), piece(1, b"\2" * (SIZE // 2), SIZE // 2)]
+    async with (
+        scripted(GRANTED, halves[0], piece(0), halves[1], HEAR, HEAR, FINISHED) as (_source, hand_off),
+        puller_worker() as here,
+    ):
+        result = await here.puller.claim(hand_off).fetch(COPIES)
+        assert result.size_bytes == 2 * SIZE
+        assert here.memory.piece(2) == b"\7" * SIZE
+        assert here.memory.piece(5) == b"\1" * (SIZE // 2) + b"\2" * (SIZE // 2)
+
+
+LIES: dict[str, tuple[pb.PullResponse, ...]] = {
+    "no grant": (FINISHED,),
+    "a renewal that nobody asked for": (pb.PullResponse(renewed=pb.PullRenewed()),),
+    "a piece before the grant": (piece(0),),
+    "a way that was not offered": (granted(way=pb.TRANSFER_WAY_NIXL),),
+    "a way that nobody knows": (granted(way=99),),
+    "no way": (granted(way=0),),
+    "a piece that was not asked for": (GRANTED, piece(7)),
+    "a piece twice": (GRANTED, piece(0), piece(0)),
+    "a piece that is too long": (GRANTED, piece(0, b"\7" * (SIZE + 1))),
+    "parts with a hole": (GRANTED, piece(0, b"\7", 1)),
+    "an offset of 64 bits": (GRANTED, piece(0, b"\7", 2**64 - 1)),
+    "an empty part": (GRANTED, piece(0, b"")),
+    "finished before all has come": (GRANTED, piece(0), FINISHED),
+    "something else than finished": (GRANTED, piece(0), piece(1), GRANTED),
+    "shm without places": (granted(way=pb.TRANSFER_WAY_SHM),),
+    "shm at a socket that nobody serves": (
+        granted(way=2, shm=pb.ShmDescriptor(socket_path="@nothing", token=b"t", pool_size_bytes=9, offsets=[0, 1])),
+    ),
+    "shm at a path that no socket can have": (
+        granted(way=2, shm=pb.ShmDescriptor(socket_path="@" + "x" * 500, pool_size_bytes=9, offsets=[0, 1])),
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+async def test_lies_are_transfer_errors_and_the_source_is_left(lie: str) -> None:
+    async with scripted(HEAR, *LIES[lie]) as (source, hand_off), puller_worker() as here:
+        with pytest.raises(TransferError):
+            await here.puller.claim(hand_off).fetch(COPIES)
+        async with asyncio.timeout(5):
+            await source.was_left.wait()
+
+
+async def test_pieces_of_another_size_are_a_layout_mismatch() -> None:
+    async with scripted(granted(piece_size_bytes=SIZE + 1)) as (_source, hand_off), puller_worker() as here:
+        with pytest.raises(LayoutMismatchError):
+            await here.puller.claim(hand_off).fetch(COPIES)
+
+
+@pytest.mark.parametrize("script", [(), (GRANTED,), (GRANTED, piece(0)), (GRANTED, piece(0), piece(1))])
+async def test_a_source_that_falls_silent_is_given_up(script: tuple[pb.PullResponse, ...]) -> None:
+    config = dataclasses.replace(CONFIG, stall_timeout_s=0.2)
+    async with scripted(*script) as (source, hand_off), puller_worker(config=config) as here:
+        with pytest.raises(TransferTimeoutError):
+            await here.puller.claim(hand_off).fetch(COPIES)
+        async with asyncio.timeout(5):
+            await source.was_left.wait()
+
+
+async def test_a_pull_is_bounded_in_all_however_lively_the_source_is() -> None:
+    config = TransferConfig(max_pull_s=0.3, stall_timeout_s=10)
+    async with scripted(GRANTED, piece(0)) as (_source, hand_off), puller_worker(config=config) as here:
+        with pytest.raises(TransferTimeoutError):
+            await here.puller.claim(hand_off).fetch(COPIES)
+
+
+async def test_a_cancelled_fetch_leaves_the_source_and_stays_cancelled() -> None:
+    async with scripted(GRANTED, piece(0)) as (source, hand_off), puller_worker() as here:
+        fetch = asyncio.create_task(here.puller.claim(hand_off).fetch(COPIES))
+        await source.has_said_all.wait()
+        fetch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetch
+        async with asyncio.timeout(5):
+            await source.was_left.wait()
+
+
+async def test_closing_the_puller_ends_a_fetch_with_an_error_not_with_a_cancellation() -> None:
+    async with scripted(GRANTED, piece(0)) as (source, hand_off), puller_worker() as here:
+        claimed, waiting = here.puller.claim(hand_off), here.puller.claim(hand_off)
+        fetch = asyncio.create_task(claimed.fetch(COPIES))
+        await source.has_said_all.wait()
+        await here.puller.close()
+        with pytest.raises(TransferError):
+            await fetch
+        with pytest.raises(TransferError):
+            await waiting.fetch(COPIES)
+        await waiting.abort()
+        with pytest.raises(TransferError):
+            here.puller.claim(hand_off)
+
+
+async def test_a_renewal_that_fails_is_tried_again_and_abort_is_bounded() -> None:
+    async with scripted() as (source, hand_off), puller_worker() as here:
+        claim = here.puller.claim(dataclasses.replace(hand_off, lease=timedelta(seconds=0.3)))
+        for _ in range(2):  # each renewal is left unanswered
+            async with asyncio.timeout(5):
+                await source.was_left.wait()
+            source.was_left.clear()
+        async with asyncio.timeout(3):
+            await claim.abort()
+
+
+def test_every_error_of_the_table_is_one_that_a_fetch_may_raise() -> None:
+    from quartet.transfer.grpc.status import to_error
+
+    error = grpc.aio.AioRpcError(grpc.StatusCode.PERMISSION_DENIED, grpc.aio.Metadata(), grpc.aio.Metadata(), "no")
+    assert type(to_error(error)) is TransferError
+    garbled = grpc.aio.Metadata(("grpc-status-details-bin", b"\xff\xff"))
+    error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), garbled, "no")
+    assert isinstance(to_error(error), ServingError)
