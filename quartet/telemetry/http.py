@@ -1,0 +1,138 @@
+"""The HTTP port of every process: /metrics, /livez and /readyz, in threads of its own.
+
+A scrape formats for milliseconds and a client may be slow; neither may hold up the event loop. Kubernetes probes come
+here, because its gRPC probe speaks no TLS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from quartet.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_CLIENT_TIMEOUT_S = 5.0
+_STOP_POLL_S = 0.05
+_STOP_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probes:
+    """What the probes ask; called on a thread, so each may only read.
+
+    Attributes:
+        is_alive: false only when nothing but a restart helps: the engine is dead.
+        is_ready: whether requests should come here.
+    """
+
+    is_alive: Callable[[], bool]
+    is_ready: Callable[[], bool]
+
+
+class TelemetryServer:
+    """Serves metrics and probes from ``start`` to ``close``."""
+
+    def __init__(self, address: str, registry: CollectorRegistry, probes: Probes) -> None:
+        """Serve at ``address``, ``host:port``; port 0 takes a free one."""
+        self._address = address
+        self._registry = registry
+        self._probes = probes
+        self._server: ThreadingHTTPServer | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> int:
+        """Listen, and return the port. Raises ``ConfigError`` naming an address that can't be listened on."""
+        host, _, port = self._address.rpartition(":")
+        if not host:
+            raise ConfigError(f"http_address: must be host:port, not {self._address!r}")
+        try:
+            server = _server_class(host)((host.strip("[]"), int(port)), _handler_class(self._registry, self._probes))
+        except (OSError, OverflowError, ValueError) as error:
+            raise ConfigError(f"http_address: cannot listen on {self._address}: {error}") from error
+        self._server = server
+        self._thread = threading.Thread(
+            target=server.serve_forever, args=(_STOP_POLL_S,), name="telemetry-http", daemon=True
+        )
+        self._thread.start()
+        return int(server.server_address[1])
+
+    async def close(self) -> None:
+        """Stop listening, in bounded time. May be called twice, or without ``start``."""
+        server, self._server = self._server, None
+        if server is not None:
+            await asyncio.to_thread(self._stop, server)
+
+    def _stop(self, server: ThreadingHTTPServer) -> None:
+        server.shutdown()
+        server.server_close()
+        if self._thread is not None:
+            self._thread.join(_STOP_TIMEOUT_S)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True  # a slow client doesn't hold up the end of the process
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that goes away is nobody's fault; anything else is ours."""
+        error = sys.exception()
+        if isinstance(error, ConnectionError | TimeoutError):
+            logger.debug("HTTP client %s went away: %s", client_address, error)
+        else:
+            logger.error("HTTP request of %s failed", client_address, exc_info=error)
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+def _server_class(host: str) -> type[_Server]:
+    return _Server6 if ":" in host else _Server
+
+
+def _handler_class(registry: CollectorRegistry, probes: Probes) -> type[BaseHTTPRequestHandler]:
+    # http.server makes handlers itself, so what they need comes by closure.
+    class Handler(BaseHTTPRequestHandler):
+        timeout = _CLIENT_TIMEOUT_S
+
+        def do_GET(self) -> None:
+            match urlsplit(self.path).path:
+                case "/metrics":
+                    encode, content_type = choose_encoder(self.headers.get("Accept", ""))
+                    self._answer(HTTPStatus.OK, encode(registry), content_type)
+                case "/livez":
+                    self._answer_probe(probes.is_alive())
+                case "/readyz":
+                    self._answer_probe(probes.is_ready())
+                case _:
+                    self._answer(HTTPStatus.NOT_FOUND, b"/metrics, /livez, /readyz\n")
+
+        def _answer_probe(self, is_well: bool) -> None:
+            if is_well:
+                self._answer(HTTPStatus.OK, b"ok\n")
+            else:
+                self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"no\n")
+
+        def _answer(self, status: HTTPStatus, body: bytes, content_type: str = "text/plain; charset=utf-8") -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            logger.debug(format, *args)
+
+    return Handler

@@ -1,0 +1,149 @@
+"""Logs: one line a record, plain or JSON, and one INFO line for each request that ended. Never a prompt or a secret."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import TextIO, TypeAlias
+
+_FIELDS_KEY = "quartet_fields"
+
+FieldValue: TypeAlias = str | int | float
+
+
+class LogLevel(StrEnum):
+    """From which severity on records are written."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """How a process logs.
+
+    Attributes:
+        level: records below it are not written.
+        json: one JSON object a line, for collectors, instead of text for people.
+    """
+
+    level: LogLevel = LogLevel.INFO
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedRequest:
+    """What the one line about a request says. ``None`` and empty texts are left out.
+
+    Attributes:
+        request_id: its name in every message, log line and span.
+        outcome: its finish reasons, or its error's reason, in lower case.
+        model: the pool that served it.
+        client_request_id: the client's own name for it.
+        prefill_worker: the worker that computed the prompt last; left out where that was the decode worker.
+        decode_worker: the worker that decoded last.
+        num_cached_tokens: prompt tokens whose KV was cached.
+        num_attempts: of the choice that took most.
+        tokenize_s: template and tokenizer.
+        router_queue_s: waiting in the router for room.
+        prefill_s: the prefill hop, the worker's queue included.
+        prefill_queue_s: of that, waiting in the worker.
+        decode_queue_s: waiting in the decode worker, the transfer included.
+        transfer_s: of that, moving blocks.
+        first_token_s: from arrival to the first token.
+        total_s: from arrival to the end.
+    """
+
+    request_id: str
+    outcome: str
+    model: str = ""
+    tenant: str = ""
+    client_request_id: str = ""
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    num_choices: int = 1
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    num_output_tokens: int | None = None
+    num_attempts: int | None = None
+    tokenize_s: float | None = None
+    router_queue_s: float | None = None
+    prefill_s: float | None = None
+    prefill_queue_s: float | None = None
+    decode_queue_s: float | None = None
+    transfer_s: float | None = None
+    first_token_s: float | None = None
+    total_s: float | None = None
+
+
+def configure(config: LogConfig, stream: TextIO | None = None) -> None:
+    """Make all loggers of the process write to ``stream`` (standard error) as ``config`` says; replaces what was."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(_JsonFormatter() if config.json else _PlainFormatter())
+    logging.basicConfig(level=config.level.upper(), handlers=[handler], force=True)
+
+
+def log_request(logger: logging.Logger, request: FinishedRequest) -> None:
+    """Write the one INFO line about a request that ended."""
+    named = ((item.name, getattr(request, item.name)) for item in fields(request))
+    shown = {name: _rounded(value) for name, value in named if value not in (None, "")}
+    logger.info("request finished", extra={_FIELDS_KEY: shown})
+
+
+def _rounded(value: FieldValue) -> FieldValue:
+    return round(value, 6) if isinstance(value, float) else value
+
+
+class _PlainFormatter(logging.Formatter):
+    """``2025-01-31T12:00:00.000Z INFO quartet.x: message key=value``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = f"{_timestamp(record)} {record.levelname} {record.name}: {record.getMessage()}"
+        line += "".join(f" {name}={_quoted(value)}" for name, value in _fields_of(record).items())
+        trace = _trace(self, record)
+        return f"{line}\n{trace}" if trace else line
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        content: dict[str, FieldValue] = {
+            "time": _timestamp(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields_of(record),
+        }
+        trace = _trace(self, record)
+        if trace:
+            content["exception"] = trace
+        return json.dumps(content, ensure_ascii=False)
+
+
+def _fields_of(record: logging.LogRecord) -> Mapping[str, FieldValue]:
+    found: Mapping[str, FieldValue] = getattr(record, _FIELDS_KEY, {})
+    return found
+
+
+def _timestamp(record: logging.LogRecord) -> str:
+    moment = datetime.fromtimestamp(record.created, UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    return formatter.formatException(record.exc_info) if record.exc_info else ""
+
+
+def _quoted(value: FieldValue) -> str:
+    text = str(value)
+    # A client's text must not look like further fields, or begin a line of its own.
+    is_plain = text.isprintable() and not any(character in text for character in ' "=')
+    return text if is_plain else json.dumps(text)

@@ -1,0 +1,259 @@
+"""Every metric of the project, named ``quartet_<part>_<what>_<unit>``.
+
+Each class takes the registry that it registers in, so a test has its own. Children are bound once: with that an
+observation costs under 1 us. A scrape holds the GIL for some 7 us a line, so no label grows without bound and a process
+has less than 500 lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.process_collector import ProcessCollector
+
+from quartet.telemetry.engine_figures import EngineFigures
+
+# They double a counter's lines in every scrape.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+_FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0)
+_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 2.0)
+_REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0)
+_WAIT_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_TRANSFER_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_LAG_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+
+
+class ProcessMetrics:
+    """What every process tells: CPU, memory and files (``process_*``), and how late its event loop is."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        ProcessCollector(registry=registry)
+        self._lag = Histogram(
+            "quartet_process_event_loop_lag_seconds",
+            "How late the event loop ran a timer.",
+            buckets=_LAG_BUCKETS_S,
+            registry=registry,
+        )
+
+    def observe_event_loop_lag(self, lag_s: float) -> None:
+        """A timer ran ``lag_s`` seconds after its time."""
+        self._lag.observe(lag_s)
+
+
+@dataclass(frozen=True)
+class ModelMetrics:
+    """Requests of one model at the router, bound once; its histograms and counters are used as they are.
+
+    Attributes:
+        ttft: seconds from a request's arrival to its first token, one observation a choice.
+        itl: seconds from one message with tokens of a choice to the next, divided by its tokens.
+        duration: seconds from a request's arrival to its end, one observation a choice.
+        prompt_tokens: of requests that were placed.
+        cached_tokens: of these, tokens whose KV was cached.
+        output_tokens: shown to clients.
+    """
+
+    ttft: Histogram
+    itl: Histogram
+    duration: Histogram
+    prompt_tokens: Counter
+    cached_tokens: Counter
+    output_tokens: Counter
+
+
+class RouterMetrics:
+    """What a router tells. ``model`` is a label: give only names of models that are served, never a client's word."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._models: dict[str, ModelMetrics] = {}
+        self._ttft, self._itl, self._duration = (
+            Histogram(name, text, ["model"], buckets=buckets, registry=registry)
+            for name, text, buckets in (
+                ("quartet_router_ttft_seconds", "From arrival to the first token.", _FIRST_TOKEN_BUCKETS_S),
+                ("quartet_router_itl_seconds", "From one token to the next.", _TOKEN_BUCKETS_S),
+                ("quartet_router_request_duration_seconds", "From arrival to the end.", _REQUEST_BUCKETS_S),
+            )
+        )
+        self._prompt_tokens, self._cached_tokens, self._output_tokens = (
+            Counter(name, text, ["model"], registry=registry)
+            for name, text in (
+                ("quartet_router_prompt_tokens", "Prompt tokens of requests that were placed."),
+                ("quartet_router_cached_tokens", "Prompt tokens whose KV was cached."),
+                ("quartet_router_output_tokens", "Tokens shown to clients."),
+            )
+        )
+        self._requests = Counter(
+            "quartet_router_requests", "Choices that ended, by outcome.", ["outcome"], registry=registry
+        )
+        self._attempts = Counter(
+            "quartet_router_attempts", "Attempts begun, by what made them necessary.", ["cause"], registry=registry
+        )
+        self._queued = Gauge("quartet_router_queued_requests", "Requests that wait for room.", registry=registry)
+        self._running = Gauge("quartet_router_running_requests", "Requests between arrival and end.", registry=registry)
+        self._queue_time = Histogram(
+            "quartet_router_queue_seconds", "Waiting for room.", buckets=_WAIT_BUCKETS_S, registry=registry
+        )
+        self._tokenize_time = Histogram(
+            "quartet_router_tokenize_seconds", "Template and tokenizer.", buckets=_WAIT_BUCKETS_S, registry=registry
+        )
+        self._workers = Gauge("quartet_router_workers", "Workers known.", ["role", "state"], registry=registry)
+
+    def for_model(self, model: str) -> ModelMetrics:
+        """The metrics of requests for ``model``, a name that is served; the same ones at each call."""
+        if model not in self._models:
+            self._models[model] = ModelMetrics(
+                ttft=self._ttft.labels(model),
+                itl=self._itl.labels(model),
+                duration=self._duration.labels(model),
+                prompt_tokens=self._prompt_tokens.labels(model),
+                cached_tokens=self._cached_tokens.labels(model),
+                output_tokens=self._output_tokens.labels(model),
+            )
+        return self._models[model]
+
+    def count_request(self, outcome: str) -> None:
+        """A choice ended; ``outcome`` is its finish reason, or its error's reason, in lower case."""
+        self._requests.labels(outcome).inc()
+
+    def count_attempt(self, cause: str) -> None:
+        """An attempt begins: ``first``, or the lower-case reason of the error that ended the one before."""
+        self._attempts.labels(cause).inc()
+
+    def set_queued_requests(self, num_requests: int) -> None:
+        """So many requests wait for room."""
+        self._queued.set(num_requests)
+
+    def set_running_requests(self, num_requests: int) -> None:
+        """So many requests are between arrival and end."""
+        self._running.set(num_requests)
+
+    def observe_queue(self, duration_s: float) -> None:
+        """A request waited for room."""
+        self._queue_time.observe(duration_s)
+
+    def observe_tokenize(self, duration_s: float) -> None:
+        """A prompt was laid out and tokenized."""
+        self._tokenize_time.observe(duration_s)
+
+    def set_workers(self, role: str, state: str, num_workers: int) -> None:
+        """So many workers of ``role`` are in ``state``."""
+        self._workers.labels(role, state).set(num_workers)
+
+
+class WorkerMetrics:
+    """What a worker tells; figures of its engine by data-parallel rank."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._ranks: list[_RankMetrics] = []
+        self._gauges = _EngineGauges(registry)
+        self._counters = _EngineCounters(registry)
+        self._requests = Counter(
+            "quartet_worker_requests", "Requests that ended, by outcome.", ["outcome"], registry=registry
+        )
+        self._hand_offs = Counter(
+            "quartet_worker_hand_offs", "Hand-offs that ended, by outcome.", ["outcome"], registry=registry
+        )
+        self._queue_time = Histogram(
+            "quartet_worker_queue_seconds", "From arrival to the batch.", buckets=_WAIT_BUCKETS_S, registry=registry
+        )
+        self._prefill_time = Histogram(
+            "quartet_worker_prefill_seconds",
+            "From the batch to the first token.",
+            buckets=_FIRST_TOKEN_BUCKETS_S,
+            registry=registry,
+        )
+        self._transfer_bytes = Counter(
+            "quartet_worker_transfer_bytes", "Bytes of KV pulled, by way.", ["way"], registry=registry
+        )
+        self._transfer_time = Histogram(
+            "quartet_worker_transfer_seconds",
+            "Duration of a pull, by way.",
+            ["way"],
+            buckets=_TRANSFER_BUCKETS_S,
+            registry=registry,
+        )
+
+    def observe_engine(self, ranks: Sequence[EngineFigures]) -> None:
+        """The engine's figures now, one entry a data-parallel rank, always in the same order."""
+        for rank in range(len(self._ranks), len(ranks)):
+            self._ranks.append(_RankMetrics(self._gauges, self._counters, rank))
+        for bound, figures in zip(self._ranks, ranks, strict=False):
+            bound.observe(figures)
+
+    def count_request(self, outcome: str) -> None:
+        """A request ended; ``outcome`` is its finish reason, or its error's reason, in lower case."""
+        self._requests.labels(outcome).inc()
+
+    def count_hand_off(self, outcome: str) -> None:
+        """A hand-off that was held here ended: ``released``, ``expired``, ``cancelled``."""
+        self._hand_offs.labels(outcome).inc()
+
+    def observe_queue(self, duration_s: float) -> None:
+        """A request joined the running batch so long after it arrived."""
+        self._queue_time.observe(duration_s)
+
+    def observe_prefill(self, duration_s: float) -> None:
+        """A prompt's first token came so long after it joined the batch."""
+        self._prefill_time.observe(duration_s)
+
+    def observe_transfer(self, way: str, size_bytes: int, duration_s: float) -> None:
+        """Blocks were pulled from another worker by ``way``."""
+        self._transfer_bytes.labels(way).inc(size_bytes)
+        self._transfer_time.labels(way).observe(duration_s)
+
+
+class _EngineGauges:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.running, self.waiting, self.prefill_tokens = (
+            Gauge(name, text, ["rank"], registry=registry)
+            for name, text in (
+                ("quartet_worker_running_requests", "Requests in the running batch."),
+                ("quartet_worker_waiting_requests", "Requests that wait for the batch."),
+                ("quartet_worker_queued_prefill_tokens", "Prompt tokens not computed yet."),
+            )
+        )
+        # States add up to the pool.
+        self.blocks = Gauge("quartet_worker_blocks", "KV blocks by state.", ["rank", "state"], registry=registry)
+
+
+class _EngineCounters:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.by_figure = {
+            figure: Counter(name, text, ["rank"], registry=registry)
+            for figure, name, text in (
+                ("num_steps", "quartet_worker_steps", "Engine steps that did something."),
+                ("num_preemptions", "quartet_worker_preemptions", "Requests preempted and computed again."),
+                ("num_prompt_tokens", "quartet_worker_prompt_tokens", "Prompt tokens computed."),
+                ("num_output_tokens", "quartet_worker_output_tokens", "Tokens sampled."),
+                ("num_cached_tokens", "quartet_worker_cached_tokens", "Prompt tokens found in the cache."),
+            )
+        }
+
+
+class _RankMetrics:
+    """One rank's children, bound, and how far its growing figures were counted."""
+
+    def __init__(self, gauges: _EngineGauges, counters: _EngineCounters, rank: int) -> None:
+        label = str(rank)
+        self._running = gauges.running.labels(label)
+        self._waiting = gauges.waiting.labels(label)
+        self._prefill_tokens = gauges.prefill_tokens.labels(label)
+        self._blocks = {state: gauges.blocks.labels(label, state) for state in ("used", "held", "cached", "free")}
+        self._counters = {figure: counter.labels(label) for figure, counter in counters.by_figure.items()}
+        self._counted = dict.fromkeys(self._counters, 0)
+
+    def observe(self, figures: EngineFigures) -> None:
+        self._running.set(figures.num_running)
+        self._waiting.set(figures.num_waiting)
+        self._prefill_tokens.set(figures.num_queued_prefill_tokens)
+        self._blocks["used"].set(figures.num_in_use_blocks)
+        self._blocks["held"].set(figures.num_held_blocks)
+        self._blocks["cached"].set(figures.num_cached_blocks)
+        self._blocks["free"].set(figures.num_free_blocks)
+        for figure, counter in self._counters.items():
+            total = getattr(figures, figure)
+            counter.inc(max(0, total - self._counted[figure]))
+            self._counted[figure] = total

@@ -1,0 +1,89 @@
+"""Logs: one line a record, for people or for machines, and one for each request."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from quartet.config import build
+from quartet.telemetry.logging import FinishedRequest, LogConfig, LogLevel, configure, log_request
+
+LOGGER = logging.getLogger("quartet.test")
+REQUEST = FinishedRequest(
+    request_id="ab" * 16,
+    outcome="stop_id",
+    model="tiny",
+    client_request_id='mine" outcome=faked\nline two',
+    num_prompt_tokens=7,
+    num_cached_tokens=0,
+    first_token_s=0.1234567891,
+    total_s=1.5,
+)
+
+
+@pytest.fixture
+def log_to() -> Iterator[Callable[[LogConfig], io.StringIO]]:
+    """Configures logging into a buffer; afterwards everything is as it was."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers = []
+
+    def start(config: LogConfig) -> io.StringIO:
+        stream = io.StringIO()
+        configure(config, stream)
+        return stream
+
+    yield start
+    root.handlers, root.level = handlers, level
+
+
+def test_a_request_is_one_plain_line_with_its_times(log_to: Callable[[LogConfig], io.StringIO]) -> None:
+    stream = log_to(LogConfig())
+    log_request(LOGGER, REQUEST)
+    [line] = stream.getvalue().splitlines()
+    assert "INFO quartet.test: request finished request_id=" + "ab" * 16 + " outcome=stop_id model=tiny" in line
+    assert "num_cached_tokens=0" in line and "first_token_s=0.123457" in line and "total_s=1.5" in line
+    assert "prefill_s" not in line and "tenant" not in line
+
+
+def test_a_clients_text_cannot_pass_for_a_field(log_to: Callable[[LogConfig], io.StringIO]) -> None:
+    stream = log_to(LogConfig())
+    log_request(LOGGER, REQUEST)
+    assert r'client_request_id="mine\" outcome=faked\nline two"' in stream.getvalue()
+
+
+def test_json_is_one_object_a_line(log_to: Callable[[LogConfig], io.StringIO]) -> None:
+    stream = log_to(LogConfig(json=True))
+    log_request(LOGGER, REQUEST)
+    [line] = stream.getvalue().splitlines()
+    content = json.loads(line)
+    assert content["level"] == "INFO" and content["message"] == "request finished"
+    assert content["client_request_id"] == REQUEST.client_request_id
+    assert content["total_s"] == 1.5
+    assert content["time"].endswith("Z")
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+def test_a_traceback_is_kept(log_to: Callable[[LogConfig], io.StringIO], is_json: bool) -> None:
+    stream = log_to(LogConfig(json=is_json))
+    try:
+        raise ValueError("the cause")
+    except ValueError:
+        LOGGER.exception("it broke")
+    assert "Traceback" in stream.getvalue() and "the cause" in stream.getvalue()
+    assert not is_json or "Traceback" in json.loads(stream.getvalue())["exception"]
+
+
+def test_records_below_the_level_are_not_written(log_to: Callable[[LogConfig], io.StringIO]) -> None:
+    stream = log_to(LogConfig(level=LogLevel.WARNING))
+    LOGGER.info("quiet")
+    LOGGER.warning("loud")
+    assert "quiet" not in stream.getvalue() and "loud" in stream.getvalue()
+
+
+def test_logging_is_configured_by_name() -> None:
+    assert build(LogConfig, {"level": "debug", "json": True}) == LogConfig(level=LogLevel.DEBUG, json=True)

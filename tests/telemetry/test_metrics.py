@@ -1,0 +1,151 @@
+"""Metrics: their names, what they count, and how long a scrape is."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from quartet.engine.base import EngineStats
+from quartet.telemetry.event_loop_lag import monitor_event_loop_lag
+from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, WorkerMetrics
+
+UNITS = "seconds|tokens|requests|blocks|bytes|steps|preemptions|attempts|hand_offs|workers"
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+def fill_everything(registry: CollectorRegistry) -> None:
+    """Every child that a router and a worker of 8 ranks would have, in one process."""
+    ProcessMetrics(registry).observe_event_loop_lag(0.001)
+    router, worker = RouterMetrics(registry), WorkerMetrics(registry)
+    for model in ("a", "b"):
+        router.for_model(model).ttft.observe(0.1)
+    for outcome in map(str, range(25)):
+        router.count_request(outcome)
+        worker.count_request(outcome)
+    for cause in map(str, range(10)):
+        router.count_attempt(cause)
+        worker.count_hand_off(cause)
+    for state in ("joining", "ready", "suspect", "draining"):
+        for role in ("prefill", "decode", "encode"):
+            router.set_workers(role, state, 1)
+    worker.observe_engine([EngineStats()] * 8)
+    for way in ("grpc", "shm", "cuda_ipc", "nixl"):
+        worker.observe_transfer(way, 1, 0.1)
+
+
+def test_every_name_says_its_part_and_ends_in_its_unit(registry: CollectorRegistry) -> None:
+    fill_everything(registry)
+    names = {metric.name for metric in registry.collect() if not metric.name.startswith("process_")}
+    assert len(names) > 25
+    for name in names:
+        assert re.fullmatch(rf"quartet_(router|worker|process)_([a-z_]+_)?({UNITS})", name), name
+
+
+def test_a_scrape_stays_short(registry: CollectorRegistry) -> None:
+    fill_everything(registry)
+    samples = [line for line in generate_latest(registry).splitlines() if not line.startswith(b"#")]
+    assert len(samples) < 500
+
+
+def test_the_same_registry_is_not_shared_by_tests() -> None:
+    RouterMetrics(CollectorRegistry())
+    RouterMetrics(CollectorRegistry())
+
+
+def test_engine_figures_become_gauges_by_rank(registry: CollectorRegistry) -> None:
+    worker = WorkerMetrics(registry)
+    first = EngineStats(num_running=2, num_waiting=1, num_in_use_blocks=3, num_held_blocks=4, num_free_blocks=5)
+    worker.observe_engine([first, EngineStats(num_cached_blocks=6)])
+    assert registry.get_sample_value("quartet_worker_running_requests", {"rank": "0"}) == 2
+    states = {
+        state: registry.get_sample_value("quartet_worker_blocks", {"rank": "0", "state": state})
+        for state in ("used", "held", "cached", "free")
+    }
+    assert states == {"used": 3, "held": 4, "cached": 0, "free": 5}
+    assert registry.get_sample_value("quartet_worker_blocks", {"rank": "1", "state": "cached"}) == 6
+
+
+def test_growing_figures_are_counted_once(registry: CollectorRegistry) -> None:
+    worker = WorkerMetrics(registry)
+    for num_steps in (3, 3, 10):
+        worker.observe_engine([EngineStats(num_steps=num_steps, num_preemptions=1)])
+    assert registry.get_sample_value("quartet_worker_steps_total", {"rank": "0"}) == 10
+    assert registry.get_sample_value("quartet_worker_preemptions_total", {"rank": "0"}) == 1
+
+
+def test_transfers_are_counted_by_way(registry: CollectorRegistry) -> None:
+    worker = WorkerMetrics(registry)
+    worker.observe_transfer("shm", 100, 0.5)
+    worker.observe_transfer("shm", 20, 0.5)
+    assert registry.get_sample_value("quartet_worker_transfer_bytes_total", {"way": "shm"}) == 120
+    assert registry.get_sample_value("quartet_worker_transfer_seconds_count", {"way": "shm"}) == 2
+
+
+def test_a_models_metrics_are_bound_once(registry: CollectorRegistry) -> None:
+    router = RouterMetrics(registry)
+    assert router.for_model("m") is router.for_model("m")
+    router.for_model("m").output_tokens.inc(3)
+    assert registry.get_sample_value("quartet_router_output_tokens_total", {"model": "m"}) == 3
+
+
+def test_outcomes_and_queues_of_the_router_show(registry: CollectorRegistry) -> None:
+    router = RouterMetrics(registry)
+    router.count_request("queue_full")
+    router.count_attempt("first")
+    router.set_queued_requests(4)
+    router.set_running_requests(5)
+    router.observe_queue(0.2)
+    router.observe_tokenize(0.001)
+    assert registry.get_sample_value("quartet_router_requests_total", {"outcome": "queue_full"}) == 1
+    assert registry.get_sample_value("quartet_router_attempts_total", {"cause": "first"}) == 1
+    assert registry.get_sample_value("quartet_router_queued_requests") == 4
+    assert registry.get_sample_value("quartet_router_running_requests") == 5
+    assert registry.get_sample_value("quartet_router_queue_seconds_sum") == pytest.approx(0.2)
+
+
+def test_worker_times_and_outcomes_show(registry: CollectorRegistry) -> None:
+    worker = WorkerMetrics(registry)
+    worker.observe_queue(0.1)
+    worker.observe_prefill(0.2)
+    worker.count_hand_off("expired")
+    assert registry.get_sample_value("quartet_worker_queue_seconds_count") == 1
+    assert registry.get_sample_value("quartet_worker_prefill_seconds_sum") == pytest.approx(0.2)
+    assert registry.get_sample_value("quartet_worker_hand_offs_total", {"outcome": "expired"}) == 1
+
+
+class AwaitableMetrics(ProcessMetrics):
+    """Says when it was told of a lag."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self.observed = asyncio.Event()
+
+    def observe_event_loop_lag(self, lag_s: float) -> None:
+        super().observe_event_loop_lag(lag_s)
+        self.observed.set()
+
+
+async def test_a_blocked_event_loop_shows_as_lag(registry: CollectorRegistry) -> None:
+    metrics = AwaitableMetrics(registry)
+    monitor = asyncio.create_task(monitor_event_loop_lag(metrics, interval_s=0.001))
+    await asyncio.sleep(0)  # the monitor sets its first timer
+    time.sleep(0.06)  # noqa: ASYNC251 - blocking the loop is the point
+    async with asyncio.timeout(10):
+        await metrics.observed.wait()
+    monitor.cancel()
+    lag_s = registry.get_sample_value("quartet_process_event_loop_lag_seconds_sum")
+    assert lag_s is not None
+    assert lag_s > 0.03
+
+
+def test_process_figures_are_there(registry: CollectorRegistry) -> None:
+    ProcessMetrics(registry)
+    assert (registry.get_sample_value("process_resident_memory_bytes") or 0) > 0
