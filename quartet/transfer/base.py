@@ -88,7 +88,8 @@ class Claim(Protocol):
     async def fetch(self, copies: Sequence[PieceCopy]) -> FetchResult:
         """Move the pieces, then tell the source that it may let go; ``copies`` may be empty.
 
-        Returns only when nothing writes to the local blocks any more, also when it raises or is cancelled.
+        Returns only when nothing writes to the local blocks any more, also when it raises or is cancelled; ``abort``
+        then frees the source sooner than the lease would.
 
         Raises:
             TransferError, TransferTimeoutError, HandOffNotFoundError, HandOffStateError, StaleEpochError,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quartet.errors import ConfigError
 from quartet.transfer.base import TransferWay
 
 #: The ways that exist here.
@@ -19,6 +20,9 @@ class TransferConfig:
         max_pull_s: longest that one pull may take, from ``begin`` to ``finish``; both sides hold it.
         stall_timeout_s: longest that a puller waits for the source's next message.
         ways: the ways that this worker speaks, best first; ``grpc`` is always among them.
+
+    Raises:
+        ConfigError: naming the field.
     """
 
     lease_s: float = 30.0
@@ -29,8 +33,8 @@ class TransferConfig:
     def __post_init__(self) -> None:
         for name in ("lease_s", "max_pull_s", "stall_timeout_s"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0")
+                raise ConfigError(f"{name}: must be above 0")
         if not _SPOKEN.issuperset(self.ways):
-            raise ValueError(f"ways must be among {sorted(_SPOKEN)}")
+            raise ConfigError(f"ways: must be among {sorted(_SPOKEN)}")
         if TransferWay.GRPC not in self.ways or len(set(self.ways)) < len(self.ways):
-            raise ValueError("ways must name grpc, which always works, and each way once")
+            raise ConfigError("ways: must name grpc, which always works, and each way once")
