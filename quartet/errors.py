@@ -126,6 +126,12 @@ class WorkerUnavailableError(ServingError):
     reason = "WORKER_UNAVAILABLE"
 
 
+class RouterUnavailableError(ServingError):
+    """No router can be reached, or the connection to the one that answered broke."""
+
+    reason = "ROUTER_UNAVAILABLE"
+
+
 class DrainingError(ServingError):
     """The server is going away and takes nothing new."""
 

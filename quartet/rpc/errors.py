@@ -49,6 +49,7 @@ STATUS: dict[type[ServingError], StatusCode] = {
     errors.OutOfBlocksError: StatusCode.RESOURCE_EXHAUSTED,  # the router tries another worker
     errors.QueueFullError: StatusCode.RESOURCE_EXHAUSTED,
     errors.WorkerUnavailableError: StatusCode.UNAVAILABLE,
+    errors.RouterUnavailableError: StatusCode.UNAVAILABLE,
     errors.DrainingError: StatusCode.UNAVAILABLE,
     errors.StalledStreamError: StatusCode.ABORTED,
     errors.RequestTimeoutError: StatusCode.DEADLINE_EXCEEDED,

@@ -1,0 +1,116 @@
+"""The asynchronous client of a Quartet router."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Self, Unpack
+
+import grpc
+
+from quartet.client.completion import CompletionBuilder
+from quartet.client.events import Completion, Model, WorkerStatus
+from quartet.client.request import GenerateFields, GenerateOptions
+from quartet.client.responses import from_model, from_worker_status
+from quartet.client.routers import Router, Routers
+from quartet.client.stream import GenerateStream
+from quartet.rpc.tls import TlsConfig
+from quartet.v1 import router_pb2
+
+#: Seconds for calls that only look something up.
+_LOOK_UP_TIMEOUT_S = 4.0
+
+
+class QuartetClient:
+    """Talks to one router, or to several equal ones: where one can't be reached, the next is tried.
+
+    ::
+
+        async with QuartetClient("127.0.0.1:50050") as client:
+            async for event in client.generate("Once upon a time", sampling=Sampling(max_tokens=32)):
+                if isinstance(event, Delta):
+                    print(event.text, end="", flush=True)
+
+    All methods raise ``quartet.errors.ServingError``s; make it and use it on one event loop.
+    """
+
+    def __init__(self, target: str | Sequence[str], *, tls: TlsConfig | None = None) -> None:
+        """``target``: router addresses, ``host:port``, in the order to try; they are dialled when first used.
+
+        Raises:
+            ConfigError: an address is malformed, or a file of ``tls`` can't be used.
+        """
+        self._routers = Routers([target] if isinstance(target, str) else target, tls)
+
+    def generate(self, prompt: str | None = None, **fields: Unpack[GenerateFields]) -> GenerateStream:
+        """Stream the answer to ``prompt``, ``messages`` or ``token_ids``; arguments are ``GenerateOptions``' fields.
+
+        Raises:
+            InvalidRequestError: naming the field, already here where no router could take it.
+        """
+        return GenerateStream(self._routers, GenerateOptions(prompt=prompt, **fields))
+
+    async def complete(self, prompt: str | None = None, **fields: Unpack[GenerateFields]) -> Completion:
+        """The whole answer, when it is complete; arguments and errors are those of ``generate``."""
+        builder = CompletionBuilder()
+        async with self.generate(prompt, **fields) as stream:
+            async for event in stream:
+                builder.add(event)
+        return builder.build()
+
+    async def list_workers(self, model: str = "") -> list[WorkerStatus]:
+        """The workers that the router knows, by role and id; ``model``: only those of this model."""
+
+        async def call(router: Router) -> list[WorkerStatus]:
+            request = router_pb2.ListWorkersRequest(model=model)
+            response = await router.stub.ListWorkers(request, timeout=_LOOK_UP_TIMEOUT_S)
+            return [from_worker_status(worker) for worker in response.workers]
+
+        return await self._routers.call(call)
+
+    async def watch_workers(self, model: str = "") -> AsyncIterator[list[WorkerStatus]]:
+        """The workers by role and id, now and again after each change, from one router until it goes away."""
+        router = await self._routers.call(_reachable)
+        call = router.stub.WatchWorkers(router_pb2.WatchWorkersRequest(model=model))
+        workers: dict[str, WorkerStatus] = {}
+        try:
+            async for message in call:
+                workers.update((entry.record.worker_id, from_worker_status(entry)) for entry in message.updated)
+                for worker_id in message.removed_worker_ids:
+                    workers.pop(worker_id, None)
+                yield sorted(workers.values(), key=lambda worker: worker.record.key)
+        except grpc.aio.AioRpcError as error:
+            raise router.error(error, is_begun=bool(workers)) from error
+        finally:
+            call.cancel()
+
+    async def list_models(self) -> list[Model]:
+        """All models that the router serves, by name."""
+        return await self._get_models("")
+
+    async def get_model(self, name: str) -> Model:
+        """One model. Raises ``ModelNotFoundError``."""
+        return (await self._get_models(name))[0]
+
+    async def close(self) -> None:
+        """End all requests and connections."""
+        await self._routers.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _get_models(self, name: str) -> list[Model]:
+        async def call(router: Router) -> list[Model]:
+            response = await router.stub.GetModel(router_pb2.GetModelRequest(name=name), timeout=_LOOK_UP_TIMEOUT_S)
+            return [from_model(model) for model in response.models]
+
+        return await self._routers.call(call)
+
+
+async def _reachable(router: Router) -> Router:
+    return router

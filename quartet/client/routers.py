@@ -1,0 +1,117 @@
+"""Connections to several equal routers: a call goes to the first that answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NoReturn, TypeVar
+
+import grpc
+
+from quartet.errors import ConfigError, DrainingError, RouterUnavailableError, ServingError
+from quartet.rpc.channels import create_channel
+from quartet.rpc.errors import DETAILS_KEY, from_rpc_error
+from quartet.rpc.tls import TlsConfig
+from quartet.v1 import router_pb2_grpc
+
+#: Seconds in which a router must take a connection; name resolution and TLS included.
+CONNECT_TIMEOUT_S = 3.0
+
+_MAX_DETAILS_LENGTH = 200
+
+ResultT = TypeVar("ResultT")
+
+
+class Router:
+    """One router's address and its channel, which connects when first used and again whenever it must."""
+
+    def __init__(self, address: str, tls: TlsConfig | None) -> None:
+        """Raises ``ConfigError``: ``address`` is not ``host:port``, or a file of ``tls`` can't be used."""
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ConfigError(f"a router's address is host:port, not {address!r}")
+        self.address = address
+        self._channel = create_channel(address, tls)
+        self.stub: router_pb2_grpc.RouterServiceAsyncStub = router_pb2_grpc.RouterServiceStub(self._channel)
+
+    async def connect(self) -> None:
+        """Return once calls are sent, or fail at once. Raises ``RouterUnavailableError`` where that takes too long."""
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await self._connect()
+        except TimeoutError as error:
+            message = f"no router answers at {self.address} within {CONNECT_TIMEOUT_S:g} s"
+            raise RouterUnavailableError(message) from error
+
+    def error(self, error: grpc.aio.AioRpcError, *, is_begun: bool) -> ServingError:
+        """What a call here failed with; ``is_begun``: after the router had answered something."""
+        is_from_router = DETAILS_KEY in dict(error.trailing_metadata() or ())
+        if error.code() is not grpc.StatusCode.UNAVAILABLE or is_from_router:
+            return from_rpc_error(error)
+        why = (error.details() or "").rpartition("last error: ")[2][:_MAX_DETAILS_LENGTH]
+        what = "lost the router at" if is_begun else "no router answers at"
+        return RouterUnavailableError(f"{what} {self.address}: {why}")
+
+    async def close(self) -> None:
+        """End all calls and the connection."""
+        await self._channel.close()
+
+    async def _connect(self) -> None:
+        # A call would wait for name resolution and handshakes as long as they take; one on a failed channel
+        # fails at once and knows why.
+        ended = (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE)
+        while (state := self._channel.get_state(try_to_connect=True)) not in ended:
+            await self._channel.wait_for_state_change(state)
+
+
+class Routers:
+    """Routers in the order in which they are tried, beginning with the one that answered last."""
+
+    def __init__(self, addresses: Sequence[str], tls: TlsConfig | None) -> None:
+        """Raises ``ConfigError``: no address, a wrong one, or a file of ``tls`` can't be used."""
+        if not addresses:
+            raise ConfigError("give at least one router address")
+        self._routers = [Router(address, tls) for address in addresses]
+        self._first = 0
+
+    def in_order(self) -> list[Router]:
+        """All routers, the preferred one first."""
+        return self._routers[self._first :] + self._routers[: self._first]
+
+    def prefer(self, router: Router) -> None:
+        """Begin with ``router`` from now on."""
+        self._first = self._routers.index(router)
+
+    async def call(self, call: Callable[[Router], Awaitable[ResultT]]) -> ResultT:
+        """The result of ``call`` at the first router that takes it. Raises ``ServingError``."""
+        failures: list[ServingError] = []
+        for router in self.in_order():
+            try:
+                await router.connect()
+                result = await call(router)
+            except RouterUnavailableError as error:
+                failures.append(error)
+            except grpc.aio.AioRpcError as error:
+                failures.append(go_on_or_raise(router.error(error, is_begun=False)))
+            else:
+                self.prefer(router)
+                return result
+        raise_all(failures)
+
+    async def close(self) -> None:
+        """End all calls and connections."""
+        await asyncio.gather(*(router.close() for router in self._routers))
+
+
+def go_on_or_raise(error: ServingError) -> ServingError:
+    """Return ``error`` where another router may do better; raise it where it would say the same."""
+    if isinstance(error, RouterUnavailableError | DrainingError):
+        return error
+    raise error
+
+
+def raise_all(failures: Sequence[ServingError]) -> NoReturn:
+    """Raise one error for what every router failed with."""
+    if len(failures) == 1:
+        raise failures[0]
+    raise RouterUnavailableError("; ".join(failure.message for failure in failures))

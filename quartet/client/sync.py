@@ -1,0 +1,126 @@
+"""The same client for code without an event loop: it runs one in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+from quartet.client.client import QuartetClient
+from quartet.client.events import Completion, Event, Model, WorkerStatus
+from quartet.client.request import GenerateFields
+from quartet.client.stream import GenerateStream
+from quartet.rpc.tls import TlsConfig
+
+_CLOSE_TIMEOUT_S = 5.0
+
+ResultT = TypeVar("ResultT")
+
+
+class SyncClient:
+    """``QuartetClient`` with blocking methods; several threads may use it at once. Close it, or use ``with``."""
+
+    def __init__(self, target: str | Sequence[str], *, tls: TlsConfig | None = None) -> None:
+        """``target``: router addresses, ``host:port``, in the order to try. Raises ``ConfigError``."""
+        self._loop = _LoopThread()
+        try:
+            self._client = self._loop.run(_make_client(target, tls))
+        except BaseException:
+            self._loop.close()
+            raise
+
+    def generate(self, prompt: str | None = None, **fields: Unpack[GenerateFields]) -> SyncGenerateStream:
+        """Stream the answer to ``prompt``, ``messages`` or ``token_ids``; see ``QuartetClient.generate``."""
+        return SyncGenerateStream(self._client.generate(prompt, **fields), self._loop)
+
+    def complete(self, prompt: str | None = None, **fields: Unpack[GenerateFields]) -> Completion:
+        """The whole answer, when it is complete; see ``QuartetClient.complete``."""
+        return self._loop.run(self._client.complete(prompt, **fields))
+
+    def list_workers(self, model: str = "") -> list[WorkerStatus]:
+        """The workers that the router knows, by role and id."""
+        return self._loop.run(self._client.list_workers(model))
+
+    def list_models(self) -> list[Model]:
+        """All models that the router serves, by name."""
+        return self._loop.run(self._client.list_models())
+
+    def get_model(self, name: str) -> Model:
+        """One model. Raises ``ModelNotFoundError``."""
+        return self._loop.run(self._client.get_model(name))
+
+    def close(self) -> None:
+        """End all requests, connections and the thread. May be called twice."""
+        if self._loop.is_running:
+            self._loop.run(self._client.close())
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class SyncGenerateStream:
+    """Iterate it once, from one thread; see ``GenerateStream``. Dropping it cancels the request."""
+
+    def __init__(self, stream: GenerateStream, loop: _LoopThread) -> None:
+        """Made by ``SyncClient.generate``."""
+        self._stream = stream
+        self._loop = loop
+
+    def __iter__(self) -> Iterator[Event]:
+        try:
+            while (event := self._loop.run(anext(self._stream, None))) is not None:
+                yield event
+        finally:
+            self.close()
+
+    def cancel(self) -> None:
+        """Ask for an early end; each choice that runs still gets its ``Finished``. Keep on iterating for it."""
+        self._loop.run(self._stream.cancel())
+
+    def close(self) -> None:
+        """Drop the request, wherever it is. May be called twice."""
+        if self._loop.is_running:
+            self._loop.run(self._stream.aclose())
+
+
+class _LoopThread:
+    """An event loop in a daemon thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="quartet-client", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """The result of ``work``, which is cancelled, and waited for, when the caller is interrupted (Ctrl-C)."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            if future.cancel():
+                concurrent.futures.wait([future], _CLOSE_TIMEOUT_S)
+            raise
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._loop.shutdown_asyncgens(), self._loop).result(_CLOSE_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        self._loop.close()
+
+
+async def _make_client(target: str | Sequence[str], tls: TlsConfig | None) -> QuartetClient:
+    # gRPC binds a channel to the loop on which it is made.
+    return QuartetClient(target, tls=tls)

@@ -1,0 +1,27 @@
+"""Fixtures of the client's tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from quartet.rpc.server import RpcServer, ServerConfig
+from tests.client.fake_router import FakeRouter
+
+StartRouter = Callable[..., Awaitable[str]]
+
+
+@pytest.fixture
+async def start_router() -> AsyncIterator[StartRouter]:
+    """Serves a ``FakeRouter``, at an address if one is given; answers its address."""
+    servers: list[RpcServer] = []
+
+    async def start(router: FakeRouter, address: str = "127.0.0.1:0") -> str:
+        server = RpcServer(ServerConfig(address=address), [router.service()])
+        servers.append(server)
+        return f"127.0.0.1:{await server.start()}"
+
+    yield start
+    for server in servers:
+        await server.drain(0)

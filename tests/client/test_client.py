@@ -1,0 +1,313 @@
+"""What the client tells of an answer, how it ends one, and what it does when a router can't be reached."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from quartet.client import (
+    Accepted,
+    ChatMessage,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    QuartetClient,
+    Sampling,
+    WorkerState,
+)
+from quartet.discovery.base import Role
+from quartet.errors import (
+    ConfigError,
+    DrainingError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    ProtocolError,
+    QueueFullError,
+    RouterUnavailableError,
+    ServingError,
+    WorkerUnavailableError,
+)
+from quartet.v1 import router_pb2, worker_pb2
+from tests.client.conftest import StartRouter
+from tests.client.fake_router import REQUEST_ID, FakeRouter, worker_status
+
+
+@pytest.fixture
+def router() -> FakeRouter:
+    return FakeRouter()
+
+
+@pytest.fixture
+def silent_address() -> Iterator[str]:
+    """A port that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+async def is_answered(client: QuartetClient) -> bool:
+    try:
+        return bool(await client.list_models())
+    except RouterUnavailableError:
+        return False
+
+
+async def test_an_answer_is_accepted_then_streamed_then_finished(router: FakeRouter, start_router: StartRouter) -> None:
+    address = await start_router(router)
+    async with QuartetClient(address) as client:
+        events = [event async for event in client.generate("Hi", seed=5)]
+
+    accepted, *deltas, finished = events
+    assert isinstance(accepted, Accepted)
+    assert (accepted.request_id, accepted.seed, accepted.router) == (REQUEST_ID, 5, address)
+    assert accepted.placements[0].prefill_worker_id == "prefill-0"
+    assert [delta.text for delta in deltas if isinstance(delta, Delta)] == router.words
+    assert isinstance(finished, Finished)
+    assert finished.reason is FinishReason.LENGTH
+    assert finished.stop_string is None
+    assert (finished.time.first_token_s, finished.time.total_s, finished.time.transfer_s) == (0.25, 0.5, None)
+
+
+async def test_a_request_says_what_the_caller_said(router: FakeRouter, start_router: StartRouter) -> None:
+    async with QuartetClient(await start_router(router)) as client:
+        messages = [ChatMessage("system", "Be brief."), ChatMessage("user", "Hi")]
+        sampling = Sampling(temperature=0.0, max_tokens=3)
+        await client.complete(
+            messages=messages, model="tiny", sampling=sampling, stop=["."], num_choices=2, logprobs=1, timeout_s=2.5
+        )
+        await client.complete(token_ids=[1, 2, 3])
+
+    chat, ids = router.starts
+    assert [(entry.role, entry.content) for entry in chat.chat.messages] == [("system", "Be brief."), ("user", "Hi")]
+    assert (chat.model, chat.num_choices, chat.output.logprobs) == ("tiny", 2, 1)
+    assert chat.sampling.HasField("temperature") and chat.sampling.temperature == 0.0
+    assert chat.sampling.max_tokens == 3
+    assert list(chat.text_options.stop_strings) == ["."]
+    assert chat.timeout.ToTimedelta().total_seconds() == 2.5
+    assert list(ids.token_ids.ids) == [1, 2, 3]
+    assert not ids.HasField("timeout") and not ids.HasField("seed")
+
+
+async def test_a_completion_holds_every_choice_whole(router: FakeRouter, start_router: StartRouter) -> None:
+    async with QuartetClient(await start_router(router)) as client:
+        completion = await client.complete("Hi", num_choices=3)
+    assert [choice.text for choice in completion.choices] == ["one two three"] * 3
+    assert completion.choices[2].token_ids == (100, 101, 102)
+    assert completion.choices[1].finished.usage.num_output_tokens == 3
+    assert completion.text == "one two three"
+
+
+@pytest.mark.parametrize("drop", ["break", "aclose", "cancel the task"])
+async def test_dropping_an_answer_cancels_the_request(router: FakeRouter, start_router: StartRouter, drop: str) -> None:
+    router.hold_after = 1
+    async with QuartetClient(await start_router(router)) as client:
+        if drop == "break":
+            async for event in client.generate("Hi"):
+                if isinstance(event, Delta):
+                    break
+            gc.collect()
+        elif drop == "aclose":
+            stream = client.generate("Hi")
+            await anext(stream)
+            await stream.aclose()
+        else:
+            task = asyncio.create_task(client.complete("Hi"))
+            await router.holding.wait()
+            task.cancel()
+        async with asyncio.timeout(5):
+            await router.dropped.wait()
+
+
+async def test_cancel_ends_every_choice_in_order(router: FakeRouter, start_router: StartRouter) -> None:
+    router.hold_after = 1
+    async with QuartetClient(await start_router(router)) as client:
+        stream = client.generate("Hi", num_choices=2)
+        events: list[Event] = []
+        async for event in stream:
+            events.append(event)
+            if isinstance(event, Delta):
+                await stream.cancel()
+    finished = [event for event in events if isinstance(event, Finished)]
+    assert [(event.choice, event.reason) for event in finished] == [
+        (0, FinishReason.CANCELLED),
+        (1, FinishReason.CANCELLED),
+    ]
+    assert not router.dropped.is_set()
+
+
+async def test_cancel_before_the_first_event_counts_too(router: FakeRouter, start_router: StartRouter) -> None:
+    router.hold_after = 0
+    async with QuartetClient(await start_router(router)) as client:
+        stream = client.generate("Hi")
+        await stream.cancel()
+        events = [event async for event in stream]
+        await stream.cancel()
+    assert isinstance(events[-1], Finished)
+    assert events[-1].reason is FinishReason.CANCELLED
+
+
+async def test_the_routers_error_comes_as_its_own_type(router: FakeRouter, start_router: StartRouter) -> None:
+    router.error = InvalidRequestError("top_p must be in (0, 1]", field="sampling.top_p")
+    async with QuartetClient(await start_router(router)) as client:
+        with pytest.raises(InvalidRequestError, match="top_p must be") as raised:
+            await client.complete("Hi")
+        router.error = QueueFullError("the queue is full", retry_delay_s=1.5)
+        with pytest.raises(QueueFullError) as full:
+            await client.complete("Hi")
+    assert raised.value.field == "sampling.top_p"
+    assert full.value.retry_delay_s == 1.5
+
+
+@pytest.mark.parametrize(
+    ("ask", "field"),
+    [
+        (lambda client: client.generate(), "prompt"),
+        (lambda client: client.generate("Hi", token_ids=[1]), "prompt"),
+        (lambda client: client.generate(token_ids=[-1]), "token_ids.ids"),
+        (lambda client: client.generate("Hi", seed=2**64), "seed"),
+        (lambda client: client.generate("Hi", num_choices=65), "num_choices"),
+        (lambda client: client.generate("Hi", timeout_s=0), "timeout"),
+        (lambda client: client.generate("Hi", logprobs=21), "output.logprobs"),
+        (lambda client: client.generate("Hi", stop="no list"), "text_options.stop_strings"),
+        (lambda client: client.generate("\ud800"), None),
+    ],
+)
+async def test_what_no_router_could_take_is_refused_at_once(
+    ask: Callable[[QuartetClient], object], field: str | None
+) -> None:
+    async with QuartetClient("127.0.0.1:1") as client:
+        with pytest.raises(InvalidRequestError) as raised:
+            ask(client)
+    assert raised.value.field == field
+
+
+@pytest.mark.parametrize("addresses", [[], ["nowhere"], ["host:0"], ["host:x"], [":1"]])
+async def test_addresses_that_are_none_are_refused(addresses: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        QuartetClient(addresses)
+
+
+async def test_the_next_router_takes_over_when_one_cannot_be_reached(
+    router: FakeRouter, start_router: StartRouter, free_port: Callable[[], int]
+) -> None:
+    address = await start_router(router)
+    async with QuartetClient([f"127.0.0.1:{free_port()}", address]) as client:
+        assert (await client.complete("Hi")).accepted.router == address
+        assert [model.name for model in await client.list_models()] == ["tiny"]
+
+
+async def test_the_next_router_takes_over_from_one_that_drains(router: FakeRouter, start_router: StartRouter) -> None:
+    draining = FakeRouter()
+    draining.error = DrainingError("the router drains")
+    async with QuartetClient([await start_router(draining), await start_router(router)]) as client:
+        await client.complete("Hi")
+        await client.complete("Hi")
+    assert (len(draining.starts), len(router.starts)) == (1, 2)
+
+
+async def test_a_router_without_workers_is_not_asked_again_elsewhere(
+    router: FakeRouter, start_router: StartRouter
+) -> None:
+    bare = FakeRouter()
+    bare.error = WorkerUnavailableError("no worker")
+    async with QuartetClient([await start_router(bare), await start_router(router)]) as client:
+        with pytest.raises(WorkerUnavailableError, match="no worker"):
+            await client.complete("Hi")
+    assert router.starts == []
+
+
+async def test_no_other_router_takes_over_once_something_was_shown(
+    router: FakeRouter, start_router: StartRouter
+) -> None:
+    breaking = FakeRouter()
+    breaking.error_at_end = DrainingError("cut by the drain")
+    async with QuartetClient([await start_router(breaking), await start_router(router)]) as client:
+        with pytest.raises(DrainingError, match="cut by the drain"):
+            await client.complete("Hi")
+    assert router.starts == []
+
+
+@pytest.mark.parametrize("call", ["complete", "list_workers"])
+async def test_nobody_there_is_told_soon_and_by_address(free_port: Callable[[], int], call: str) -> None:
+    addresses = [f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"]
+    began = time.monotonic()
+    async with QuartetClient(addresses) as client:
+        with pytest.raises(RouterUnavailableError) as raised:
+            await (client.complete("Hi") if call == "complete" else client.list_workers())
+    assert all(address in raised.value.message for address in addresses)
+    assert "refused" in raised.value.message
+    assert time.monotonic() - began < 5
+
+
+async def test_somebody_who_takes_connections_and_says_nothing_is_told_soon(silent_address: str) -> None:
+    began = time.monotonic()
+    async with QuartetClient(silent_address) as client:
+        with pytest.raises(RouterUnavailableError, match=silent_address):
+            await client.complete("Hi")
+    assert time.monotonic() - began < 5
+
+
+async def test_a_router_that_comes_back_is_found_again(
+    router: FakeRouter, start_router: StartRouter, free_port: Callable[[], int]
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    async with QuartetClient(address) as client:
+        with pytest.raises(RouterUnavailableError):
+            await client.list_models()
+        await start_router(router, address)
+        async with asyncio.timeout(10):
+            while not await is_answered(client):
+                pass
+
+
+async def test_an_answer_that_ends_without_its_finished_is_an_error(
+    router: FakeRouter, start_router: StartRouter
+) -> None:
+    router.lose_last_finished = True
+    async with QuartetClient(await start_router(router)) as client:
+        with pytest.raises(ProtocolError, match="1 of 2 choices"):
+            await client.complete("Hi", num_choices=2)
+
+
+async def test_workers_are_listed_with_their_load(router: FakeRouter, start_router: StartRouter) -> None:
+    router.workers = [worker_status("decode-0", num_running=3, num_held_blocks=2, num_total_blocks=64)]
+    async with QuartetClient(await start_router(router)) as client:
+        [worker] = await client.list_workers()
+    assert (worker.record.worker_id, worker.record.role, worker.state) == ("decode-0", Role.DECODE, WorkerState.READY)
+    assert worker.load is not None
+    assert (worker.load.ranks[0].num_running, worker.load.ranks[0].num_held_blocks) == (3, 2)
+    assert worker.load_age_s == 0.4
+
+
+async def test_a_watch_shows_all_workers_after_each_change(router: FakeRouter, start_router: StartRouter) -> None:
+    router.workers = [worker_status("decode-0")]
+    await router.changes.put(
+        router_pb2.WatchWorkersResponse(updated=[worker_status("prefill-0", worker_pb2.WORKER_ROLE_PREFILL)])
+    )
+    await router.changes.put(router_pb2.WatchWorkersResponse(removed_worker_ids=["decode-0"]))
+    seen: list[set[str]] = []
+    async with QuartetClient(await start_router(router)) as client:
+        async for workers in client.watch_workers():
+            seen.append({worker.record.worker_id for worker in workers})
+            if len(seen) == 3:
+                break
+    assert seen == [{"decode-0"}, {"decode-0", "prefill-0"}, {"prefill-0"}]
+
+
+async def test_a_model_is_found_by_name_or_not(router: FakeRouter, start_router: StartRouter) -> None:
+    async with QuartetClient(await start_router(router)) as client:
+        assert (await client.get_model("tiny")).max_model_len == 64
+        with pytest.raises(ModelNotFoundError):
+            await client.get_model("huge")
+
+
+async def test_whatever_fails_is_a_serving_error(router: FakeRouter, start_router: StartRouter) -> None:
+    router.words = ["\ud800"]  # makes the fake break
+    async with QuartetClient(await start_router(router)) as client:
+        with pytest.raises(ServingError, match="internal error"):
+            await client.complete("Hi")
