@@ -1,0 +1,1 @@
+"""The Decode service: tokens, one step at a time."""

@@ -1,0 +1,38 @@
+"""DecodeService: one inner stream a caller, any number of requests on it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TypeAlias
+
+import grpc
+
+from quartet.rpc import convert
+from quartet.rpc.inner_server import InnerStream, StreamLimits
+from quartet.rpc.outbox import DecodeOutbox
+from quartet.rpc.server import Service
+from quartet.v1 import decode_pb2 as pb
+from quartet.v1 import decode_pb2_grpc
+from services.workers.dispatcher import DecodeDispatcher
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeResponse]"
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
+    """Serves Decode from one dispatcher."""
+
+    def __init__(self, dispatcher: DecodeDispatcher, limits: StreamLimits) -> None:
+        """``limits`` bound each stream."""
+        self._dispatcher = dispatcher
+        self._limits = limits
+
+    async def Decode(self, request_iterator: AsyncIterator[pb.DecodeRequest], context: _Context) -> None:
+        """As decode.proto says."""
+        await InnerStream(self._dispatcher, DecodeOutbox(), convert.from_decode_start, self._limits).serve(context)
+
+
+def decode_service(dispatcher: DecodeDispatcher, limits: StreamLimits) -> Service:
+    """DecodeService, for a server."""
+    servicer = DecodeServicer(dispatcher, limits)
+    add = decode_pb2_grpc.add_DecodeServiceServicer_to_server
+    return Service("quartet.v1.DecodeService", lambda server: add(servicer, server))

@@ -1,0 +1,1 @@
+"""The Prefill service: prompts to KV blocks and a first token."""

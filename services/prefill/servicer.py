@@ -1,0 +1,38 @@
+"""PrefillService: one inner stream a caller, any number of prompts on it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TypeAlias
+
+import grpc
+
+from quartet.rpc import convert
+from quartet.rpc.inner_server import InnerStream, StreamLimits
+from quartet.rpc.outbox import PrefillOutbox
+from quartet.rpc.server import Service
+from quartet.v1 import prefill_pb2 as pb
+from quartet.v1 import prefill_pb2_grpc
+from services.workers.dispatcher import PrefillDispatcher
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[pb.PrefillRequest, pb.PrefillResponse]"
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
+    """Serves Prefill from one dispatcher."""
+
+    def __init__(self, dispatcher: PrefillDispatcher, limits: StreamLimits) -> None:
+        """``limits`` bound each stream."""
+        self._dispatcher = dispatcher
+        self._limits = limits
+
+    async def Prefill(self, request_iterator: AsyncIterator[pb.PrefillRequest], context: _Context) -> None:
+        """As prefill.proto says."""
+        await InnerStream(self._dispatcher, PrefillOutbox(), convert.from_prefill_start, self._limits).serve(context)
+
+
+def prefill_service(dispatcher: PrefillDispatcher, limits: StreamLimits) -> Service:
+    """PrefillService, for a server."""
+    servicer = PrefillServicer(dispatcher, limits)
+    add = prefill_pb2_grpc.add_PrefillServiceServicer_to_server
+    return Service("quartet.v1.PrefillService", lambda server: add(servicer, server))

@@ -1,0 +1,1 @@
+"""What Prefill and Decode workers have in common: everything but their own RPC."""

@@ -1,0 +1,84 @@
+"""What one worker process is told: its model, engine, addresses and limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from quartet.discovery.create import DiscoveryConfig
+from quartet.engine.scheduler import SchedulerConfig
+from quartet.errors import ConfigError
+from quartet.rpc.inner_server import StreamLimits
+from quartet.rpc.server import ServerConfig
+from quartet.telemetry.logging import LogConfig
+from quartet.transfer.config import TransferConfig
+
+
+class EngineKind(StrEnum):
+    """Which engine computes."""
+
+    TORCH = "torch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """The engine and the pool it works in.
+
+    Attributes:
+        kind: which engine.
+        dtype: of weights and KV cache, as PyTorch names it; ``auto``: the checkpoint's own.
+        device: ``cpu``, or ``cuda:N``.
+        num_blocks: KV blocks of the pool.
+        block_size: tokens of a block.
+        max_model_len: tokens of prompt and output together; ``None``: what the model was made for.
+        num_threads: CPU threads of one operation; ``None``: the library's choice.
+    """
+
+    kind: EngineKind = EngineKind.TORCH
+    dtype: str = "auto"
+    device: str = "cpu"
+    num_blocks: int = 512
+    block_size: int = 32
+    max_model_len: int | None = None
+    num_threads: int | None = None
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """One worker process.
+
+    Attributes:
+        worker_id: its name in discovery; empty: role, host name and process id.
+        model_name: what requests call the model by; empty: the name of the model's folder.
+        model_path: folder with config.json, tokenizer and safetensors files.
+        server: where gRPC listens.
+        advertise_host: host that peers dial; empty: the one that ``server`` listens on.
+        http_address: ``host:port`` of /metrics, /livez and /readyz.
+        events_address: ``host:port`` that the ZMQ PUB socket binds.
+        drain_timeout_s: running requests get this long to end after SIGTERM.
+        stall_timeout_s: work in flight and no step for so long is NOT_SERVING.
+    """
+
+    worker_id: str = ""
+    model_name: str = ""
+    model_path: str
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    advertise_host: str = ""
+    http_address: str = "127.0.0.1:0"
+    events_address: str = "127.0.0.1:0"
+    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    streams: StreamLimits = field(default_factory=StreamLimits)
+    log: LogConfig = field(default_factory=LogConfig)
+    drain_timeout_s: float = 30.0
+    stall_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        if not self.model_path:
+            raise ConfigError("model_path: must name the model's folder")
+        for name in ("drain_timeout_s", "stall_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}: must be above 0")

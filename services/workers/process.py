@@ -1,0 +1,256 @@
+"""A worker process from its configuration to its exit code: every part is made, wired, run and taken down here."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from quartet.config import build, load_yaml, override
+from quartet.discovery.base import Role, WorkerRecord
+from quartet.discovery.create import create_registry
+from quartet.discovery.host import host_identity, new_epoch
+from quartet.engine.base import Engine, EngineCapabilities, RequestKind
+from quartet.errors import ConfigError, ServingError
+from quartet.events.publisher import LoadPacer, LoadPublisher
+from quartet.kvcache.hand_off import HandOffState
+from quartet.rpc.channels import create_channel
+from quartet.rpc.server import RpcServer, Service
+from quartet.telemetry.event_loop_lag import monitor_event_loop_lag
+from quartet.telemetry.http import Probes, TelemetryServer
+from quartet.telemetry.logging import configure
+from quartet.telemetry.metrics import ProcessMetrics, WorkerMetrics
+from quartet.text.model_files import read_text_files
+from quartet.transfer.base import TransferWay
+from quartet.transfer.grpc.messages import SERVICE as TRANSFER_SERVICE
+from quartet.transfer.grpc.puller import TransferPuller
+from quartet.transfer.grpc.servicer import TransferServicer, add_transfer_servicer
+from quartet.transfer.shm_server import ShmServer
+from quartet.transfer.source import TransferSource
+from services.decode.servicer import decode_service
+from services.prefill.servicer import prefill_service
+from services.workers.config import WorkerConfig
+from services.workers.dispatcher import DecodeDispatcher, PrefillDispatcher
+from services.workers.engines import create_engine
+from services.workers.servicer import WorkerServicer, worker_service
+from services.workers.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+_CONTRACT_VERSION = "quartet.v1"
+_SWITCH_INTERVAL_S = 0.0005
+# Streams of routers never end by themselves; nothing runs on them any more when they are cut.
+_STREAMS_GRACE_S = 0.2
+
+
+class WorkerProcess:
+    """One worker, from ``start`` to the end of ``run``."""
+
+    def __init__(self, config: WorkerConfig, role: Role) -> None:
+        """Nothing is opened before ``run``; ``role`` is prefill or decode."""
+        self._config = config
+        self._role = role
+        self._worker_id = config.worker_id or f"{role}-{socket.gethostname()}-{os.getpid()}"
+        self._epoch = new_epoch()
+        self._host = host_identity()
+        self._registry = CollectorRegistry()
+        self._metrics = WorkerMetrics(self._registry)
+        self._worker: Worker | None = None
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until ``stop`` is set, then drain and take everything down.
+
+        Raises:
+            ConfigError, ServingError: it can't start; the message says why.
+            EngineError: the engine died.
+        """
+        async with AsyncExitStack() as stack:
+            telemetry = TelemetryServer(self._config.http_address, self._registry, self._probes())
+            http_address = f"{self._config.http_address.rpartition(':')[0]}:{telemetry.start()}"
+            stack.push_async_callback(telemetry.close)
+            puller = self._puller()
+            stack.push_async_callback(puller.close)
+            engine = create_engine(self._config, self._kind, puller)
+            stack.push_async_callback(engine.close)
+            await engine.start()
+            await self._serve(stack, engine, http_address, stop)
+
+    async def _serve(self, stack: AsyncExitStack, engine: Engine, http_address: str, stop: asyncio.Event) -> None:
+        source = self._source(engine)
+        stack.callback(source.close)
+        shm = await self._shm_server(stack, engine)
+        dispatcher = self._dispatcher(engine, source)
+        servicer = WorkerServicer(partial(read_text_files, Path(self._config.model_path)))
+        services = [
+            self._own_service(dispatcher),
+            worker_service(servicer),
+            self._transfer_service(source, shm),
+        ]
+        server = RpcServer(self._config.server, services)
+        port = await server.start()
+        stack.push_async_callback(server.drain, _STREAMS_GRACE_S)
+        address = f"{self._advertised_host()}:{port}"
+        source.advertise(address)
+        publisher = LoadPublisher(*_host_and_port(self._config.events_address))
+        stack.callback(publisher.close)
+        record = self._record(engine.capabilities, address, publisher.endpoint, http_address)
+        worker = self._worker = Worker(
+            record,
+            engine,
+            dispatcher,
+            source,
+            server,
+            self._metrics,
+            drain_timeout_s=self._config.drain_timeout_s,
+            stall_timeout_s=self._config.stall_timeout_s,
+        )
+        servicer.serve(worker)
+        await self._run_worker(worker, publisher, stop)
+
+    async def _run_worker(self, worker: Worker, publisher: LoadPublisher, stop: asyncio.Event) -> None:
+        pacer = LoadPacer(worker.sample_load, publisher.publish)
+        registry = create_registry(self._config.discovery)
+        tasks = [
+            asyncio.create_task(worker.consume(pacer), name="outputs"),
+            asyncio.create_task(worker.watch_health(), name="health"),
+            asyncio.create_task(pacer.run(), name="load"),
+            asyncio.create_task(monitor_event_loop_lag(ProcessMetrics(self._registry)), name="lag"),
+        ]
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        try:
+            await worker.announce(await registry.register(worker.record))
+            logger.info("%s %s serves on %s", self._role, self._worker_id, worker.record.grpc_address)
+            # None of the tasks ends by itself but by raising: the engine's death, or a bug of ours.
+            done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            await worker.drain()
+        finally:
+            await registry.close()
+            for task in [*tasks, stopping]:
+                task.cancel()
+            await asyncio.gather(*tasks, stopping, return_exceptions=True)
+
+    def _probes(self) -> Probes:
+        return Probes(
+            is_alive=lambda: self._worker is None or self._worker.is_alive,
+            is_ready=lambda: self._worker is not None and self._worker.is_ready,
+        )
+
+    @property
+    def _kind(self) -> RequestKind:
+        return RequestKind.PREFILL if self._role is Role.PREFILL else RequestKind.DECODE
+
+    def _puller(self) -> TransferPuller:
+        tls = self._config.server.tls
+        return TransferPuller(
+            lambda address: create_channel(address, tls), host=self._host, config=self._config.transfer
+        )
+
+    def _source(self, engine: Engine) -> TransferSource:
+        def ended(holder: int, state: HandOffState) -> None:
+            engine.release(holder)
+            self._metrics.count_hand_off(state)
+
+        return TransferSource(
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            config=self._config.transfer,
+            on_end=ended,
+            memory=engine.memory,
+        )
+
+    async def _shm_server(self, stack: AsyncExitStack, engine: Engine) -> ShmServer | None:
+        if engine.memory is None or TransferWay.SHM not in self._config.transfer.ways:
+            return None
+        shm = ShmServer(engine.memory)
+        await shm.start()
+        stack.push_async_callback(shm.close)
+        return shm
+
+    def _transfer_service(self, source: TransferSource, shm: ShmServer | None) -> Service:
+        servicer = TransferServicer(source, host=self._host, config=self._config.transfer, shm=shm)
+        return Service(TRANSFER_SERVICE, lambda server: add_transfer_servicer(servicer, server))
+
+    def _dispatcher(self, engine: Engine, source: TransferSource) -> DecodeDispatcher | PrefillDispatcher:
+        if self._role is Role.PREFILL:
+            return PrefillDispatcher(engine, source, self._config.engine.kind, self._metrics)
+        return DecodeDispatcher(engine, self._metrics)
+
+    def _own_service(self, dispatcher: DecodeDispatcher | PrefillDispatcher) -> Service:
+        if isinstance(dispatcher, PrefillDispatcher):
+            return prefill_service(dispatcher, self._config.streams)
+        return decode_service(dispatcher, self._config.streams)
+
+    def _advertised_host(self) -> str:
+        return self._config.advertise_host or self._config.server.address.rpartition(":")[0]
+
+    def _record(
+        self, capabilities: EngineCapabilities, address: str, events_address: str, http_address: str
+    ) -> WorkerRecord:
+        config = self._config
+        return WorkerRecord(
+            worker_id=self._worker_id,
+            role=self._role,
+            epoch=self._epoch,
+            grpc_address=address,
+            events_address=events_address,
+            http_address=http_address,
+            model_name=config.model_name or Path(config.model_path).resolve().name,
+            model_fingerprint=capabilities.model_fingerprint,
+            host=self._host,
+            data_parallel_size=capabilities.data_parallel_size,
+            num_blocks=capabilities.num_blocks,
+            block_size=capabilities.block_size,
+            max_model_len=capabilities.max_model_len,
+            transfer_ways=config.transfer.ways,
+            sampling_fields=tuple(sorted(capabilities.sampling_fields)),
+            media=capabilities.media,
+            adapters=capabilities.adapters,
+            contract_version=_CONTRACT_VERSION,
+        )
+
+
+def main(role: Role) -> None:
+    """Run one worker from the command line; exits with 1 and one line where it can't start or its engine died."""
+    parser = argparse.ArgumentParser(prog=f"python -m services.{role}", description=f"Serve the {role} phase.")
+    parser.add_argument("--config", type=Path, required=True, help="the worker's YAML file")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME.NAME=VALUE", help="change one setting")
+    arguments = parser.parse_args()
+    try:
+        settings = load_yaml(arguments.config)
+        for assignment in arguments.set:
+            settings = override(settings, assignment)
+        config = build(WorkerConfig, settings)
+        configure(config.log)
+        # The engine's thread runs Python too: with the default of 5 ms the loop lags behind it.
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        uvloop.run(_run(config, role))
+    except (ConfigError, ServingError) as error:
+        logger.error("%s: %s", role, error)
+        sys.exit(1)
+
+
+async def _run(config: WorkerConfig, role: Role) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await WorkerProcess(config, role).run(stop)
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"events_address: must be host:port, not {address!r}")
+    return host, int(port)

@@ -1,0 +1,109 @@
+"""WorkerService: what every worker offers beside its own work."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import grpc
+
+from quartet.discovery.base import WorkerRecord
+from quartet.errors import InvalidRequestError, WorkerUnavailableError
+from quartet.events.load import WorkerLoad
+from quartet.rpc import convert
+from quartet.rpc.durations import to_duration, to_non_negative_seconds
+from quartet.rpc.server import Service
+from quartet.v1 import worker_pb2 as pb
+from quartet.v1 import worker_pb2_grpc
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
+
+# A message stays under 1 MiB with what is around the bytes.
+_PART_BYTES = 1 << 19
+
+
+@dataclass(frozen=True)
+class DrainOutcome:
+    """How a drain ended."""
+
+    num_completed: int
+    num_cancelled: int
+
+
+class WorkerFace(Protocol):
+    """What the servicer asks of the worker behind it."""
+
+    @property
+    def record(self) -> WorkerRecord:
+        """What it announces."""
+        ...
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since it started."""
+        ...
+
+    def sample_load(self) -> WorkerLoad:
+        """Its load now."""
+        ...
+
+    async def drain(self, timeout_s: float | None) -> DrainOutcome:
+        """Take nothing new, let running requests end within the time, cancel the rest."""
+        ...
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Translates; the work is the worker's."""
+
+    def __init__(self, read_files: Callable[[], Mapping[str, bytes]]) -> None:
+        """``read_files`` gives the small files of the model by name; it may block."""
+        self._read_files = read_files
+        self._worker: WorkerFace | None = None
+
+    def serve(self, worker: WorkerFace) -> None:
+        """Answer for ``worker``: it knows its address only once the server listens."""
+        self._worker = worker
+
+    async def GetInfo(self, request: pb.GetInfoRequest, context: _Context) -> pb.GetInfoResponse:
+        """As worker.proto says."""
+        worker = self._required()
+        return pb.GetInfoResponse(
+            record=convert.to_worker_record(worker.record),
+            load=convert.to_worker_load(worker.sample_load()),
+            uptime=to_duration(worker.uptime_s),
+        )
+
+    async def GetModelFiles(
+        self, request: pb.GetModelFilesRequest, context: _Context
+    ) -> AsyncIterator[pb.GetModelFilesResponse]:
+        """As worker.proto says."""
+        files = await asyncio.to_thread(self._read_files)
+        for name in request.names:
+            if name not in files:
+                raise InvalidRequestError(f"this model has no file {name!r} to give", field="names")
+        for name in request.names or sorted(files):
+            data = files[name]
+            digest = hashlib.sha256(data).digest()
+            yield pb.GetModelFilesResponse(file=pb.ModelFile(name=name, size_bytes=len(data), sha256=digest))
+            for begin in range(0, len(data), _PART_BYTES):
+                yield pb.GetModelFilesResponse(data=data[begin : begin + _PART_BYTES])
+
+    async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
+        """As worker.proto says."""
+        timeout_s = to_non_negative_seconds(request.timeout, "timeout") if request.HasField("timeout") else None
+        outcome = await self._required().drain(timeout_s)
+        return pb.DrainResponse(num_completed=outcome.num_completed, num_cancelled=outcome.num_cancelled)
+
+    def _required(self) -> WorkerFace:
+        if self._worker is None:
+            raise WorkerUnavailableError("this worker is still starting", retry_delay_s=1.0)
+        return self._worker
+
+
+def worker_service(servicer: WorkerServicer) -> Service:
+    """WorkerService, for a server."""
+    add = worker_pb2_grpc.add_WorkerServiceServicer_to_server
+    return Service("quartet.v1.WorkerService", lambda server: add(servicer, server))

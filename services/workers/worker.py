@@ -1,0 +1,149 @@
+"""A worker's life: serving, telling how it is, and leaving without losing anything."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Protocol
+
+from quartet.discovery.base import Registration, WorkerRecord
+from quartet.engine.base import Engine
+from quartet.events.load import WorkerLoad
+from quartet.rpc import convert
+from quartet.rpc.server import RpcServer
+from quartet.telemetry.metrics import WorkerMetrics
+from quartet.transfer.source import TransferSource
+from services.workers.dispatcher import DecodeDispatcher, PrefillDispatcher
+from services.workers.health import ProgressWatch
+from services.workers.servicer import DrainOutcome
+
+logger = logging.getLogger(__name__)
+
+_LOOK_INTERVAL_S = 1.0
+_HAND_OFF_LOOK_INTERVAL_S = 0.02
+# After cancelling what is left, this long for its terminal outputs to reach their readers.
+_LAST_OUTPUTS_S = 1.0
+
+
+class Pacer(Protocol):
+    """Tells the load when it is due (``quartet.events.publisher.LoadPacer``)."""
+
+    def poke(self) -> None:
+        """Something may have changed."""
+        ...
+
+
+class Worker:
+    """The state of one worker process, and its two ends: ``drain`` and the engine's death."""
+
+    def __init__(
+        self,
+        record: WorkerRecord,
+        engine: Engine,
+        dispatcher: DecodeDispatcher | PrefillDispatcher,
+        source: TransferSource,
+        server: RpcServer,
+        metrics: WorkerMetrics,
+        *,
+        drain_timeout_s: float,
+        stall_timeout_s: float,
+    ) -> None:
+        """All parts are started; nothing is announced yet."""
+        self.record = record
+        self._engine = engine
+        self._dispatcher = dispatcher
+        self._source = source
+        self._server = server
+        self._metrics = metrics
+        self._drain_timeout_s = drain_timeout_s
+        self._progress = ProgressWatch(stall_timeout_s)
+        self._started_at = time.monotonic()
+        self._registration: Registration | None = None
+        self._is_healthy = True
+        self._draining: asyncio.Task[DrainOutcome] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are welcome."""
+        return self._is_healthy and self._draining is None and self._registration is not None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine lives: when not, only a restart helps."""
+        return self._engine.is_alive
+
+    async def announce(self, registration: Registration) -> None:
+        """Serve from now on: ``registration`` was just made, and health says so."""
+        self._registration = registration
+        await self._server.set_serving(None, True)
+
+    async def consume(self, pacer: Pacer) -> None:
+        """Bring the engine's outputs to their streams until it is closed. Raises ``EngineError`` when it dies."""
+        async for step in self._engine.outputs():
+            self._dispatcher.route(step)
+            pacer.poke()
+
+    async def watch_health(self) -> None:
+        """Once a second: metrics, and health by progress. Runs until cancelled."""
+        while True:
+            stats = self._engine.stats()
+            self._metrics.observe_engine(stats)
+            num_steps = sum(rank.num_steps for rank in stats)
+            num_in_flight = self._dispatcher.num_running
+            await self._set_healthy(
+                self._engine.is_alive
+                and self._progress.is_moving(num_steps=num_steps, num_in_flight=num_in_flight, now=time.monotonic())
+            )
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+
+    def sample_load(self) -> WorkerLoad:
+        """The load now."""
+        return WorkerLoad(
+            worker_id=self.record.worker_id,
+            epoch=self.record.epoch,
+            ranks=tuple(convert.rank_load(stats) for stats in self._engine.stats()),
+            router_progress=self._dispatcher.router_progress,
+            is_draining=self._draining is not None,
+            is_healthy=self._is_healthy,
+        )
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since it started."""
+        return time.monotonic() - self._started_at
+
+    async def drain(self, timeout_s: float | None = None) -> DrainOutcome:
+        """Leave discovery, take nothing new, let requests end for ``timeout_s``, cancel the rest. Later calls join."""
+        if self._draining is None:
+            limit_s = self._drain_timeout_s if timeout_s is None else min(timeout_s, self._drain_timeout_s)
+            self._draining = asyncio.create_task(self._drain(limit_s), name="drain")
+        return await asyncio.shield(self._draining)
+
+    async def _drain(self, timeout_s: float) -> DrainOutcome:
+        deadline = time.monotonic() + timeout_s
+        num_running = self._dispatcher.num_running
+        logger.info("draining: %d requests run, at most %.1f s", num_running, timeout_s)
+        self._dispatcher.drain()
+        await self._server.set_not_serving_for_good()
+        if self._registration is not None:
+            await self._registration.close()
+        num_cancelled = 0
+        if not await self._dispatcher.wait_idle(deadline - time.monotonic()):
+            num_cancelled = self._dispatcher.cancel_all()
+            await self._dispatcher.wait_idle(_LAST_OUTPUTS_S)
+        # What was prefilled here is still to be fetched; nobody else has it.
+        await self._wait_hand_offs(deadline)
+        return DrainOutcome(num_completed=max(num_running - num_cancelled, 0), num_cancelled=num_cancelled)
+
+    async def _wait_hand_offs(self, deadline: float) -> None:
+        while (counts := self._source.counts).held + counts.pulling and time.monotonic() < deadline:
+            await asyncio.sleep(_HAND_OFF_LOOK_INTERVAL_S)
+
+    async def _set_healthy(self, is_healthy: bool) -> None:
+        if is_healthy == self._is_healthy:
+            return
+        self._is_healthy = is_healthy
+        logger.warning("health: %s", "moving again" if is_healthy else "work is in flight and nothing moves")
+        if self._draining is None:
+            await self._server.set_serving(None, is_healthy)
