@@ -120,7 +120,7 @@ class Gate:
 
     Attributes:
         namespace: callers of another namespace are refused.
-        allow_anonymous: callers without a certificate are clients.
+        allow_anonymous: callers are not asked for a certificate: all are clients.
     """
 
     namespace: str
@@ -133,16 +133,14 @@ class Gate:
             UnauthenticatedError: it shows no identity, and one is needed.
             PermissionDeniedError: its identity may not call this method.
         """
-        if self._audience(auth_context) not in audiences_of(method):
-            raise PermissionDeniedError(f"the caller's identity may not call {method}")
-
-    def _audience(self, auth_context: Mapping[str, Iterable[bytes]]) -> Audience:
+        audiences = audiences_of(method)
         identity = caller_identity(auth_context)
         if identity is None:
             # A certificate that says nothing to us is not the same as none: somebody meant to be someone.
-            if self.allow_anonymous and _CERTIFICATE_KEY not in auth_context:
-                return Audience.CLIENT
-            raise UnauthenticatedError("the caller shows no certificate with a quartet:// identity")
-        if identity.namespace != self.namespace:
+            is_anonymous = self.allow_anonymous and _CERTIFICATE_KEY not in auth_context
+            if not is_anonymous or Audience.CLIENT not in audiences:
+                raise UnauthenticatedError(f"{method} takes a certificate with a quartet:// identity")
+        elif identity.namespace != self.namespace:
             raise PermissionDeniedError("the caller belongs to another namespace")
-        return identity.audience
+        elif identity.audience not in audiences:
+            raise PermissionDeniedError(f"the caller's identity may not call {method}")

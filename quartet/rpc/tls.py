@@ -18,7 +18,8 @@ class TlsConfig:
         ca_file: certificates that peers' certificates must lead to.
         cert_file: the own certificate chain; its URI SAN says who this process is (see ``quartet.rpc.audience``).
         key_file: the own private key.
-        require_client_cert: callers must show a certificate. Without it those that show none are clients.
+        require_client_cert: callers must show a certificate. Without it none is asked for and every caller is a client
+            (see ``Audience``): good for a router's edge, useless for a worker, whom only peers call.
         server_name: what a dialled server's certificate must be made out to. ``None``: the host that is dialled.
     """
 

@@ -116,7 +116,7 @@ def test_others_are_refused(uri: str, method: str) -> None:
 def test_without_a_certificate_one_is_a_client_where_that_is_allowed() -> None:
     open_gate = Gate(namespace="prod", allow_anonymous=True)
     open_gate.check(GENERATE, {})
-    with pytest.raises(PermissionDeniedError):
+    with pytest.raises(UnauthenticatedError):
         open_gate.check(DECODE, {})
     with pytest.raises(UnauthenticatedError):
         Gate(namespace="prod", allow_anonymous=False).check(GENERATE, {})

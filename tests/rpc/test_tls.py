@@ -131,7 +131,7 @@ async def test_without_client_certificates_a_caller_is_a_client(
         await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await channel.unary_unary(DRAIN)(b"", timeout=10)
-    assert isinstance(from_rpc_error(caught.value), PermissionDeniedError)
+    assert isinstance(from_rpc_error(caught.value), UnauthenticatedError)
 
 
 @pytest.mark.parametrize("setting", ["ca_file", "cert_file", "key_file"])
