@@ -1,0 +1,109 @@
+"""The identity of a model: one digest over everything that decides its tokens and its KV blocks.
+
+Two workers whose fingerprints are equal may exchange blocks and take over each other's requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from quartet.errors import InvalidRequestError
+
+_LOG = logging.getLogger(__name__)
+
+_CONFIG_FILES = ("config.json", "generation_config.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+)
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+_WEIGHTS_SUFFIX = ".safetensors"
+
+_READ_SIZE_BYTES = 1 << 24
+_PROGRESS_INTERVAL_S = 5.0
+
+
+def model_fingerprint(model_path: str | Path, kv_dtype: str) -> str:
+    """Digest the model in a directory.
+
+    SHA-256 over (part, file name, SHA-256 of the content) of its config, tokenizer, template and weight files, in
+    that order and by name within a part, and over the dtype of its KV cache. Names and digests are separated by
+    bytes that occur in neither, so that no two lists of files have the same digest. Digests of weight files are
+    remembered for the life of the process, as long as a file's size and time of change stay the same.
+
+    Args:
+        model_path: directory as Hugging Face lays it out.
+        kv_dtype: name of the KV cache's dtype, such as ``bfloat16``.
+
+    Returns:
+        64 hexadecimal digits.
+
+    Raises:
+        InvalidRequestError: field ``model``; no directory, or one without ``config.json`` or safetensors files.
+    """
+    directory = Path(model_path)
+    digest = hashlib.sha256()
+    for part, path in _identity_files(directory):
+        digest.update(f"{part}\0{path.name}\0{_file_digest(path)}\n".encode())
+    digest.update(f"kv_dtype\0{kv_dtype}\n".encode())
+    return digest.hexdigest()
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a model directory, by name."""
+    return sorted(path for path in directory.glob(f"*{_WEIGHTS_SUFFIX}") if path.is_file())
+
+
+def _identity_files(directory: Path) -> list[tuple[str, Path]]:
+    weights = weight_files(directory)
+    if not (directory / "config.json").is_file() or not weights:
+        raise InvalidRequestError(f"{directory} holds no config.json with {_WEIGHTS_SUFFIX} files", field="model")
+    parts = [("config", _CONFIG_FILES), ("tokenizer", _TOKENIZER_FILES), ("template", _TEMPLATE_FILES)]
+    files = [(part, directory / name) for part, names in parts for name in sorted(names)]
+    return [(part, path) for part, path in files if path.is_file()] + [("weights", path) for path in weights]
+
+
+@dataclass(frozen=True)
+class _FileState:
+    """What tells whether a file is still the one that was hashed."""
+
+    path: Path
+    size_bytes: int
+    changed_ns: int
+
+
+# Weights do not change while they are served, and hashing a large model takes a minute.
+_weight_digests: dict[_FileState, str] = {}
+
+
+def _file_digest(path: Path) -> str:
+    stat = path.stat()
+    state = _FileState(path.resolve(), stat.st_size, stat.st_mtime_ns)
+    if path.suffix != _WEIGHTS_SUFFIX:
+        return _hash_file(state)
+    if state not in _weight_digests:
+        _weight_digests[state] = _hash_file(state)
+    return _weight_digests[state]
+
+
+def _hash_file(state: _FileState) -> str:
+    digest = hashlib.sha256()
+    buffer = bytearray(min(_READ_SIZE_BYTES, max(state.size_bytes, 1)))
+    num_done, logged_at = 0, time.monotonic()
+    with state.path.open("rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:size])
+            num_done += size
+            if time.monotonic() - logged_at > _PROGRESS_INTERVAL_S:
+                logged_at = time.monotonic()
+                _LOG.info("hashing %s: %d of %d MiB", state.path.name, num_done >> 20, state.size_bytes >> 20)
+    return digest.hexdigest()

@@ -1,0 +1,180 @@
+"""Lays out one step: all chunks' tokens as one flat batch, and the groups of them that attend together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quartet.engine.running import ScheduledChunk
+from quartet.kvcache.layout import KvLayout
+
+_Ids = npt.NDArray[np.int64]
+
+# Decode rows whose sequences differ by more than this factor in blocks are not padded to one length.
+_MAX_PADDING = 1.5
+
+
+@dataclass(frozen=True)
+class KvSpan:
+    """The part of the KV cache that one segment attends to, under one window.
+
+    Attributes:
+        first_rows: ``[num_seqs * num_blocks]`` int64: row of each block's layer 0 in the pool, padded.
+        first_token: tokens to cut off at the begin of what those blocks hold.
+        end_token: where to cut them off at the end.
+        mask: ``[num_seqs, 1, num_queries, num_tokens]``, true where a query attends; ``None``: it attends to all.
+    """
+
+    first_rows: torch.Tensor
+    first_token: int
+    end_token: int
+    mask: torch.Tensor | None
+
+
+@dataclass(eq=False)
+class Segment:
+    """Rows of the flat batch that attend in one call: decode rows of similar length, or one chunk of a prompt.
+
+    Attributes:
+        begin: its first row.
+        num_queries: rows of each sequence.
+        block_tables: one for each sequence.
+        first_positions: ``[num_seqs]``: position of each sequence's first query.
+    """
+
+    begin: int
+    num_queries: int
+    block_tables: list[_Ids]
+    first_positions: _Ids
+    layout: KvLayout
+    device: torch.device
+    _spans: dict[int | None, KvSpan] = field(default_factory=dict)
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences in it; 1 where ``num_queries`` is more than 1."""
+        return len(self.block_tables)
+
+    @property
+    def end(self) -> int:
+        """The row after its last one."""
+        return self.begin + self.num_seqs * self.num_queries
+
+    def is_whole(self, window: int | None) -> bool:
+        """Whether it is a sequence from its begin on, none of whose tokens lies outside the window of a later one."""
+        is_first = self.num_seqs == 1 and self.num_queries > 1 and self.first_positions[0] == 0
+        return is_first and (window is None or self.num_queries <= window)
+
+    def span(self, window: int | None) -> KvSpan:
+        """What it attends to in layers with this window: the same for all of them in a step."""
+        if window not in self._spans:
+            self._spans[window] = self._make_span(window)
+        return self._spans[window]
+
+    def _make_span(self, window: int | None) -> KvSpan:
+        block_size = self.layout.block_size
+        lengths = self.first_positions + self.num_queries
+        # Blocks that lie before every query's window are not even read.
+        first_tokens = np.zeros_like(lengths) if window is None else np.maximum(self.first_positions - window + 1, 0)
+        first_blocks = first_tokens // block_size
+        num_blocks = -(-lengths // block_size) - first_blocks
+        rows = np.empty((self.num_seqs, num_blocks.max()), dtype=np.int64)
+        for row, table, first, num in zip(rows, self.block_tables, first_blocks, num_blocks, strict=True):
+            row[:num] = table[first : first + num]
+            row[num:] = row[num - 1]  # padding repeats a block of its own: nobody else's bytes are touched
+        first_rows = torch.from_numpy(rows.ravel() * (self.layout.num_layers * 2)).to(self.device)
+        starts = first_blocks * block_size
+        if self.num_seqs > 1:
+            end_token = rows.shape[1] * block_size
+            return KvSpan(first_rows, 0, end_token, self._mask(starts, end_token, window))
+        first_token, end_token = int(first_tokens[0] - starts[0]), int(lengths[0] - starts[0])
+        mask = self._mask(first_tokens, end_token - first_token, window) if self.num_queries > 1 else None
+        return KvSpan(first_rows, first_token, end_token, mask)
+
+    def _mask(self, starts: _Ids, num_tokens: int, window: int | None) -> torch.Tensor:
+        queries = (self.first_positions[:, None] + np.arange(self.num_queries))[:, None, :, None]
+        keys = (starts[:, None] + np.arange(num_tokens))[:, None, None, :]
+        mask = keys <= queries
+        if window is not None:
+            mask &= keys > queries - window
+        return torch.from_numpy(mask).to(self.device)
+
+
+@dataclass(frozen=True)
+class FlatBatch:
+    """One step's tokens.
+
+    Attributes:
+        token_ids: ``[1, T]`` int64.
+        positions: ``[1, T]`` int64.
+        slots: ``[T]`` int64: where each token's keys go in layer 0 (``KvPool.write``).
+        last_rows: ``[S]`` int64: row of the last token of each chunk that samples, in the order of the chunks.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    last_rows: torch.Tensor
+    segments: tuple[Segment, ...]
+
+
+def build_batch(chunks: Sequence[ScheduledChunk], layout: KvLayout, device: torch.device) -> FlatBatch:
+    """Lay out a step: single tokens first, from the shortest sequence on, then the longer chunks."""
+    order = sorted(range(len(chunks)), key=lambda i: (chunks[i].num_tokens > 1, chunks[i].first_position))
+    ordered = [chunks[i] for i in order]
+    tables = [np.asarray(chunk.running.seq.block_table, dtype=np.int64) for chunk in ordered]
+    sizes = np.asarray([chunk.num_tokens for chunk in ordered])
+    ends = np.cumsum(sizes)
+    positions = [np.arange(chunk.first_position, chunk.first_position + chunk.num_tokens) for chunk in ordered]
+    last_row_of = dict(zip(order, ends - 1, strict=True))
+    last_rows = [last_row_of[i] for i, chunk in enumerate(chunks) if chunk.samples]
+    return FlatBatch(
+        token_ids=_tensor(np.concatenate([_token_ids(chunk) for chunk in ordered]), device)[None],
+        positions=_tensor(np.concatenate(positions), device)[None],
+        slots=_tensor(np.concatenate([_slots(*item, layout) for item in zip(tables, positions, strict=True)]), device),
+        last_rows=_tensor(np.asarray(last_rows, dtype=np.int64), device),
+        segments=tuple(
+            Segment(
+                begin=int(ends[first] - sizes[first]),
+                num_queries=int(sizes[first]),
+                block_tables=tables[first:end],
+                first_positions=np.asarray([chunk.first_position for chunk in ordered[first:end]], dtype=np.int64),
+                layout=layout,
+                device=device,
+            )
+            for first, end in _group(ordered, layout.block_size)
+        ),
+    )
+
+
+def _token_ids(chunk: ScheduledChunk) -> _Ids:
+    end = chunk.first_position + chunk.num_tokens
+    return np.asarray(chunk.running.seq.token_ids[chunk.first_position : end], dtype=np.int64)
+
+
+def _slots(table: _Ids, positions: _Ids, layout: KvLayout) -> _Ids:
+    blocks, offsets = np.divmod(positions, layout.block_size)
+    slots: _Ids = table[blocks] * (layout.num_layers * 2 * layout.block_size) + offsets
+    return slots
+
+
+def _group(ordered: Sequence[ScheduledChunk], block_size: int) -> list[tuple[int, int]]:
+    """Ranges of ``ordered`` that make one segment each."""
+    groups: list[tuple[int, int]] = []
+    longest_allowed = 0.0
+    for i, chunk in enumerate(ordered):
+        num_blocks = chunk.first_position // block_size + 1
+        if groups and chunk.num_tokens == 1 and num_blocks <= longest_allowed:
+            groups[-1] = (groups[-1][0], i + 1)
+        else:
+            groups.append((i, i + 1))
+            longest_allowed = num_blocks * _MAX_PADDING
+    return groups
+
+
+def _tensor(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array).to(device)

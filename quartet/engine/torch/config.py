@@ -1,0 +1,51 @@
+"""What the torch engine is told about its model, device and block pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quartet.errors import InvalidRequestError
+
+#: Dtypes a model can be run in; "auto" takes the checkpoint's own.
+DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchEngineConfig:
+    """One model on one device.
+
+    Attributes:
+        model_path: directory with config.json, tokenizer and safetensors files.
+        dtype: of weights, activations and KV cache, by its PyTorch name; ``auto``: the checkpoint's.
+        device: ``cpu``, or ``cuda:N``.
+        num_blocks: KV blocks of the pool.
+        block_size: tokens of a block.
+        max_model_len: tokens of prompt and output together; ``None``: what the model was made for.
+        num_threads: CPU threads of one operation; ``None`` leaves PyTorch's choice.
+
+    Raises:
+        InvalidRequestError: a value out of range, with its ``field``.
+    """
+
+    model_path: str
+    dtype: str = "auto"
+    device: str = "cpu"
+    num_blocks: int
+    block_size: int = 32
+    max_model_len: int | None = None
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        _check(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        is_cuda_index = self.device.startswith("cuda:") and self.device.removeprefix("cuda:").isdigit()
+        _check(self.device == "cpu" or is_cuda_index, "device", f"must be cpu or cuda:N, not {self.device!r}")
+        _check(self.num_blocks >= 1, "num_blocks", "must be at least 1")
+        _check(self.block_size >= 1, "block_size", "must be at least 1")
+        _check(self.max_model_len is None or self.max_model_len >= 1, "max_model_len", "must be at least 1")
+        _check(self.num_threads is None or self.num_threads >= 1, "num_threads", "must be at least 1")
+
+
+def _check(is_good: bool, name: str, complaint: str) -> None:
+    if not is_good:
+        raise InvalidRequestError(f"{name} {complaint}", field=name)

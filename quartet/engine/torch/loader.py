@@ -1,0 +1,131 @@
+"""Loads a Hugging Face checkpoint: checked on the meta device first, then its tensors straight into place.
+
+``from_pretrained`` of transformers 5 builds the model on ``meta`` and materialises tensor by tensor from the mapped
+files, renaming and fusing keys (experts) as the architecture wants. In the checkpoint's own dtype, on the CPU, weights
+*are* the mapped file; in another dtype only the converted tensors are new memory. Measured on 212 MB in float32: 2 MB
+of own memory as it is, 105 MB in bfloat16, no second copy at any time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from quartet.engine.fingerprint import weight_files
+from quartet.engine.torch.attention import PAGED_ATTENTION
+from quartet.engine.torch.config import TorchEngineConfig
+from quartet.engine.torch.support import AttentionShape, check_config, probe_attention
+from quartet.errors import EngineError, InvalidRequestError
+
+_LOG = logging.getLogger(__name__)
+_MAX_NAMED_KEYS = 5
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that computes, with what the engine needs to know of it.
+
+    Attributes:
+        dtype: of weights and KV cache, by its PyTorch name.
+        eos_token_ids: tokens that end an output.
+        max_model_len: tokens of prompt and output together.
+    """
+
+    model: PreTrainedModel
+    shape: AttentionShape
+    dtype: str
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    max_model_len: int
+
+
+def load_model(config: TorchEngineConfig) -> LoadedModel:
+    """Load the checkpoint that ``config`` names onto its device. Runs no code from the checkpoint, downloads nothing.
+
+    Raises:
+        InvalidRequestError: field ``model``: not a model this engine can run; ``max_model_len``: beyond the model's.
+        EngineError: files are missing or damaged, or their tensors are not those of the model.
+    """
+    started_at = time.monotonic()
+    model_config = _read_config(Path(config.model_path))
+    check_config(model_config)
+    shape = probe_attention(model_config)
+    max_model_len = _max_model_len(config, model_config)
+    model = _load_weights(config)
+    model.train(False)
+    model.to(torch.device(config.device))  # type: ignore[arg-type]  # its decorator hides the parameters
+    _LOG.info("loaded %s in %.1f s", config.model_path, time.monotonic() - started_at)
+    return LoadedModel(
+        model=model,
+        shape=shape,
+        dtype=str(model.dtype).removeprefix("torch."),
+        eos_token_ids=_eos_token_ids(model),
+        vocab_size=model_config.vocab_size,
+        max_model_len=max_model_len,
+    )
+
+
+def _read_config(directory: Path) -> PretrainedConfig:
+    if not (directory / "config.json").is_file() or not weight_files(directory):
+        raise InvalidRequestError(f"{directory} holds no config.json with .safetensors files", field="model")
+    try:
+        auto: Any = AutoConfig  # whose methods are not typed
+        config: PretrainedConfig = auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, OSError) as error:
+        raise InvalidRequestError(f"{directory}: config.json cannot be used: {error}", field="model") from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise InvalidRequestError(f"{config.model_type} is not a causal language model", field="model")
+    return config
+
+
+def _load_weights(config: TorchEngineConfig) -> PreTrainedModel:
+    # A server's log is no terminal.
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    auto: Any = AutoModelForCausalLM  # whose methods are not typed
+    model: PreTrainedModel
+    try:
+        model, report = auto.from_pretrained(
+            config.model_path,
+            dtype=config.dtype,
+            attn_implementation=PAGED_ATTENTION,
+            output_loading_info=True,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise EngineError(f"{config.model_path}: weights cannot be loaded: {error}") from error
+    for fault in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if keys := sorted(map(str, report.get(fault, ()))):
+            named = ", ".join(keys[:_MAX_NAMED_KEYS])
+            raise EngineError(f"{config.model_path}: {len(keys)} {fault.replace('_', ' ')}: {named}")
+    if model.dtype == torch.float64:
+        model.set_experts_implementation("eager")  # the default, grouped_mm, has no float64
+    return model
+
+
+def _max_model_len(config: TorchEngineConfig, model_config: PretrainedConfig) -> int:
+    own: int | None = getattr(model_config, "max_position_embeddings", None)
+    wanted = config.max_model_len or own
+    if wanted is None:
+        raise InvalidRequestError("the model does not say its longest sequence", field="max_model_len")
+    if own is not None and wanted > own:
+        raise InvalidRequestError(f"the model was made for {own} tokens, not {wanted}", field="max_model_len")
+    return wanted
+
+
+def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """As ``generate`` takes them: from generation_config.json, else config.json."""
+    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if eos is None:
+        eos = model.config.eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset(eos) if isinstance(eos, list | tuple) else frozenset({int(eos)})

@@ -1,0 +1,168 @@
+"""Which models the torch engine can run: found out on a model without weights, before anything is loaded.
+
+Every layer has to be one attention, full or sliding, whose keys and values fit the block pool, and has to hand them to
+the registered attention function unchanged. A model that keeps other state (state-space or convolution layers), shares
+KV between layers or masks in other ways would run and be wrong: it is refused, naming the layer or feature.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from quartet.errors import InvalidRequestError
+
+_PROBE = "quartet_probe"
+_NUM_PROBE_TOKENS = 3
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+# Frequencies of "dynamic" and "longrope" depend on the longest sequence of the batch.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_POSITION_IDS = "position_ids"  # the one tensor that models pass along and attention may ignore
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What every layer writes to the KV cache for one token: K and V of ``[num_kv_heads, head_dim]``."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def check_config(config: PretrainedConfig) -> None:
+    """Refuse what the configuration already tells.
+
+    Raises:
+        InvalidRequestError: field ``model``.
+    """
+    if config.is_encoder_decoder:
+        raise _refusal("an encoder-decoder model")
+    if config.get_text_config() is not config:
+        raise _refusal(f"a multimodal model ({config.model_type})")
+    if getattr(config, "quantization_config", None) is not None:
+        raise _refusal("a quantized checkpoint")
+    if getattr(config, "kv_lora_rank", None):
+        raise _refusal("multi-head latent attention (kv_lora_rank)")
+    if getattr(config, "num_kv_shared_layers", None):
+        raise _refusal(f"KV shared between layers (num_kv_shared_layers = {config.num_kv_shared_layers})")
+    for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind not in _LAYER_TYPES:
+            raise _refusal(f"layer {layer}: {kind}")
+    for rope_type in _rope_types(getattr(config, "rope_parameters", None) or {}):
+        if rope_type not in _ROPE_TYPES:
+            raise _refusal(f"rope type {rope_type}")
+
+
+def probe_attention(config: PretrainedConfig) -> AttentionShape:
+    """Run a few tokens through the model on the ``meta`` device and look at what reaches attention.
+
+    Raises:
+        InvalidRequestError: field ``model``; a layer that this engine cannot serve.
+    """
+    model = _build_on_meta(config)
+    ids = torch.zeros(1, _NUM_PROBE_TOKENS, dtype=torch.long, device="meta")
+    calls: list[_Call] = []
+    with torch.inference_mode():
+        model(input_ids=ids, position_ids=ids, use_cache=False, paged=calls)
+    num_layers = int(config.num_hidden_layers)
+    _check_layers_called(calls, num_layers, type(model).__name__)
+    for call in calls:
+        _check_call(call, calls[0], config)
+    _, num_kv_heads, _, head_dim = calls[0].key_shape
+    return AttentionShape(num_layers, num_kv_heads, head_dim)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """How one layer called attention."""
+
+    layer: int | None
+    query_shape: tuple[int, ...]
+    key_shape: tuple[int, ...]
+    value_shape: tuple[int, ...]
+    sliding_window: int | None
+    is_causal: bool
+    tensors: frozenset[str] = field(default=frozenset())  # names of tensors passed beside q, k, v
+
+
+def _record(  # the interface's signature: transformers passes these by name
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged: list[_Call],
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    tensors = {**others, "attention_mask": attention_mask}
+    call = _Call(
+        layer=getattr(module, "layer_idx", None),
+        query_shape=tuple(query.shape),
+        key_shape=tuple(key.shape),
+        value_shape=tuple(value.shape),
+        sliding_window=sliding_window,
+        is_causal=bool(getattr(module, "is_causal", True)),
+        tensors=frozenset(name for name, value in tensors.items() if isinstance(value, torch.Tensor)),
+    )
+    paged.append(call)
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+
+AttentionInterface.register(_PROBE, _record)
+
+
+def _build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        auto: Any = AutoModelForCausalLM  # whose methods are not typed
+        model: PreTrainedModel = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    # Whether its attention goes through AttentionInterface; there is no public name for it.
+    if not model._supports_attention_backend:
+        raise _refusal(f"{type(model).__name__}: its attention cannot be replaced")
+    if getattr(model, "_is_stateful", False):
+        raise _refusal(f"{type(model).__name__}: layers that keep state other than keys and values")
+    model.set_attn_implementation(_PROBE)
+    model.train(False)
+    return model
+
+
+def _check_layers_called(calls: list[_Call], num_layers: int, name: str) -> None:
+    called = [call.layer for call in calls]
+    for layer in range(num_layers):
+        if called.count(layer) != 1:
+            raise _refusal(f"{name}, layer {layer}: {called.count(layer)} attentions, not one")
+    if len(calls) != num_layers:
+        raise _refusal(f"{name}: {len(calls)} attentions in {num_layers} layers")
+
+
+def _check_call(call: _Call, first: _Call, config: PretrainedConfig) -> None:
+    where = f"layer {call.layer}"
+    if call.key_shape != call.value_shape or call.query_shape[3] != call.key_shape[3]:
+        raise _refusal(f"{where}: head_dim of queries, keys and values differ (latent attention?)")
+    if call.query_shape[1] % call.key_shape[1]:
+        raise _refusal(f"{where}: query heads are no multiple of KV heads")
+    if call.key_shape != first.key_shape:
+        raise _refusal(f"{where}: KV heads or head_dim differ from layer {first.layer}'s")
+    if not call.is_causal:
+        raise _refusal(f"{where}: attention that is not causal")
+    if unknown := call.tensors - {_POSITION_IDS}:
+        raise _refusal(f"{where}: attention with {', '.join(sorted(unknown))}")
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types and (layer_types[call.layer or 0] == "sliding_attention") != (call.sliding_window is not None):
+        raise _refusal(f"{where}: {layer_types[call.layer or 0]} with window {call.sliding_window}")
+
+
+def _rope_types(parameters: dict[str, Any]) -> list[str]:
+    """Rope types of one parameter set, or of one set a layer type."""
+    if "rope_type" in parameters:
+        return [parameters["rope_type"]]
+    return [item["rope_type"] for item in parameters.values() if isinstance(item, dict) and "rope_type" in item]
+
+
+def _refusal(what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the torch engine cannot run {what}", field="model")

@@ -1,0 +1,76 @@
+"""Tiny models with random weights, saved as Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB_SIZE = 199
+SLIDING_WINDOW = 8
+
+# Weights this wide, unlike the usual 0.02, leave clear distances between logits.
+_INIT_STD = 0.1
+_BASE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": _INIT_STD,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_SLIDING = {
+    "sliding_window": SLIDING_WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+
+#: Families by name: configuration class and what it needs beside the common part.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama3_rope": (
+        "LlamaConfig",
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 16, "query_pre_attn_scalar": 32, **_SLIDING}),
+    "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 16, **_MOE}),
+    "gemma2": ("Gemma2Config", {"head_dim": 16, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 0.5, **_SLIDING}),
+    "gpt_oss": ("GptOssConfig", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, **_SLIDING}),
+}
+
+
+def make_config(family: str, **changes: Any) -> transformers.PretrainedConfig:
+    """The configuration of a family's tiny model."""
+    class_name, own = FAMILIES[family]
+    return getattr(transformers, class_name)(**{**_BASE, **own, **changes})
+
+
+def make_checkpoint(
+    directory: Path, config: transformers.PretrainedConfig, dtype: torch.dtype = torch.float64, **saving: Any
+) -> Path:
+    """Save a model of this configuration with random weights from a fixed seed."""
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):  # zero at first: they would not be tested
+            torch.nn.init.normal_(parameter, std=1.0)
+    model.save_pretrained(directory, **saving)
+    return directory

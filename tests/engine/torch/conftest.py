@@ -1,0 +1,30 @@
+"""Checkpoints and oracles, made once for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.torch.checkpoints import make_checkpoint, make_config
+from tests.engine.torch.oracle import Oracle
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The directory of a family's tiny model."""
+    return cache(lambda family: make_checkpoint(tmp_path_factory.mktemp(family), make_config(family)))
+
+
+@pytest.fixture(scope="session")
+def oracle(checkpoint: Callable[[str], Path]) -> Callable[[str], Oracle]:
+    """``generate`` on a family's tiny model."""
+    return cache(lambda family: Oracle(checkpoint(family)))
