@@ -100,6 +100,7 @@ class StepEngine:
         self._ready = asyncio.get_running_loop().create_future()
         self._thread.start()
         runner = await self._ready
+        self._check_alive()
         if self._puller is not None and runner.memory is not None:
             self._puller.attach(runner.memory, runner.layout)
         self._memory = runner.memory
@@ -122,8 +123,7 @@ class StepEngine:
         """
         assert self._capabilities is not None, "the engine was not started"
         assert request.id not in self._live, "an id is used once"
-        if self._end_error is not None:
-            raise type(self._end_error)(self._end_error.message)
+        self._check_alive()
         try:
             if request.hand_off is not None:
                 self._claim(request.id, request.hand_off)
@@ -186,6 +186,10 @@ class StepEngine:
             self._ready.set_exception(error if isinstance(error, ServingError) else loss)
         self._end(loss)
         self._outputs.end(loss)
+
+    def _check_alive(self) -> None:
+        if self._end_error is not None:
+            raise type(self._end_error)(self._end_error.message)
 
     def _claim(self, id: int, hand_off: HandOff) -> None:
         if self._pulls is None or self._memory is None:

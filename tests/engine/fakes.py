@@ -72,6 +72,7 @@ class FakeRunner:
         step_gate: where given, each step takes one permit first, so that a test decides when steps happen.
         failure: raised by the next step.
         num_steps: steps begun.
+        step_began: set by the first step.
         chunk_sizes: tokens of each chunk of each step.
     """
 
@@ -96,10 +97,12 @@ class FakeRunner:
         self.failure: Exception | None = None
         self.num_steps = 0
         self.chunk_sizes: list[list[int]] = []
-        self.is_closed = False
+        self.step_began = threading.Event()
+        self.num_closes = 0
 
     def run(self, chunks: Sequence[ScheduledChunk]) -> list[SampledToken]:
         self.num_steps += 1
+        self.step_began.set()
         if self.step_gate is not None:
             assert self.step_gate.acquire(timeout=WAIT_S), "no permit for a step"
         if self.failure is not None:
@@ -111,8 +114,7 @@ class FakeRunner:
         return [self._sample(chunk) for chunk in chunks if chunk.samples]
 
     def close(self) -> None:
-        assert not self.is_closed, "closed once"
-        self.is_closed = True
+        self.num_closes += 1
 
     def _compute(self, chunk: ScheduledChunk) -> None:
         seq = chunk.running.seq
@@ -220,7 +222,11 @@ class FakePuller:
         return claim
 
     async def close(self) -> None:
-        assert not any(claim.is_writing for claim in self.claims)
+        assert not self.num_writing()
+
+    def num_writing(self) -> int:
+        """Fetches that may still write to the local pool."""
+        return sum(claim.is_writing for claim in self.claims)
 
     def offer(self, memory: PoolMemory, layout: KvLayout, block_ids: tuple[int, ...], num_tokens: int) -> HandOff:
         """A hand-off of blocks in ``memory``, which a claim of this puller can fetch."""
