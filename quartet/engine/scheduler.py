@@ -164,11 +164,14 @@ class Scheduler:
         schedule = Schedule()
         self._grow(schedule)
         budget = self._config.max_num_batched_tokens
+        prefilling: list[RunningRequest] = []
         for running in self._running:
             if running.is_decoding:
                 budget -= schedule.add_chunk(running, 1)
-        for running in self._running:
-            if budget and not running.is_decoding:
+            else:
+                prefilling.append(running)
+        for running in prefilling:
+            if budget:
                 budget -= schedule.add_chunk(running, budget)
         if not schedule.num_preempted:  # what was just taken away is needed by those that run
             self._admit(schedule, budget)
@@ -235,7 +238,7 @@ class Scheduler:
 
     def _take_token(self, running: RunningRequest, sampled: SampledToken) -> TokenOut:
         offset = running.num_output_tokens
-        finished = _finish_reason(running, sampled.token_id)
+        finished = _finish_reason(running, sampled.token_id, offset + 1)
         if running.request.kind is RequestKind.PREFILL:
             return self._complete_prefill(running, sampled, finished)
         running.seq.append(sampled.token_id)
@@ -284,9 +287,8 @@ def _stop_ids(request: EngineRequest, eos_token_ids: frozenset[int]) -> frozense
     return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
 
 
-def _finish_reason(running: RunningRequest, token_id: int) -> FinishReason | None:
-    """Why the output ends with ``token_id``, its newest token."""
-    num_output_tokens = running.num_output_tokens + 1
+def _finish_reason(running: RunningRequest, token_id: int, num_output_tokens: int) -> FinishReason | None:
+    """Why the output ends with ``token_id``, which is output token number ``num_output_tokens``, counting from 1."""
     # A sampler masks stop ids before min_tokens; should one come all the same, it is a token like any other.
     if token_id in running.stop_ids and num_output_tokens > running.sampling.min_tokens:
         return FinishReason.STOP_ID

@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
@@ -13,6 +14,7 @@ from quartet.engine.base import EngineRequest, Failed, Finished, FinishReason, P
 from quartet.engine.core import StepEngine
 from quartet.engine.sampling import OutputOptions
 from quartet.engine.scheduler import SchedulerConfig
+from quartet.engine.step_loop import StepLoop
 from quartet.errors import (
     EngineError,
     InvalidRequestError,
@@ -179,19 +181,18 @@ async def test_a_request_that_no_step_has_seen_yet_counts_as_waiting(start_engin
     gate.release(100)
 
 
-async def test_an_idle_engine_takes_no_steps(start_engine: StartEngine) -> None:
-    runner = FakeRunner()
-    engine = await start_engine(runner)
+async def test_an_idle_engine_sleeps(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_turns = count()
+    step = StepLoop.step
+    monkeypatch.setattr(StepLoop, "step", lambda steps, messages: (next(num_turns), step(steps, messages))[1])
+    engine = await start_engine(FakeRunner())
     consumer = Consumer(engine)
+    engine.release(10**9)  # wakes it up for nothing
     engine.submit(request := make_request([1], max_tokens=3))
     await consumer.wait_terminal(request)
-    _check_idle(engine)
-    num_steps = engine.stats()[0].num_steps
-    engine.release(10**9)  # wakes it up for nothing
-    engine.submit(request := make_request([2], max_tokens=3))
-    await consumer.wait_terminal(request)
-    assert engine.stats()[0].num_steps - num_steps <= 4
-    assert runner.num_steps == 6
+    await asyncio.sleep(0.02)  # a window to be watched: a loop that spins turns thousands of times
+    assert engine.stats()[0].num_steps == 3
+    assert next(num_turns) <= 10
 
 
 async def test_a_runner_that_raises_ends_the_engine_and_every_request(start_engine: StartEngine) -> None:
