@@ -129,6 +129,10 @@ class WorkerTable:
             return None
         return max(pools, key=lambda pool: pool.num_ready_decode)
 
+    def has_ready_decode(self, pool: PoolKey, now: float) -> bool:
+        """Whether any decode worker of ``pool`` is ready."""
+        return any(known.num_ready_decode for known in self.pools(now) if known.key == pool)
+
     def snapshot(self, pool: PoolKey, now: float) -> Snapshot:
         """The places of ``pool`` that take requests now."""
         ready = [worker for worker in self._workers.values() if worker.pool == pool and self._is_ready(worker, now)]

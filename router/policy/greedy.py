@@ -42,7 +42,7 @@ class GreedyPolicy(ABC):
         return placements + [None] * (len(waiting) - len(placements))
 
     def _place(self, pending: Pending, snapshot: Snapshot, tally: Tally, fenced: set[Place]) -> Placement | None:
-        eligible = [place for place in snapshot.decode if place.place not in fenced and place.serves(pending.adapter)]
+        eligible = [place for place in snapshot.decode if place.place not in fenced and _can_ever_hold(place, pending)]
         roomy = [place for place in eligible if tally.has_room(place, pending)]
         if not roomy:
             if eligible:
@@ -94,6 +94,11 @@ class Tally:
         """Count ``pending`` in."""
         self._num_blocks[decode.place] += decode.num_blocks(pending.num_reserved_tokens)
         self._num_tokens[(prefill or decode).place] += pending.num_tokens
+
+
+def _can_ever_hold(candidate: Candidate, pending: Pending) -> bool:
+    num_blocks = candidate.num_blocks(pending.num_reserved_tokens)
+    return num_blocks <= candidate.num_total_blocks and candidate.serves(pending.adapter)
 
 
 def _welcome(candidates: Sequence[Candidate], pending: Pending) -> Sequence[Candidate]:

@@ -1,0 +1,148 @@
+"""What one choice has given so far: tokens of all its attempts, their text, and where its time went."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from quartet.engine.sampling import TokenLogprobs
+from quartet.errors import WorkerUnavailableError
+from quartet.rpc.edge import ChoiceFinished, Delta, EndReason, TimeBreakdown, Usage
+from quartet.rpc.inner import DecodeStarted, PrefillOutcome
+from quartet.telemetry.metrics import ModelMetrics
+from quartet.text.text_stream import TextDelta, TextStream
+from router.prepared import PreparedRequest
+
+
+class ChoiceOutput:
+    """Turns tokens into deltas and keeps the accounts of one choice.
+
+    Attributes:
+        token_ids: all tokens that came, those included that are still held back from the client.
+        num_attempts: attempts begun.
+    """
+
+    def __init__(
+        self, request: PreparedRequest, choice: int, metrics: ModelMetrics, show: Callable[[Delta], None]
+    ) -> None:
+        """``show`` is given each delta."""
+        self.token_ids: list[int] = []
+        self.num_attempts = 0
+        self._request = request
+        self._choice = choice
+        self._metrics = metrics
+        self._show = show
+        self._last_tokens_at = request.arrived_at
+        options = request.start.text_options
+        self._text = TextStream(
+            None if options.omit_text else request.text.tokenizer,
+            options.stop_strings,
+            include_stop=options.include_stop_string,
+            skip_special_tokens=not options.show_special_tokens,
+            prompt_tail=request.prompt_tail,
+        )
+        self._stop_string = ""
+        self._num_shown = 0
+        self._logprobs: deque[TokenLogprobs] = deque()
+        self._num_cached_tokens: int | None = None
+        self._times: dict[str, float] = {}
+
+    @property
+    def num_shown(self) -> int:
+        """Tokens shown to the client."""
+        return self._num_shown
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether a stop string ended it."""
+        return bool(self._stop_string)
+
+    def take(self, offset: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        """Take tokens, the first of which is output token number ``offset``; those that are here already are dropped.
+
+        Raises:
+            WorkerUnavailableError: tokens before ``offset`` are missing: the attempt is broken.
+        """
+        num_known = len(self.token_ids) - offset
+        if num_known < 0:
+            raise WorkerUnavailableError("the worker left out tokens")
+        token_ids = token_ids[num_known:]
+        if not token_ids or self.has_stopped:
+            return
+        self._observe(len(token_ids))
+        self.token_ids.extend(token_ids)
+        self._logprobs.extend(logprobs[num_known:])
+        self._deliver(self._text.push(token_ids))
+
+    def note_wait(self, waited_s: float) -> None:
+        """It waited in the router."""
+        self._add_time("router_queue_s", waited_s)
+
+    def note_prefill(self, duration_s: float, outcome: PrefillOutcome | None) -> None:
+        """A prefill hop ended, well with ``outcome``."""
+        self._add_time("prefill_s", duration_s)
+        if outcome is not None:
+            self._add_time("prefill_queue_s", outcome.queue_s)
+            self._note_cached(outcome.num_cached_tokens)
+
+    def note_started(self, started: DecodeStarted, *, is_handed_off: bool) -> None:
+        """A decode worker began with it."""
+        self._add_time("decode_queue_s", started.queue_s)
+        if is_handed_off:
+            self._add_time("transfer_s", started.transfer_s)
+        else:
+            self._note_cached(started.num_cached_tokens)
+
+    def finish(self, reason: EndReason) -> ChoiceFinished:
+        """Give out what was held back, and the end."""
+        self._deliver(self._text.finish())
+        if self.has_stopped:
+            reason = EndReason.STOP_STRING
+        self._times["total_s"] = time.monotonic() - self._request.arrived_at
+        return ChoiceFinished(
+            choice=self._choice,
+            reason=reason,
+            stop_string=self._stop_string,
+            usage=Usage(
+                num_prompt_tokens=len(self._request.prompt_token_ids),
+                num_cached_tokens=min(self._num_cached_tokens or 0, len(self._request.prompt_token_ids)),
+                num_output_tokens=self._num_shown,
+                num_attempts=max(self.num_attempts, 1),
+            ),
+            time=TimeBreakdown(tokenize_s=self._request.tokenize_s, **self._times),
+        )
+
+    def _deliver(self, delta: TextDelta) -> None:
+        if delta.is_empty:
+            return
+        options = self._request.start.text_options
+        num_logprobs = min(delta.num_tokens, len(self._logprobs))
+        shown = Delta(
+            choice=self._choice,
+            token_offset=self._num_shown,
+            token_ids=() if options.omit_token_ids else delta.token_ids,
+            text=delta.text,
+            logprobs=tuple(self._logprobs.popleft() for _ in range(num_logprobs)),
+        )
+        self._num_shown += delta.num_tokens
+        self._stop_string = delta.stop_string or self._stop_string
+        if shown.token_ids or shown.text or shown.logprobs:
+            self._show(shown)
+
+    def _observe(self, num_tokens: int) -> None:
+        now = time.monotonic()
+        since_last_s, self._last_tokens_at = now - self._last_tokens_at, now
+        if self.token_ids:
+            self._metrics.itl.observe(since_last_s / num_tokens)
+        else:
+            self._times["first_token_s"] = since_last_s
+            self._metrics.ttft.observe(since_last_s)
+
+    def _note_cached(self, num_tokens: int) -> None:
+        # Later attempts find what the first one computed.
+        if self._num_cached_tokens is None:
+            self._num_cached_tokens = num_tokens
+
+    def _add_time(self, name: str, seconds: float) -> None:
+        self._times[name] = self._times.get(name, 0.0) + seconds

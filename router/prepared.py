@@ -1,0 +1,129 @@
+"""A request made ready: checked, tokenized, named, and bound to a pool."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quartet.errors import InvalidRequestError, ModelNotFoundError
+from quartet.rpc.edge import ChatPrompt, GenerateStart, Prompt, TextPrompt
+from quartet.text.model_text import ModelText
+from router.hops import ModelTexts
+from router.validation import check_pool, check_tokens, max_sequence_tokens
+from router.worker_table import Pool, WorkerTable
+
+# Below so many characters tokenizing costs less than handing it to a thread.
+_MAX_INLINE_LENGTH = 2_000
+# Enough for a first word to keep its space, and for an accent to find its letter.
+_TAIL_TOKENS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRequest:
+    """A request that can be placed.
+
+    Attributes:
+        request_id: 32 lower-case hexadecimal digits, drawn here.
+        traceparent: W3C trace context; empty: no trace.
+        arrived_at, deadline: monotonic seconds.
+        tokenize_s: seconds that template and tokenizer took.
+        max_output_tokens: output tokens at which each choice ends at the latest.
+    """
+
+    request_id: str
+    start: GenerateStart
+    pool: Pool
+    text: ModelText
+    prompt_token_ids: Sequence[int] = field(repr=False)
+    seed: int
+    traceparent: str
+    arrived_at: float
+    deadline: float
+    tokenize_s: float
+    max_output_tokens: int
+
+    @property
+    def prompt_tail(self) -> Sequence[int]:
+        """The prompt's last few tokens where the answer's text continues it; a chat's answer stands alone."""
+        return () if isinstance(self.start.prompt, ChatPrompt) else self.prompt_token_ids[-_TAIL_TOKENS:]
+
+    def ended_by(self, token_ids: Sequence[int]) -> bool:
+        """Whether the last of ``token_ids`` is one that ends the output."""
+        sampling = self.start.sampling
+        eos_token_ids = () if sampling.ignore_eos else self.text.eos_token_ids
+        return bool(token_ids) and (token_ids[-1] in sampling.stop_token_ids or token_ids[-1] in eos_token_ids)
+
+
+async def prepare(
+    start: GenerateStart,
+    table: WorkerTable,
+    texts: ModelTexts,
+    *,
+    request_id: str,
+    traceparent: str,
+    arrived_at: float,
+    deadline: float,
+) -> PreparedRequest:
+    """Check and tokenize ``start``, which passed ``check_start``.
+
+    No worker is asked for anything but, once for each model, its text files.
+
+    Raises:
+        InvalidRequestError: an impossible or unsupported field, named.
+        ModelNotFoundError: no pool serves the model.
+        ServingError: the model's text files can't be had.
+    """
+    pool = _find_pool(start, table)
+    check_pool(start, pool)
+    text = await texts.model_text(pool.key)
+    began = time.monotonic()
+    token_ids = await _tokenize(start.prompt, text)
+    check_tokens(start, token_ids, text.vocab_size, pool)
+    return PreparedRequest(
+        request_id=request_id,
+        start=start,
+        pool=pool,
+        text=text,
+        prompt_token_ids=token_ids,
+        seed=secrets.randbits(64) if start.seed is None else start.seed,
+        traceparent=traceparent,
+        arrived_at=arrived_at,
+        deadline=deadline,
+        tokenize_s=time.monotonic() - began,
+        max_output_tokens=start.sampling.max_tokens or max_sequence_tokens(pool) - len(token_ids),
+    )
+
+
+def _find_pool(start: GenerateStart, table: WorkerTable) -> Pool:
+    pool = table.pool(start.model, time.monotonic())
+    if pool is not None:
+        return pool
+    if start.model:
+        raise ModelNotFoundError("no worker serves a model of this name", field="model")
+    if table.pools(time.monotonic()):
+        raise InvalidRequestError("several models are served: name one", field="model")
+    raise ModelNotFoundError("no worker serves any model yet", field="model")
+
+
+async def _tokenize(prompt: Prompt, text: ModelText) -> Sequence[int]:
+    if isinstance(prompt, TextPrompt):
+        if len(prompt.text) <= _MAX_INLINE_LENGTH:
+            return text.encode_text(prompt.text)
+        return await asyncio.to_thread(text.encode_text, prompt.text)
+    if isinstance(prompt, ChatPrompt):
+        return await _tokenize_chat(prompt, text)
+    return prompt.token_ids
+
+
+async def _tokenize_chat(prompt: ChatPrompt, text: ModelText) -> Sequence[int]:
+    try:
+        if sum(len(message.content) for message in prompt.messages) <= _MAX_INLINE_LENGTH:
+            return text.encode_messages(prompt.messages, prompt.add_generation_prompt)
+        return await asyncio.to_thread(text.encode_messages, prompt.messages, prompt.add_generation_prompt)
+    except InvalidRequestError as error:
+        # To the text side the messages are all there is; in a request they are part of `chat`.
+        field = "chat.messages" if error.field == "messages" else error.field
+        raise type(error)(error.message, field=field) from error

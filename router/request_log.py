@@ -1,0 +1,102 @@
+"""The one log line about a request, and its metrics, gathered while it runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from quartet.rpc.edge import ChoiceFinished, GenerateStart
+from quartet.telemetry.logging import FinishedRequest, log_request
+from quartet.telemetry.metrics import RouterMetrics
+from router.policy.base import Placement
+from router.prepared import PreparedRequest
+
+logger = logging.getLogger(__name__)
+
+
+class RequestLog:
+    """Notes what happens to one request; writes when it has ended."""
+
+    def __init__(self, request_id: str, start: GenerateStart, metrics: RouterMetrics) -> None:
+        self._request_id = request_id
+        self._start = start
+        self._metrics = metrics
+        self._request: PreparedRequest | None = None
+        self._placement: Placement | None = None
+        self._finished: list[ChoiceFinished] = []
+        self._failure = ""
+
+    def prepared(self, request: PreparedRequest) -> None:
+        """It is checked and tokenized."""
+        self._request = request
+        self._metrics.observe_tokenize(request.tokenize_s)
+
+    def placed(self, placement: Placement) -> None:
+        """An attempt begins there."""
+        self._placement = placement
+
+    def finished(self, finished: ChoiceFinished) -> None:
+        """One choice ended."""
+        self._finished.append(finished)
+
+    def failed(self, outcome: str) -> None:
+        """The request ended badly; ``outcome`` is the error's reason in lower case."""
+        self._failure = outcome
+
+    def write(self, total_s: float) -> None:
+        """Write the line and count; called once, at the end."""
+        self._count()
+        if self._failure:
+            outcome = self._failure
+        else:
+            outcome = ",".join(sorted({finished.reason.value for finished in self._finished}))
+        usages = [finished.usage for finished in self._finished]
+        times = [finished.time for finished in self._finished]
+        placement, request = self._placement, self._request
+        line = FinishedRequest(
+            request_id=self._request_id,
+            outcome=outcome or "cancelled",
+            model="" if request is None else request.pool.key.model_name,
+            tenant=self._start.tenant,
+            client_request_id=self._start.client_request_id,
+            prefill_worker="" if placement is None or placement.prefill is None else placement.prefill.worker_id,
+            decode_worker="" if placement is None else placement.decode.worker_id,
+            num_choices=self._start.num_choices,
+            num_prompt_tokens=None if request is None else len(request.prompt_token_ids),
+            num_cached_tokens=_most(usage.num_cached_tokens for usage in usages),
+            num_output_tokens=sum(usage.num_output_tokens for usage in usages) if usages else None,
+            num_attempts=_most(usage.num_attempts for usage in usages),
+            tokenize_s=None if request is None else request.tokenize_s,
+            router_queue_s=_longest(time.router_queue_s for time in times),
+            prefill_s=_longest(time.prefill_s for time in times),
+            prefill_queue_s=_longest(time.prefill_queue_s for time in times),
+            decode_queue_s=_longest(time.decode_queue_s for time in times),
+            transfer_s=_longest(time.transfer_s for time in times),
+            first_token_s=_longest(time.first_token_s for time in times),
+            total_s=total_s,
+        )
+        log_request(logger, line)
+
+    def _count(self) -> None:
+        for finished in self._finished:
+            self._metrics.count_request(finished.reason.value)
+        if self._request is None:
+            if self._failure:
+                self._metrics.count_request(self._failure)
+            return
+        for _ in range(self._start.num_choices - len(self._finished) if self._failure else 0):
+            self._metrics.count_request(self._failure)
+        model = self._metrics.for_model(self._request.pool.key.model_name)
+        for finished in self._finished:
+            model.prompt_tokens.inc(finished.usage.num_prompt_tokens)
+            model.cached_tokens.inc(finished.usage.num_cached_tokens)
+            model.output_tokens.inc(finished.usage.num_output_tokens)
+            model.duration.observe(finished.time.total_s or 0.0)
+
+
+def _longest(durations: Iterable[float | None]) -> float | None:
+    return max((duration for duration in durations if duration is not None), default=None)
+
+
+def _most(counts: Iterable[int]) -> int | None:
+    return max(counts, default=None)

@@ -1,0 +1,98 @@
+"""What a failed attempt teaches the next one; pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from quartet import errors
+from quartet.discovery.place import Place
+from quartet.errors import ServingError
+from router.policy.base import Placement
+
+#: Trying again elsewhere would end the same way, or nobody waits any more.
+_FINAL = (
+    errors.InvalidRequestError,
+    errors.ProtocolError,
+    errors.MessageTooLargeError,
+    errors.ModelNotFoundError,
+    errors.PermissionDeniedError,
+    errors.UnauthenticatedError,
+    errors.UnimplementedError,
+    errors.RequestTimeoutError,
+)
+#: The blocks did not come over; the decode worker itself is fine.
+_TRANSFER = (
+    errors.TransferError,
+    errors.HandOffNotFoundError,
+    errors.HandOffStateError,
+    errors.StaleEpochError,
+)
+#: No room just now.
+_CAPACITY = (errors.OutOfBlocksError, errors.QueueFullError)
+
+_FIRST_PAUSE_S, _PAUSE_GROWTH, _MAX_PAUSE_S = 0.02, 4.0, 1.0
+
+
+class Hop(StrEnum):
+    """The hop at which an attempt failed."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class HopFailedError(Exception):
+    """An attempt failed at ``hop`` with ``error``."""
+
+    def __init__(self, hop: Hop, error: ServingError) -> None:
+        super().__init__(str(error))
+        self.hop = hop
+        self.error = error
+
+
+@dataclass
+class RetryHints:
+    """Where the next attempt of one choice should go.
+
+    Attributes:
+        avoid: ids of workers that just failed it.
+        prefer_prefill: after a transfer failed once: where the blocks are cached.
+    """
+
+    avoid: set[str] = field(default_factory=set)
+    prefer_prefill: Place | None = None
+    _num_failures: int = 0
+    _num_failed_transfers: int = 0
+
+    def note(self, failure: HopFailedError, placement: Placement) -> float:
+        """Learn from ``failure`` and return the seconds to pause before the next attempt.
+
+        Raises:
+            ServingError: the failure's own, when another attempt makes no sense.
+        """
+        error = failure.error
+        if isinstance(error, _FINAL):
+            raise error
+        self._num_failures += 1
+        self.prefer_prefill = None
+        if failure.hop is Hop.PREFILL and placement.prefill is not None:
+            self.avoid.add(placement.prefill.worker_id)
+        elif isinstance(error, _TRANSFER) and placement.prefill is not None:
+            self._note_transfer(placement.prefill)
+        else:
+            self.avoid.add(placement.decode.worker_id)
+        return self._pause_s(error)
+
+    def _note_transfer(self, prefill: Place) -> None:
+        self._num_failed_transfers += 1
+        if self._num_failed_transfers == 1:
+            self.prefer_prefill = prefill
+        else:
+            self.avoid.add(prefill.worker_id)
+
+    def _pause_s(self, error: ServingError) -> float:
+        if error.retry_delay_s is not None and isinstance(error, _CAPACITY):
+            return min(error.retry_delay_s, _MAX_PAUSE_S)
+        # The first move elsewhere is free, unless everybody may be short of the same thing.
+        num_pauses = self._num_failures - (0 if isinstance(error, _CAPACITY) else 1)
+        return min(_FIRST_PAUSE_S * _PAUSE_GROWTH ** (num_pauses - 1), _MAX_PAUSE_S) if num_pauses else 0.0

@@ -1,0 +1,346 @@
+"""A fleet without processes: hops that fail as planned, and tokens that are a function of seed, choice and position."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import zlib
+from collections import deque
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from prometheus_client import CollectorRegistry
+
+from quartet.discovery.place import Place
+from quartet.engine.base import FinishReason
+from quartet.engine.sampling import TokenLogprobs
+from quartet.errors import RequestCancelledError, ServingError
+from quartet.kvcache.layout import HandOff, OpaquePayload
+from quartet.rpc.edge import Accepted, ChoiceFinished, Delta
+from quartet.rpc.inner import DecodeFinished, DecodeProgress, DecodeStarted, InnerStart, PrefillOutcome
+from quartet.telemetry.metrics import RouterMetrics
+from quartet.text.model_text import ModelText
+from router.admission import Admission, AdmissionConfig
+from router.attempts import AttemptConfig, AttemptTools
+from router.pipeline import GenerateRun, Pipeline, PipelineTools
+from router.policy.least_loaded import LeastLoadedPolicy
+from router.worker import PoolKey
+from router.worker_table import WorkerTable
+from tests.router.records import make_load, make_record
+from tests.text.builders import EOS, byte_level_tokenizer
+
+TIMEOUT_S = 20.0
+LOCAL_PREFILL_MAX_TOKENS = 4
+
+_TOKENIZER = byte_level_tokenizer()
+_ALPHABET = [_TOKENIZER.encode(letter, add_special_tokens=False)[0] for letter in "abcdefghijklmnop"]
+EOS_ID = _TOKENIZER.token_to_id(EOS)
+MODEL_TEXT = ModelText(_TOKENIZER, None, (EOS_ID,), _TOKENIZER.vocab_size, None)
+
+
+def token_at(seed: int, choice: int, position: int) -> int:
+    """The token that the fake model samples."""
+    return _ALPHABET[zlib.crc32(f"{seed}/{choice}/{position}".encode()) % len(_ALPHABET)]
+
+
+def expected_tokens(seed: int, choice: int, num_prompt: int, num_output: int) -> list[int]:
+    """The undisturbed output."""
+    return [token_at(seed, choice, num_prompt + i) for i in range(num_output)]
+
+
+def text_of(token_ids: list[int]) -> str:
+    return _TOKENIZER.decode(token_ids)
+
+
+@dataclass
+class Plan:
+    """How one hop goes; a plan without anything goes well.
+
+    Attributes:
+        fail_after: tokens after which ``error`` comes; 0: at once, before it is started.
+        hang_after: tokens after which nothing comes any more.
+        overlap: tokens that are sent again at the beginning.
+        has_hole: leaves out its first token.
+    """
+
+    error: ServingError | None = None
+    fail_after: int = 0
+    hang_after: int | None = None
+    overlap: int = 0
+    has_hole: bool = False
+
+
+@dataclass
+class Call:
+    """What was started where."""
+
+    kind: str
+    place: Place
+    start: InnerStart
+
+
+@dataclass
+class FakeHops:
+    """Hops to workers that follow ``plans``, one a start; then everything goes well.
+
+    Attributes:
+        calls: everything that was started.
+        num_open: calls that neither ended nor were cancelled.
+        held: hand-offs that nobody took, dropped or ended.
+        tokens_per_step: tokens of each progress.
+        eos_at: output position at which the model ends.
+    """
+
+    plans: dict[str, deque[Plan]] = field(default_factory=lambda: {"prefill": deque(), "decode": deque()})
+    calls: list[Call] = field(default_factory=list)
+    num_open: int = 0
+    held: set[bytes] = field(default_factory=set)
+    tokens_per_step: int = 1
+    eos_at: int | None = None
+    called: asyncio.Event = field(default_factory=asyncio.Event)
+    hung: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def plan(self, kind: str, *plans: Plan) -> None:
+        self.plans[kind].extend(plans)
+
+    def prefill(self, place: Place, start: InnerStart) -> FakePrefill:
+        return FakePrefill(self, *self._note("prefill", place, start))
+
+    def decode(self, place: Place, start: InnerStart) -> FakeDecode:
+        return FakeDecode(self, *self._note("decode", place, start))
+
+    def drop(self, hand_off: HandOff) -> None:
+        self.held.discard(hand_off.hand_off_id)
+
+    def sample(self, start: InnerStart, num_generated: int) -> int:
+        generation = start.generation
+        if num_generated == self.eos_at:
+            return EOS_ID
+        return token_at(generation.seed, generation.choice, len(generation.prompt_token_ids) + num_generated)
+
+    def finish_reason(self, start: InnerStart, token_ids: list[int]) -> FinishReason | None:
+        if token_ids[-1] == EOS_ID:
+            return FinishReason.STOP_ID
+        return FinishReason.LENGTH if len(token_ids) >= (start.generation.sampling.max_tokens or 0) else None
+
+    def _note(self, kind: str, place: Place, start: InnerStart) -> tuple[Place, InnerStart, Plan]:
+        self.calls.append(Call(kind, place, start))
+        self.called.set()
+        return place, start, self.plans[kind].popleft() if self.plans[kind] else Plan()
+
+
+class FakePrefill:
+    def __init__(self, hops: FakeHops, place: Place, start: InnerStart, plan: Plan) -> None:
+        self._hops, self._place, self._start, self._plan = hops, place, start, plan
+
+    async def outcome(self) -> PrefillOutcome:
+        self._hops.num_open += 1
+        try:
+            await asyncio.sleep(0)
+            if self._plan.hang_after is not None:
+                self._hops.hung.set()
+                await asyncio.Event().wait()
+            if self._plan.error is not None:
+                raise self._plan.error
+            return self._succeed()
+        finally:
+            self._hops.num_open -= 1
+
+    def _succeed(self) -> PrefillOutcome:
+        generated = list(self._start.generation.generated_token_ids)
+        token_id = self._hops.sample(self._start, len(generated))
+        reason = self._hops.finish_reason(self._start, [*generated, token_id])
+        hand_off = None
+        if reason is None:
+            hand_off = HandOff(
+                hand_off_id=random.randbytes(16),
+                secret=bytes(16),
+                worker_id=self._place.worker_id,
+                epoch=1,
+                address="127.0.0.1:1",
+                lease=timedelta(seconds=30),
+                payload=OpaquePayload("fake", b""),
+            )
+            self._hops.held.add(hand_off.hand_off_id)
+        return PrefillOutcome(
+            token_id=token_id,
+            logprobs=TokenLogprobs(token_id, -1.0) if self._start.generation.output.logprobs is not None else None,
+            finish_reason=reason,
+            hand_off=hand_off,
+            num_cached_tokens=2,
+            queue_s=0.01,
+            compute_s=0.02,
+        )
+
+
+class FakeDecode:
+    def __init__(self, hops: FakeHops, place: Place, start: InnerStart, plan: Plan) -> None:
+        self._hops, self._start, self._plan = hops, start, plan
+        self._token_ids = list(start.generation.generated_token_ids)
+        self._num_given = 0
+        self._is_over = False
+        self._wake = asyncio.Event()
+        self._hops.num_open += 1
+
+    def cancel(self) -> None:
+        if not self._is_over:
+            self._end()
+            self._wake.set()
+
+    async def next(self) -> DecodeProgress:
+        await asyncio.sleep(0)
+        if self._plan.error is not None and self._num_given >= self._plan.fail_after:
+            self._end()
+            raise self._plan.error
+        if self._plan.hang_after is not None and self._num_given >= self._plan.hang_after:
+            self._hops.hung.set()
+            await self._wake.wait()
+            raise RequestCancelledError("cancelled")
+        started = self._take_hand_off() if self._num_given == 0 else None
+        return self._step(started)
+
+    def _take_hand_off(self) -> DecodeStarted:
+        if self._start.hand_off is not None:
+            assert self._start.hand_off.hand_off_id in self._hops.held
+            self._hops.held.discard(self._start.hand_off.hand_off_id)
+        return DecodeStarted(num_cached_tokens=3, queue_s=0.03, transfer_s=0.004, transfer_bytes=1)
+
+    def _step(self, started: DecodeStarted | None) -> DecodeProgress:
+        first = len(self._token_ids)
+        reason = None
+        while reason is None and len(self._token_ids) < first + self._hops.tokens_per_step:
+            self._token_ids.append(self._hops.sample(self._start, len(self._token_ids)))
+            reason = self._hops.finish_reason(self._start, self._token_ids)
+        offset = max(first - self._plan.overlap, 0)
+        if self._plan.has_hole and self._num_given == 0:
+            offset = first + 1
+        self._num_given += len(self._token_ids) - first
+        token_ids = self._token_ids[offset:]
+        wants_logprobs = self._start.generation.output.logprobs is not None
+        if reason is not None:
+            self._end()
+        return DecodeProgress(
+            token_offset=offset,
+            token_ids=token_ids,
+            logprobs=[TokenLogprobs(token_id, -1.0) for token_id in token_ids] if wants_logprobs else [],
+            started=started,
+            finished=reason and DecodeFinished(reason=reason, num_output_tokens=len(self._token_ids)),
+        )
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._hops.num_open -= 1
+
+
+@dataclass
+class FakeTexts:
+    """Gives the same text side for every model; waits for ``gate`` first."""
+
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    async def model_text(self, pool: PoolKey) -> ModelText:
+        self.asked.set()
+        await self.gate.wait()
+        return MODEL_TEXT
+
+
+class Fleet:
+    """A pipeline over fake hops to workers of the given ids."""
+
+    def __init__(
+        self,
+        *worker_ids: str,
+        attempts: AttemptConfig | None = None,
+        admission: AdmissionConfig | None = None,
+        max_timeout_s: float = 60.0,
+        **record: object,
+    ) -> None:
+        self.table = WorkerTable("router-a", heartbeat_timeout_s=10**9)
+        self.hops, self.texts = FakeHops(), FakeTexts()
+        self.registry = CollectorRegistry()
+        metrics = RouterMetrics(self.registry)
+        policy = LeastLoadedPolicy(LOCAL_PREFILL_MAX_TOKENS, random.Random(0))
+        self.admission = Admission(self.table, policy, admission or AdmissionConfig())
+        self.table.listen(self.admission.wake)
+        self.pauses: list[float] = []
+        tools = AttemptTools(
+            router_id="router-a",
+            admission=self.admission,
+            hops=self.hops,
+            config=attempts or AttemptConfig(),
+            metrics=metrics,
+            sleep=self._sleep,
+        )
+        self.pipeline = Pipeline(
+            PipelineTools(table=self.table, texts=self.texts, attempts=tools, max_timeout_s=max_timeout_s)
+        )
+        for worker_id in worker_ids:
+            self.join(worker_id, **record)
+
+    def join(self, worker_id: str, **changes: object) -> None:
+        record = make_record(worker_id, **changes)
+        self.table.put(record, 0.0)
+        self.table.connected(record.key, make_load(record), 0.0)
+
+    def break_worker(self, worker_id: str) -> None:
+        for status in self.table.statuses(0.0):
+            if status.record.worker_id == worker_id:
+                self.table.broken(status.record.key, status.record.epoch)
+
+    def assert_nothing_left(self) -> None:
+        """Nothing is booked, queued, running or held any more."""
+        assert self.hops.num_open == 0
+        assert self.hops.held == set()
+        assert self.admission.length == 0
+        assert self.pipeline.num_running == 0
+        for status in self.table.statuses(0.0):
+            assert status.num_requests == 0
+        for pool in self.table.pools(0.0):
+            snapshot = self.table.snapshot(pool.key, 0.0)
+            for candidate in (*snapshot.prefill, *snapshot.decode):
+                assert (candidate.num_promised_blocks, candidate.num_queued_tokens) == (0, 0)
+
+    async def _sleep(self, duration_s: float) -> None:
+        self.pauses.append(duration_s)
+        await asyncio.sleep(0)
+
+
+@dataclass
+class Collected:
+    """A whole answer, checked for order while it came."""
+
+    accepted: Accepted | None = None
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    finished: dict[int, ChoiceFinished] = field(default_factory=dict)
+
+    def add(self, part: Accepted | Delta | ChoiceFinished) -> None:
+        if isinstance(part, Accepted):
+            assert self.accepted is None
+            self.accepted = part
+            return
+        assert self.accepted is not None, "something came before accepted"
+        assert part.choice not in self.finished, "something came after the end"
+        if isinstance(part, ChoiceFinished):
+            self.finished[part.choice] = part
+            return
+        token_ids = self.token_ids.setdefault(part.choice, [])
+        assert part.token_offset == len(token_ids)
+        token_ids.extend(part.token_ids)
+        self.texts[part.choice] = self.texts.get(part.choice, "") + part.text
+        self.logprobs.setdefault(part.choice, []).extend(part.logprobs)
+
+
+async def collect(run: GenerateRun, into: Collected | None = None) -> Collected:
+    """Read the whole answer."""
+    collected = Collected() if into is None else into
+    async with asyncio.timeout(TIMEOUT_S), aclosing(run.parts()) as parts:
+        async for part in parts:
+            collected.add(part)
+    return collected

@@ -1,0 +1,180 @@
+"""The router's queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from quartet.errors import QueueFullError
+from router.admission import Admission, AdmissionConfig
+from router.book import Reservation
+from router.policy.base import Pending
+from router.policy.round_robin import RoundRobinPolicy
+from router.worker import PoolKey
+from router.worker_table import WorkerTable
+from tests.router.records import make_load, make_record
+
+_TIMEOUT_S = 10.0
+_RECORD = make_record("decode-0", num_blocks=10)
+_POOL = PoolKey(_RECORD.model_name, _RECORD.model_fingerprint)
+
+
+class Desk:
+    """An admission to one decode worker with 10 blocks of 10 tokens."""
+
+    def __init__(self, **config: object) -> None:
+        self.table = WorkerTable("router-a", heartbeat_timeout_s=10**9)
+        self.lengths: list[int] = []
+        policy = RoundRobinPolicy(10**9)
+        self.admission = Admission(self.table, policy, AdmissionConfig(**config), on_length=self.lengths.append)
+        self.table.listen(self.admission.wake)
+        self.table.put(_RECORD, 0.0)
+        self.table.connected(_RECORD.key, make_load(_RECORD), 0.0)
+        self.tasks: list[asyncio.Task[Reservation]] = []
+        self.order: list[str] = []
+
+    def ask(self, name: str, num_blocks: int, *, priority: int = 0) -> asyncio.Task[Reservation]:
+        ticket = self.admission.ticket(_POOL, priority)
+        pending = Pending(num_tokens=1, num_reserved_tokens=num_blocks * 10)
+
+        async def wait() -> Reservation:
+            reservation = await self.admission.admit(ticket, pending)
+            self.order.append(name)
+            return reservation
+
+        self.tasks.append(asyncio.create_task(wait()))
+        return self.tasks[-1]
+
+    async def settle(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def release(self, task: asyncio.Task[Reservation]) -> None:
+        (await self.result(task)).release()
+        self.admission.wake()
+        await self.settle()
+
+    async def result(self, task: asyncio.Task[Reservation]) -> Reservation:
+        async with asyncio.timeout(_TIMEOUT_S):
+            return await task
+
+
+@pytest.fixture
+async def desk() -> AsyncIterator[Desk]:
+    desk = Desk()
+    yield desk
+    for task in desk.tasks:
+        task.cancel()
+    await asyncio.gather(*desk.tasks, return_exceptions=True)
+
+
+async def test_what_fits_is_placed_at_once_and_the_rest_when_room_comes(desk: Desk) -> None:
+    first, second = desk.ask("first", 6), desk.ask("second", 6)
+    await desk.settle()
+    assert (first.done(), second.done(), desk.admission.length) == (True, False, 1)
+    await desk.release(first)
+    assert second.done()
+    assert desk.admission.length == 0
+
+
+async def test_higher_priorities_come_first_and_equals_in_the_order_of_arrival(desk: Desk) -> None:
+    full = desk.ask("full", 10)
+    await desk.settle()
+    for name, priority in (("a", 0), ("b", 5), ("c", -1), ("d", 5), ("e", 0)):
+        desk.ask(name, 10, priority=priority)
+    for task in (full, *(desk.tasks[i] for i in (2, 4, 1, 5))):
+        await desk.release(task)
+    assert desk.order == ["full", "b", "d", "a", "e", "c"]
+
+
+async def test_small_requests_do_not_starve_a_large_one(desk: Desk) -> None:
+    small = desk.ask("small", 4)
+    await desk.settle()
+    large, late = desk.ask("large", 10), desk.ask("late", 2)
+    await desk.settle()
+    assert not large.done() and not late.done()
+    await desk.release(small)
+    assert desk.order == ["small", "large"]
+
+
+async def test_one_that_leaves_makes_way(desk: Desk) -> None:
+    desk.ask("small", 4)
+    await desk.settle()
+    large, late = desk.ask("large", 10), desk.ask("late", 2)
+    await desk.settle()
+    large.cancel()
+    await desk.settle()
+    assert late.done()
+    assert desk.admission.length == 0
+
+
+async def test_a_load_report_that_shows_room_lets_the_next_one_in(desk: Desk) -> None:
+    desk.table.report(make_load(_RECORD, num_in_use_blocks=8), 0.0)
+    waiting = desk.ask("waiting", 5)
+    await desk.settle()
+    assert not waiting.done()
+    desk.table.report(make_load(_RECORD, num_in_use_blocks=5, num_cached_blocks=5), 0.0)
+    await desk.settle()
+    assert waiting.done()
+
+
+async def test_one_cancelled_in_the_moment_of_its_placement_gives_it_back(desk: Desk) -> None:
+    first = desk.ask("first", 10)
+    await desk.settle()
+    second = desk.ask("second", 10)
+    await desk.settle()
+    (await desk.result(first)).release()
+    desk.admission._pump()  # places it; its task has not run yet
+    second.cancel()
+    await asyncio.wait([second])
+    assert second.cancelled()
+    [status] = desk.table.statuses(0.0)
+    assert status.num_requests == 0
+
+
+async def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
+    desk = Desk(max_queue_length=2, retry_delay_s=3.0)
+    full = desk.ask("full", 10)
+    await desk.settle()
+    waiting = [desk.ask(str(i), 1) for i in range(2)]
+    await desk.settle()
+    with pytest.raises(QueueFullError) as caught:
+        await desk.result(desk.ask("refused", 1))
+    assert caught.value.retry_delay_s == 3.0
+    await desk.release(full)
+    assert all(task.done() for task in waiting)
+
+
+async def test_a_burst_larger_than_the_queue_gets_in_while_there_is_room() -> None:
+    desk = Desk(max_queue_length=2)
+    burst = [desk.ask(str(i), 1) for i in range(10)]
+    await desk.settle()
+    assert all(task.done() and task.exception() is None for task in burst)
+
+
+async def test_a_retry_gets_in_past_the_bound() -> None:
+    desk = Desk(max_queue_length=1)
+    full = desk.ask("full", 10)
+    await desk.settle()
+    desk.ask("waiting", 10)
+    await desk.settle()
+    ticket = desk.admission.ticket(_POOL, 0)
+    pending = Pending(num_tokens=1, num_reserved_tokens=10)
+    retry = asyncio.create_task(desk.admission.admit(ticket, pending, is_retry=True))
+    await desk.settle()
+    assert desk.admission.length == 2
+    await desk.release(full)
+    await desk.release(desk.tasks[1])
+    assert (await desk.result(retry)).placement.decode.worker_id == "decode-0"
+
+
+async def test_the_length_of_the_queue_is_told(desk: Desk) -> None:
+    full = desk.ask("full", 10)
+    await desk.settle()
+    desk.ask("waiting", 10)
+    await desk.settle()
+    assert desk.lengths[-1] == 1
+    await desk.release(full)
+    assert desk.lengths[-1] == 0

@@ -1,0 +1,99 @@
+"""Bad requests are refused by the name of the field, before any worker is touched."""
+
+from __future__ import annotations
+
+import pytest
+
+from quartet import errors
+from quartet.engine.sampling import OutputOptions, Sampling
+from quartet.errors import InvalidRequestError
+from quartet.rpc.edge import ChatPrompt, TextOptions, TextPrompt, TokenPrompt
+from quartet.text.chat_template import ChatMessage
+from tests.router.fakes import MODEL_TEXT, Fleet, collect
+from tests.router.test_pipeline import make_start
+
+_NARROW = ("temperature", "max_tokens")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "kind"),
+    [
+        ({"model": "none"}, "model", errors.ModelNotFoundError),
+        ({"prompt": TextPrompt("")}, "text", InvalidRequestError),
+        ({"prompt": ChatPrompt(())}, "chat.messages", InvalidRequestError),
+        ({"prompt": ChatPrompt((ChatMessage("user", "hi"),))}, "chat.messages", InvalidRequestError),
+        ({"prompt": TokenPrompt(())}, "token_ids.ids", InvalidRequestError),
+        ({"prompt": TokenPrompt((1, MODEL_TEXT.vocab_size))}, "token_ids.ids", InvalidRequestError),
+        ({"prompt": TokenPrompt((1,) * 2000)}, "token_ids.ids", errors.PromptTooLongError),
+        ({"prompt": TextPrompt("word " * 5000)}, "text", errors.PromptTooLongError),
+        ({"prompt": TokenPrompt((1,) * 1001)}, "token_ids.ids", errors.PromptTooLongError),
+        ({"sampling": Sampling(max_tokens=982)}, "sampling.max_tokens", errors.PromptTooLongError),
+        ({"sampling": Sampling(stop_token_ids=(10**6,))}, "sampling.stop_token_ids", InvalidRequestError),
+        ({"sampling": Sampling(logit_bias={10**6: 1.0})}, "sampling.logit_bias", InvalidRequestError),
+        ({"num_choices": 0}, "num_choices", InvalidRequestError),
+        ({"num_choices": 65}, "num_choices", InvalidRequestError),
+        ({"timeout_s": 0.0}, "timeout", InvalidRequestError),
+        ({"timeout_s": -1.0}, "timeout", InvalidRequestError),
+        ({"timeout_s": float("nan")}, "timeout", InvalidRequestError),
+        ({"client_request_id": "é" * 65}, "client_request_id", InvalidRequestError),
+        ({"tenant": "x" * 257}, "tenant", InvalidRequestError),
+        ({"session_key": "x" * 257}, "session_key", InvalidRequestError),
+        ({"cache_salt": "x" * 257}, "cache_salt", InvalidRequestError),
+        ({"adapter": "none"}, "adapter", errors.UnsupportedFieldError),
+        ({"text_options": TextOptions(stop_strings=("a",) * 17)}, "text_options.stop_strings", InvalidRequestError),
+        ({"text_options": TextOptions(stop_strings=("",))}, "text_options.stop_strings", InvalidRequestError),
+        ({"text_options": TextOptions(stop_strings=("é" * 513,))}, "text_options.stop_strings", InvalidRequestError),
+        (
+            {"text_options": TextOptions(stop_strings=("a",), omit_text=True)},
+            "text_options.omit_text",
+            InvalidRequestError,
+        ),
+    ],
+)
+async def test_what_is_impossible_is_refused(
+    changes: dict[str, object], field: str, kind: type[errors.ServingError]
+) -> None:
+    fleet = Fleet("prefill-0", "decode-0")
+    with pytest.raises(kind) as caught:
+        await collect(fleet.pipeline.generate(make_start(**changes)))
+    assert type(caught.value) is kind
+    assert caught.value.field == field
+    assert fleet.hops.calls == []
+    fleet.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"sampling": Sampling(top_p=0.5)}, "sampling.top_p"),
+        ({"sampling": Sampling(logit_bias={1: 1.0})}, "sampling.logit_bias"),
+        ({"output": OutputOptions(logprobs=0)}, "output.logprobs"),
+    ],
+)
+async def test_a_field_that_a_pool_lacks_is_refused_not_ignored(changes: dict[str, object], field: str) -> None:
+    fleet = Fleet("prefill-0", "decode-0")
+    fleet.join("decode-1", sampling_fields=_NARROW)
+    with pytest.raises(errors.UnsupportedFieldError) as caught:
+        await collect(fleet.pipeline.generate(make_start(**changes)))
+    assert caught.value.field == field
+    assert fleet.hops.calls == []
+
+
+async def test_the_longest_possible_request_is_taken() -> None:
+    # 100 blocks of 10 hold all tokens but the last, to which nothing attends.
+    fleet = Fleet("decode-0")
+    answer = await collect(fleet.pipeline.generate(make_start(sampling=Sampling(max_tokens=981))))
+    assert len(answer.token_ids[0]) == 981
+
+
+async def test_without_a_name_several_models_are_too_many() -> None:
+    fleet = Fleet("decode-0")
+    fleet.join("decode-1", model_name="other")
+    with pytest.raises(InvalidRequestError, match="name one"):
+        await collect(fleet.pipeline.generate(make_start()))
+    assert (await collect(fleet.pipeline.generate(make_start(model="other")))).finished
+
+
+async def test_before_any_worker_came_there_is_no_model() -> None:
+    with pytest.raises(errors.ModelNotFoundError):
+        await collect(Fleet().pipeline.generate(make_start()))
