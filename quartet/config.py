@@ -2,7 +2,8 @@
 
 A component's settings are one frozen ``kw_only`` dataclass with defaults, checked in its ``__post_init__``; this module
 knows none of them. Types of fields: ``bool``, ``int``, ``float``, ``str``, ``Path``, enums (by value), nested
-dataclasses, ``tuple[X, ...]``, ``Mapping[str, X]`` and ``X | None``. Durations are floats named ``*_s``.
+dataclasses, ``tuple[X, ...]``, ``Mapping[str, X]``, ``X | None``, and ``object`` for what another component checks.
+Durations are floats named ``*_s``.
 """
 
 from __future__ import annotations
@@ -88,6 +89,8 @@ def build(cls: type[ConfigT], mapping: Mapping[str, Value], where: str = "") -> 
 
 
 def _convert(hint: Any, value: Value, path: str) -> Any:
+    if hint is object:
+        return value
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return _convert_optional(hint, value, path)

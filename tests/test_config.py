@@ -175,3 +175,14 @@ def test_an_override_is_read_as_yaml(assignment: str, expected: dict[str, object
 def test_an_override_that_makes_no_sense_is_refused(assignment: str) -> None:
     with pytest.raises(ConfigError):
         override({"name": "text"}, assignment)
+
+
+def test_what_another_component_checks_is_left_as_it_is() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Section:
+        settings: Mapping[str, object]
+
+    settings = {"depth": {"x": [1, "two", None]}}
+    assert build(Section, {"settings": settings}).settings == settings
+    with pytest.raises(ConfigError, match="settings: must be a mapping"):
+        build(Section, {"settings": 3})

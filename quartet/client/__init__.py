@@ -17,7 +17,7 @@ from quartet.client.events import (
     WorkerState,
     WorkerStatus,
 )
-from quartet.client.request import GenerateOptions
+from quartet.client.request import GenerateFields, GenerateOptions
 from quartet.client.stream import GenerateStream
 from quartet.engine.sampling import Sampling, TokenLogprobs
 
@@ -31,6 +31,7 @@ __all__ = [
     "Event",
     "FinishReason",
     "Finished",
+    "GenerateFields",
     "GenerateOptions",
     "GenerateStream",
     "Model",

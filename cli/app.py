@@ -1,0 +1,44 @@
+"""The ``quartet`` command."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from cli.chat import chat
+from cli.generate import generate
+from cli.up import up
+from cli.workers import workers
+
+app = typer.Typer(
+    name="quartet",
+    help="Disaggregated LLM serving as gRPC microservices.",
+    no_args_is_help=True,
+    add_completion=False,
+    # Locals hold prompts.
+    pretty_exceptions_show_locals=False,
+)
+for command in (up, generate, chat, workers):
+    app.command()(command)
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"quartet {version('quartet')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    is_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Disaggregated LLM serving as gRPC microservices."""
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

@@ -1,0 +1,104 @@
+"""``quartet chat``: a conversation, line by line."""
+
+from __future__ import annotations
+
+import readline
+from typing import Annotated
+
+import typer
+
+from cli.errors import describe, reporting_errors
+from cli.options import (
+    DEFAULT_ROUTER,
+    MaxTokensOption,
+    ModelOption,
+    RouterOption,
+    SeedOption,
+    TemperatureOption,
+    TlsCaOption,
+    TlsCertOption,
+    TlsKeyOption,
+    TopKOption,
+    TopPOption,
+    make_sampling,
+    make_tls,
+)
+from quartet.client import ChatMessage, Delta, Sampling
+from quartet.client.sync import SyncClient
+from quartet.errors import RouterUnavailableError, ServingError
+
+_PROMPT = "> "
+
+
+def chat(
+    *,
+    router: RouterOption = [DEFAULT_ROUTER],  # noqa: B006 - Typer copies it
+    model: ModelOption = "",
+    system: Annotated[str | None, typer.Option("--system", help="What the model is told first.")] = None,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
+    seed: SeedOption = None,
+    tls_ca: TlsCaOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+) -> None:
+    """Talk to a model. Ctrl-C cancels an answer, Ctrl-D leaves."""
+    # With it loaded, `input` edits lines and remembers them.
+    readline.set_history_length(1000)
+    with reporting_errors():
+        sampling = make_sampling(max_tokens, temperature, top_p, top_k)
+        with SyncClient(router, tls=make_tls(tls_ca, tls_cert, tls_key)) as client:
+            # Before anything is typed: nobody wants to write into the void.
+            client.list_models()
+            _Conversation(client, model, sampling, seed, system).run()
+
+
+class _Conversation:
+    def __init__(
+        self, client: SyncClient, model: str, sampling: Sampling, seed: int | None, system: str | None
+    ) -> None:
+        self._client = client
+        self._model = model
+        self._sampling = sampling
+        self._seed = seed
+        self._messages = [] if system is None else [ChatMessage("system", system)]
+
+    def run(self) -> None:
+        while (line := _read_line()) is not None:
+            if line.strip():
+                self._ask(line)
+
+    def _ask(self, text: str) -> None:
+        messages = [*self._messages, ChatMessage("user", text)]
+        stream = self._client.generate(messages=messages, model=self._model, sampling=self._sampling, seed=self._seed)
+        texts: list[str] = []
+        try:
+            for event in stream:
+                if isinstance(event, Delta):
+                    print(event.text, end="", flush=True)
+                    texts.append(event.text)
+            print()
+        except KeyboardInterrupt:
+            typer.secho(" (cancelled)", fg=typer.colors.YELLOW)
+        except RouterUnavailableError:
+            raise
+        except ServingError as error:
+            # The conversation goes on as if this had not been asked.
+            typer.secho(f"quartet: {describe(error)}", fg=typer.colors.RED, err=True)
+            return
+        finally:
+            stream.close()
+        self._messages = [*messages, ChatMessage("assistant", "".join(texts))]
+
+
+def _read_line() -> str | None:
+    while True:
+        try:
+            return input(_PROMPT)
+        except EOFError:
+            print()
+            return None
+        except KeyboardInterrupt:
+            typer.secho(" (Ctrl-D leaves)", fg=typer.colors.YELLOW)

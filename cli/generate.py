@@ -1,0 +1,94 @@
+"""``quartet generate``: one prompt, one answer, as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from cli.errors import reporting_errors
+from cli.options import (
+    DEFAULT_ROUTER,
+    MaxTokensOption,
+    ModelOption,
+    RouterOption,
+    SeedOption,
+    StopOption,
+    TemperatureOption,
+    TimeoutOption,
+    TlsCaOption,
+    TlsCertOption,
+    TlsKeyOption,
+    TopKOption,
+    TopPOption,
+    make_sampling,
+    make_tls,
+)
+from quartet.client import ChatMessage, Completion, Delta, GenerateFields, QuartetClient
+from quartet.rpc.tls import TlsConfig
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to continue; - reads it from standard input.")],
+    *,
+    router: RouterOption = [DEFAULT_ROUTER],  # noqa: B006 - Typer copies it
+    model: ModelOption = "",
+    is_chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a user's message, laid out by the model's chat template.")
+    ] = False,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
+    seed: SeedOption = None,
+    stop: StopOption = None,
+    timeout_s: TimeoutOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole answer as one JSON object.")] = False,
+    tls_ca: TlsCaOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+) -> None:
+    """Continue a text. Tokens are printed as they come."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with reporting_errors():
+        fields: GenerateFields = {
+            "messages": [ChatMessage("user", text)] if is_chat else None,
+            "model": model,
+            "sampling": make_sampling(max_tokens, temperature, top_p, top_k),
+            "seed": seed,
+            "stop": stop or (),
+            "timeout_s": timeout_s,
+        }
+        tls = make_tls(tls_ca, tls_cert, tls_key)
+        asyncio.run(_run(router, tls, None if is_chat else text, fields, as_json=as_json))
+
+
+async def _run(
+    routers: list[str], tls: TlsConfig | None, prompt: str | None, fields: GenerateFields, *, as_json: bool
+) -> None:
+    async with QuartetClient(routers, tls=tls) as client:
+        if as_json:
+            print(json.dumps(_to_json(await client.complete(prompt, **fields)), ensure_ascii=False))
+            return
+        async for event in client.generate(prompt, **fields):
+            if isinstance(event, Delta):
+                print(event.text, end="", flush=True)
+        print()
+
+
+def _to_json(completion: Completion) -> dict[str, object]:
+    [choice] = completion.choices
+    return {
+        "request_id": completion.accepted.request_id,
+        "seed": completion.accepted.seed,
+        "text": choice.text,
+        "token_ids": choice.token_ids,
+        "finish_reason": choice.finished.reason,
+        "stop_string": choice.finished.stop_string,
+        "usage": asdict(choice.finished.usage),
+        "time": asdict(choice.finished.time),
+    }

@@ -1,0 +1,90 @@
+"""``quartet workers``: who serves, and how loaded they are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from cli.errors import reporting_errors
+from cli.options import (
+    DEFAULT_ROUTER,
+    RouterOption,
+    TlsCaOption,
+    TlsCertOption,
+    TlsKeyOption,
+    make_tls,
+)
+from quartet.client import QuartetClient, WorkerState, WorkerStatus
+from quartet.rpc.tls import TlsConfig
+
+# Not a terminal: whoever reads it wants whole lines.
+_PIPE_WIDTH = 240
+_STATE_STYLES = {
+    WorkerState.READY: "green",
+    WorkerState.JOINING: "yellow",
+    WorkerState.DRAINING: "yellow",
+    WorkerState.SUSPECT: "red",
+}
+
+
+def workers(
+    *,
+    router: RouterOption = [DEFAULT_ROUTER],  # noqa: B006 - Typer copies it
+    model: Annotated[str, typer.Option("--model", help="Only those of this model.")] = "",
+    is_watching: Annotated[bool, typer.Option("--watch", help="Go on showing them; Ctrl-C leaves.")] = False,
+    tls_ca: TlsCaOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+) -> None:
+    """Show the workers that a router knows."""
+    with reporting_errors():
+        asyncio.run(_run(router, make_tls(tls_ca, tls_cert, tls_key), model, is_watching=is_watching))
+
+
+async def _run(routers: list[str], tls: TlsConfig | None, model: str, *, is_watching: bool) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PIPE_WIDTH)
+    async with QuartetClient(routers, tls=tls) as client:
+        if not is_watching:
+            console.print(worker_table(await client.list_workers(model)))
+            return
+        with Live(console=console, auto_refresh=False) as live:
+            async for workers in client.watch_workers(model):
+                live.update(worker_table(workers), refresh=True)
+
+
+def worker_table(workers: Sequence[WorkerStatus]) -> Table:
+    """One row a worker; blocks and requests are sums over its data-parallel ranks."""
+    table = Table()
+    for name in ("worker", "role", "model", "address", "state"):
+        table.add_column(name, no_wrap=name == "worker")
+    for name in ("running", "waiting", "blocks used", "held", "cached", "free", "heartbeat"):
+        table.add_column(name, justify="right")
+    for worker in workers:
+        table.add_row(*_cells(worker))
+    return table
+
+
+def _cells(worker: WorkerStatus) -> list[str]:
+    record = worker.record
+    style = _STATE_STYLES[worker.state]
+    cells = [record.worker_id, record.role, record.model_name, record.grpc_address, f"[{style}]{worker.state}[/]"]
+    if worker.load is None:
+        return [*cells, *["-"] * 7]
+    ranks = worker.load.ranks
+    sums = [
+        sum(rank.num_running for rank in ranks),
+        sum(rank.num_waiting for rank in ranks),
+        sum(rank.num_in_use_blocks for rank in ranks),
+        sum(rank.num_held_blocks for rank in ranks),
+        sum(rank.num_cached_blocks for rank in ranks),
+        sum(rank.num_free_blocks for rank in ranks),
+    ]
+    return [*cells, *map(str, sums), f"{worker.load_age_s:.1f} s ago"]

@@ -1,0 +1,195 @@
+"""Starts a topology's processes on this host, and ends them all in bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import yaml
+
+from quartet.discovery.create import DiscoveryKind
+from quartet.discovery.etcd_config import EtcdConfig
+from quartet.errors import ConfigError
+from services.child import Child, start_child
+from services.local_etcd import etcd_answers, etcd_command, free_port, own_etcd
+from services.plan import ProcessPlan, plan_router, plan_workers
+from services.tools import find_etcd
+from services.topology import DEFAULT_MODEL_PATH, Topology
+
+_ETCD = "etcd"
+# After the drain: time to take everything down and to leave.
+_EXIT_TIMEOUT_S = 1.0
+_KILL_TIMEOUT_S = 0.5
+_MAKE_MODEL_TIMEOUT_S = 60.0
+
+
+class LaunchError(Exception):
+    """A process of the topology did not come up; the message says which, and the last that it said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What the host gives.
+
+    Attributes:
+        variables: environment of the processes.
+        num_cores: CPU cores to share.
+        run_dir: an empty directory for settings and data; removed at the end.
+        etcd_endpoints: tried before the topology's own; empty: only those.
+    """
+
+    variables: Mapping[str, str]
+    num_cores: int
+    run_dir: Path
+    etcd_endpoints: Sequence[str] = ()
+
+
+class LaunchObserver(Protocol):
+    """Is told what happens."""
+
+    def log_line(self, process: str, line: str) -> None:
+        """A process wrote a line."""
+        ...
+
+    def progress(self, message: str) -> None:
+        """What is being done now."""
+        ...
+
+
+class LocalTopology:
+    """The processes of one topology. Start it once; whatever happens, ``stop`` it."""
+
+    def __init__(self, topology: Topology, environment: Environment, observer: LaunchObserver) -> None:
+        """Nothing is started yet; a router port of 0 becomes a free one."""
+        port = topology.router.port or free_port()
+        self._topology = topology.with_router_port(port)
+        self._environment = environment
+        self._observer = observer
+        self._children: list[Child] = []
+
+    @property
+    def router_address(self) -> str:
+        """``host:port`` of the router."""
+        return f"127.0.0.1:{self._topology.router.port}"
+
+    @property
+    def children(self) -> Sequence[Child]:
+        """All processes started so far."""
+        return tuple(self._children)
+
+    @property
+    def worker_ids(self) -> Collection[str]:
+        """Of the workers that belong to it."""
+        return frozenset(plan.name for plan in self._plan_workers())
+
+    async def start(self) -> None:
+        """Start every process; none of them may serve yet.
+
+        Raises:
+            ConfigError: it can't be started, and what to do about it.
+            LaunchError: the model could not be made.
+        """
+        plans = self._plan_workers()
+        await self._provide_models({str(plan.settings["model_path"]) for plan in plans})
+        if self._topology.discovery.kind is DiscoveryKind.ETCD:
+            await self._provide_etcd()
+        # Planned again: now it is known where etcd is.
+        plans = [*self._plan_workers(), plan_router(self._topology)]
+        self._observer.progress(f"starting {', '.join(plan.name for plan in plans)}")
+        for plan in plans:
+            await self._start(plan.name, self._command(plan), self._variables(plan))
+
+    async def stop(self) -> None:
+        """End every process: SIGTERM, then SIGKILL to what has not ended by the drain's end. Ends in bounded time."""
+        servers = [child for child in self._children if child.name != _ETCD]
+        for child in servers:
+            child.send(signal.SIGTERM)
+        await _wait_ended(servers, self._topology.drain_timeout_s + _EXIT_TIMEOUT_S)
+        for child in servers:
+            if child.is_running:
+                self._observer.progress(f"killing {child.name}, which did not end")
+        # Its own etcd holds nothing that is needed again.
+        self.kill()
+        await _wait_ended(self._children, _KILL_TIMEOUT_S)
+        shutil.rmtree(self._environment.run_dir, ignore_errors=True)
+
+    def kill(self) -> None:
+        """End every process at once; ``stop`` still has to be called, or is already waiting for this."""
+        for child in self._children:
+            child.send(signal.SIGKILL)
+
+    def _plan_workers(self) -> list[ProcessPlan]:
+        return plan_workers(self._topology, num_cores=self._environment.num_cores)
+
+    async def _provide_models(self, paths: Collection[str]) -> None:
+        for path in sorted(paths):
+            if Path(path) == DEFAULT_MODEL_PATH and not (DEFAULT_MODEL_PATH / "model.safetensors").is_file():
+                await self._make_model(path)
+            if not (Path(path) / "config.json").is_file():
+                raise ConfigError(f"model.path: {path} holds no config.json: is it a Hugging Face checkpoint?")
+
+    async def _make_model(self, path: str) -> None:
+        self._observer.progress(f"making a small model with random weights in {path}")
+        command = [sys.executable, "-m", "models.random_llama", "--out", path]
+        maker = await self._start("model", command, self._environment.variables)
+        await _wait_ended([maker], _MAKE_MODEL_TIMEOUT_S)
+        self._children.remove(maker)
+        if maker.is_running or await maker.wait() != 0:
+            maker.send(signal.SIGKILL)
+            raise LaunchError(f"the model could not be made: {maker.describe_end()}")
+
+    async def _provide_etcd(self) -> None:
+        etcd = self._topology.discovery.etcd
+        if self._environment.etcd_endpoints:
+            etcd = replace(etcd, endpoints=tuple(self._environment.etcd_endpoints))
+        where = ", ".join(etcd.endpoints)
+        if await etcd_answers(etcd):
+            self._observer.progress(f"using the etcd at {where}")
+        else:
+            etcd = await self._start_etcd(own_etcd(etcd), where)
+        self._topology = self._topology.with_etcd(etcd)
+
+    async def _start_etcd(self, etcd: EtcdConfig, where: str) -> EtcdConfig:
+        binary = find_etcd()
+        if binary is None:
+            raise ConfigError(
+                f"no etcd answers at {where}, and this machine has none to start: run `make tools`, "
+                "install etcd-server, or set ETCD_ENDPOINTS"
+            )
+        self._observer.progress(f"no etcd answers at {where}: starting one at {etcd.endpoints[0]}")
+        # It reads every option from ETCD_* too, and ETCD_ENDPOINTS is ours.
+        variables = {name: value for name, value in self._environment.variables.items() if "ETCD_" not in name}
+        await self._start(_ETCD, etcd_command(binary, etcd, self._environment.run_dir / "etcd"), variables)
+        return etcd
+
+    async def _start(self, name: str, command: Sequence[str], variables: Mapping[str, str]) -> Child:
+        child = await start_child(name, command, variables, partial(self._observer.log_line, name))
+        self._children.append(child)
+        return child
+
+    def _command(self, plan: ProcessPlan) -> list[str]:
+        path = self._environment.run_dir / f"{plan.name}.yaml"
+        path.write_text(yaml.safe_dump(plan.settings), encoding="utf-8")
+        return [sys.executable, "-m", plan.module, "--config", str(path)]
+
+    def _variables(self, plan: ProcessPlan) -> dict[str, str]:
+        variables = {**self._environment.variables, "PYTHONUNBUFFERED": "1"}
+        if plan.num_threads is not None:
+            # Libraries read it when they are loaded, and would start a thread a core each.
+            variables["OMP_NUM_THREADS"] = str(plan.num_threads)
+        return variables
+
+
+async def _wait_ended(children: Collection[Child], timeout_s: float) -> None:
+    if children:
+        waiting = [asyncio.create_task(child.wait()) for child in children]
+        _, pending = await asyncio.wait(waiting, timeout=timeout_s)
+        for task in pending:
+            task.cancel()

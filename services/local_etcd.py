@@ -1,0 +1,73 @@
+"""The etcd of a topology on one host: one that answers already, or one of its own."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from quartet.discovery.create import DiscoveryConfig, create_registry
+from quartet.discovery.etcd_config import EtcdConfig
+from quartet.errors import DiscoveryError
+
+_LOOPBACK = "127.0.0.1"
+# Below the kernel's ephemeral range: a client that dials a server just killed can otherwise be given the very
+# port it dials, and keep the server from coming back.
+_PORTS = range(20_000, 32_000)
+_NUM_PORTS_TRIED = 100
+
+
+async def etcd_answers(config: EtcdConfig) -> bool:
+    """Whether one of its endpoints answers a read; takes no longer than its request timeout for each."""
+    registry = create_registry(DiscoveryConfig(etcd=config))
+    try:
+        await registry.workers()
+    except DiscoveryError:
+        return False
+    finally:
+        await registry.close()
+    return True
+
+
+def own_etcd(config: EtcdConfig) -> EtcdConfig:
+    """``config`` for an etcd of one's own, on a free loopback port, without TLS."""
+    endpoint = f"{_LOOPBACK}:{free_port()}"
+    return replace(config, endpoints=(endpoint,), ca_file=None, cert_file=None, key_file=None)
+
+
+def etcd_command(binary: Path, config: EtcdConfig, data_dir: Path) -> Sequence[str]:
+    """The command that serves ``config``'s one endpoint, alone, with its data in ``data_dir``."""
+    client = f"http://{config.endpoints[0]}"
+    peer = f"http://{_LOOPBACK}:{free_port()}"
+    options = {
+        "name": "quartet",
+        "data-dir": str(data_dir),
+        "listen-client-urls": client,
+        "advertise-client-urls": client,
+        "listen-peer-urls": peer,
+        "initial-advertise-peer-urls": peer,
+        "initial-cluster": f"quartet={peer}",
+        "heartbeat-interval": "50",  # ms; with the next one a lone member is its leader in half a second
+        "election-timeout": "500",
+        "logger": "zap",
+        "log-level": "error",
+    }
+    return [str(binary), *(f"--{name}={value}" for name, value in options.items())]
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on now and that no client is given by chance.
+
+    Raises:
+        OSError: there is none.
+    """
+    for port in random.SystemRandom().sample(_PORTS, _NUM_PORTS_TRIED):
+        with socket.socket() as probe:
+            try:
+                probe.bind((_LOOPBACK, port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"no free port in {_NUM_PORTS_TRIED} tries")

@@ -1,0 +1,136 @@
+"""A topology file: which model, how many workers of which role, and how each process differs from the defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from quartet.config import build, load_yaml, override
+from quartet.discovery.base import Role, check_name
+from quartet.discovery.create import DiscoveryConfig
+from quartet.discovery.etcd_config import EtcdConfig
+from quartet.errors import ConfigError
+from services.workers.config import EngineSettings
+
+#: Where a small random model is made when it is not there yet; relative to the working directory.
+DEFAULT_MODEL_PATH = Path(".run/models/random-llama")
+#: Where clients look for a router when they are told nothing else.
+DEFAULT_ROUTER_PORT = 50050
+
+_WORKER_ROLES = (Role.PREFILL, Role.DECODE)
+_MAX_PORT = 2**16 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """The model that all workers serve, unless their overrides say otherwise.
+
+    Attributes:
+        path: folder of a Hugging Face checkpoint, relative to the working directory.
+        name: what requests call it by; empty: the folder's name.
+    """
+
+    path: Path = DEFAULT_MODEL_PATH
+    name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterGroup:
+    """The router.
+
+    Attributes:
+        port: of its gRPC services on loopback; 0 takes a free one.
+        overrides: settings of ``RouterConfig`` that differ from its defaults.
+    """
+
+    port: int = DEFAULT_ROUTER_PORT
+    overrides: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        if not 0 <= self.port <= _MAX_PORT:
+            raise ConfigError(f"port: must be in [0, {_MAX_PORT}], not {self.port}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerGroup:
+    """Equal workers.
+
+    Attributes:
+        role: prefill or decode.
+        replicas: how many.
+        overrides: settings of ``WorkerConfig`` that differ from the topology's.
+    """
+
+    role: Role
+    replicas: int = 1
+    overrides: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        if self.role not in _WORKER_ROLES:
+            raise ConfigError(f"role: must be one of {', '.join(_WORKER_ROLES)}, not {self.role}")
+        if self.replicas < 1:
+            raise ConfigError("replicas: must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """What ``quartet up`` starts on one host, on loopback.
+
+    Attributes:
+        namespace: separates it from others that share its discovery.
+        engine: of every worker.
+        discovery: the topology's namespace replaces the one in it.
+        drain_timeout_s: running requests get this long to end when the topology is stopped.
+        start_timeout_s: everything must serve within it.
+    """
+
+    namespace: str = "default"
+    model: ModelSource = field(default_factory=ModelSource)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
+    router: RouterGroup = field(default_factory=RouterGroup)
+    workers: tuple[WorkerGroup, ...]
+    drain_timeout_s: float = 3.0
+    start_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        check_name("namespace", self.namespace)
+        if not any(group.role is Role.DECODE for group in self.workers):
+            raise ConfigError("workers: at least one must have the role decode")
+        for name in ("drain_timeout_s", "start_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}: must be above 0")
+
+    @property
+    def namespaced_discovery(self) -> DiscoveryConfig:
+        """``discovery`` in the topology's namespace."""
+        directory = self.discovery.file
+        return replace(
+            self.discovery,
+            etcd=replace(self.discovery.etcd, namespace=self.namespace),
+            file=None if directory is None else replace(directory, namespace=self.namespace),
+        )
+
+    def with_etcd(self, etcd: EtcdConfig) -> Topology:
+        """The same with another etcd."""
+        return replace(self, discovery=replace(self.discovery, etcd=etcd))
+
+    def with_router_port(self, port: int) -> Topology:
+        """The same with the router at ``port``. Raises ``ConfigError``."""
+        return replace(self, router=replace(self.router, port=port))
+
+
+def load_topology(path: Path, assignments: Sequence[str] = ()) -> Topology:
+    """Read a topology file, with assignments (``router.port=0``) over it.
+
+    Raises:
+        ConfigError: naming the setting. Overrides are checked by ``services.plan``.
+    """
+    settings = load_yaml(path)
+    for assignment in assignments:
+        settings = override(settings, assignment)
+    return build(Topology, settings)

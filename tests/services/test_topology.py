@@ -1,0 +1,135 @@
+"""Topology files: what they mean for each process, and where they are wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quartet.config import build
+from quartet.discovery.base import Role
+from quartet.errors import ConfigError
+from services.plan import merge, plan_router, plan_workers, to_settings
+from services.topology import Topology, load_topology
+from services.workers.config import WorkerConfig
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def write(directory: Path, text: str) -> Path:
+    file = directory / "topology.yaml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("name", "worker_ids"),
+    [
+        ("agg", ["decode-0"]),
+        ("disagg", ["prefill-0", "decode-0"]),
+        ("disagg_2p2d", ["prefill-0", "prefill-1", "decode-0", "decode-1"]),
+    ],
+)
+def test_the_topologies_that_come_along_can_be_read(name: str, worker_ids: list[str]) -> None:
+    topology = load_topology(CONFIGS / f"{name}.yaml")
+    assert [plan.name for plan in plan_workers(topology, num_cores=2)] == worker_ids
+    assert topology.router.port == 50050
+
+
+def test_every_process_gets_the_whole_of_its_settings(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        """
+        namespace: here
+        model: {path: /models/tiny, name: tiny}
+        engine: {num_blocks: 64}
+        discovery: {kind: etcd, etcd: {endpoints: ["10.0.0.1:2379"], lease_ttl_s: 9}}
+        router: {port: 6000, overrides: {policy: round_robin, server: {reflection: false}}}
+        workers:
+          - role: decode
+            replicas: 2
+          - role: prefill
+            overrides: {engine: {num_blocks: 32}, stall_timeout_s: 5}
+          - role: decode
+        drain_timeout_s: 2
+        """,
+    )
+    topology = load_topology(file)
+    plans = plan_workers(topology, num_cores=8)
+    assert [plan.name for plan in plans] == ["decode-0", "decode-1", "prefill-0", "decode-2"]
+    assert [plan.module for plan in plans[1:3]] == ["services.decode", "services.prefill"]
+
+    configs = [build(WorkerConfig, plan.settings) for plan in plans]
+    assert [config.worker_id for config in configs] == [plan.name for plan in plans]
+    assert [config.engine.num_blocks for config in configs] == [64, 64, 32, 64]
+    prefill = configs[2]
+    assert (prefill.model_path, prefill.model_name) == ("/models/tiny", "tiny")
+    assert (prefill.stall_timeout_s, prefill.drain_timeout_s) == (5.0, 2.0)
+    assert prefill.server.namespace == "here"
+    etcd = prefill.discovery.etcd
+    assert (etcd.endpoints, etcd.namespace, etcd.lease_ttl_s) == (("10.0.0.1:2379",), "here", 9)
+
+    settings = plan_router(topology).settings
+    assert settings["policy"] == "round_robin"
+    assert settings["server"] == {"address": "127.0.0.1:6000", "namespace": "here", "reflection": False}
+
+
+def test_torch_workers_share_the_cores(tmp_path: Path) -> None:
+    text = "workers: [{role: decode, replicas: 3}, {role: prefill, overrides: {engine: {num_threads: 7}}}]"
+    topology = load_topology(write(tmp_path, text))
+    assert [plan.num_threads for plan in plan_workers(topology, num_cores=16)] == [4, 4, 4, 7]
+    assert [plan.num_threads for plan in plan_workers(topology, num_cores=2)] == [1, 1, 1, 7]
+
+
+def test_assignments_lie_over_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path, "router: {port: 1}\nworkers: [{role: decode}]\n")
+    topology = load_topology(file, ["router.port=0", "engine.scheduler.max_num_seqs=3", "namespace=other"])
+    assert topology.router.port == 0
+    assert topology.engine.scheduler.max_num_seqs == 3
+    assert topology.namespaced_discovery.etcd.namespace == "other"
+
+
+def test_a_file_registry_needs_no_etcd(tmp_path: Path) -> None:
+    text = f"namespace: ns\ndiscovery: {{kind: file, file: {{directory: {tmp_path}}}}}\nworkers: [{{role: decode}}]"
+    topology = load_topology(write(tmp_path, text))
+    directory = topology.namespaced_discovery.file
+    assert directory is not None
+    assert (directory.directory, directory.namespace) == (tmp_path, "ns")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "workers: is missing"),
+        ("workers: []", "workers: at least one must have the role decode"),
+        ("workers: [{role: prefill}]", "workers: at least one must have the role decode"),
+        ("workers: [{role: router}]", r"workers\[0\].role: must be one of prefill, decode"),
+        ("workers: [{role: decode, replicas: 0}]", r"workers\[0\].replicas: must be at least 1"),
+        ("workers: [{role: decode}]\nnamspace: x", "namspace: unknown; did you mean namespace"),
+        ("workers: [{role: decode}]\nnamespace: a b", "namespace must be"),
+        ("workers: [{role: decode}]\nrouter: {port: 70000}", "router.port: must be in"),
+        ("workers: [{role: decode}]\nrouter: {policy: x}", "router.policy: unknown"),
+        ("workers: [{role: decode}]\nengine: {num_blocs: 1}", "engine.num_blocs: unknown"),
+        ("workers: [{role: decode}]\nengine: {kind: abacus}", "engine.kind: must be one of"),
+        ("workers: [{role: decode}]\ndrain_timeout_s: 0", "drain_timeout_s: must be above 0"),
+        ("workers: [{role: decode, overrides: {engine: {num_blocs: 1}}}]", r"workers\[0\].overrides.engine.num_blocs:"),
+        ("workers: [{role: decode, overrides: {stall_timeout_s: 0}}]", r"workers\[0\].overrides.stall_timeout_s"),
+    ],
+)
+def test_a_mistake_is_named_by_its_path(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_workers(load_topology(write(tmp_path, text)), num_cores=1)
+
+
+def test_settings_are_what_build_reads() -> None:
+    topology = build(Topology, {"workers": [{"role": "decode", "overrides": {"a": [1]}}]})
+    settings = to_settings(topology)
+    assert isinstance(settings, dict)
+    assert build(Topology, settings) == topology
+    assert settings["workers"] == [{"role": Role.DECODE.value, "replicas": 1, "overrides": {"a": [1]}}]
+
+
+def test_merging_goes_down_into_mappings_only() -> None:
+    base = {"a": {"x": 1, "y": [1, 2]}, "b": 1}
+    assert merge(base, {"a": {"y": [3]}, "b": {"z": 0}}) == {"a": {"x": 1, "y": [3]}, "b": {"z": 0}}
+    assert base == {"a": {"x": 1, "y": [1, 2]}, "b": 1}
