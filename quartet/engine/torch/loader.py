@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -100,7 +101,7 @@ def _load_weights(config: TorchEngineConfig) -> PreTrainedModel:
             local_files_only=True,
             trust_remote_code=False,
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise EngineError(f"{config.model_path}: weights cannot be loaded: {error}") from error
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if keys := sorted(map(str, report.get(fault, ()))):

@@ -60,7 +60,7 @@ class TorchRunner:
         self._device = torch.device(config.device)
         self._model = loaded.model
         self._pool = KvPool(self.layout, config.num_blocks, self._device)
-        self._sampler = Sampler(loaded.vocab_size, self._device)
+        self._sampler = Sampler()
         self._warm_up()
 
     @property

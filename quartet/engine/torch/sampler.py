@@ -7,7 +7,6 @@ rest of the batch, except through its logits, whose last bits may differ from on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,24 +15,13 @@ from quartet.engine.runner import SampledToken
 from quartet.engine.running import RunningRequest
 from quartet.engine.sampling import TokenLogprobs
 from quartet.engine.torch.draw import DrawParameters, draw
-from quartet.engine.torch.rules import RequestRules
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One row of logits: the request it belongs to, and its rules."""
-
-    index: int
-    running: RunningRequest
-    rules: RequestRules
+from quartet.engine.torch.rules import RequestRules, Row, apply_rules
 
 
 class Sampler:
     """Samples with all fields of ``Sampling`` and ``OutputOptions``. Lives in the engine thread."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
-        self._device = device
+    def __init__(self) -> None:
         self._rules: WeakKeyDictionary[RunningRequest, RequestRules] = WeakKeyDictionary()
 
     def sample(self, logits: torch.Tensor, requests: Sequence[RunningRequest]) -> list[SampledToken]:
@@ -43,18 +31,16 @@ class Sampler:
             logits: ``[N, V]``, row ``i`` for the token that follows ``requests[i].seq``; may be changed.
             requests: one a row.
         """
-        rows = [_Row(i, running, self._rules_of(running)) for i, running in enumerate(requests)]
-        if all(_is_plain(row.rules) for row in rows):
+        rows = [Row(i, running, self._rules_of(running)) for i, running in enumerate(requests)]
+        if all(row.rules.is_plain for row in rows):
             return [SampledToken(token_id) for token_id in logits.argmax(-1).tolist()]
         if logits.dtype != torch.float64:
             logits = logits.float()
         reported = [row for row in rows if row.rules.num_logprobs is not None]
         # Before the rules: log probabilities are the model's own.
         model_logprobs = logits[_indices(reported, logits.device)].log_softmax(-1) if reported else None
-        for row in rows:
-            if row.rules.changes_logits:
-                row.rules.apply(logits[row.index], row.running.seq.token_ids, row.running.num_output_tokens)
-        token_ids = self._choose(logits, rows)
+        apply_rules(logits, [row for row in rows if row.rules.changes_logits])
+        token_ids = _choose(logits, rows)
         reports: dict[int, TokenLogprobs] = {}
         if model_logprobs is not None:
             reports = _report(model_logprobs, reported, token_ids)
@@ -63,31 +49,28 @@ class Sampler:
     def _rules_of(self, running: RunningRequest) -> RequestRules:
         rules = self._rules.get(running)
         if rules is None:
-            rules = self._rules[running] = RequestRules(running, self._vocab_size, self._device)
+            rules = self._rules[running] = RequestRules(running)
         return rules
 
-    def _choose(self, logits: torch.Tensor, rows: Sequence[_Row]) -> list[int]:
-        drawn = [row for row in rows if not row.rules.is_greedy]
-        if len(drawn) == len(rows):
-            winners = draw(logits, _parameters(drawn, logits.device))
-        else:
-            winners = logits.argmax(-1)
-            if drawn:
-                indices = _indices(drawn, logits.device)
-                winners[indices] = draw(logits[indices], _parameters(drawn, logits.device))
-        token_ids: list[int] = winners.tolist()
-        return token_ids
+
+def _choose(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+    drawn = [row for row in rows if not row.rules.sampling.is_greedy]
+    if len(drawn) == len(rows):
+        winners = draw(logits, _parameters(drawn, logits.device))
+    else:
+        winners = logits.argmax(-1)
+        if drawn:
+            indices = _indices(drawn, logits.device)
+            winners[indices] = draw(logits[indices], _parameters(drawn, logits.device))
+    token_ids: list[int] = winners.tolist()
+    return token_ids
 
 
-def _is_plain(rules: RequestRules) -> bool:
-    return rules.is_greedy and not rules.changes_logits and rules.num_logprobs is None
-
-
-def _indices(rows: Sequence[_Row], device: torch.device) -> torch.Tensor:
+def _indices(rows: Sequence[Row], device: torch.device) -> torch.Tensor:
     return torch.tensor([row.index for row in rows], dtype=torch.long, device=device)
 
 
-def _parameters(rows: Sequence[_Row], device: torch.device) -> DrawParameters:
+def _parameters(rows: Sequence[Row], device: torch.device) -> DrawParameters:
     sampling = [row.rules.sampling for row in rows]
     return DrawParameters(
         temperature=torch.tensor([item.temperature for item in sampling], dtype=torch.float64, device=device),
@@ -98,7 +81,7 @@ def _parameters(rows: Sequence[_Row], device: torch.device) -> DrawParameters:
     )
 
 
-def _report(logprobs: torch.Tensor, rows: Sequence[_Row], token_ids: Sequence[int]) -> dict[int, TokenLogprobs]:
+def _report(logprobs: torch.Tensor, rows: Sequence[Row], token_ids: Sequence[int]) -> dict[int, TokenLogprobs]:
     """Log probabilities by row index; ``logprobs`` is ``[len(rows), V]``."""
     chosen = torch.tensor([token_ids[row.index] for row in rows], dtype=torch.long, device=logprobs.device)
     chosen_logprobs: list[float] = logprobs.gather(1, chosen[:, None])[:, 0].tolist()

@@ -60,7 +60,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def make_config(family: str, **changes: Any) -> transformers.PretrainedConfig:
     """The configuration of a family's tiny model."""
     class_name, own = FAMILIES[family]
-    return getattr(transformers, class_name)(**{**_BASE, **own, **changes})
+    config: transformers.PretrainedConfig = getattr(transformers, class_name)(**{**_BASE, **own, **changes})
+    return config
 
 
 def make_checkpoint(
@@ -68,7 +69,8 @@ def make_checkpoint(
 ) -> Path:
     """Save a model of this configuration with random weights from a fixed seed."""
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_config(config).to(dtype)
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):  # zero at first: they would not be tested
             torch.nn.init.normal_(parameter, std=1.0)

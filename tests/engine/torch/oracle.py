@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -29,9 +30,8 @@ class Oracle:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float64, experts_implementation="eager"
-        )
+        auto: Any = transformers.AutoModelForCausalLM
+        self._model = auto.from_pretrained(directory, dtype=torch.float64, experts_implementation="eager")
         self._known: dict[tuple[tuple[int, ...], int], Continuation] = {}
         self.num_ties = 0
 
