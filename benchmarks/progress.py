@@ -1,0 +1,50 @@
+"""One live line on standard error while a benchmark runs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+_INTERVAL_S = 0.5
+
+
+class LiveLine(AbstractContextManager["LiveLine"]):
+    """Shows what is going on; where nobody looks (no terminal), only what ``say`` is told.
+
+    It paints twice a second, so that it costs the measurement nothing to speak of.
+    """
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> LiveLine:
+        """Begin to show."""
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Take the line away."""
+        self._live.stop()
+
+    def say(self, text: str) -> None:
+        """Write a line that stays."""
+        self._console.print(text, highlight=False, markup=False)
+
+    async def follow(self, describe: Callable[[float, float], str]) -> None:
+        """Show ``describe(elapsed, interval)``, both in seconds, until cancelled."""
+        began = last = time.monotonic()
+        while True:
+            await asyncio.sleep(_INTERVAL_S)
+            now = time.monotonic()
+            self._live.update(Text(describe(now - began, now - last)), refresh=self._console.is_terminal)
+            last = now

@@ -1,0 +1,134 @@
+"""A topology of a benchmark's own: real processes, started on entry, ended on exit, watched in between."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+import grpc
+
+from benchmarks.scrape import Metrics, scrape
+from quartet.rpc.channels import create_channel
+from quartet.v1 import router_pb2, router_pb2_grpc
+from services.launch import Environment, LocalTopology
+from services.local_etcd import free_port
+from services.topology import Topology
+
+_POLL_S = 0.1
+_CALL_TIMEOUT_S = 2.0
+_ROUTER = "router"
+
+
+class Stack:
+    """The running processes of one topology, with a router that has a port for its metrics.
+
+    Attributes:
+        pids: process ids by name: ``router``, and workers by their ids.
+    """
+
+    def __init__(self, topology: Topology, log: Path, on_progress: Callable[[str], None]) -> None:
+        """Nothing runs before entry; the processes' output goes to the file ``log``."""
+        self.pids: Mapping[str, int] = {}
+        self._router_http = f"127.0.0.1:{free_port()}"
+        overrides = {**topology.router.overrides, "http_address": self._router_http}
+        self._topology = replace(topology, router=replace(topology.router, port=0, overrides=overrides))
+        self._log_path = log
+        self._on_progress = on_progress
+        self._http_addresses: dict[str, str] = {}
+        self._log: TextIO | None = None
+        self._local: LocalTopology | None = None
+
+    @property
+    def router_address(self) -> str:
+        """``host:port`` of the router's gRPC services."""
+        return self._running.router_address
+
+    async def __aenter__(self) -> Stack:
+        """Start everything and wait until the router places requests at every worker.
+
+        Raises:
+            ConfigError: it can't be started.
+            RuntimeError: a process ended, or not all served in time; the message says what it said last.
+        """
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log = self._log_path.open("w", encoding="utf-8")
+        environment = Environment(
+            variables=dict(os.environ),
+            num_cores=os.cpu_count() or 1,
+            run_dir=Path(tempfile.mkdtemp(prefix="quartet-benchmark-")),
+        )
+        self._local = LocalTopology(self._topology, environment, _Observer(self._log, self._on_progress))
+        try:
+            await self._local.start()
+            await self._await_ready()
+        except BaseException:
+            await self._end()
+            raise
+        self.pids = {child.name: child.pid for child in self._local.children}
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End every process."""
+        await self._end()
+
+    async def metrics(self) -> dict[str, Metrics]:
+        """The metrics of every process, by name."""
+        found = await asyncio.gather(*map(scrape, self._http_addresses.values()))
+        return dict(zip(self._http_addresses, found, strict=True))
+
+    @property
+    def _running(self) -> LocalTopology:
+        assert self._local is not None, "only within `async with`"
+        return self._local
+
+    async def _end(self) -> None:
+        await self._running.stop()
+        if self._log is not None:
+            self._log.close()
+
+    async def _await_ready(self) -> None:
+        self._on_progress("waiting until all workers are ready")
+        deadline = time.monotonic() + self._topology.start_timeout_s
+        async with create_channel(self.router_address, None) as channel:
+            stub = router_pb2_grpc.RouterServiceStub(channel)
+            while not await self._is_ready(stub):
+                for child in self._running.children:
+                    if not child.is_running:
+                        raise RuntimeError(child.describe_end())
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"not all workers were ready in time; {self._log_path} has their output")
+                await asyncio.sleep(_POLL_S)
+
+    async def _is_ready(self, stub: router_pb2_grpc.RouterServiceAsyncStub) -> bool:
+        try:
+            answer = await stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=_CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return False  # not listening yet
+        ready = {
+            worker.record.worker_id: worker.record.http_address
+            for worker in answer.workers
+            if worker.state == router_pb2.WORKER_STATE_READY
+        }
+        self._http_addresses = {_ROUTER: self._router_http, **ready}
+        return ready.keys() >= set(self._running.worker_ids)
+
+
+@dataclass(frozen=True)
+class _Observer:
+    log: TextIO
+    on_progress: Callable[[str], None]
+
+    def log_line(self, process: str, line: str) -> None:
+        print(f"{process}: {line}", file=self.log)
+
+    def progress(self, message: str) -> None:
+        self.on_progress(message)
