@@ -15,9 +15,11 @@ import typer
 from cli.errors import reporting_errors
 from cli.launch_display import LaunchDisplay
 from cli.readiness import wait_ready
+from quartet.config import build
+from router.config import RouterConfig
 from services.child import Child
 from services.launch import Environment, LaunchError, LocalTopology
-from services.plan import plan_workers
+from services.plan import plan_router, plan_workers
 from services.run_directory import make_run_directory
 from services.topology import Topology, load_topology
 
@@ -43,6 +45,7 @@ def up(
         num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         # All settings of all processes are checked before the first one starts.
         plan_workers(topology, num_cores=num_cores)
+        build(RouterConfig, plan_router(topology).settings, "router.overrides")
         endpoints = os.environ.get("ETCD_ENDPOINTS", "")
         environment = Environment(
             variables=dict(os.environ),

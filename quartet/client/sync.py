@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -106,12 +107,25 @@ class _LoopThread:
 
     def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         """The result of ``work``, which is cancelled, and waited for, when the caller is interrupted (Ctrl-C)."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        # Not `run_coroutine_threadsafe`: its future is over once cancelled, while the work still unwinds.
+        ended: concurrent.futures.Future[ResultT] = concurrent.futures.Future()
+        tasks: list[asyncio.Task[ResultT]] = []
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(work))
+            tasks[0].add_done_callback(partial(_tell, ended))
+
+        def cancel() -> None:
+            for task in tasks:
+                task.cancel()
+
         try:
-            return future.result()
+            self._loop.call_soon_threadsafe(begin)
+            return ended.result()
         except BaseException:
-            if future.cancel():
-                concurrent.futures.wait([future], _CLOSE_TIMEOUT_S)
+            if not ended.done():
+                self._loop.call_soon_threadsafe(cancel)
+                concurrent.futures.wait([ended], _CLOSE_TIMEOUT_S)
             raise
 
     def close(self) -> None:
@@ -119,6 +133,15 @@ class _LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_TIMEOUT_S)
         self._loop.close()
+
+
+def _tell(ended: concurrent.futures.Future[ResultT], task: asyncio.Task[ResultT]) -> None:
+    if task.cancelled():
+        ended.set_exception(concurrent.futures.CancelledError())
+    elif error := task.exception():
+        ended.set_exception(error)
+    else:
+        ended.set_result(task.result())
 
 
 async def _make_client(target: str | Sequence[str], tls: TlsConfig | None) -> QuartetClient:

@@ -24,6 +24,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         hold_after: words after which it waits for ``cancel`` (it answers CANCELLED) or the end of the call.
         starts: all starts that came.
         holding: set while it waits.
+        watch_is_bounded: a watch of the workers ends after the changes that are there.
         dropped: set when a call ended before its answer did.
     """
 
@@ -37,6 +38,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         self.holding = asyncio.Event()
         self.dropped = asyncio.Event()
         self.workers: list[router_pb2.WorkerStatus] = []
+        self.watch_is_bounded = False
         self.changes: asyncio.Queue[router_pb2.WatchWorkersResponse] = asyncio.Queue()
 
     def service(self) -> Service:
@@ -82,7 +84,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
 
     async def WatchWorkers(self, request: Any, context: Any) -> AsyncIterator[router_pb2.WatchWorkersResponse]:
         yield router_pb2.WatchWorkersResponse(updated=self.workers)
-        while True:
+        while not (self.watch_is_bounded and self.changes.empty()):
             yield await self.changes.get()
 
     async def GetModel(self, request: router_pb2.GetModelRequest, context: Any) -> router_pb2.GetModelResponse:

@@ -1,0 +1,105 @@
+"""``quartet generate``: what it asks for, what it prints, how it fails."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import pytest
+
+from quartet.errors import InvalidRequestError, QueueFullError
+from tests.cli.conftest import RunCli
+from tests.client.conftest import StartRouter
+from tests.client.fake_router import REQUEST_ID, FakeRouter
+
+
+@pytest.fixture
+def router() -> FakeRouter:
+    return FakeRouter()
+
+
+async def test_the_answers_text_is_printed(router: FakeRouter, start_router: StartRouter, run_cli: RunCli) -> None:
+    result = await run_cli("generate", "Hi", "--router", await start_router(router))
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "one two three\n", "")
+    [start] = router.starts
+    assert start.text == "Hi"
+    assert not start.HasField("seed")
+
+
+async def test_options_become_the_requests_fields(
+    router: FakeRouter, start_router: StartRouter, run_cli: RunCli
+) -> None:
+    options = (
+        "--model tiny --max-tokens 7 --temperature 0 --top-p 0.5 --top-k 3 --seed 11 --timeout 9 --stop . --stop !"
+    )
+    result = await run_cli("generate", "Hi", "--chat", *options.split(), "--router", await start_router(router))
+    assert result.exit_code == 0
+    [start] = router.starts
+    assert [(message.role, message.content) for message in start.chat.messages] == [("user", "Hi")]
+    sampling = start.sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (7, 0.0, 0.5, 3)
+    assert (start.model, start.seed, start.timeout.seconds) == ("tiny", 11, 9)
+    assert list(start.text_options.stop_strings) == [".", "!"]
+
+
+async def test_a_prompt_can_come_from_standard_input(
+    router: FakeRouter, start_router: StartRouter, run_cli: RunCli
+) -> None:
+    await run_cli("generate", "-", "--router", await start_router(router), input="two\nlines")
+    assert router.starts[0].text == "two\nlines"
+
+
+async def test_json_holds_the_whole_answer(router: FakeRouter, start_router: StartRouter, run_cli: RunCli) -> None:
+    result = await run_cli("generate", "Hi", "--json", "--seed", "3", "--router", await start_router(router))
+    answer = json.loads(result.stdout)
+    assert (answer["request_id"], answer["seed"], answer["text"]) == (REQUEST_ID, 3, "one two three")
+    assert (answer["token_ids"], answer["finish_reason"]) == ([100, 101, 102], "length")
+    assert answer["usage"]["num_output_tokens"] == 3
+    assert answer["time"]["first_token_s"] == 0.25
+
+
+async def test_a_failure_is_one_line_with_status_and_field(
+    router: FakeRouter, start_router: StartRouter, run_cli: RunCli
+) -> None:
+    router.error = InvalidRequestError("the prompt is empty", field="text")
+    address = await start_router(router)
+    result = await run_cli("generate", "", "--router", address)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "quartet: INVALID_ARGUMENT (text): the prompt is empty\n"
+
+    router.error = QueueFullError("the queue is full", retry_delay_s=1.5)
+    result = await run_cli("generate", "Hi", "--router", address)
+    assert result.stderr == "quartet: RESOURCE_EXHAUSTED: the queue is full (try again in 1.5 s)\n"
+
+
+async def test_nonsense_is_told_without_a_router(run_cli: RunCli) -> None:
+    result = await run_cli("generate", "Hi", "--top-p", "2", "--router", "127.0.0.1:1")
+    assert result.exit_code == 1
+    assert result.stderr == "quartet: INVALID_ARGUMENT (sampling.top_p): top_p must be in (0.0, 1.0], not 2.0\n"
+
+
+@pytest.mark.parametrize("command", [["generate", "Hi"], ["workers"], ["workers", "--watch"], ["chat"]])
+async def test_nobody_there_is_told_in_one_line_soon(
+    run_cli: RunCli, free_port: Callable[[], int], command: list[str]
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    began = time.monotonic()
+    result = await run_cli(*command, "--router", address)
+    assert time.monotonic() - began < 5
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"quartet: UNAVAILABLE: no router answers at {address}")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [["generate"], ["generate", "Hi", "--max-tokens", "x"], ["generate", "Hi", "--tls-ca", "a"], ["no"]]
+)
+async def test_a_wrong_command_line_is_exit_code_2(run_cli: RunCli, arguments: list[str]) -> None:
+    assert (await run_cli(*arguments)).exit_code == 2
+
+
+async def test_the_version_is_told(run_cli: RunCli) -> None:
+    result = await run_cli("--version")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("quartet 0.")
