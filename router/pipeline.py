@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from functools import partial
 
@@ -57,6 +57,11 @@ class Pipeline:
         """A request that begins when its parts are first asked for."""
         return GenerateRun(start, traceparent, self._tools, self._running)
 
+    def abort_all(self, error: ServingError) -> None:
+        """End every running request with ``error``."""
+        for run in tuple(self._running):
+            run.abort(error)
+
 
 class GenerateRun:
     """One request, from arrival to the end of all its choices."""
@@ -78,6 +83,7 @@ class GenerateRun:
         self._seed = start.seed or 0
         self._work: asyncio.Task[None] | None = None
         self._is_cancelled = False
+        self._abort_error: ServingError | None = None
 
     def cancel(self) -> None:
         """End it early: each choice that has not ended gets its end, CANCELLED."""
@@ -85,7 +91,13 @@ class GenerateRun:
         if self._work is not None:
             self._work.cancel()
 
-    async def parts(self) -> AsyncIterator[AnswerPart]:
+    def abort(self, error: ServingError) -> None:
+        """End it with ``error``."""
+        self._abort_error = error
+        if self._work is not None:
+            self._work.cancel()
+
+    async def parts(self) -> AsyncGenerator[AnswerPart, None]:
         """The answer: accepted, deltas, and an end for each choice. Closing it early frees all the request holds.
 
         Raises:
@@ -95,7 +107,7 @@ class GenerateRun:
         self._work.add_done_callback(self._settle)
         self._all_running.add(self)
         self._tools.attempts.metrics.set_running_requests(len(self._all_running))
-        if self._is_cancelled:
+        if self._is_cancelled or self._abort_error is not None:
             self._work.cancel()
         try:
             async for part in self._answer.parts():
@@ -112,11 +124,11 @@ class GenerateRun:
         if not work.cancelled():
             error = work.exception()
             self._answer.end() if error is None else self._fail(error)
-        elif self._is_cancelled:
+        elif self._is_cancelled and self._abort_error is None:
             self._end_cancelled()
         else:
-            self._log.failed(RequestCancelledError.reason.lower())
-            self._answer.end()
+            # Most likely nobody reads any more.
+            self._fail(self._abort_error or RequestCancelledError("the request was dropped"))
 
     async def _run(self) -> None:
         check_start(self._start)

@@ -1,0 +1,50 @@
+"""Run the router: ``python -m router --config FILE [--set NAME.NAME=VALUE ...]``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+
+import uvloop
+
+from quartet.config import build, load_yaml, override
+from quartet.errors import ConfigError, ServingError
+from quartet.telemetry.logging import configure
+from router.config import RouterConfig
+from router.process import RouterProcess
+
+logger = logging.getLogger("router")
+
+
+def main() -> None:
+    """Run one router from the command line; exits with 1 and one line where it can't start."""
+    parser = argparse.ArgumentParser(prog="python -m router", description="Place requests and stream answers.")
+    parser.add_argument("--config", type=Path, help="the router's YAML file; without one, all defaults")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME.NAME=VALUE", help="change one setting")
+    arguments = parser.parse_args()
+    try:
+        settings = {} if arguments.config is None else load_yaml(arguments.config)
+        for assignment in arguments.set:
+            settings = override(settings, assignment)
+        config = build(RouterConfig, settings)
+        configure(config.log)
+        uvloop.run(_run(config))
+    except (ConfigError, ServingError) as error:
+        logger.error("%s", error)
+        sys.exit(1)
+
+
+async def _run(config: RouterConfig) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await RouterProcess(config).run(stop)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What one router process is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from quartet.discovery.create import DiscoveryConfig
+from quartet.errors import ConfigError
+from quartet.rpc.server import ServerConfig
+from quartet.telemetry.logging import LogConfig
+from router.admission import AdmissionConfig
+from router.attempts import AttemptConfig
+
+
+class PolicyName(StrEnum):
+    """Which policy places requests."""
+
+    ROUND_ROBIN = "round_robin"
+    LEAST_LOADED = "least_loaded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """One router process.
+
+    Attributes:
+        server: where gRPC listens; its ``tls`` is also what workers are dialled with.
+        http_address: ``host:port`` of /metrics, /livez and /readyz.
+        policy: how places are chosen.
+        local_prefill_max_tokens: prompts of up to so many tokens are prefilled where they are decoded; 0: none,
+            while there is a prefill worker.
+        max_request_timeout_s: caps every request's time.
+        heartbeat_timeout_s: a worker silent for longer gets nothing new.
+        trusted_gateways: names of client identities whose ``tenant`` is believed.
+        drain_timeout_s: running requests get this long to end after SIGTERM.
+    """
+
+    server: ServerConfig = field(default_factory=lambda: ServerConfig(address="127.0.0.1:50050"))
+    http_address: str = "127.0.0.1:0"
+    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
+    policy: PolicyName = PolicyName.LEAST_LOADED
+    local_prefill_max_tokens: int = 0
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    attempts: AttemptConfig = field(default_factory=AttemptConfig)
+    max_request_timeout_s: float = 600.0
+    heartbeat_timeout_s: float = 30.0
+    trusted_gateways: tuple[str, ...] = ()
+    drain_timeout_s: float = 30.0
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        if self.local_prefill_max_tokens < 0:
+            raise ConfigError("local_prefill_max_tokens: must not be negative")
+        for name in ("max_request_timeout_s", "heartbeat_timeout_s", "drain_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}: must be above 0")

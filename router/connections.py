@@ -1,0 +1,67 @@
+"""What the router holds open to one life of one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quartet.discovery.base import Role, WorkerRecord
+from quartet.errors import ServingError, WorkerUnavailableError
+from quartet.kvcache.layout import HandOff
+from quartet.rpc.channels import create_channel
+from quartet.rpc.inner import InnerStart
+from quartet.rpc.inner_client import DecodeCall, DecodeClient, PrefillCall, PrefillClient
+from quartet.rpc.tls import TlsConfig
+from quartet.rpc.worker_client import WorkerClient
+
+
+class WorkerConnection:
+    """One channel, with the worker's inner stream on it once it is needed.
+
+    Attributes:
+        record: of the life that this connects to.
+        client: asks the worker about itself.
+    """
+
+    def __init__(
+        self,
+        record: WorkerRecord,
+        tls: TlsConfig | None,
+        on_broken: Callable[[WorkerRecord], None],
+        drop: Callable[[HandOff], None],
+    ) -> None:
+        """Connect at the first use; ``drop`` is given hand-offs that nobody waits for any more."""
+        self.record = record
+        self._channel = create_channel(record.grpc_address, tls)
+        self.client = WorkerClient(self._channel)
+        self._on_broken = on_broken
+        self._is_closed = False
+        self._decode: DecodeClient | None = None
+        self._prefill: PrefillClient | None = None
+        if record.role is Role.DECODE:
+            self._decode = DecodeClient(record.worker_id, self._channel, self._broken)
+        elif record.role is Role.PREFILL:
+            self._prefill = PrefillClient(record.worker_id, self._channel, self._broken, drop)
+
+    def decode(self, start: InnerStart) -> DecodeCall:
+        """Start a decode. Raises ``WorkerUnavailableError`` when this is closed, or to no decode worker."""
+        if self._decode is None or self._is_closed:
+            raise WorkerUnavailableError(f"worker {self.record.worker_id} is gone")
+        return self._decode.start(start)
+
+    def prefill(self, start: InnerStart) -> PrefillCall:
+        """Start a prefill. Raises ``WorkerUnavailableError`` when this is closed, or to no prefill worker."""
+        if self._prefill is None or self._is_closed:
+            raise WorkerUnavailableError(f"worker {self.record.worker_id} is gone")
+        return self._prefill.start(start)
+
+    async def close(self) -> None:
+        """Break the stream: requests on it fail with ``WorkerUnavailableError`` and go on elsewhere."""
+        self._is_closed = True
+        for client in (self._decode, self._prefill):
+            if client is not None:
+                await client.close()
+        await self._channel.close()
+
+    def _broken(self, _error: ServingError) -> None:
+        if not self._is_closed:
+            self._on_broken(self.record)

@@ -1,0 +1,135 @@
+"""A router process from its configuration to its exit code: every part is made, wired, run and taken down here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from prometheus_client import CollectorRegistry
+
+from quartet.discovery.create import create_registry
+from quartet.errors import DrainingError
+from quartet.rpc.server import RpcServer
+from quartet.telemetry.event_loop_lag import monitor_event_loop_lag
+from quartet.telemetry.http import Probes, TelemetryServer
+from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics
+from router.admission import Admission
+from router.attempts import AttemptTools
+from router.config import PolicyName, RouterConfig
+from router.pipeline import Pipeline, PipelineTools
+from router.policy.base import Policy
+from router.policy.least_loaded import LeastLoadedPolicy
+from router.policy.round_robin import RoundRobinPolicy
+from router.servicer import RouterServicer, router_service
+from router.worker_table import WorkerTable
+from router.workers import Fleet
+
+logger = logging.getLogger(__name__)
+
+# Requests that overstay a drain are told why; this long for that to reach their clients.
+_LAST_WORDS_S = 0.5
+
+
+class RouterProcess:
+    """One router, from the start to the end of ``run``."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Nothing is opened before ``run``."""
+        self._config = config
+        self._registry = CollectorRegistry()
+        self._metrics = RouterMetrics(self._registry)
+        self._is_ready = False
+        #: ``host:port`` of gRPC once ``run`` serves.
+        self.address = ""
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until ``stop`` is set, then drain and take everything down.
+
+        Raises:
+            ConfigError: it can't start; the message names the setting.
+        """
+        config = self._config
+        async with AsyncExitStack() as stack:
+            probes = Probes(is_alive=lambda: True, is_ready=lambda: self._is_ready)
+            telemetry = TelemetryServer(config.http_address, self._registry, probes)
+            http_port = telemetry.start()
+            stack.push_async_callback(telemetry.close)
+            # New at each start: workers' reports must not count in what another life of this router placed.
+            router_id = f"router-{secrets.token_hex(8)}"
+            table = WorkerTable(router_id, heartbeat_timeout_s=config.heartbeat_timeout_s)
+            fleet = Fleet(table, self._metrics, config.server.tls)
+            stack.push_async_callback(fleet.close)
+            pipeline = self._pipeline(table, fleet)
+            servicer = RouterServicer(
+                pipeline,
+                table,
+                fleet.texts,
+                has_tls=config.server.tls is not None,
+                trusted_gateways=config.trusted_gateways,
+            )
+            server = RpcServer(config.server, [router_service(servicer)])
+            self.address = f"{config.server.address.rpartition(':')[0]}:{await server.start()}"
+            stack.push_async_callback(server.drain, 0)
+            logger.info("metrics and probes on port %d", http_port)
+            async with self._background(fleet, server, stop):
+                await self._drain(server, servicer, pipeline)
+
+    @asynccontextmanager
+    async def _background(self, fleet: Fleet, server: RpcServer, stop: asyncio.Event) -> AsyncIterator[None]:
+        """Run what keeps the fleet known, until ``stop`` is set and then until the block ends."""
+        registry = create_registry(self._config.discovery)
+        tasks = [
+            asyncio.create_task(fleet.watch(registry.watch()), name="discovery"),
+            asyncio.create_task(fleet.tend(), name="tend"),
+            asyncio.create_task(monitor_event_loop_lag(ProcessMetrics(self._registry)), name="lag"),
+            asyncio.create_task(self._announce(fleet, server), name="announce"),
+        ]
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        pending: set[asyncio.Task[object]] = {*tasks, stopping}
+        try:
+            while not stopping.done():
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, stopping, return_exceptions=True)
+            await registry.close()
+
+    async def _announce(self, fleet: Fleet, server: RpcServer) -> None:
+        await fleet.is_synchronised.wait()
+        await server.set_serving(None, True)
+        self._is_ready = True
+        logger.info("router serving on %s", self.address)
+
+    async def _drain(self, server: RpcServer, servicer: RouterServicer, pipeline: Pipeline) -> None:
+        self._is_ready = False
+        logger.info("draining: %d requests run, at most %.1f s", pipeline.num_running, self._config.drain_timeout_s)
+        servicer.close()
+        draining = asyncio.create_task(server.drain(self._config.drain_timeout_s + _LAST_WORDS_S))
+        await asyncio.wait([draining], timeout=self._config.drain_timeout_s)
+        pipeline.abort_all(DrainingError("the router is going away"))
+        await draining
+
+    def _pipeline(self, table: WorkerTable, fleet: Fleet) -> Pipeline:
+        config = self._config
+        admission = Admission(table, self._policy(), config.admission, on_length=self._metrics.set_queued_requests)
+        table.listen(admission.wake)
+        attempts = AttemptTools(
+            router_id=table.router_id, admission=admission, hops=fleet, config=config.attempts, metrics=self._metrics
+        )
+        return Pipeline(
+            PipelineTools(table=table, texts=fleet.texts, attempts=attempts, max_timeout_s=config.max_request_timeout_s)
+        )
+
+    def _policy(self) -> Policy:
+        max_tokens = self._config.local_prefill_max_tokens
+        if self._config.policy is PolicyName.ROUND_ROBIN:
+            return RoundRobinPolicy(max_tokens)
+        return LeastLoadedPolicy(max_tokens, random.Random())

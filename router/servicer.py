@@ -1,0 +1,212 @@
+"""RouterService: what clients call."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Collection
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import grpc
+
+from quartet.discovery.base import Role
+from quartet.errors import DrainingError, ModelNotFoundError, ProtocolError, ServingError, UnimplementedError
+from quartet.rpc import convert
+from quartet.rpc.audience import caller_identity
+from quartet.rpc.convert.edge import from_generate_start, to_generate_response
+from quartet.rpc.durations import to_duration
+from quartet.rpc.edge import GenerateStart
+from quartet.rpc.server import Service
+from quartet.v1 import router_pb2 as pb
+from quartet.v1 import router_pb2_grpc
+from router.model_texts import FetchedTexts
+from router.pipeline import GenerateRun, Pipeline
+from router.worker import WorkerState, WorkerStatus
+from router.worker_table import Pool, WorkerTable
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+# Watchers hear of changes at most this often.
+_WATCH_INTERVAL_S = 0.25
+
+_STATES = {
+    WorkerState.JOINING: pb.WORKER_STATE_JOINING,
+    WorkerState.READY: pb.WORKER_STATE_READY,
+    WorkerState.SUSPECT: pb.WORKER_STATE_SUSPECT,
+    WorkerState.DRAINING: pb.WORKER_STATE_DRAINING,
+}
+
+
+class RouterServicer(router_pb2_grpc.RouterServiceServicer):
+    """Translates; the work is the pipeline's."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        table: WorkerTable,
+        texts: FetchedTexts,
+        *,
+        has_tls: bool,
+        trusted_gateways: Collection[str] = (),
+    ) -> None:
+        """Without TLS (loopback), and from ``trusted_gateways``, a request's ``tenant`` is believed."""
+        self._pipeline = pipeline
+        self._table = table
+        self._texts = texts
+        self._has_tls = has_tls
+        self._trusted_gateways = frozenset(trusted_gateways)
+        self._closing = asyncio.Event()
+
+    def close(self) -> None:
+        """End the streams that would never end by themselves."""
+        self._closing.set()
+
+    async def Generate(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[pb.GenerateRequest], context: _Context
+    ) -> None:
+        """As router.proto says."""
+        run = self._pipeline.generate(await self._read_start(context), traceparent=_traceparent(context))
+        listener = asyncio.create_task(_listen(context, run))
+        try:
+            async with aclosing(run.parts()) as parts:
+                async for part in parts:
+                    await context.write(to_generate_response(part))
+        finally:
+            listener.cancel()
+
+    async def Place(self, request: pb.PlaceRequest, context: _Context) -> pb.PlaceResponse:
+        """As router.proto says."""
+        raise UnimplementedError("this router does not offer Place")
+
+    async def Session(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[pb.SessionRequest], context: _Context
+    ) -> None:
+        """As router.proto says."""
+        raise UnimplementedError("this router does not offer Session")
+
+    async def ListWorkers(self, request: pb.ListWorkersRequest, context: _Context) -> pb.ListWorkersResponse:
+        """As router.proto says."""
+        return pb.ListWorkersResponse(workers=[_to_worker_status(status) for status in self._statuses(request.model)])
+
+    async def WatchWorkers(
+        self, request: pb.WatchWorkersRequest, context: _Context
+    ) -> AsyncIterator[pb.WatchWorkersResponse]:
+        """As router.proto says."""
+        changed = asyncio.Event()
+        stop = self._table.listen(changed.set)
+        told: dict[tuple[Role, str], WorkerStatus] = {}
+        is_first = True
+        try:
+            while True:
+                changed.clear()
+                response = self._changes(request.model, told)
+                if is_first or response.updated or response.removed_worker_ids:
+                    yield response
+                is_first = False
+                await self._wait_unless_closing(changed.wait())
+                await self._wait_unless_closing(asyncio.sleep(_WATCH_INTERVAL_S))
+        finally:
+            stop()
+
+    async def GetModel(self, request: pb.GetModelRequest, context: _Context) -> pb.GetModelResponse:
+        """As router.proto says."""
+        pools = [pool for pool in self._table.pools(time.monotonic()) if request.name in ("", pool.key.model_name)]
+        if request.name and not pools:
+            raise ModelNotFoundError("no worker serves a model of this name", field="name")
+        return pb.GetModelResponse(models=[await self._to_model(pool) for pool in pools])
+
+    async def _read_start(self, context: _Context) -> GenerateStart:
+        request = await context.read()
+        if request is grpc.aio.EOF or request.WhichOneof("message") != "start":
+            raise ProtocolError("the first message must be start", field="start")
+        start = from_generate_start(request.start)
+        return replace(start, tenant=self._tenant(start.tenant, context))
+
+    def _tenant(self, claimed: str, context: _Context) -> str:
+        if not self._has_tls:
+            return claimed
+        identity = caller_identity(context.auth_context())
+        if identity is None:
+            return ""
+        return claimed if claimed and identity.name in self._trusted_gateways else identity.name
+
+    def _statuses(self, model: str) -> list[WorkerStatus]:
+        statuses = self._table.statuses(time.monotonic())
+        return [status for status in statuses if model in ("", status.record.model_name)]
+
+    def _changes(self, model: str, told: dict[tuple[Role, str], WorkerStatus]) -> pb.WatchWorkersResponse:
+        """What is new against ``told``, which is brought up to date."""
+        now = {(status.record.role, status.record.worker_id): status for status in self._statuses(model)}
+        removed = [worker_id for role, worker_id in told.keys() - now.keys()]
+        updated = [status for key, status in now.items() if key not in told or _differ(told[key], status)]
+        told.clear()
+        told.update(now)
+        return pb.WatchWorkersResponse(
+            updated=[_to_worker_status(status) for status in updated], removed_worker_ids=sorted(removed)
+        )
+
+    async def _wait_unless_closing(self, waiting: Any) -> None:
+        closing = asyncio.ensure_future(self._closing.wait())
+        wanted = asyncio.ensure_future(waiting)
+        try:
+            await asyncio.wait({closing, wanted}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            closing.cancel()
+            wanted.cancel()
+        if self._closing.is_set():
+            raise DrainingError("the router is going away")
+
+    async def _to_model(self, pool: Pool) -> pb.Model:
+        text = self._texts.known(pool.key)
+        return pb.Model(
+            name=pool.key.model_name,
+            fingerprint=pool.key.fingerprint,
+            max_model_len=pool.max_model_len,
+            num_prefill_workers=pool.num_ready_prefill,
+            num_decode_workers=pool.num_ready_decode,
+            sampling_fields=sorted(pool.sampling_fields),
+            media=sorted(pool.media),
+            adapters=sorted(pool.adapters),
+            has_chat_template=text is not None and text.chat_template is not None,
+        )
+
+
+def router_service(servicer: RouterServicer) -> Service:
+    """RouterService, for a server."""
+    add = router_pb2_grpc.add_RouterServiceServicer_to_server
+    return Service("quartet.v1.RouterService", lambda server: add(servicer, server))
+
+
+async def _listen(context: _Context, run: GenerateRun) -> None:
+    """Hear what the client says after its start."""
+    try:
+        while (request := await context.read()) is not grpc.aio.EOF:
+            if request.WhichOneof("message") != "cancel":
+                raise ProtocolError("after start only cancel may come", field="message")
+            run.cancel()
+    except ServingError as error:
+        run.abort(error)
+
+
+def _traceparent(context: _Context) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent":
+            return str(value)
+    return ""
+
+
+def _differ(one: WorkerStatus, other: WorkerStatus) -> bool:
+    """Whether there is anything to tell: the mere age of a report is not."""
+    return replace(one, load_age_s=None) != replace(other, load_age_s=None)
+
+
+def _to_worker_status(status: WorkerStatus) -> pb.WorkerStatus:
+    return pb.WorkerStatus(
+        record=convert.to_worker_record(status.record),
+        state=_STATES[status.state],
+        load=None if status.load is None else convert.to_worker_load(status.load),
+        load_age=None if status.load_age_s is None else to_duration(status.load_age_s),
+        num_requests=status.num_requests,
+    )

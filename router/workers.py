@@ -1,0 +1,238 @@
+"""The router's fleet: discovery, connections and events brought together in the worker table."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Collection, Coroutine, Mapping
+
+from quartet.discovery.base import (
+    Role,
+    Synchronised,
+    Watch,
+    WorkerAdded,
+    WorkerChanged,
+    WorkerEvent,
+    WorkerKey,
+    WorkerRecord,
+    WorkerRemoved,
+)
+from quartet.discovery.host import host_identity
+from quartet.discovery.place import Place
+from quartet.errors import ServingError, TransferError, WorkerUnavailableError
+from quartet.events.load import WorkerLoad
+from quartet.events.subscriber import LoadSubscriber
+from quartet.kvcache.layout import HandOff
+from quartet.rpc.channels import create_channel
+from quartet.rpc.inner import InnerStart
+from quartet.rpc.inner_client import DecodeCall, PrefillCall
+from quartet.rpc.tls import TlsConfig
+from quartet.telemetry.metrics import RouterMetrics
+from quartet.transfer.config import TransferConfig
+from quartet.transfer.grpc.puller import TransferPuller
+from router.connections import WorkerConnection
+from router.model_texts import MAX_FILES_BYTES, FetchedTexts
+from router.worker import PoolKey, WorkerState
+from router.worker_table import WorkerTable
+
+logger = logging.getLogger(__name__)
+
+_WORKER_ROLES = frozenset({Role.PREFILL, Role.DECODE})
+_TICK_S = 0.5
+_PROBE_TIMEOUT_S = 2.0
+_FILES_TIMEOUT_S = 30.0
+
+
+class Fleet:
+    """All workers that discovery tells of, as ``Hops``; ``texts`` has the text side of their models.
+
+    Whatever happens to a worker ends up in ``table``. A worker is asked how it is (``GetInfo``) when it is new, when
+    its stream broke, and when it has been silent for long.
+    """
+
+    def __init__(self, table: WorkerTable, metrics: RouterMetrics, tls: TlsConfig | None) -> None:
+        """Connect to nobody yet; needs a running event loop."""
+        self.texts = FetchedTexts(self._fetch_files)
+        #: Set once discovery has told of every worker that it knew at the start.
+        self.is_synchronised = asyncio.Event()
+        self._table = table
+        self._metrics = metrics
+        self._tls = tls
+        self._subscriber = LoadSubscriber(self._take_load)
+        self._connections: dict[WorkerKey, WorkerConnection] = {}
+        self._probes: dict[WorkerKey, asyncio.Task[None]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._must_look = asyncio.Event()
+        self._shown_states: Counter[tuple[Role, WorkerState]] = Counter()
+        # Only to let go of hand-offs: it has no pool to pull into.
+        self._puller = TransferPuller(
+            lambda address: create_channel(address, tls), host=host_identity(), config=TransferConfig()
+        )
+
+    # Hops.
+
+    def prefill(self, place: Place, start: InnerStart) -> PrefillCall:
+        """Start a prefill. Raises ``WorkerUnavailableError`` when the worker is gone."""
+        return self._connection(Role.PREFILL, place).prefill(start)
+
+    def decode(self, place: Place, start: InnerStart) -> DecodeCall:
+        """Start a decode. Raises ``WorkerUnavailableError`` when the worker is gone."""
+        return self._connection(Role.DECODE, place).decode(start)
+
+    def drop(self, hand_off: HandOff) -> None:
+        """Let the source know that nobody will take ``hand_off``; what can't be told is left to the lease."""
+        try:
+            lease = self._puller.keep(hand_off)
+        except TransferError:
+            return  # closing: its lease ends it
+        self._spawn(lease.abort())
+
+    # Life.
+
+    async def watch(self, watch: Watch) -> None:
+        """Follow discovery until ``watch`` is closed."""
+        async for event in watch:
+            self._follow(event)
+
+    async def tend(self) -> None:
+        """Ask after workers that need it, forget those that are gone. Runs until cancelled."""
+        while True:
+            now = time.monotonic()
+            for record in self._table.forget_gone(now):
+                self._leave(record)
+            for record in self._table.to_probe(now):
+                self._probe(record)
+            self.texts.keep({pool.key for pool in self._table.pools(now)})
+            self._table.tick()
+            self._show_states(now)
+            self._must_look.clear()
+            try:
+                async with asyncio.timeout(_TICK_S):
+                    await self._must_look.wait()
+            except TimeoutError:
+                continue
+
+    async def close(self) -> None:
+        """Leave all workers; requests still on them fail. Ends in bounded time."""
+        tasks = list(self._probes.values())
+        for task in tasks:
+            task.cancel()
+        self._subscriber.close()
+        await self.texts.close()
+        # Hand-offs that were just dropped are still told: each takes a second at most.
+        await asyncio.gather(*tasks, *self._background, return_exceptions=True)
+        await asyncio.gather(*(connection.close() for connection in self._connections.values()))
+        await self._puller.close()
+
+    def _follow(self, event: WorkerEvent) -> None:
+        if isinstance(event, WorkerAdded | WorkerChanged):
+            self._adopt(event.record)
+        elif isinstance(event, WorkerRemoved):
+            logger.info("worker %s left discovery", event.worker_id)
+            self._table.unlist(WorkerKey(role=event.role, worker_id=event.worker_id))
+            self._must_look.set()
+        elif isinstance(event, Synchronised):
+            self.is_synchronised.set()
+
+    def _adopt(self, record: WorkerRecord) -> None:
+        if record.role not in _WORKER_ROLES:
+            return
+        known = self._connections.get(record.key)
+        is_new = self._table.put(record, time.monotonic())
+        # A worker may also come back to another address without a new life, behind another proxy.
+        if known is not None and (is_new or known.record.grpc_address != record.grpc_address):
+            self._leave(known.record)
+        if record.key not in self._connections:
+            logger.info("worker %s at %s, epoch %x", record.worker_id, record.grpc_address, record.epoch)
+            self._connections[record.key] = WorkerConnection(record, self._tls, self._broken, self.drop)
+            self._listen(record)
+        self._must_look.set()
+
+    def _listen(self, record: WorkerRecord) -> None:
+        if not record.events_address:
+            return
+        try:
+            self._subscriber.connect(record.events_address)
+        except ValueError as error:
+            logger.warning("worker %s: %s", record.worker_id, error)
+
+    def _leave(self, record: WorkerRecord) -> None:
+        probe = self._probes.pop(record.key, None)
+        if probe is not None:
+            probe.cancel()
+        connection = self._connections.pop(record.key, None)
+        if connection is None:
+            return
+        address = connection.record.events_address
+        if all(other.record.events_address != address for other in self._connections.values()):
+            self._subscriber.disconnect(address)
+        self._spawn(connection.close())
+
+    def _broken(self, record: WorkerRecord) -> None:
+        logger.warning("the stream to worker %s broke", record.worker_id)
+        self._table.broken(record.key, record.epoch)
+        self._must_look.set()
+
+    def _take_load(self, load: WorkerLoad) -> None:
+        self._table.report(load, time.monotonic())
+
+    def _probe(self, record: WorkerRecord) -> None:
+        connection = self._connections.get(record.key)
+        if connection is None or record.key in self._probes:
+            return
+        task = asyncio.create_task(self._ask(connection), name=f"probe-{record.worker_id}")
+        self._probes[record.key] = task
+        task.add_done_callback(lambda done: self._end_probe(record.key, done))
+
+    def _end_probe(self, key: WorkerKey, task: asyncio.Task[None]) -> None:
+        if self._probes.get(key) is task:
+            del self._probes[key]
+
+    async def _ask(self, connection: WorkerConnection) -> None:
+        record = connection.record
+        try:
+            report = await connection.client.info(_PROBE_TIMEOUT_S)
+        except ServingError as error:
+            logger.debug("worker %s does not answer: %s", record.worker_id, error)
+            self._table.broken(record.key, record.epoch)
+            return
+        if report.record.key == record.key and report.record.epoch != record.epoch:
+            # It started anew and discovery has not told yet, or can't. Adopting it ends this probe.
+            self._adopt(report.record)
+            return
+        self._table.connected(record.key, report.load, time.monotonic())
+        pool = PoolKey(record.model_name, record.model_fingerprint)
+        if self.texts.known(pool) is None:
+            self._spawn(self.texts.prefetch(pool))
+
+    async def _fetch_files(self, pool: PoolKey, names: Collection[str]) -> Mapping[str, bytes]:
+        last: ServingError = WorkerUnavailableError("no worker of this model is known")
+        for connection in list(self._connections.values()):
+            if PoolKey(connection.record.model_name, connection.record.model_fingerprint) != pool:
+                continue
+            try:
+                return await connection.client.model_files(
+                    names, max_size_bytes=MAX_FILES_BYTES, timeout_s=_FILES_TIMEOUT_S
+                )
+            except ServingError as error:
+                last = error
+        raise last
+
+    def _connection(self, role: Role, place: Place) -> WorkerConnection:
+        connection = self._connections.get(WorkerKey(role=role, worker_id=place.worker_id))
+        if connection is None:
+            raise WorkerUnavailableError(f"worker {place.worker_id} is gone")
+        return connection
+
+    def _show_states(self, now: float) -> None:
+        states = Counter((status.record.role, status.state) for status in self._table.statuses(now))
+        for role, state in states.keys() | self._shown_states.keys():
+            self._metrics.set_workers(role.value, state.value, states[role, state])
+        self._shown_states = states
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

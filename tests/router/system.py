@@ -1,0 +1,177 @@
+"""A router and workers in this process, over real gRPC and ZMQ; only the model is a fake."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import pytest
+
+from quartet.discovery.base import Role
+from quartet.discovery.create import DiscoveryConfig, DiscoveryKind
+from quartet.discovery.file import FileConfig
+from quartet.engine.base import Generation, RequestKind
+from quartet.engine.core import StepEngine
+from quartet.engine.sampling import Sampling
+from quartet.engine.scheduler import SchedulerConfig
+from quartet.rpc.server import ServerConfig
+from quartet.transfer.base import Puller
+from quartet.v1 import router_pb2 as pb
+from quartet.v1 import router_pb2_grpc
+from router.config import RouterConfig
+from router.process import RouterProcess
+from services.workers import process as worker_process
+from services.workers.config import WorkerConfig
+from tests.engine.fakes import FakeRunner, expected_output
+from tests.text.builders import byte_level_backend
+
+TIMEOUT_S = 20.0
+BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 4, 64, 200
+_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}bot:{% endif %}"
+)
+_VOCAB_SIZE = byte_level_backend().get_vocab_size()
+
+Stub = router_pb2_grpc.RouterServiceStub
+
+
+def expected(prompt: list[int], num_output: int, *, choice: int = 0) -> list[int]:
+    """What the fake model gives, undisturbed."""
+    generation = Generation(prompt_token_ids=prompt, sampling=Sampling(max_tokens=num_output), choice=choice)
+    return expected_output(generation, vocab_size=_VOCAB_SIZE, max_len=MAX_MODEL_LEN)
+
+
+@dataclass
+class Running:
+    """A process that runs as a task of this one."""
+
+    task: asyncio.Task[None]
+    stop: asyncio.Event
+
+    async def end(self) -> None:
+        self.stop.set()
+        async with asyncio.timeout(TIMEOUT_S):
+            await self.task
+
+
+@dataclass
+class System:
+    """Starts and ends workers and the router.
+
+    Attributes:
+        gates: by worker id: where given, each step of its engine takes one permit.
+        runners: by worker id.
+    """
+
+    directory: Path
+    gates: dict[str, threading.Semaphore] = field(default_factory=dict)
+    runners: dict[str, FakeRunner] = field(default_factory=dict)
+    workers: dict[str, Running] = field(default_factory=dict)
+    engines: dict[str, StepEngine] = field(default_factory=dict)
+    router: Running | None = None
+    address: str = ""
+
+    @property
+    def discovery(self) -> DiscoveryConfig:
+        files = FileConfig(directory=self.directory / "discovery", poll_interval_s=0.02, ttl_s=60)
+        return DiscoveryConfig(kind=DiscoveryKind.FILE, file=files)
+
+    def write_model(self) -> Path:
+        model = self.directory / "model"
+        model.mkdir(exist_ok=True)
+        (model / "tokenizer.json").write_text(byte_level_backend().to_str())
+        (model / "chat_template.jinja").write_text(_TEMPLATE)
+        return model
+
+    def create_engine(self, config: WorkerConfig, kind: RequestKind, puller: Puller) -> StepEngine:
+        def load() -> FakeRunner:
+            runner = self.runners[config.worker_id] = FakeRunner(
+                num_blocks=NUM_BLOCKS,
+                block_size=BLOCK_SIZE,
+                vocab_size=_VOCAB_SIZE,
+                max_model_len=MAX_MODEL_LEN,
+                step_gate=self.gates.get(config.worker_id),
+            )
+            return runner
+
+        engine = StepEngine(load, SchedulerConfig(), puller=puller, kinds=frozenset({kind}))
+        self.engines[config.worker_id] = engine
+        return engine
+
+    def start_worker(self, worker_id: str) -> None:
+        config = WorkerConfig(
+            worker_id=worker_id,
+            model_name="tiny",
+            model_path=str(self.write_model()),
+            discovery=self.discovery,
+            drain_timeout_s=2.0,
+        )
+        stop = asyncio.Event()
+        process = worker_process.WorkerProcess(config, Role(worker_id.split("-", maxsplit=1)[0]))
+        self.workers[worker_id] = Running(asyncio.create_task(process.run(stop)), stop)
+
+    async def start_router(self, **changes: object) -> None:
+        settings = {"server": ServerConfig(), "discovery": self.discovery, "drain_timeout_s": 2.0, **changes}
+        process = RouterProcess(RouterConfig(**settings))
+        stop = asyncio.Event()
+        self.router = Running(asyncio.create_task(process.run(stop)), stop)
+        async with asyncio.timeout(TIMEOUT_S):
+            while not process.address:
+                assert not self.router.task.done(), self.router.task.exception()
+                await asyncio.sleep(0.005)
+        self.address = process.address
+
+    async def wait_workers(self, is_wanted: Callable[[dict[str, pb.WorkerStatus]], bool]) -> None:
+        """Watch until the workers are as wanted."""
+        known: dict[str, pb.WorkerStatus] = {}
+        async with grpc.aio.insecure_channel(self.address) as channel, asyncio.timeout(TIMEOUT_S):
+            async for response in Stub(channel).WatchWorkers(pb.WatchWorkersRequest()):
+                known.update({status.record.worker_id: status for status in response.updated})
+                for worker_id in response.removed_worker_ids:
+                    known.pop(worker_id)
+                if is_wanted(known):
+                    return
+
+    async def wait_ready(self) -> None:
+        wanted = dict.fromkeys(self.workers, pb.WORKER_STATE_READY)
+        await self.wait_workers(lambda known: {name: status.state for name, status in known.items()} == wanted)
+
+    async def wait_idle(self) -> None:
+        """Return when no worker has a request or holds a block."""
+        await self.wait_workers(
+            lambda known: all(
+                status.num_requests == 0
+                and all(rank.num_in_use_blocks + rank.num_held_blocks == 0 for rank in status.load.ranks)
+                for status in known.values()
+            )
+        )
+
+    async def close(self) -> None:
+        for gate in self.gates.values():
+            gate.release(10_000)
+        for running in [self.router, *self.workers.values()]:
+            if running is not None and not running.task.done():
+                await running.end()
+
+
+@asynccontextmanager
+async def running_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *worker_ids: str, gated: tuple[str, ...] = (), **router: object
+) -> AsyncIterator[tuple[System, Stub]]:
+    """A system whose workers are all ready, and a stub for its router."""
+    system = System(tmp_path, gates={worker_id: threading.Semaphore(0) for worker_id in gated})
+    monkeypatch.setattr(worker_process, "create_engine", system.create_engine)
+    try:
+        for worker_id in worker_ids:
+            system.start_worker(worker_id)
+        await system.start_router(**router)
+        await system.wait_ready()
+        async with grpc.aio.insecure_channel(system.address) as channel:
+            yield system, Stub(channel)
+    finally:
+        await system.close()

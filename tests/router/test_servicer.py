@@ -1,0 +1,257 @@
+"""RouterService over the wire, in front of real workers with a fake model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from quartet import errors
+from quartet.rpc.errors import from_rpc_error
+from quartet.v1 import router_pb2 as pb
+from quartet.v1 import types_pb2
+from tests.router.system import TIMEOUT_S, Stub, System, expected, running_system
+
+PROMPT = list(range(20, 40))
+
+
+@pytest.fixture
+async def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[System, Stub]]:
+    async with running_system(tmp_path, monkeypatch, "prefill-0", "decode-0") as system:
+        yield system
+
+
+def make_start(**changes: object) -> pb.GenerateStart:
+    fields = {"token_ids": pb.TokenIds(ids=PROMPT), "sampling": types_pb2.Sampling(max_tokens=12), **changes}
+    if "text" in changes or "chat" in changes:
+        del fields["token_ids"]
+    return pb.GenerateStart(**fields)
+
+
+async def generate(stub: Stub, start: pb.GenerateStart) -> list[pb.GenerateResponse]:
+    async def requests() -> AsyncIterator[pb.GenerateRequest]:
+        yield pb.GenerateRequest(start=start)
+
+    async with asyncio.timeout(TIMEOUT_S):
+        return [response async for response in stub.Generate(requests())]
+
+
+async def read_all(call: grpc.aio.StreamStreamCall) -> list[pb.GenerateResponse]:
+    responses = []
+    while (response := await call.read()) is not grpc.aio.EOF:
+        responses.append(response)
+    return responses
+
+
+def token_ids_of(responses: list[pb.GenerateResponse], choice: int = 0) -> list[int]:
+    deltas = [response.delta for response in responses if response.HasField("delta")]
+    return [token_id for delta in deltas if delta.choice == choice for token_id in delta.token_ids]
+
+
+async def fails(stub: Stub, start: pb.GenerateStart) -> tuple[grpc.StatusCode, errors.ServingError]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(stub, start)
+    return caught.value.code(), from_rpc_error(caught.value)
+
+
+async def test_a_prompt_goes_in_and_tokens_come_out(served: tuple[System, Stub]) -> None:
+    system, stub = served
+    responses = await generate(stub, make_start(seed=3))
+    accepted = responses[0].accepted
+    assert (accepted.num_prompt_tokens, accepted.seed, len(accepted.request_id)) == (20, 3, 32)
+    assert accepted.choices[0].prefill.worker_id == "prefill-0"
+    assert accepted.choices[0].decode.worker_id == "decode-0"
+    assert token_ids_of(responses) == expected(PROMPT, 12)
+    finished = responses[-1].finished
+    assert (finished.reason, finished.usage.num_output_tokens) == (types_pb2.FINISH_REASON_LENGTH, 12)
+    assert finished.time.transfer.ToNanoseconds() > 0
+    await system.wait_idle()
+
+
+async def test_half_closing_and_keeping_open_are_the_same(served: tuple[System, Stub]) -> None:
+    _system, stub = served
+    call = stub.Generate()
+    await call.write(pb.GenerateRequest(start=make_start()))
+    async with asyncio.timeout(TIMEOUT_S):
+        responses = [response async for response in call]
+    assert token_ids_of(responses) == expected(PROMPT, 12)
+    assert await call.code() == grpc.StatusCode.OK
+
+
+async def test_text_and_chats_are_tokenized(served: tuple[System, Stub]) -> None:
+    _system, stub = served
+    text = await generate(stub, make_start(text="The quick brown fox"))
+    assert 0 < text[0].accepted.num_prompt_tokens < 20
+    assert "".join(response.delta.text for response in text)
+    messages = [
+        pb.ChatMessage(role="user", content="The fox"),
+        pb.ChatMessage(role="bot", parts=[pb.ContentPart(text="The "), pb.ContentPart(text="dog")]),
+    ]
+    chat = await generate(stub, make_start(chat=pb.ChatPrompt(messages=messages)))
+    assert chat[-1].finished.usage.num_output_tokens == 12
+    without = pb.ChatPrompt(messages=messages, add_generation_prompt=False)
+    shorter = await generate(stub, make_start(chat=without))
+    assert shorter[0].accepted.num_prompt_tokens < chat[0].accepted.num_prompt_tokens
+
+
+async def test_choices_and_logprobs_cross_the_wire(served: tuple[System, Stub]) -> None:
+    _system, stub = served
+    start = make_start(num_choices=3, output=types_pb2.OutputOptions(logprobs=0))
+    responses = await generate(stub, start)
+    for choice in range(3):
+        assert token_ids_of(responses, choice) == expected(PROMPT, 12, choice=choice)
+    logprobs = [entry.token_id for r in responses for entry in r.delta.logprobs if r.delta.choice == 1]
+    assert logprobs == expected(PROMPT, 12)
+    assert sum(response.HasField("finished") for response in responses) == 3
+
+
+async def test_cancel_ends_every_choice_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_system(tmp_path, monkeypatch, "decode-0", gated=("decode-0",)) as (system, stub):
+        call = stub.Generate()
+        await call.write(pb.GenerateRequest(start=make_start(num_choices=2)))
+        async with asyncio.timeout(TIMEOUT_S):
+            assert (await call.read()).HasField("accepted")
+            await call.write(pb.GenerateRequest(cancel=types_pb2.Cancel()))
+            responses = await read_all(call)
+        system.gates["decode-0"].release(1000)
+        assert await call.code() == grpc.StatusCode.OK
+        reasons = [response.finished.reason for response in responses if response.HasField("finished")]
+        assert reasons == [types_pb2.FINISH_REASON_CANCELLED] * 2
+        await system.wait_idle()
+
+
+async def test_a_client_that_drops_frees_all_it_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_system(tmp_path, monkeypatch, "prefill-0", "decode-0", gated=("decode-0",)) as (system, stub):
+        call = stub.Generate()
+        await call.write(pb.GenerateRequest(start=make_start()))
+        async with asyncio.timeout(TIMEOUT_S):
+            await call.read()
+            assert list((await call.read()).delta.token_ids) == expected(PROMPT, 1)
+        call.cancel()
+        system.gates["decode-0"].release(1000)
+        await system.wait_idle()
+
+
+_BAD_STARTS = [
+    (pb.GenerateStart(), "prompt"),
+    (make_start(text=""), "text"),
+    (make_start(chat=pb.ChatPrompt()), "chat.messages"),
+    (make_start(chat=pb.ChatPrompt(messages=[pb.ChatMessage(content="hi")])), "chat.messages.role"),
+    (make_start(token_ids=pb.TokenIds()), "token_ids.ids"),
+    (make_start(token_ids=pb.TokenIds(ids=[1, 2**32 - 1])), "token_ids.ids"),
+    (make_start(token_ids=pb.TokenIds(ids=[1] * 200)), "token_ids.ids"),
+    (make_start(text="fox " * 10_000), "text"),
+    (make_start(sampling=types_pb2.Sampling(max_tokens=181)), "sampling.max_tokens"),
+    (make_start(sampling=types_pb2.Sampling(max_tokens=0)), "sampling.max_tokens"),
+    (make_start(sampling=types_pb2.Sampling(temperature=-1)), "sampling.temperature"),
+    (make_start(sampling=types_pb2.Sampling(temperature=float("nan"))), "sampling.temperature"),
+    (make_start(sampling=types_pb2.Sampling(top_p=0)), "sampling.top_p"),
+    (make_start(sampling=types_pb2.Sampling(min_p=2)), "sampling.min_p"),
+    (make_start(sampling=types_pb2.Sampling(repetition_penalty=0)), "sampling.repetition_penalty"),
+    (make_start(sampling=types_pb2.Sampling(presence_penalty=3)), "sampling.presence_penalty"),
+    (make_start(sampling=types_pb2.Sampling(frequency_penalty=-3)), "sampling.frequency_penalty"),
+    (make_start(sampling=types_pb2.Sampling(min_tokens=5, max_tokens=4)), "sampling.min_tokens"),
+    (make_start(sampling=types_pb2.Sampling(logit_bias={1: 101})), "sampling.logit_bias"),
+    (make_start(sampling=types_pb2.Sampling(logit_bias={2**31: 1})), "sampling.logit_bias"),
+    (make_start(sampling=types_pb2.Sampling(stop_token_ids=[2**31])), "sampling.stop_token_ids"),
+    (
+        make_start(sampling=types_pb2.Sampling(guided=types_pb2.GuidedDecoding(regex="a"))),
+        "sampling.guided",
+    ),
+    (make_start(output=types_pb2.OutputOptions(logprobs=21)), "output.logprobs"),
+    (make_start(adapter="lora"), "adapter"),
+    (make_start(media=[pb.MediaPart(url="file:///etc/passwd")]), "media"),
+    (make_start(num_choices=0), "num_choices"),
+    (make_start(num_choices=65), "num_choices"),
+    (make_start(timeout=Duration(seconds=0)), "timeout"),
+    (make_start(timeout=Duration(seconds=-5)), "timeout"),
+    (make_start(client_request_id="x" * 129), "client_request_id"),
+    (make_start(text_options=pb.TextOptions(stop_strings=["x"] * 17)), "text_options.stop_strings"),
+    (make_start(text_options=pb.TextOptions(stop_strings=["x" * 1025])), "text_options.stop_strings"),
+    (make_start(text_options=pb.TextOptions(stop_strings=["x"], omit_text=True)), "text_options.omit_text"),
+]
+
+
+async def test_every_bad_request_is_refused_by_field_and_the_router_serves_on(served: tuple[System, Stub]) -> None:
+    system, stub = served
+    for start, field in _BAD_STARTS:
+        code, error = await fails(stub, start)
+        assert (code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field), str(start)
+    code, error = await fails(stub, make_start(model="none"))
+    assert (code, error.field) == (grpc.StatusCode.NOT_FOUND, "model")
+    assert all(runner.num_steps == 0 for runner in system.runners.values())
+    assert token_ids_of(await generate(stub, make_start())) == expected(PROMPT, 12)
+
+
+async def test_messages_in_a_wrong_order_are_refused_and_the_router_serves_on(served: tuple[System, Stub]) -> None:
+    _system, stub = served
+    start = pb.GenerateRequest(start=make_start(sampling=types_pb2.Sampling(max_tokens=150)))
+    orders = [[], [pb.GenerateRequest(cancel=types_pb2.Cancel())], [pb.GenerateRequest()], [start, start]]
+    for messages in orders:
+        call = stub.Generate()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async with asyncio.timeout(TIMEOUT_S):
+                for message in messages:
+                    await call.write(message)
+                if not messages:
+                    await call.done_writing()
+                async for _ in call:
+                    pass
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert token_ids_of(await generate(stub, make_start())) == expected(PROMPT, 12)
+
+
+async def test_malformed_messages_are_refused_and_the_router_serves_on(served: tuple[System, Stub]) -> None:
+    system, stub = served
+    whole = pb.GenerateRequest(start=make_start()).SerializeToString()
+    async with grpc.aio.insecure_channel(system.address) as channel:
+        method = channel.stream_stream("/quartet.v1.RouterService/Generate")
+        for length in range(1, len(whole)):
+            call = method()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async with asyncio.timeout(TIMEOUT_S):
+                    await call.write(whole[:length])
+                    await call.done_writing()
+                    async for _ in call:
+                        pass
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert token_ids_of(await generate(stub, make_start())) == expected(PROMPT, 12)
+
+
+async def test_a_late_request_is_deadline_exceeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_system(tmp_path, monkeypatch, "decode-0", gated=("decode-0",)) as (system, stub):
+        code, error = await fails(stub, make_start(timeout=Duration(nanos=50_000_000)))
+        assert (code, error.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "TIMEOUT")
+        system.gates["decode-0"].release(1000)
+        await system.wait_idle()
+
+
+async def test_what_comes_later_says_so(served: tuple[System, Stub]) -> None:
+    _system, stub = served
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Place(pb.PlaceRequest(start=make_start()))
+    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in stub.Session(iter([pb.SessionRequest()])):
+            pass
+    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_workers_and_models_are_listed(served: tuple[System, Stub]) -> None:
+    _system, stub = served
+    workers = (await stub.ListWorkers(pb.ListWorkersRequest())).workers
+    assert [status.record.worker_id for status in workers] == ["decode-0", "prefill-0"]
+    assert all(status.state == pb.WORKER_STATE_READY and status.HasField("load") for status in workers)
+    assert not (await stub.ListWorkers(pb.ListWorkersRequest(model="none"))).workers
+    await generate(stub, make_start(text="fox"))
+    [model] = (await stub.GetModel(pb.GetModelRequest())).models
+    assert (model.name, model.num_prefill_workers, model.num_decode_workers) == ("tiny", 1, 1)
+    assert model.has_chat_template
+    assert "top_p" in model.sampling_fields
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.GetModel(pb.GetModelRequest(name="none"))
+    assert caught.value.code() == grpc.StatusCode.NOT_FOUND
