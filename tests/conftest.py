@@ -24,15 +24,21 @@ def free_port() -> Callable[[], int]:
 
 
 @pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[etcd_server.EtcdServer]:
+def etcd(etcd_binary: Path, tmp_path: Path) -> Iterator[etcd_server.EtcdServer]:
     """A running etcd of this test's own, which it may kill, wipe or compact."""
-    yield from _serve_etcd(tmp_path / "etcd")
+    yield from _serve_etcd(etcd_binary, tmp_path / "etcd")
 
 
 @pytest.fixture(scope="session")
-def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[etcd_server.EtcdServer]:
+def shared_etcd(etcd_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[etcd_server.EtcdServer]:
     """One running etcd for the whole run: leave it alive, and keep to a namespace of your own."""
-    yield from _serve_etcd(tmp_path_factory.mktemp("etcd"))
+    yield from _serve_etcd(etcd_binary, tmp_path_factory.mktemp("etcd"))
+
+
+@pytest.fixture(scope="session")
+def etcd_binary() -> Path:
+    """The etcd binary, for those who start it themselves."""
+    return _require("etcd", find_etcd())
 
 
 @pytest.fixture(scope="session")
@@ -58,8 +64,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         _require("grpcurl", find_grpcurl())
 
 
-def _serve_etcd(directory: Path) -> Iterator[etcd_server.EtcdServer]:
-    server = etcd_server.EtcdServer(_require("etcd", find_etcd()), directory)
+def _serve_etcd(binary: Path, directory: Path) -> Iterator[etcd_server.EtcdServer]:
+    server = etcd_server.EtcdServer(binary, directory)
     server.start()
     try:
         yield server

@@ -1,0 +1,73 @@
+"""Stacks shared by tests: starting one costs seconds of imports, so those that do no harm use one together."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from quartet.client import QuartetClient
+from tests.e2e.stack import Stack, StackConfig
+
+StartStack = Callable[[StackConfig], Stack]
+
+_RUNNING = pytest.StashKey[list[Stack]]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker("e2e")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        report.sections += [("services", stack.logs()) for stack in item.config.stash.get(_RUNNING, [])]
+    return report
+
+
+@pytest.fixture(scope="session")
+def stack(
+    request: pytest.FixtureRequest, random_model_dir: Path, tmp_path_factory: pytest.TempPathFactory, etcd_binary: Path
+) -> Iterator[Stack]:
+    """One prefill, one decode, a router: for tests that kill nothing and leave nothing behind."""
+    config = StackConfig(model_dir=random_model_dir)
+    with _running(request.config, Stack(config, tmp_path_factory.mktemp("stack"), etcd_binary)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def start_stack(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, etcd_binary: Path
+) -> Iterator[StartStack]:
+    """A function that starts a stack, which ends with the module."""
+    with ExitStack() as stacks:
+
+        def start(config: StackConfig) -> Stack:
+            stack = Stack(config, tmp_path_factory.mktemp("stack"), etcd_binary)
+            return stacks.enter_context(_running(request.config, stack))
+
+        yield start
+
+
+@pytest.fixture
+async def client(stack: Stack) -> AsyncIterator[QuartetClient]:
+    """A client of the shared stack's router."""
+    async with QuartetClient(stack.router_address) as client:
+        yield client
+
+
+@contextmanager
+def _running(config: pytest.Config, stack: Stack) -> Iterator[Stack]:
+    """Keep ``stack`` known as long as it runs, so that a failing test shows its logs."""
+    known = config.stash.setdefault(_RUNNING, [])
+    known.append(stack)
+    try:
+        with stack:
+            yield stack
+    finally:
+        known.remove(stack)

@@ -1,0 +1,258 @@
+"""A whole Quartet as real processes: etcd, prefill and decode workers, a router; killed and asked at will.
+
+Its methods block, each for a bounded time. In a running event loop call those that wait with ``asyncio.to_thread``;
+``spawn`` alone must be called from the main thread (see ``ServiceProcess``).
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import yaml
+
+from quartet.config import override
+from quartet.rpc.tls import TlsConfig, channel_credentials
+from quartet.v1 import kv_events_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tests.e2e.process import Metrics, ServiceProcess, wait_until
+from tests.etcd_server import EtcdServer, free_port
+
+START_TIMEOUT_S = 60.0
+MODEL_NAME = "random-llama"
+_CALL_TIMEOUT_S = 5.0
+
+Settings = Mapping[str, object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackConfig:
+    """What differs from one stack to the next; settings are dotted names of WorkerConfig and RouterConfig.
+
+    Attributes:
+        tls: certificates by process name; all or none.
+        operator: identity with which the stack itself asks, where there is TLS.
+    """
+
+    model_dir: Path
+    num_prefill: int = 1
+    num_decode: int = 1
+    worker: Settings = field(default_factory=dict)
+    router: Settings = field(default_factory=dict)
+    tls: Mapping[str, TlsConfig] = field(default_factory=dict)
+    operator: TlsConfig | None = None
+
+    @property
+    def worker_names(self) -> list[str]:
+        """``prefill-0`` and so on: worker ids and process names."""
+        prefills = [f"prefill-{number}" for number in range(self.num_prefill)]
+        return prefills + [f"decode-{number}" for number in range(self.num_decode)]
+
+
+@dataclass(frozen=True)
+class BlockCounts:
+    """KV blocks of one worker by state."""
+
+    used: int
+    held: int
+    cached: int
+    free: int
+
+    @property
+    def total(self) -> int:
+        """All blocks of the pool."""
+        return self.used + self.held + self.cached + self.free
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody has any."""
+        return self.used == self.held == 0
+
+
+class Stack:
+    """Started by ``start`` or ``with``; ``close`` leaves no process."""
+
+    def __init__(self, config: StackConfig, directory: Path, etcd_binary: Path) -> None:
+        """Files of all processes go to ``directory``."""
+        self.config = config
+        self.etcd = EtcdServer(etcd_binary, directory / "etcd")
+        self.processes: dict[str, ServiceProcess] = {}
+        self._directory = directory
+        for name in config.worker_names:
+            module = f"services.{name.partition('-')[0]}"
+            self._add(name, module, self._worker_settings(name))
+        self._add("router", "router", self._router_settings())
+
+    @property
+    def router_address(self) -> str:
+        """Where clients dial."""
+        return self.processes["router"].grpc_address
+
+    def start(self) -> None:
+        """Start everything and wait until the router has every worker ready. On failure nothing is left."""
+        try:
+            self.etcd.start()
+            for name in self.processes:
+                self.spawn(name)
+            self.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Kill what runs."""
+        for process in self.processes.values():
+            process.kill()
+        self.etcd.kill()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def spawn(self, name: str) -> None:
+        """Start a process that does not run; don't wait for it."""
+        self.processes[name].spawn()
+
+    def kill(self, name: str) -> None:
+        """``kill -9``."""
+        self.processes[name].kill()
+
+    def terminate(self, name: str) -> None:
+        """SIGTERM; see ``ServiceProcess.wait`` for its end."""
+        self.processes[name].signal(signal.SIGTERM)
+
+    def restart_dead(self) -> None:
+        """Start every process that has ended, and wait until all is well again."""
+        for name, process in self.processes.items():
+            if not process.is_running:
+                self.spawn(name)
+        self.wait_ready()
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until every process is ready and the router places requests at every worker."""
+        for process in self.processes.values():
+            process.wait_ready(timeout_s)
+        expected = dict.fromkeys(self.config.worker_names, router_pb2.WORKER_STATE_READY)
+        self.wait_states(expected, timeout_s)
+
+    def wait_states(self, expected: Mapping[str, router_pb2.WorkerState.ValueType], timeout_s: float) -> None:
+        """Wait until the router knows exactly these workers, in these states."""
+        wait_until(
+            lambda: self.worker_states() == dict(expected),
+            timeout_s,
+            lambda: f"the router sees {expected}, but {self.worker_states()}\n{self.processes['router'].log_tail()}",
+        )
+
+    def worker_states(self) -> dict[str, router_pb2.WorkerState.ValueType]:
+        """By worker id, as the router lists them."""
+        return {status.record.worker_id: status.state for status in self.list_workers()}
+
+    def list_workers(self) -> list[router_pb2.WorkerStatus]:
+        """The router's answer to ListWorkers."""
+        with self.channel("router") as channel:
+            stub = router_pb2_grpc.RouterServiceStub(channel)
+            response = stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=_CALL_TIMEOUT_S)
+        return list(response.workers)
+
+    def load(self, name: str) -> kv_events_pb2.RankLoad:
+        """A worker's own word on its load, now."""
+        with self.channel(name) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            load = stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_CALL_TIMEOUT_S).load
+        return load.ranks[0]
+
+    def metrics(self, name: str) -> Metrics:
+        """What the process's /metrics says."""
+        return self.processes[name].metrics()
+
+    def block_counts(self, name: str) -> BlockCounts:
+        """Blocks by state as /metrics says; it looks once a second."""
+        metrics = self.metrics(name)
+        return BlockCounts(
+            *(
+                int(metrics.value("quartet_worker_blocks", rank="0", state=state))
+                for state in ("used", "held", "cached", "free")
+            )
+        )
+
+    def wait_blocks_returned(self, *names: str, timeout_s: float) -> None:
+        """Wait until nobody holds a block of these workers (all that run by default): they say it, and metrics too."""
+        workers = names or tuple(name for name in self.config.worker_names if self.processes[name].is_running)
+
+        def is_returned() -> bool:
+            return all(self._is_idle(name) for name in workers)
+
+        wait_until(is_returned, timeout_s, lambda: f"all blocks returned, but {self._blocks_by_name(workers)}")
+        for name in workers:
+            counts = self.block_counts(name)
+            assert counts.total == self.load(name).num_total_blocks, f"{name} lost blocks: {counts}"
+
+    def channel(self, name: str, tls: TlsConfig | None = None) -> grpc.Channel:
+        """A blocking channel to a process, with the operator's identity where there is TLS and none is given."""
+        address = self.processes[name].grpc_address
+        identity = tls or self.config.operator
+        if identity is None:
+            return grpc.insecure_channel(address)
+        return grpc.secure_channel(address, channel_credentials(identity))
+
+    def logs(self) -> str:
+        """The end of every process's log."""
+        return "\n".join(process.log_tail() for process in self.processes.values())
+
+    def _is_idle(self, name: str) -> bool:
+        # The worker's own word is of this moment; its metrics may be a second old, before the blocks were taken.
+        load = self.load(name)
+        busy = load.num_running + load.num_waiting + load.num_in_use_blocks + load.num_held_blocks
+        return busy == 0 and self.block_counts(name).is_idle
+
+    def _blocks_by_name(self, names: tuple[str, ...]) -> dict[str, BlockCounts]:
+        return {name: self.block_counts(name) for name in names}
+
+    def _add(self, name: str, module: str, settings: dict[str, Any]) -> None:
+        path = self._directory / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(settings))
+        grpc_address, http_address = settings["server"]["address"], settings["http_address"]
+        self.processes[name] = ServiceProcess(name, module, path, grpc_address=grpc_address, http_address=http_address)
+
+    def _worker_settings(self, name: str) -> dict[str, Any]:
+        base: dict[str, Any] = {
+            "worker_id": name,
+            "model_name": MODEL_NAME,
+            "model_path": str(self.config.model_dir),
+            "engine": {"num_threads": 1, "num_blocks": 512},
+            "drain_timeout_s": 20.0,
+        }
+        return _with(base | self._process_settings(name), self.config.worker)
+
+    def _router_settings(self) -> dict[str, Any]:
+        return _with(self._process_settings("router"), self.config.router)
+
+    def _process_settings(self, name: str) -> dict[str, Any]:
+        server: dict[str, Any] = {"address": f"127.0.0.1:{free_port()}"}
+        if self.config.tls:
+            tls = self.config.tls[name]
+            server["tls"] = {
+                "ca_file": str(tls.ca_file),
+                "cert_file": str(tls.cert_file),
+                "key_file": str(tls.key_file),
+            }
+        return {
+            "server": server,
+            "http_address": f"127.0.0.1:{free_port()}",
+            "discovery": {"kind": "etcd", "etcd": {"endpoints": [self.etcd.endpoint], "namespace": "e2e"}},
+        }
+
+
+def _with(settings: dict[str, Any], overrides: Settings) -> dict[str, Any]:
+    for name, value in overrides.items():
+        settings = override(settings, f"{name}={yaml.safe_dump(value, default_flow_style=True).strip()}")
+    return settings
