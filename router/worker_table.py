@@ -163,12 +163,12 @@ class WorkerTable:
         return [worker.status(now, timeout_s) for _key, worker in sorted(self._workers.items())]
 
     def to_probe(self, now: float) -> list[WorkerRecord]:
-        """Workers that should be asked how they are: not connected, or silent for half of what is allowed."""
+        """Workers that should be asked how they are: not connected or listed, or silent for half of what is allowed."""
         limit_s = self._heartbeat_timeout_s / 2
         return [
             worker.record
             for worker in self._workers.values()
-            if not worker.is_connected or worker.silence_s(now) > limit_s
+            if not (worker.is_connected and worker.is_listed) or worker.silence_s(now) > limit_s
         ]
 
     def _life(self, key: WorkerKey, epoch: int) -> KnownWorker | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quartet.discovery.base import Role
 from quartet.discovery.create import DiscoveryConfig, DiscoveryKind
@@ -125,6 +126,13 @@ class System:
                 assert not self.router.task.done(), self.router.task.exception()
                 await asyncio.sleep(0.005)
         self.address = process.address
+
+    async def wait_serving(self) -> None:
+        """Return when the router's health is SERVING."""
+        async with grpc.aio.insecure_channel(self.address) as channel, asyncio.timeout(TIMEOUT_S):
+            async for response in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()):
+                if response.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
 
     async def wait_workers(self, is_wanted: Callable[[dict[str, pb.WorkerStatus]], bool]) -> None:
         """Watch until the workers are as wanted."""

@@ -106,6 +106,17 @@ def test_a_vanished_worker_whose_stream_broke_is_forgotten_at_once(scene: Scene)
     assert scene.table.forget_gone(scene.now) == [record]
 
 
+def test_whoever_vanished_or_fell_silent_is_asked_how_it_is(scene: Scene) -> None:
+    records = [make_record(f"decode-{i}") for i in range(3)]
+    scene.join(*records)
+    assert scene.table.to_probe(scene.now) == []
+    scene.table.unlist(records[0].key)
+    assert scene.table.to_probe(scene.now) == records[:1]
+    scene.now += _TIMEOUT_S / 2 + 1
+    scene.table.report(make_load(records[1]), scene.now)
+    assert scene.table.to_probe(scene.now) == [records[0], records[2]]
+
+
 def test_a_record_that_comes_back_is_the_same_worker(scene: Scene) -> None:
     record = make_record()
     scene.join(record)

@@ -1,0 +1,217 @@
+"""Workers that come, break, leave and return under a router, over real gRPC and ZMQ."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import grpc
+import pytest
+
+from quartet.rpc.errors import from_rpc_error
+from quartet.v1 import router_pb2 as pb
+from quartet.v1 import types_pb2
+from router.attempts import AttemptConfig
+from tests.router.system import TIMEOUT_S, Stub, System, expected, running_system
+from tests.router.test_servicer import PROMPT, generate, make_start, read_all, token_ids_of
+
+
+async def open_until_token(
+    stub: Stub, num_tokens: int = 12
+) -> tuple[grpc.aio.StreamStreamCall, list[pb.GenerateResponse]]:
+    """A call that has shown its first token, and what came so far."""
+    call = stub.Generate()
+    await call.write(pb.GenerateRequest(start=make_start(sampling=types_pb2.Sampling(max_tokens=num_tokens))))
+    responses = []
+    async with asyncio.timeout(TIMEOUT_S):
+        while not token_ids_of(responses):
+            responses.append(await call.read())
+    return call, responses
+
+
+def decode_worker(responses: list[pb.GenerateResponse]) -> str:
+    return responses[0].accepted.choices[0].decode.worker_id
+
+
+async def finish(call: grpc.aio.StreamStreamCall, responses: list[pb.GenerateResponse]) -> list[pb.GenerateResponse]:
+    async with asyncio.timeout(TIMEOUT_S):
+        return responses + await read_all(call)
+
+
+def open_gates(system: System) -> None:
+    for gate in system.gates.values():
+        gate.release(10_000)
+
+
+_TWO_DECODES = ("prefill-0", "decode-0", "decode-1")
+
+
+async def test_a_dying_engine_is_a_pause_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_system(tmp_path, monkeypatch, *_TWO_DECODES, gated=("decode-0", "decode-1")) as (system, stub):
+        call, responses = await open_until_token(stub)
+        victim = decode_worker(responses)
+        system.gates[victim].release(3)
+        async with asyncio.timeout(TIMEOUT_S):
+            while len(token_ids_of(responses)) < 4:
+                responses.append(await call.read())
+        system.runners[victim].failure = RuntimeError("out of paper")
+        open_gates(system)
+        responses = await finish(call, responses)
+        assert token_ids_of(responses) == expected(PROMPT, 12)
+        assert responses[-1].finished.usage.num_attempts == 2
+        with pytest.raises(Exception, match="engine"):
+            await system.workers.pop(victim).task
+
+
+async def test_a_worker_cut_off_mid_stream_is_replaced_and_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_system(tmp_path, monkeypatch, *_TWO_DECODES, gated=("decode-0", "decode-1")) as (system, stub):
+        call, responses = await open_until_token(stub)
+        victim = decode_worker(responses)
+        system.gates[victim].release(2)
+        gone = system.workers.pop(victim)
+        gone.task.cancel()
+        open_gates(system)
+        responses = await finish(call, responses)
+        assert token_ids_of(responses) == expected(PROMPT, 12)
+        await asyncio.wait([gone.task])
+        await system.wait_ready()
+        await system.wait_idle()
+
+
+async def test_a_prefill_worker_cut_off_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = ("prefill-0", "prefill-1", "decode-0")
+    async with running_system(tmp_path, monkeypatch, *workers, gated=workers[:2]) as (system, stub):
+        call = stub.Generate()
+        await call.write(pb.GenerateRequest(start=make_start()))
+        async with asyncio.timeout(TIMEOUT_S):
+            accepted = await call.read()
+        victim = accepted.accepted.choices[0].prefill.worker_id
+        system.workers.pop(victim).task.cancel()
+        open_gates(system)
+        responses = await finish(call, [accepted])
+        assert token_ids_of(responses) == expected(PROMPT, 12)
+        await system.wait_idle()
+
+
+async def test_a_drained_worker_ends_its_work_and_gets_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_system(tmp_path, monkeypatch, "decode-0", "decode-1", gated=("decode-0", "decode-1")) as (
+        system,
+        stub,
+    ):
+        call = stub.Generate()
+        await call.write(pb.GenerateRequest(start=make_start()))
+        async with asyncio.timeout(TIMEOUT_S):
+            accepted = await call.read()
+        leaving = decode_worker([accepted])
+        assert await asyncio.to_thread(system.runners[leaving].step_began.wait, TIMEOUT_S)
+        system.workers[leaving].stop.set()
+        await system.wait_workers(lambda known: leaving in known and known[leaving].state == pb.WORKER_STATE_DRAINING)
+        open_gates(system)
+        for _ in range(3):
+            assert decode_worker(await generate(stub, make_start())) != leaving
+        responses = await finish(call, [accepted])
+        assert token_ids_of(responses) == expected(PROMPT, 12)
+        assert responses[-1].finished.usage.num_attempts == 1
+        await system.workers.pop(leaving).end()
+        await system.wait_ready()
+
+
+async def test_a_worker_that_starts_anew_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_system(tmp_path, monkeypatch, "decode-0") as (system, stub):
+        [before] = (await stub.ListWorkers(pb.ListWorkersRequest())).workers
+        system.workers["decode-0"].task.cancel()
+        await asyncio.wait([system.workers["decode-0"].task])
+        waiting = asyncio.create_task(generate(stub, make_start()))
+        system.start_worker("decode-0")
+        assert token_ids_of(await waiting) == expected(PROMPT, 12)
+        [after] = (await stub.ListWorkers(pb.ListWorkersRequest())).workers
+        assert after.record.epoch != before.record.epoch
+
+
+async def test_many_requests_at_once_share_the_pool_and_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = AttemptConfig(reserve_tokens=16)
+    workers = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+    async with running_system(tmp_path, monkeypatch, *workers, attempts=attempts) as (system, stub):
+        prompts = [[20 + i % 100, *PROMPT] for i in range(60)]
+        starts = [make_start(token_ids=pb.TokenIds(ids=prompt)) for prompt in prompts]
+        answers = await asyncio.gather(*(generate(stub, start) for start in starts))
+        for prompt, responses in zip(prompts, answers, strict=True):
+            assert token_ids_of(responses) == expected(prompt, 12)
+        # Room was booked before each prefill: nothing was done twice.
+        assert {responses[-1].finished.usage.num_attempts for responses in answers} == {1}
+        assert set(Counter(decode_worker(responses) for responses in answers)) == {"decode-0", "decode-1"}
+        await system.wait_idle()
+        assert all(stats.num_preemptions == 0 for engine in system.engines.values() for stats in engine.stats())
+
+
+async def test_a_router_before_its_workers_serves_and_knows_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_system(tmp_path, monkeypatch) as (system, stub):
+        await system.wait_serving()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(stub, make_start())
+        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+        system.start_worker("decode-0")
+        await system.wait_ready()
+        assert token_ids_of(await generate(stub, make_start())) == expected(PROMPT, 12)
+
+
+async def test_a_router_that_leaves_lets_requests_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_system(tmp_path, monkeypatch, "decode-0", gated=("decode-0",)) as (system, stub):
+        call = stub.Generate()
+        await call.write(pb.GenerateRequest(start=make_start()))
+        async with asyncio.timeout(TIMEOUT_S):
+            accepted = await call.read()
+            watch = stub.WatchWorkers(pb.WatchWorkersRequest())
+            await watch.read()
+            system.router.stop.set()
+            # It hears of the drain; from then on nothing new is taken.
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                while await watch.read() is not grpc.aio.EOF:
+                    pass
+                raise AssertionError("the watch ended without a status")
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        open_gates(system)
+        assert token_ids_of(await finish(call, [accepted])) == expected(PROMPT, 12)
+        await system.router.end()
+
+
+async def test_a_request_that_overstays_the_drain_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_system(tmp_path, monkeypatch, "decode-0", gated=("decode-0",), drain_timeout_s=0.1) as (
+        system,
+        stub,
+    ):
+        call = stub.Generate()
+        await call.write(pb.GenerateRequest(start=make_start()))
+        async with asyncio.timeout(TIMEOUT_S):
+            await call.read()
+            system.router.stop.set()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await read_all(call)
+        assert (caught.value.code(), from_rpc_error(caught.value).reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        await system.router.end()
+
+
+async def test_a_watch_tells_all_then_what_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_system(tmp_path, monkeypatch, "decode-0") as (system, stub):
+        watch = stub.WatchWorkers(pb.WatchWorkersRequest())
+        async with asyncio.timeout(TIMEOUT_S):
+            first = await watch.read()
+            assert [status.record.worker_id for status in first.updated] == ["decode-0"]
+            system.start_worker("prefill-0")
+            seen: set[str] = set()
+            while "prefill-0" not in seen:
+                seen |= {status.record.worker_id for status in (await watch.read()).updated}
+            await system.wait_ready()
+            await system.workers.pop("prefill-0").end()
+            removed: list[str] = []
+            while not removed:
+                removed = list((await watch.read()).removed_worker_ids)
+        assert removed == ["prefill-0"]
+        watch.cancel()
