@@ -13,6 +13,9 @@ from quartet.rpc.context import RequestContext
 #: Inner messages are at most this long: one 5 MiB message ends a whole shared stream.
 MAX_INNER_MESSAGE_BYTES = 1 << 20
 
+#: An engine's own state has to fit into a start beside all that isn't sent in chunks.
+MAX_OPAQUE_STATE_BYTES = MAX_INNER_MESSAGE_BYTES - (128 << 10)
+
 
 @dataclass(frozen=True, kw_only=True)
 class InnerStart:
@@ -68,7 +71,7 @@ class DecodeProgress:
     finished: DecodeFinished | None = None
 
     def merge_tokens(self, offset: int, token_ids: Sequence[int]) -> None:
-        """Append tokens that begin at ``offset``: drop what is here already; a hole stays one for the reader to see.
+        """Append tokens that begin at ``offset``; those that are here already are dropped.
 
         Raises:
             IndexError: tokens between what is here and ``offset`` are missing.

@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
 from quartet.errors import (
-    PromptTooLongError,
+    ConfigError,
     ProtocolError,
     RequestCancelledError,
-    RequestTimeoutError,
     ServingError,
     StalledStreamError,
     UnimplementedError,
 )
+from quartet.rpc import convert
+from quartet.rpc.chunked_starts import ChunkedStarts, StartMessage
 from quartet.rpc.inner import InnerStart
 from quartet.rpc.outbox import Outbox
-from quartet.v1 import decode_pb2, prefill_pb2, types_pb2
+from quartet.v1 import decode_pb2, prefill_pb2
 
-logger = logging.getLogger(__name__)
-
-StartMessage = decode_pb2.DecodeStart | prefill_pb2.PrefillStart
 OutboxT = TypeVar("OutboxT", bound=Outbox[Message])
 OutboxT_contra = TypeVar("OutboxT_contra", contravariant=True)
 
-_CHUNK_TARGETS = {
-    types_pb2.CHUNK_TARGET_PROMPT_TOKEN_IDS: "prompt_token_ids",
-    types_pb2.CHUNK_TARGET_GENERATED_TOKEN_IDS: "generated_token_ids",
-}
+_Request: TypeAlias = decode_pb2.DecodeRequest | prefill_pb2.PrefillRequest
+# Of either RPC; what it reads and writes is checked where it is read and made.
+_Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 
 
 class Work(Protocol[OutboxT_contra]):
@@ -55,8 +51,8 @@ class Work(Protocol[OutboxT_contra]):
         """End a request early; its terminal output still comes. Unknown ids are ignored."""
         ...
 
-    def abandon(self, ids: list[int], outbox: OutboxT_contra) -> None:
-        """The stream is gone: end these requests and let go of what ``outbox`` never sent."""
+    def abandon(self, ids: list[int]) -> None:
+        """The stream is gone: end these requests; what they would still bring goes nowhere."""
         ...
 
 
@@ -68,140 +64,105 @@ class StreamLimits:
         stall_timeout_s: a reader that takes nothing for so long loses its requests.
         chunks_timeout_s: a chunked start must be complete within it.
         max_prompt_bytes: packed token ids of one start at most.
+
+    Raises:
+        ConfigError: naming the field.
     """
 
     stall_timeout_s: float = 10.0
     chunks_timeout_s: float = 30.0
     max_prompt_bytes: int = 64 << 20
 
-
-@dataclass
-class _Partial:
-    start: StartMessage
-    timer: asyncio.TimerHandle
-    prompt: bytearray
-    generated: bytearray
+    def __post_init__(self) -> None:
+        for name in ("stall_timeout_s", "chunks_timeout_s", "max_prompt_bytes"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}: must be above 0")
 
 
 class InnerStream(Generic[OutboxT]):
     """Serves one call of Decode or Prefill until both sides are done."""
 
-    def __init__(
-        self,
-        work: Work[OutboxT],
-        outbox: OutboxT,
-        parse: Callable[[StartMessage], InnerStart],
-        limits: StreamLimits,
-    ) -> None:
-        """Serve with ``work``; ``parse`` turns a complete start into domain terms or raises ``ServingError``."""
+    def __init__(self, work: Work[OutboxT], outbox: OutboxT, limits: StreamLimits) -> None:
+        """Serve with ``work``, which brings its outputs to ``outbox``."""
         self._work = work
         self._outbox = outbox
-        self._parse = parse
         self._limits = limits
         self._ids: dict[int, int] = {}
-        self._partials: dict[int, _Partial] = {}
+        self._chunked = ChunkedStarts(
+            timeout_s=limits.chunks_timeout_s, max_size_bytes=limits.max_prompt_bytes, on_failed=outbox.failed
+        )
         self._is_half_closed = False
         self._writing_since: float | None = None
 
-    async def serve(self, context: grpc.aio.ServicerContext) -> None:  # type: ignore[type-arg]
+    async def serve(self, context: _Context) -> None:
         """Read and write until the caller has half-closed and every request has ended.
 
         Raises:
-            ProtocolError: messages in a wrong order.
+            ProtocolError: messages in a wrong order. It comes in an ``ExceptionGroup``, as the next one does.
             StalledStreamError: the caller reads nothing.
         """
-        tasks = [
-            asyncio.create_task(self._read(context)),
-            asyncio.create_task(self._write(context)),
-            asyncio.create_task(self._watch_stall()),
-        ]
-        pending: set[asyncio.Task[None]] = set(tasks)
         try:
-            # The writer ends last in a good end; the other two cut it short by raising.
-            while tasks[1] in pending:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._read(context))
+                watcher = group.create_task(self._watch_stall())
+                await self._write(context)
+                watcher.cancel()
         finally:
-            for task in tasks:
-                task.cancel()
             self._abandon_all()
 
-    async def _read(self, context: grpc.aio.ServicerContext) -> None:  # type: ignore[type-arg]
-        while (request := await context.read()) is not grpc.aio.EOF:
+    async def _read(self, context: _Context) -> None:
+        while True:
+            request: object = await context.read()
+            if not isinstance(request, _Request):
+                break  # end of stream
             self._handle(request)
         self._is_half_closed = True
-        for slot in list(self._partials):
-            self._end_partial(slot, ProtocolError("the stream was half-closed within a chunked start"))
+        self._chunked.end_all(ProtocolError("the stream was half-closed within a chunked start"))
         self._outbox.ready.set()
 
-    def _handle(self, request: decode_pb2.DecodeRequest | prefill_pb2.PrefillRequest) -> None:
-        kind = request.WhichOneof("message")
-        if kind == "start":
-            self._start(request.start)
-        elif kind == "chunk":
-            self._append(request.chunk)
-        elif kind == "start_done":
-            self._complete(request.start_done.slot)
-        elif kind == "cancel":
-            self._cancel(request.cancel.slot)
-        elif kind == "sealed_start":
-            slot = request.sealed_start.slot  # type: ignore[union-attr]
-            self._check_unused(slot)
-            self._outbox.failed(slot, UnimplementedError("this worker has no key for sealed starts"))
-        else:
-            raise ProtocolError("a message must hold a start, chunk, start_done or cancel", field="message")
+    def _handle(self, request: _Request) -> None:
+        match request.WhichOneof("message"):
+            case "start":
+                self._start(request.start)
+            case "chunk":
+                self._chunked.append(request.chunk)
+            case "start_done":
+                self._complete(request.start_done.slot)
+            case "cancel":
+                self._cancel(request.cancel.slot)
+            case "sealed_start":
+                assert isinstance(request, decode_pb2.DecodeRequest), "only Decode has it"
+                self._check_unused(request.sealed_start.slot)
+                error = UnimplementedError("this worker has no key for sealed starts")
+                self._outbox.failed(request.sealed_start.slot, error)
+            case _:
+                raise ProtocolError("a message must hold a start, chunk, start_done or cancel", field="message")
 
     def _check_unused(self, slot: int) -> None:
-        if slot in self._ids or slot in self._partials:
+        # A slot is free only once its end was sent: whoever reuses it earlier can't tell the two requests apart.
+        if slot in self._ids or slot in self._chunked or self._outbox.owes(slot):
             raise ProtocolError(f"slot {slot} is still in use", field="start.slot")
 
     def _start(self, start: StartMessage) -> None:
         self._check_unused(start.slot)
-        if not start.chunked:
+        if start.chunked:
+            self._chunked.begin(start)
+        else:
             self._submit(start)
-            return
-        loop = asyncio.get_running_loop()
-        timeout = RequestTimeoutError("the chunks of a start took too long")
-        timer = loop.call_later(self._limits.chunks_timeout_s, self._end_partial, start.slot, timeout)
-        prompt = bytearray(start.generation.prompt_token_ids)
-        self._partials[start.slot] = _Partial(start, timer, prompt, bytearray(start.generation.generated_token_ids))
-
-    def _append(self, chunk: types_pb2.StartChunk) -> None:
-        partial = self._partials.get(chunk.slot)
-        if partial is None:
-            return  # its start has failed already, or never was: unknown slots are ignored
-        target = _CHUNK_TARGETS.get(chunk.target)
-        if target is None:
-            self._end_partial(chunk.slot, ProtocolError("this worker takes no such chunk", field="chunk.target"))
-            return
-        buffer = partial.prompt if target == "prompt_token_ids" else partial.generated
-        buffer += chunk.data
-        if len(partial.prompt) + len(partial.generated) > self._limits.max_prompt_bytes:
-            error = PromptTooLongError("the chunks exceed the model's longest sequence", field=f"generation.{target}")
-            self._end_partial(chunk.slot, error)
 
     def _complete(self, slot: int) -> None:
-        partial = self._partials.pop(slot, None)
-        if partial is None:
-            return
-        partial.timer.cancel()
-        partial.start.generation.prompt_token_ids = bytes(partial.prompt)
-        partial.start.generation.generated_token_ids = bytes(partial.generated)
-        self._submit(partial.start)
-
-    def _end_partial(self, slot: int, error: ServingError) -> None:
-        partial = self._partials.pop(slot, None)
-        if partial is not None:
-            partial.timer.cancel()
-            self._outbox.failed(slot, error)
+        start = self._chunked.complete(slot)
+        if start is not None:
+            self._submit(start)
 
     def _submit(self, start: StartMessage) -> None:
         slot = start.slot
         try:
-            self._ids[slot] = self._work.submit(self._parse(start), self._outbox, slot, lambda: self._ended(slot))
+            id = self._work.submit(_parse(start), self._outbox, slot, lambda: self._ended(slot))
         except ServingError as error:
             self._outbox.failed(slot, error)
+        else:
+            self._ids[slot] = id
 
     def _ended(self, slot: int) -> None:
         self._ids.pop(slot, None)
@@ -209,21 +170,21 @@ class InnerStream(Generic[OutboxT]):
     def _cancel(self, slot: int) -> None:
         if slot in self._ids:
             self._work.cancel(self._ids[slot])
+        elif slot in self._chunked:
+            self._chunked.end(slot, RequestCancelledError("cancelled by the caller"))
         else:
-            self._end_partial(slot, RequestCancelledError("cancelled by the caller"))
+            self._outbox.recall(slot)
 
-    async def _write(self, context: grpc.aio.ServicerContext) -> None:  # type: ignore[type-arg]
-        while True:
+    async def _write(self, context: _Context) -> None:
+        while not (self._is_half_closed and not self._ids and not self._outbox.ready.is_set()):
             await self._outbox.ready.wait()
             while (message := self._outbox.take()) is not None:
                 self._writing_since = time.monotonic()
                 await context.write(message)
                 self._writing_since = None
-            if self._is_half_closed and not self._ids and not self._partials:
-                return
 
     async def _watch_stall(self) -> None:
-        # One look a second costs less than a timer for each message.
+        # One look now and then costs less than a timer for each message.
         while True:
             await asyncio.sleep(min(1.0, self._limits.stall_timeout_s / 4))
             since = self._writing_since
@@ -231,9 +192,13 @@ class InnerStream(Generic[OutboxT]):
                 raise StalledStreamError("the reader of this stream took nothing for too long")
 
     def _abandon_all(self) -> None:
-        for partial in self._partials.values():
-            partial.timer.cancel()
-        self._partials.clear()
-        ids = list(self._ids.values())
-        self._ids.clear()
-        self._work.abandon(ids, self._outbox)
+        ids, self._ids = list(self._ids.values()), {}
+        self._work.abandon(ids)
+        self._chunked.forget_all()
+        self._outbox.close()
+
+
+def _parse(start: StartMessage) -> InnerStart:
+    if isinstance(start, decode_pb2.DecodeStart):
+        return convert.from_decode_start(start)
+    return convert.from_prefill_start(start)

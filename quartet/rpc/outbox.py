@@ -7,25 +7,32 @@ a slow stream gets fewer, larger messages, and memory stays bounded by the answe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol, TypeVar
 
 from google.protobuf.message import Message
 
 from quartet.engine.base import Finished, Prefilled, Started
 from quartet.engine.sampling import TokenLogprobs
-from quartet.errors import ServingError
+from quartet.errors import RequestCancelledError, ServingError
 from quartet.kvcache.layout import HandOff
 from quartet.rpc import convert
 from quartet.rpc.errors import to_failure
+from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES
 from quartet.v1 import decode_pb2, prefill_pb2
 
-# Token ids of one message: at 5 bytes each, plus columns, well under 1 MiB. Log probabilities weigh more.
-_MAX_MESSAGE_WEIGHT = 100_000
-_LOGPROB_WEIGHT = 3  # of one (token, log probability) pair, in token ids
-
 ResponseT_co = TypeVar("ResponseT_co", bound=Message, covariant=True)
+EndT = TypeVar("EndT", decode_pb2.SlotStarted, decode_pb2.SlotFinished, decode_pb2.SlotFailure)
+
+# Upper bounds of serialized sizes; a varint of 32 bits has at most 5 bytes.
+_ROOM_BYTES = MAX_INNER_MESSAGE_BYTES - 64  # less tags and lengths of the four packed columns
+_ENTRY_BYTES = 4  # tag and length of an entry of a repeated message, up to 2 MiB
+_SLOT_BYTES = 32  # one slot's part of the columns, and the frame of its log probabilities
+_TOKEN_BYTES = 5
+_LOGPROB_BYTES = 24  # of one token, and 9 more for each alternative
+_ALTERNATIVE_BYTES = 9
 
 
 class Outbox(Protocol[ResponseT_co]):
@@ -33,20 +40,35 @@ class Outbox(Protocol[ResponseT_co]):
 
     ready: asyncio.Event
 
+    def owes(self, slot: int) -> bool:
+        """Whether the terminal output of ``slot`` is here, not taken yet."""
+        ...
+
     def failed(self, slot: int, error: ServingError) -> None:
         """Give ``slot`` its terminal failure."""
         ...
 
+    def recall(self, slot: int) -> None:
+        """The caller cancelled ``slot``, whose end waits here: take back what it would have to let go of again."""
+        ...
+
     def take(self) -> ResponseT_co | None:
-        """The next message, at most 1 MiB; ``None`` and ``ready`` cleared when nothing is pending."""
+        """The next message, at most 1 MiB; ``None`` and ``ready`` cleared when nothing is pending.
+
+        Asking for the next one says that the one before was written.
+        """
+        ...
+
+    def close(self) -> None:
+        """The stream is gone: let go of everything that was not written."""
         ...
 
 
-@dataclass
+@dataclass(slots=True)
 class _Pending:
     offset: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
 
 
 class DecodeOutbox:
@@ -56,22 +78,33 @@ class DecodeOutbox:
         """Start with nothing pending."""
         self.ready = asyncio.Event()
         self._tokens: dict[int, _Pending] = {}
-        self._started: list[decode_pb2.SlotStarted] = []
+        self._tokens_size_bytes = 0
+        self._started: dict[int, decode_pb2.SlotStarted] = {}
         self._finished: dict[int, decode_pb2.SlotFinished] = {}
         self._failures: dict[int, decode_pb2.SlotFailure] = {}
 
+    def owes(self, slot: int) -> bool:
+        """Whether the terminal output of ``slot`` is here, not taken yet."""
+        return slot in self._finished or slot in self._failures
+
     def tokens(self, slot: int, offset: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        """Add tokens of ``slot``, the first of which is its output token number ``offset``."""
+        """Add tokens of ``slot``, the first of which is its output token number ``offset``.
+
+        ``logprobs`` is empty or has one entry a token, the same each time.
+        """
         pending = self._tokens.get(slot)
         if pending is None:
-            pending = self._tokens[slot] = _Pending(offset)
-        pending.token_ids.extend(token_ids)
-        pending.logprobs.extend(logprobs)
+            self._tokens[slot] = _Pending(offset, list(token_ids), list(logprobs))
+            self._tokens_size_bytes += _SLOT_BYTES
+        else:
+            pending.token_ids.extend(token_ids)
+            pending.logprobs.extend(logprobs)
+        self._tokens_size_bytes += _size_bytes(token_ids, logprobs)
         self.ready.set()
 
     def started(self, slot: int, started: Started) -> None:
         """Tell that ``slot`` joined the running batch."""
-        self._started.append(convert.to_slot_started(slot, started))
+        self._started[slot] = convert.to_slot_started(slot, started)
         self.ready.set()
 
     def finished(self, slot: int, finished: Finished) -> None:
@@ -88,56 +121,69 @@ class DecodeOutbox:
         self._failures[slot] = decode_pb2.SlotFailure(slot=slot, failure=to_failure(error))
         self.ready.set()
 
+    def recall(self, slot: int) -> None:
+        """Nothing: what a decode ended with holds nothing."""
+
     def take(self) -> decode_pb2.DecodeResponse | None:
-        """The next message: whole slots' tokens up to the size limit, ends only of slots with no tokens left."""
+        """The next message: starts, then tokens up to the size limit, then ends of slots with nothing left."""
         if not (self._tokens or self._started or self._finished or self._failures):
             self.ready.clear()
             return None
-        message = decode_pb2.DecodeResponse(started=self._started)
-        self._started = []
-        self._take_tokens(message)
-        for ends, target in ((self._finished, message.finished), (self._failures, message.failures)):
-            for slot in [slot for slot in ends if slot not in self._tokens]:
-                target.append(ends.pop(slot))  # type: ignore[attr-defined]
+        message = decode_pb2.DecodeResponse()
+        started, room = _first(self._started, (), _ROOM_BYTES)
+        message.started.extend(started)
+        if self._started:
+            return message  # an end must not overtake a start
+        room = self._take_tokens(message, room)
+        finished, room = _first(self._finished, self._tokens, room)
+        message.finished.extend(finished)
+        failures, room = _first(self._failures, self._tokens, room)
+        message.failures.extend(failures)
         return message
 
-    def _take_tokens(self, message: decode_pb2.DecodeResponse) -> None:
-        slots: list[int] = []
-        num_tokens: list[int] = []
-        offsets: list[int] = []
-        token_ids: list[int] = []
-        weight = 0
+    def close(self) -> None:
+        """The stream is gone: forget everything."""
+        for pending in (self._tokens, self._started, self._finished, self._failures):
+            pending.clear()
+        self._tokens_size_bytes = 0
+
+    def _take_tokens(self, message: decode_pb2.DecodeResponse, room: int) -> int:
+        if self._tokens_size_bytes <= room:
+            room -= self._tokens_size_bytes
+            _add_columns(message, self._tokens)
+            self._tokens = {}
+            self._tokens_size_bytes = 0
+            return room
+        parts: dict[int, _Pending] = {}
         for slot, pending in self._tokens.items():
-            room = _room(pending, _MAX_MESSAGE_WEIGHT - weight)
-            if room <= 0:
+            part = _split(pending, room - _SLOT_BYTES)
+            if not part.token_ids:
                 break
-            part = _split(pending, room)
-            slots.append(slot)
-            num_tokens.append(len(part.token_ids))
-            offsets.append(part.offset)
-            token_ids.extend(part.token_ids)
-            if part.logprobs:
-                message.logprobs.append(convert.to_slot_logprobs(slot, part.logprobs))
-            weight += _weight(part)
-        for slot in slots:
+            parts[slot] = part
+            room -= _SLOT_BYTES + _size_bytes(part.token_ids, part.logprobs)
+        for slot, part in parts.items():
+            self._tokens_size_bytes -= _size_bytes(part.token_ids, part.logprobs)
             if not self._tokens[slot].token_ids:
                 del self._tokens[slot]
-        message.slots.extend(slots)
-        message.num_tokens.extend(num_tokens)
-        message.token_offsets.extend(offsets)
-        message.token_ids.extend(token_ids)
+                self._tokens_size_bytes -= _SLOT_BYTES
+        _add_columns(message, parts)
+        return room
 
 
 class PrefillOutbox:
     """Pending outputs of a Prefill stream."""
 
-    _MAX_OUTPUTS = 256
-
-    def __init__(self) -> None:
-        """Start with nothing pending."""
+    def __init__(self, withdraw: Callable[[int], None]) -> None:
+        """Start with nothing pending; ``withdraw`` ends the hand-off of an engine id that nobody was told of."""
         self.ready = asyncio.Event()
+        self._withdraw = withdraw
         self._outputs: dict[int, prefill_pb2.PrefillOutput] = {}
         self._holders: dict[int, int] = {}
+        self._being_written: list[int] = []
+
+    def owes(self, slot: int) -> bool:
+        """Whether the output of ``slot`` is here, not taken yet."""
+        return slot in self._outputs
 
     def prefilled(self, slot: int, prefilled: Prefilled, hand_off: HandOff | None) -> None:
         """Give ``slot`` its good end."""
@@ -152,42 +198,84 @@ class PrefillOutbox:
         self._outputs[slot] = prefill_pb2.PrefillOutput(slot=slot, failure=to_failure(error))
         self.ready.set()
 
+    def recall(self, slot: int) -> None:
+        """Drop the hand-off of ``slot`` if it was not sent yet; the slot fails then."""
+        holder = self._holders.pop(slot, None)
+        if holder is not None:
+            self._withdraw(holder)
+            self.failed(slot, RequestCancelledError("cancelled by the caller"))
+
     def take(self) -> prefill_pb2.PrefillResponse | None:
         """The next message."""
+        self._being_written = []
         if not self._outputs:
             self.ready.clear()
             return None
         message = prefill_pb2.PrefillResponse()
-        size_bytes = 0
-        for slot in list(self._outputs)[: self._MAX_OUTPUTS]:
-            # An opaque hand-off may be long; one that is too long by itself was refused when it was offered.
-            size_bytes += self._outputs[slot].ByteSize()
-            if message.outputs and size_bytes > _MAX_MESSAGE_WEIGHT * 5:
+        room = _ROOM_BYTES
+        for slot, output in list(self._outputs.items()):
+            # One that is too long by itself was refused when it was offered.
+            room -= output.ByteSize() + _ENTRY_BYTES
+            if message.outputs and room < 0:
                 break
             message.outputs.append(self._outputs.pop(slot))
-            self._holders.pop(slot, None)
+            if slot in self._holders:
+                self._being_written.append(self._holders.pop(slot))
         return message
 
-    def unsent_holders(self) -> list[int]:
-        """Engine ids whose hand-off nobody has been told of; they must be let go when the stream is lost."""
-        return list(self._holders.values())
+    def close(self) -> None:
+        """The stream is gone: end the hand-offs that nobody was told of."""
+        for holder in (*self._being_written, *self._holders.values()):
+            self._withdraw(holder)
+        self._being_written = []
+        self._holders.clear()
+        self._outputs.clear()
 
 
-def _weight(pending: _Pending) -> int:
-    num_pairs = sum(1 + len(entry.top_token_ids) for entry in pending.logprobs)
-    return 4 + len(pending.token_ids) + _LOGPROB_WEIGHT * num_pairs
+def _size_bytes(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> int:
+    """At most so much do these add to a message."""
+    size_bytes = _TOKEN_BYTES * len(token_ids)
+    for entry in logprobs:
+        size_bytes += _LOGPROB_BYTES + _ALTERNATIVE_BYTES * len(entry.top_token_ids)
+    return size_bytes
 
 
-def _room(pending: _Pending, weight: int) -> int:
-    """How many of the tokens pending fit into ``weight``."""
-    num_tokens = len(pending.token_ids)
-    return min(num_tokens, weight * num_tokens // _weight(pending)) if num_tokens else 0
-
-
-def _split(pending: _Pending, num_tokens: int) -> _Pending:
-    """Take the first ``num_tokens`` tokens off ``pending``."""
+def _split(pending: _Pending, room: int) -> _Pending:
+    """Take as many of the first tokens off ``pending`` as fit into ``room`` bytes."""
+    num_tokens = max(0, room) // _TOKEN_BYTES
+    if pending.logprobs:
+        num_tokens = 0
+        for entry in pending.logprobs:
+            room -= _size_bytes((entry.token_id,), (entry,))
+            if room < 0:
+                break
+            num_tokens += 1
     part = _Pending(pending.offset, pending.token_ids[:num_tokens], pending.logprobs[:num_tokens])
     pending.token_ids = pending.token_ids[num_tokens:]
     pending.logprobs = pending.logprobs[num_tokens:]
-    pending.offset += num_tokens
+    pending.offset += len(part.token_ids)
     return part
+
+
+def _add_columns(message: decode_pb2.DecodeResponse, tokens: dict[int, _Pending]) -> None:
+    parts = tokens.values()
+    message.slots.extend(tokens)
+    message.num_tokens.extend([len(part.token_ids) for part in parts])
+    message.token_offsets.extend([part.offset for part in parts])
+    message.token_ids.extend(list(chain.from_iterable([part.token_ids for part in parts])))
+    for slot, part in tokens.items():
+        if part.logprobs:
+            message.logprobs.append(convert.to_slot_logprobs(slot, part.logprobs))
+
+
+def _first(entries: dict[int, EndT], blocked: Container[int], room: int) -> tuple[list[EndT], int]:
+    """Take entries of slots not in ``blocked`` that fit into ``room`` bytes; those, and the room left."""
+    taken: list[EndT] = []
+    for slot, entry in list(entries.items()):
+        size_bytes = entry.ByteSize() + _ENTRY_BYTES
+        if size_bytes > room:
+            break
+        if slot not in blocked:
+            taken.append(entries.pop(slot))
+            room -= size_bytes
+    return taken, room

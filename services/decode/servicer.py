@@ -7,15 +7,13 @@ from typing import TypeAlias
 
 import grpc
 
-from quartet.rpc import convert
 from quartet.rpc.inner_server import InnerStream, StreamLimits
-from quartet.rpc.outbox import DecodeOutbox
 from quartet.rpc.server import Service
 from quartet.v1 import decode_pb2 as pb
 from quartet.v1 import decode_pb2_grpc
 from services.workers.dispatcher import DecodeDispatcher
 
-_Context: TypeAlias = "grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeResponse]"
+_Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
@@ -26,9 +24,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._dispatcher = dispatcher
         self._limits = limits
 
-    async def Decode(self, request_iterator: AsyncIterator[pb.DecodeRequest], context: _Context) -> None:
+    async def Decode(  # type: ignore[override]  # the stubs know only generators, and this one reads and writes
+        self, request_iterator: AsyncIterator[pb.DecodeRequest], context: _Context
+    ) -> None:
         """As decode.proto says."""
-        await InnerStream(self._dispatcher, DecodeOutbox(), convert.from_decode_start, self._limits).serve(context)
+        await InnerStream(self._dispatcher, self._dispatcher.new_outbox(), self._limits).serve(context)
 
 
 def decode_service(dispatcher: DecodeDispatcher, limits: StreamLimits) -> Service:

@@ -7,15 +7,13 @@ from typing import TypeAlias
 
 import grpc
 
-from quartet.rpc import convert
 from quartet.rpc.inner_server import InnerStream, StreamLimits
-from quartet.rpc.outbox import PrefillOutbox
 from quartet.rpc.server import Service
 from quartet.v1 import prefill_pb2 as pb
 from quartet.v1 import prefill_pb2_grpc
 from services.workers.dispatcher import PrefillDispatcher
 
-_Context: TypeAlias = "grpc.aio.ServicerContext[pb.PrefillRequest, pb.PrefillResponse]"
+_Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
@@ -26,9 +24,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._dispatcher = dispatcher
         self._limits = limits
 
-    async def Prefill(self, request_iterator: AsyncIterator[pb.PrefillRequest], context: _Context) -> None:
+    async def Prefill(  # type: ignore[override]  # the stubs know only generators, and this one reads and writes
+        self, request_iterator: AsyncIterator[pb.PrefillRequest], context: _Context
+    ) -> None:
         """As prefill.proto says."""
-        await InnerStream(self._dispatcher, PrefillOutbox(), convert.from_prefill_start, self._limits).serve(context)
+        await InnerStream(self._dispatcher, self._dispatcher.new_outbox(), self._limits).serve(context)
 
 
 def prefill_service(dispatcher: PrefillDispatcher, limits: StreamLimits) -> Service:

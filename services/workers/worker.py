@@ -74,9 +74,9 @@ class Worker:
         return self._engine.is_alive
 
     async def announce(self, registration: Registration) -> None:
-        """Serve from now on: ``registration`` was just made, and health says so."""
+        """Serve from now on: ``registration`` was just made, and health says so unless nothing moves."""
         self._registration = registration
-        await self._server.set_serving(None, True)
+        await self._server.set_serving(None, self._is_healthy)
 
     async def consume(self, pacer: Pacer) -> None:
         """Bring the engine's outputs to their streams until it is closed. Raises ``EngineError`` when it dies."""
@@ -137,7 +137,10 @@ class Worker:
         return DrainOutcome(num_completed=max(num_running - num_cancelled, 0), num_cancelled=num_cancelled)
 
     async def _wait_hand_offs(self, deadline: float) -> None:
-        while (counts := self._source.counts).held + counts.pulling and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            counts = self._source.counts
+            if not counts.held + counts.pulling:
+                return
             await asyncio.sleep(_HAND_OFF_LOOK_INTERVAL_S)
 
     async def _set_healthy(self, is_healthy: bool) -> None:
@@ -145,5 +148,5 @@ class Worker:
             return
         self._is_healthy = is_healthy
         logger.warning("health: %s", "moving again" if is_healthy else "work is in flight and nothing moves")
-        if self._draining is None:
+        if self._draining is None and self._registration is not None:
             await self._server.set_serving(None, is_healthy)

@@ -1,0 +1,181 @@
+"""The router's end of an inner stream: one RPC to a worker, any number of requests on it by slot."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeAlias, TypeVar
+
+import grpc
+
+from quartet.errors import DrainingError, ProtocolError, ServingError, WorkerUnavailableError
+from quartet.rpc.errors import from_rpc_error
+from quartet.rpc.inner import InnerStart
+from quartet.rpc.inner_calls import InnerCall
+from quartet.v1 import decode_pb2, prefill_pb2
+
+logger = logging.getLogger(__name__)
+
+RequestT = TypeVar("RequestT", decode_pb2.DecodeRequest, prefill_pb2.PrefillRequest)
+ResponseT = TypeVar("ResponseT", decode_pb2.DecodeResponse, prefill_pb2.PrefillResponse)
+CallT = TypeVar("CallT", bound=InnerCall)
+
+_Rpc: TypeAlias = "grpc.aio.StreamStreamCall[RequestT, ResponseT]"
+
+
+@dataclass
+class _Stream(Generic[RequestT, CallT]):
+    """One life of the stream: what is on it, and what still has to be written."""
+
+    calls: dict[int, CallT] = field(default_factory=dict)
+    free_slots: list[int] = field(default_factory=list)
+    num_slots: int = 0
+    pending: deque[RequestT] = field(default_factory=deque)
+    has_pending: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def send(self, messages: Iterable[RequestT]) -> None:
+        self.pending.extend(messages)
+        self.has_pending.set()
+
+    def take_slot(self) -> int:
+        if self.free_slots:
+            return self.free_slots.pop()
+        self.num_slots += 1
+        return self.num_slots - 1
+
+
+class InnerClient(Generic[RequestT, ResponseT, CallT]):
+    """A multiplexed stream that opens at the first start, and again at the next one after a break."""
+
+    def __init__(
+        self, worker_id: str, response_type: type[ResponseT], on_broken: Callable[[ServingError], None]
+    ) -> None:
+        """``on_broken`` hears of every end of the stream, ``close`` included, after its calls have failed."""
+        self._worker_id = worker_id
+        self._response_type: type[ResponseT] = response_type
+        self._on_broken = on_broken
+        self._stream: _Stream[RequestT, CallT] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    async def close(self) -> None:
+        """Break the stream for good: the worker ends its requests, and calls fail with ``WorkerUnavailableError``."""
+        self._is_closed = True
+        task, stream = self._task, self._stream
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        if stream is not None and stream is self._stream:  # the task never ran
+            self._break(stream, self._closed_error())
+
+    @abstractmethod
+    def _open(self) -> _Rpc[RequestT, ResponseT]:
+        """Open the RPC."""
+
+    @abstractmethod
+    def _receive(self, response: ResponseT) -> None:
+        """Bring one message to its calls. Raises ``LookupError``, ``ValueError``, ``ServingError`` for nonsense."""
+
+    @abstractmethod
+    def _messages(self, slot: int, start: InnerStart) -> list[RequestT]:
+        """The start as one message, or in chunks. Raises ``MessageTooLargeError``."""
+
+    @abstractmethod
+    def _cancel_message(self, slot: int) -> RequestT:
+        """The message that ends a slot early."""
+
+    def _begin(self, make_call: Callable[[Callable[[], None]], CallT], start: InnerStart) -> CallT:
+        if self._is_closed:
+            call = make_call(_nothing)
+            call.fail(self._closed_error())
+            return call
+        if self._stream is None:
+            self._stream = _Stream()
+            self._task = asyncio.create_task(self._run(self._stream), name=f"stream to {self._worker_id}")
+        stream, slot = self._stream, self._stream.take_slot()
+        call = make_call(lambda: self._cancel_slot(stream, slot, call))
+        try:
+            messages = self._messages(slot, start)
+        except ServingError as error:
+            stream.free_slots.append(slot)
+            call.fail(error)
+            return call
+        stream.calls[slot] = call
+        stream.send(messages)
+        return call
+
+    def _call(self, slot: int) -> CallT:
+        assert self._stream is not None, "called while a message is received"
+        return self._stream.calls[slot]
+
+    def _end(self, slot: int) -> CallT:
+        """The call whose terminal output came; its slot is free again."""
+        assert self._stream is not None, "called while a message is received"
+        call = self._stream.calls.pop(slot)
+        self._stream.free_slots.append(slot)
+        return call
+
+    def _cancel_slot(self, stream: _Stream[RequestT, CallT], slot: int, call: CallT) -> None:
+        if stream is self._stream and stream.calls.get(slot) is call:
+            stream.send([self._cancel_message(slot)])
+
+    async def _run(self, stream: _Stream[RequestT, CallT]) -> None:
+        error = self._closed_error()
+        rpc = self._open()
+        writer = asyncio.create_task(_write(rpc, stream))
+        try:
+            await self._read(rpc)
+            error = WorkerUnavailableError(f"worker {self._worker_id} ended its stream")
+        except grpc.aio.AioRpcError as rpc_error:
+            error = self._stream_error(from_rpc_error(rpc_error))
+        except (LookupError, ValueError, ServingError) as nonsense:
+            logger.warning("worker %s broke the protocol: %s", self._worker_id, nonsense)
+            error = WorkerUnavailableError(f"worker {self._worker_id} broke the protocol of its stream")
+        finally:
+            rpc.cancel()
+            writer.cancel()
+            self._break(stream, error)
+
+    async def _read(self, rpc: _Rpc[RequestT, ResponseT]) -> None:
+        while True:
+            response: object = await rpc.read()
+            if isinstance(response, self._response_type):
+                self._receive(response)
+            elif response is grpc.aio.EOF:
+                return
+            else:  # gRPC hands out what it can't parse as `None`
+                raise ProtocolError("a message is malformed")
+
+    def _break(self, stream: _Stream[RequestT, CallT], error: ServingError) -> None:
+        self._stream = self._task = None
+        for call in stream.calls.values():
+            call.fail(error)
+        self._on_broken(error)
+
+    def _closed_error(self) -> ServingError:
+        return WorkerUnavailableError(f"the stream to worker {self._worker_id} was closed")
+
+    def _stream_error(self, error: ServingError) -> ServingError:
+        """A broken stream says nothing about any one request: all of them may try elsewhere."""
+        if isinstance(error, WorkerUnavailableError | DrainingError):
+            return error
+        return WorkerUnavailableError(f"the stream to worker {self._worker_id} broke: {error.message}")
+
+
+async def _write(rpc: _Rpc[RequestT, ResponseT], stream: _Stream[RequestT, CallT]) -> None:
+    try:
+        while True:
+            await stream.has_pending.wait()
+            while stream.pending:
+                await rpc.write(stream.pending.popleft())
+            stream.has_pending.clear()
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        return  # the reader sees why
+
+
+def _nothing() -> None:
+    """Nobody is there to be asked to cancel."""
