@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quartet.errors import QueueFullError, ServingError, WorkerUnavailableError
+from quartet.errors import ConfigError, QueueFullError, ServingError, WorkerUnavailableError
 from router.book import Reservation
 from router.policy.base import Pending, Policy
 from router.worker import PoolKey
@@ -36,10 +36,12 @@ class AdmissionConfig:
     retry_delay_s: float = 1.0
 
     def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
         if self.max_queue_length < 1:
-            raise ValueError("max_queue_length must be at least 1")
-        if min(self.queue_timeout_s, self.unavailable_timeout_s, self.retry_delay_s) <= 0:
-            raise ValueError("queue_timeout_s, unavailable_timeout_s and retry_delay_s must be positive")
+            raise ConfigError("max_queue_length: must be at least 1")
+        for name in ("queue_timeout_s", "unavailable_timeout_s", "retry_delay_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}: must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from quartet.engine.base import FinishReason, Generation
-from quartet.errors import ServingError, WorkerUnavailableError
+from quartet.errors import ConfigError, ServingError, WorkerUnavailableError
 from quartet.kvcache.layout import HandOff
 from quartet.rpc.context import RequestContext
 from quartet.rpc.edge import ChoiceFinished, EndReason
@@ -43,10 +43,13 @@ class AttemptConfig:
     decode_stall_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        if self.max_attempts < 1 or self.reserve_tokens < 1:
-            raise ValueError("max_attempts and reserve_tokens must be at least 1")
-        if min(self.prefill_timeout_s, self.decode_start_timeout_s, self.decode_stall_timeout_s) <= 0:
-            raise ValueError("prefill_timeout_s, decode_start_timeout_s and decode_stall_timeout_s must be positive")
+        """Refuse impossible values, naming the field."""
+        for name in ("max_attempts", "reserve_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: must be at least 1")
+        for name in ("prefill_timeout_s", "decode_start_timeout_s", "decode_stall_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}: must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,8 @@ class WorkerBook:
     """All bookings at one life of one worker.
 
     A booking counts in full until a load report names it as included; from then on only with what it may still take,
-    since the report's ``used`` holds the rest. A report may lag a booking's own news by one interval.
+    since the report's ``used`` holds the rest. Tokens reach the router before the report that counts their blocks as
+    used. So what a booking holds is taken off its promise one report late: no block is ever counted nowhere.
     """
 
     def __init__(self, data_parallel_size: int, block_size: int) -> None:
@@ -33,6 +34,8 @@ class WorkerBook:
         self._block_size = block_size
         self._last_number = 0
         self._unreported: deque[Booking] = deque()
+        self._grown: list[Booking] = []  # since the last report
+        self._settling: list[Booking] = []  # before it
         self.num_requests = 0
 
     def account(self, rank: int) -> RankAccount:
@@ -46,9 +49,18 @@ class WorkerBook:
         return Booking(self, self._accounts[rank], self._block_size, num_blocks, num_queued_tokens)
 
     def reported(self, number: int) -> None:
-        """A load report counts in all starts up to ``number``."""
+        """A load report came; it counts in all starts up to ``number``."""
+        for booking in self._settling:
+            booking.settle()
+        for booking in self._grown:
+            booking.begin_settling()
+        self._settling, self._grown = self._grown, []
         while self._unreported and self._unreported[0].number <= number:
             self._unreported.popleft().count_in()
+
+    def grew(self, booking: Booking) -> None:
+        """``booking`` holds more than at the last report; told once between two."""
+        self._grown.append(booking)
 
     def next_number(self, booking: Booking) -> int:
         """The ``router_request_number`` of the start that ``booking`` is for."""
@@ -69,8 +81,9 @@ class Booking:
         self._block_size = block_size
         self._num_reserved = self._num_promised = num_blocks
         self._num_queued_tokens = num_queued_tokens
-        self._num_held = 0
-        self._is_reported = self._is_released = False
+        # Blocks it holds: as known, as known at the last report, and as certainly counted in by now.
+        self._num_held = self._num_settling = self._num_settled = 0
+        self._has_grown = self._is_reported = self._is_released = False
         account.num_promised_blocks += num_blocks
         account.num_unreported_tokens += num_queued_tokens
 
@@ -84,7 +97,19 @@ class Booking:
         num_held = -(-num_tokens // self._block_size)
         if num_held != self._num_held:
             self._num_held = num_held
-            self._promise()
+            if not self._has_grown:
+                self._has_grown = True
+                self._book.grew(self)
+
+    def begin_settling(self) -> None:
+        """A report came: the next one surely counts in what is held now."""
+        self._has_grown = False
+        self._num_settling = self._num_held
+
+    def settle(self) -> None:
+        """The next report has come."""
+        self._num_settled = self._num_settling
+        self._promise()
 
     def count_in(self) -> None:
         """The place's reports hold it from now on."""
@@ -104,7 +129,7 @@ class Booking:
         if self._is_released:
             num_promised = 0
         elif self._is_reported:
-            num_promised = max(0, self._num_reserved - self._num_held)
+            num_promised = max(0, self._num_reserved - self._num_settled)
         else:
             num_promised = self._num_reserved
         self._account.num_promised_blocks += num_promised - self._num_promised

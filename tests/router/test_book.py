@@ -19,9 +19,25 @@ def test_a_booking_counts_in_full_until_a_report_names_it() -> None:
     number = booking.send()
     booking.hold(41)
     book.reported(number - 1)
-    assert book.account(0).num_promised_blocks == 10
+    book.reported(number - 1)
+    assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (10, 40)
     book.reported(number)
     assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (5, 0)
+
+
+def test_what_a_request_holds_leaves_its_promise_one_report_late() -> None:
+    book = WorkerBook(1, block_size=10)
+    booking = book.book(0, num_reserved_tokens=100)
+    book.reported(booking.send())
+    booking.hold(30)
+    assert book.account(0).num_promised_blocks == 10
+    book.reported(1)  # it may have been sent before those tokens were sampled
+    booking.hold(50)
+    assert book.account(0).num_promised_blocks == 10
+    book.reported(1)
+    assert book.account(0).num_promised_blocks == 7
+    book.reported(1)
+    assert book.account(0).num_promised_blocks == 5
 
 
 def test_what_a_request_takes_is_promised_no_more() -> None:
@@ -31,6 +47,8 @@ def test_what_a_request_takes_is_promised_no_more() -> None:
     promised = []
     for num_tokens in (10, 11, 39, 40, 41, 95):
         booking.hold(num_tokens)
+        book.reported(1)
+        book.reported(1)
         promised.append(book.account(0).num_promised_blocks)
     assert promised == [3, 2, 0, 0, 0, 0]
 
@@ -56,14 +74,14 @@ class Naive:
 
     def __init__(self, booking: Booking, reserved: int, queued: int) -> None:
         self.booking, self.reserved, self.queued = booking, reserved, queued
-        self.held = 0
+        self.held = self.held_at_report = self.settled = 0
         self.is_reported = self.is_released = False
 
     @property
     def promised(self) -> int:
         if self.is_released:
             return 0
-        return max(0, self.reserved - self.held) if self.is_reported else self.reserved
+        return max(0, self.reserved - self.settled) if self.is_reported else self.reserved
 
 
 @given(st.data())
@@ -83,6 +101,7 @@ def test_the_sums_are_those_of_the_bookings(data: st.DataObject) -> None:
             number = data.draw(st.integers(0, len(bookings)))
             book.reported(number)
             for naive in bookings:
+                naive.settled, naive.held_at_report = naive.held_at_report, naive.held
                 naive.is_reported |= 0 < naive.booking.number <= number
         elif step == "hold":
             chosen.held = max(chosen.held, data.draw(st.integers(0, 12)))
