@@ -120,7 +120,8 @@ AttentionInterface.register(_PROBE, _record)
 def _build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         auto: Any = AutoModelForCausalLM  # whose methods are not typed
-        model: PreTrainedModel = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        # The one dtype that the experts' grouped_mm takes in every version, also on meta.
+        model: PreTrainedModel = auto.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     # Whether its attention goes through AttentionInterface; there is no public name for it.
     if not model._supports_attention_backend:
         raise _refusal(f"{type(model).__name__}: its attention cannot be replaced")

@@ -39,12 +39,18 @@ async def torch_engine(
     model_path: Path,
     *,
     dtype: str = "float64",
+    device: str = "cpu",
     num_blocks: int = 512,
     max_num_batched_tokens: int = 512,
     puller: Puller | None = None,
 ) -> AsyncIterator[StepEngine]:
     config = TorchEngineConfig(
-        model_path=str(model_path), dtype=dtype, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_threads=1
+        model_path=str(model_path),
+        dtype=dtype,
+        device=device,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        num_threads=1,
     )
     scheduling = SchedulerConfig(
         max_num_seqs=min(64, max_num_batched_tokens), max_num_batched_tokens=max_num_batched_tokens

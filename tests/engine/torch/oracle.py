@@ -31,7 +31,9 @@ class Oracle:
 
     def __init__(self, directory: Path) -> None:
         auto: Any = transformers.AutoModelForCausalLM
-        self._model = auto.from_pretrained(directory, dtype=torch.float64, experts_implementation="eager")
+        self._model = auto.from_pretrained(
+            directory, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        )
         self._known: dict[tuple[tuple[int, ...], int], Continuation] = {}
         self.num_ties = 0
 

@@ -136,3 +136,5 @@ def test_a_tiny_temperature_takes_the_best_token(temperature: float) -> None:
     logits = torch.tensor([-80.0, 3.0, 90.0, 89.0, -math.inf])
     assert set(draw_many(logits, Settings(temperature=temperature, top_p=0.9), 50).tolist()) == {2}
     assert set(draw_many(logits, Settings(temperature=temperature), 50).tolist()) == {2}
+    tied = torch.tensor([-80.0, 90.0, 90.0, 89.0, -math.inf])
+    assert set(draw_many(tied, Settings(temperature=temperature), 50).tolist()) == {1, 2}

@@ -67,12 +67,3 @@ def test_impossible_settings_are_refused_by_name(field: str, value: object) -> N
     with pytest.raises(InvalidRequestError) as caught:
         TorchEngineConfig(**{"model_path": "model", "num_blocks": 4, field: value})  # type: ignore[arg-type]
     assert caught.value.field == field
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_pool_lies_on_the_device(checkpoint: Checkpoints) -> None:
-    runner = create_runner(TorchEngineConfig(model_path=str(checkpoint("llama")), num_blocks=4, device="cuda:0"))
-    assert runner.memory is None
-    assert runner._pool.tensor.device == torch.device("cuda:0")
-    runner.close()

@@ -1,0 +1,86 @@
+"""The same engine on a CUDA device: the same tokens as on the CPU."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from quartet.engine.base import EngineRequest
+from quartet.engine.sampling import Sampling
+from quartet.engine.torch import TorchEngineConfig, create_runner
+from quartet.engine.torch.noise import gumbel_noise, noise_key
+from tests.engine.fakes import make_request
+from tests.engine.torch.checkpoints import FAMILIES
+from tests.engine.torch.driving import run_all, torch_engine
+from tests.engine.torch.oracle import Oracle
+from tests.engine.torch.test_oracle import NUM_TOKENS, greedy, ragged_prompts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+Checkpoints = Callable[[str], Path]
+
+
+def run_on(device: str, model_path: Path, requests: Sequence[EngineRequest], dtype: str = "float64") -> list[list[int]]:
+    async def run() -> list[list[int]]:
+        async with torch_engine(model_path, device=device, dtype=dtype, max_num_batched_tokens=64) as engine:
+            return [outcome.token_ids for outcome in await run_all(engine, requests)]
+
+    return asyncio.run(run())
+
+
+def test_the_pool_lies_on_the_device(checkpoint: Checkpoints) -> None:
+    runner = create_runner(TorchEngineConfig(model_path=str(checkpoint("llama")), num_blocks=4, device="cuda:0"))
+    assert runner.memory is None
+    assert runner._pool.tensor.device == torch.device("cuda:0")
+    runner.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_ragged_batch_equals_generate(family: str, checkpoint: Checkpoints, oracle: Callable[[str], Oracle]) -> None:
+    prompts = ragged_prompts()
+    for prompt, token_ids in zip(
+        prompts, run_on("cuda:0", checkpoint(family), [greedy(prompt) for prompt in prompts]), strict=True
+    ):
+        oracle(family).check(prompt, token_ids, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_runs(family: str, checkpoint: Checkpoints) -> None:
+    prompts = ragged_prompts()
+    outputs = run_on("cuda:0", checkpoint(family), [greedy(prompt) for prompt in prompts], dtype="bfloat16")
+    assert all(len(token_ids) == NUM_TOKENS for token_ids in outputs)
+
+
+def test_seeded_tokens_are_those_of_the_cpu(checkpoint: Checkpoints) -> None:
+    samplings = [
+        Sampling(max_tokens=NUM_TOKENS),
+        Sampling(top_p=0.9, top_k=50, temperature=1.3, max_tokens=NUM_TOKENS),
+        Sampling(min_p=0.05, repetition_penalty=1.2, presence_penalty=0.3, max_tokens=NUM_TOKENS),
+        Sampling(logit_bias={3: 2.0}, frequency_penalty=0.3, min_tokens=5, stop_token_ids=(4,), max_tokens=NUM_TOKENS),
+    ]
+
+    def requests() -> list[EngineRequest]:
+        drawn = [
+            make_request(prompt, sampling=samplings[i % len(samplings)]) for i, prompt in enumerate(ragged_prompts())
+        ]
+        return [
+            dataclasses.replace(item, generation=dataclasses.replace(item.generation, seed=i))
+            for i, item in enumerate(drawn)
+        ]
+
+    assert run_on("cuda:0", checkpoint("llama"), requests()) == run_on("cpu", checkpoint("llama"), requests())
+
+
+def test_noise_is_that_of_the_cpu() -> None:
+    keys = torch.tensor([noise_key(seed, 1, 7) for seed in range(8)])
+    token_ids = torch.arange(50_000)
+    on_device = gumbel_noise(keys.cuda(), token_ids.cuda()).cpu()
+    torch.testing.assert_close(on_device, gumbel_noise(keys, token_ids), rtol=1e-12, atol=1e-12)
