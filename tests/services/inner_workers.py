@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from prometheus_client import CollectorRegistry
@@ -44,9 +45,19 @@ PREFILL_METHOD = "/quartet.v1.PrefillService/Prefill"
 _request_ids = itertools.count(1)
 
 
+class GatedTransfers(TransferServicer):
+    """Serves pulls, renewals and aborts once it may."""
+
+    may_serve: asyncio.Event
+
+    async def Pull(self, request_iterator: Any, context: Any) -> None:
+        await self.may_serve.wait()
+        await super().Pull(request_iterator, context)
+
+
 @dataclass
 class InnerWorker:
-    """One worker, serving."""
+    """One worker, serving. ``may_transfer``, cleared, holds up everything that others want of its hand-offs."""
 
     engine: StepEngine
     runner: FakeRunner
@@ -56,6 +67,7 @@ class InnerWorker:
     channel: grpc.aio.Channel
     broken: list[ServingError]
     dropped: list[HandOff]
+    may_transfer: asyncio.Event
 
     @property
     def stats(self) -> EngineStats:
@@ -124,7 +136,9 @@ async def inner_worker(
     else:
         dispatcher = DecodeDispatcher(engine, metrics)
         service = decode_service(dispatcher, limits)
-    pulls = TransferServicer(source, host=host, config=transfer, shm=shm)
+    pulls = GatedTransfers(source, host=host, config=transfer, shm=shm)
+    pulls.may_serve = asyncio.Event()
+    pulls.may_serve.set()
     transfers = Service("quartet.v1.TransferService", lambda server: add_transfer_servicer(pulls, server))
     server = RpcServer(ServerConfig(max_receive_message_bytes=MAX_INNER_MESSAGE_BYTES), [service, transfers])
     address = f"127.0.0.1:{await server.start()}"
@@ -132,8 +146,9 @@ async def inner_worker(
     channel = create_channel(address, None)
     consumer = asyncio.create_task(_consume(engine, dispatcher))
     try:
-        yield InnerWorker(engine, runner, source, dispatcher, server, channel, [], [])
+        yield InnerWorker(engine, runner, source, dispatcher, server, channel, [], [], pulls.may_serve)
     finally:
+        pulls.may_serve.set()
         if runner.step_gate is not None:
             runner.step_gate.release(100_000)
         await channel.close()

@@ -104,8 +104,8 @@ async def test_a_repeated_key_is_refused_and_its_slot_is_free_at_once() -> None:
         gate.release(1000)
         assert await collect(first) == expected(start)
         # Another attempt or choice is another request; so is the same one after its end.
-        for fields in ({}, {"attempt": 1}, {"choice": 1}):
-            repeated = make_start(PROMPT, request_id="a" * 32, **fields)
+        for attempt, choice in ((0, 0), (1, 0), (0, 1)):
+            repeated = make_start(PROMPT, request_id="a" * 32, attempt=attempt, choice=choice)
             assert await collect(client.start(repeated)) == expected(repeated)
 
 
