@@ -159,6 +159,8 @@ async def _run(plan: Plan) -> Results:
             runner = PhaseRunner(stack, line, _WORKLOAD, ramp_s=plan.ramp_s)
             sweep = await _sweep(runner, plan)
             best = max(sweep, key=lambda phase: phase.load.tokens_per_s).load
+            if not best.tokens_per_s:
+                raise RuntimeError(f"no request ended well: {dict(best.errors)}; {_LOG} has the processes' output")
             before = await runner.run("peak", best.concurrency, plan.peak_s)
             over = await runner.run("overload", 2 * best.concurrency, plan.overload_s)
             after = await runner.run("peak again", best.concurrency, plan.peak_s)

@@ -38,7 +38,7 @@ class LiveLine(AbstractContextManager["LiveLine"]):
 
     def say(self, text: str) -> None:
         """Write a line that stays."""
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     async def follow(self, describe: Callable[[float, float], str]) -> None:
         """Show ``describe(elapsed, interval)``, both in seconds, until cancelled."""
