@@ -114,7 +114,7 @@ class RouterProcess:
         servicer.close()
         draining = asyncio.create_task(server.drain(self._config.drain_timeout_s + _LAST_WORDS_S))
         await asyncio.wait([draining], timeout=self._config.drain_timeout_s)
-        pipeline.abort_all(DrainingError("the router is going away"))
+        pipeline.abort_all(DrainingError("the router is going away", retry_delay_s=_LAST_WORDS_S))
         await draining
 
     def _pipeline(self, table: WorkerTable, fleet: Fleet) -> Pipeline:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
@@ -27,9 +27,12 @@ from router.worker import WorkerState, WorkerStatus
 from router.worker_table import Pool, WorkerTable
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+_Result = TypeVar("_Result")
 
 # Watchers hear of changes at most this often.
 _WATCH_INTERVAL_S = 0.25
+# To come back to another router, or to the next one at this address.
+_DRAINING_RETRY_DELAY_S = 1.0
 
 _STATES = {
     WorkerState.JOINING: pb.WORKER_STATE_JOINING,
@@ -105,8 +108,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 if is_first or response.updated or response.removed_worker_ids:
                     yield response
                 is_first = False
-                await self._wait_unless_closing(changed.wait())
-                await self._wait_unless_closing(asyncio.sleep(_WATCH_INTERVAL_S))
+                await self._unless_closing(changed.wait())
+                await self._unless_closing(asyncio.sleep(_WATCH_INTERVAL_S))
         finally:
             stop()
 
@@ -118,7 +121,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return pb.GetModelResponse(models=[await self._to_model(pool) for pool in pools])
 
     async def _read_start(self, context: _Context) -> GenerateStart:
-        request = await context.read()
+        # Who opens a stream and says nothing must not hold up a drain.
+        request = await self._unless_closing(context.read())
         if request is grpc.aio.EOF or request.WhichOneof("message") != "start":
             raise ProtocolError("the first message must be start", field="start")
         start = from_generate_start(request.start)
@@ -147,16 +151,19 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             updated=[_to_worker_status(status) for status in updated], removed_worker_ids=sorted(removed)
         )
 
-    async def _wait_unless_closing(self, waiting: Any) -> None:
+    async def _unless_closing(self, waiting: Coroutine[Any, Any, _Result]) -> _Result:
+        """What ``waiting`` gives. Raises ``DrainingError`` when the router closes before."""
         closing = asyncio.ensure_future(self._closing.wait())
         wanted = asyncio.ensure_future(waiting)
         try:
-            await asyncio.wait({closing, wanted}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({closing, wanted}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             closing.cancel()
-            wanted.cancel()
-        if self._closing.is_set():
-            raise DrainingError("the router is going away")
+            if not wanted.done():
+                wanted.cancel()
+        if wanted in done:
+            return wanted.result()
+        raise DrainingError("the router is going away", retry_delay_s=_DRAINING_RETRY_DELAY_S)
 
     async def _to_model(self, pool: Pool) -> pb.Model:
         text = self._texts.known(pool.key)

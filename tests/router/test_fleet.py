@@ -168,6 +168,7 @@ async def test_a_router_that_leaves_lets_requests_end(tmp_path: Path, monkeypatc
         await call.write(pb.GenerateRequest(start=make_start()))
         async with asyncio.timeout(TIMEOUT_S):
             accepted = await call.read()
+            silent = stub.Generate()
             watch = stub.WatchWorkers(pb.WatchWorkersRequest())
             await watch.read()
             system.router.stop.set()
@@ -176,7 +177,9 @@ async def test_a_router_that_leaves_lets_requests_end(tmp_path: Path, monkeypatc
                 while await watch.read() is not grpc.aio.EOF:
                     pass
                 raise AssertionError("the watch ended without a status")
-        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+            with pytest.raises(grpc.aio.AioRpcError):
+                await read_all(silent)
         open_gates(system)
         assert token_ids_of(await finish(call, [accepted])) == expected(PROMPT, 12)
         await system.router.end()

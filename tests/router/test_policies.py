@@ -135,6 +135,12 @@ def test_a_large_request_is_not_starved_by_small_ones_behind_it(make_policy) -> 
 
 
 @each_policy
+def test_a_request_that_no_place_can_ever_hold_blocks_nobody(make_policy) -> None:
+    placements = make_policy().assign([pending(1001), pending(100)], Snapshot([], [candidate("d", total=100)]))
+    assert decodes(placements) == [None, "d"]
+
+
+@each_policy
 @given(st.lists(st.integers(1, 400), max_size=12), st.lists(st.integers(0, 60), min_size=1, max_size=4))
 def test_no_place_is_ever_overbooked(make_policy, lengths: list[int], used: list[int]) -> None:
     places = [candidate(f"d{i}", total=60, used=used[i]) for i in range(len(used))]

@@ -1,0 +1,100 @@
+"""The text side of models, fetched once for all who ask."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+
+import pytest
+
+from quartet.errors import ModelFilesError, ServingError, WorkerUnavailableError
+from quartet.text.model_files import TEXT_FILE_NAMES
+from router.model_texts import FetchedTexts
+from router.worker import PoolKey
+from tests.text.builders import byte_level_backend
+
+_POOL = PoolKey("tiny", "ab" * 32)
+_FILES = {"tokenizer.json": byte_level_backend().to_str().encode()}
+_TIMEOUT_S = 10.0
+
+
+class Source:
+    """Gives files when the gate opens, after the failures planned."""
+
+    def __init__(self, *failures: BaseException) -> None:
+        self.failures = list(failures)
+        self.gate = asyncio.Event()
+        self.num_asked = 0
+
+    async def fetch(self, pool: PoolKey, names: Collection[str]) -> Mapping[str, bytes]:
+        assert (pool, names) == (_POOL, TEXT_FILE_NAMES)
+        self.num_asked += 1
+        await self.gate.wait()
+        if self.failures:
+            raise self.failures.pop(0)
+        return _FILES
+
+
+async def test_several_who_wait_share_one_fetch_and_one_who_leaves_takes_nothing() -> None:
+    source = Source()
+    texts = FetchedTexts(source.fetch)
+    waiting = [asyncio.create_task(texts.model_text(_POOL)) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    source.gate.set()
+    async with asyncio.timeout(_TIMEOUT_S):
+        first, second = await asyncio.gather(*waiting[1:])
+    assert first is second is texts.known(_POOL) is await texts.model_text(_POOL)
+    assert source.num_asked == 1
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind"),
+    [
+        (WorkerUnavailableError("gone"), WorkerUnavailableError),
+        (ServingError("internal"), WorkerUnavailableError),
+        (ModelFilesError("nonsense"), ModelFilesError),
+        # A channel that is closed under a call cancels it.
+        (asyncio.CancelledError(), WorkerUnavailableError),
+    ],
+)
+async def test_a_failed_fetch_is_told_and_the_next_to_ask_tries_again(
+    failure: BaseException, kind: type[ServingError]
+) -> None:
+    source = Source(failure)
+    source.gate.set()
+    texts = FetchedTexts(source.fetch)
+    with pytest.raises(kind):
+        await texts.model_text(_POOL)
+    assert (await texts.model_text(_POOL)).vocab_size > 0
+
+
+async def test_a_prefetch_that_fails_harms_nobody() -> None:
+    source = Source(WorkerUnavailableError("gone"))
+    source.gate.set()
+    texts = FetchedTexts(source.fetch)
+    await texts.prefetch(_POOL)
+    assert texts.known(_POOL) is None
+    await texts.prefetch(_POOL)
+    assert texts.known(_POOL) is not None
+
+
+async def test_the_texts_of_pools_that_are_gone_are_forgotten() -> None:
+    source = Source()
+    source.gate.set()
+    texts = FetchedTexts(source.fetch)
+    await texts.model_text(_POOL)
+    texts.keep({_POOL})
+    assert texts.known(_POOL) is not None
+    texts.keep(set())
+    assert texts.known(_POOL) is None
+
+
+async def test_closing_ends_what_is_being_fetched() -> None:
+    texts = FetchedTexts(Source().fetch)
+    waiting = asyncio.create_task(texts.model_text(_POOL))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(_TIMEOUT_S):
+        await texts.close()
+        with pytest.raises(WorkerUnavailableError):
+            await waiting
