@@ -34,8 +34,12 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def stack(
     request: pytest.FixtureRequest, random_model_dir: Path, tmp_path_factory: pytest.TempPathFactory, etcd_binary: Path
 ) -> Iterator[Stack]:
-    """One prefill, one decode, a router: for tests that kill nothing and leave nothing behind."""
-    config = StackConfig(model_dir=random_model_dir)
+    """One prefill, one decode, and two routers, for tests that kill nothing and leave nothing behind.
+
+    ``router`` prefills remotely, ``router-local`` where it decodes.
+    """
+    routers = {"router": {}, "router-local": {"local_prefill_max_tokens": 4096}}
+    config = StackConfig(model_dir=random_model_dir, routers=routers)
     with _running(request.config, Stack(config, tmp_path_factory.mktemp("stack"), etcd_binary)) as running:
         yield running
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import grpc
 import yaml
@@ -26,7 +26,8 @@ START_TIMEOUT_S = 60.0
 MODEL_NAME = "random-llama"
 _CALL_TIMEOUT_S = 5.0
 
-Settings = Mapping[str, object]
+Settings: TypeAlias = Mapping[str, object]
+WorkerState: TypeAlias = router_pb2.WorkerState.ValueType
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class StackConfig:
     """What differs from one stack to the next; settings are dotted names of WorkerConfig and RouterConfig.
 
     Attributes:
+        routers: settings of each router by its process name; the one called ``router`` is asked for workers.
         tls: certificates by process name; all or none.
         operator: identity with which the stack itself asks, where there is TLS.
     """
@@ -42,7 +44,7 @@ class StackConfig:
     num_prefill: int = 1
     num_decode: int = 1
     worker: Settings = field(default_factory=dict)
-    router: Settings = field(default_factory=dict)
+    routers: Mapping[str, Settings] = field(default_factory=lambda: {"router": {}})
     tls: Mapping[str, TlsConfig] = field(default_factory=dict)
     operator: TlsConfig | None = None
 
@@ -85,7 +87,8 @@ class Stack:
         for name in config.worker_names:
             module = f"services.{name.partition('-')[0]}"
             self._add(name, module, self._worker_settings(name))
-        self._add("router", "router", self._router_settings())
+        for name in config.routers:
+            self._add(name, "router", self._router_settings(name))
 
     @property
     def router_address(self) -> str:
@@ -142,23 +145,24 @@ class Stack:
         for process in self.processes.values():
             process.wait_ready(timeout_s)
         expected = dict.fromkeys(self.config.worker_names, router_pb2.WORKER_STATE_READY)
-        self.wait_states(expected, timeout_s)
+        for router in self.config.routers:
+            self.wait_states(expected, timeout_s, router)
 
-    def wait_states(self, expected: Mapping[str, router_pb2.WorkerState.ValueType], timeout_s: float) -> None:
+    def wait_states(self, expected: Mapping[str, WorkerState], timeout_s: float, router: str = "router") -> None:
         """Wait until the router knows exactly these workers, in these states."""
         wait_until(
-            lambda: self.worker_states() == dict(expected),
+            lambda: self.worker_states(router) == dict(expected),
             timeout_s,
-            lambda: f"the router sees {expected}, but {self.worker_states()}\n{self.processes['router'].log_tail()}",
+            lambda: f"{router} sees {expected}, but {self.worker_states(router)}\n{self.logs()}",
         )
 
-    def worker_states(self) -> dict[str, router_pb2.WorkerState.ValueType]:
+    def worker_states(self, router: str = "router") -> dict[str, WorkerState]:
         """By worker id, as the router lists them."""
-        return {status.record.worker_id: status.state for status in self.list_workers()}
+        return {status.record.worker_id: status.state for status in self.list_workers(router)}
 
-    def list_workers(self) -> list[router_pb2.WorkerStatus]:
+    def list_workers(self, router: str = "router") -> list[router_pb2.WorkerStatus]:
         """The router's answer to ListWorkers."""
-        with self.channel("router") as channel:
+        with self.channel(router) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
             response = stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=_CALL_TIMEOUT_S)
         return list(response.workers)
@@ -233,8 +237,8 @@ class Stack:
         }
         return _with(base | self._process_settings(name), self.config.worker)
 
-    def _router_settings(self) -> dict[str, Any]:
-        return _with(self._process_settings("router"), self.config.router)
+    def _router_settings(self, name: str) -> dict[str, Any]:
+        return _with(self._process_settings(name), self.config.routers[name])
 
     def _process_settings(self, name: str) -> dict[str, Any]:
         server: dict[str, Any] = {"address": f"127.0.0.1:{free_port()}"}

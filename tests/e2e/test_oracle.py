@@ -1,0 +1,110 @@
+"""Greedy tokens through router, workers and hand-off are those that ``transformers`` gives for the same checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from quartet.client import Completion, QuartetClient, Sampling
+from tests.e2e.stack import Stack
+
+# Around the block size of 32, and a prompt of many blocks.
+LENGTHS = (1, 2, 31, 32, 33, 64, 100, 300)
+NUM_TOKENS = 24
+ROUTERS = ("router", "router-local")
+# Nearer to each other, two logits could change places by rounding; the random model keeps them apart.
+MIN_GAP = 1e-4
+
+
+class Oracle:
+    """``generate``, one prompt at a time, in float32 like the workers."""
+
+    def __init__(self, directory: Path) -> None:
+        auto: Any = transformers.AutoModelForCausalLM
+        self._model = auto.from_pretrained(directory, dtype=torch.float32)
+        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def generate(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        if prompt not in self._known:
+            self._known[prompt] = self._generate(prompt)
+        return self._known[prompt]
+
+    def _generate(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        output = self._model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        best = torch.cat(output.logits).topk(2).values
+        assert float((best[:, 0] - best[:, 1]).min()) >= MIN_GAP, "a near tie: this prompt proves nothing"
+        return tuple(output.sequences[0, len(prompt) :].tolist())
+
+
+@pytest.fixture(scope="module")
+def oracle(random_model_dir: Path) -> Iterator[Oracle]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Oracle(random_model_dir)
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(params=ROUTERS)
+def router(request: pytest.FixtureRequest) -> str:
+    """The router that prefills remotely, and the one that prefills where it decodes."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+async def routed(router: str, stack: Stack) -> AsyncIterator[QuartetClient]:
+    """A client of ``router``."""
+    async with QuartetClient(stack.processes[router].grpc_address) as client:
+        yield client
+
+
+def prompts_of(router: str) -> list[tuple[int, ...]]:
+    """Each router's own, so that neither finds blocks that the other had computed."""
+    return [_make_prompt(random.Random(f"{router} {length}"), length) for length in LENGTHS]
+
+
+def _make_prompt(rng: random.Random, length: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(10, 640) for _ in range(length))
+
+
+async def complete(client: QuartetClient, prompt: tuple[int, ...]) -> Completion:
+    sampling = Sampling(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    return await client.complete(token_ids=prompt, sampling=sampling, timeout_s=40)
+
+
+async def test_greedy_tokens_are_those_of_transformers(routed: QuartetClient, router: str, oracle: Oracle) -> None:
+    for prompt in prompts_of(router):
+        completion = await complete(routed, prompt)
+        assert completion.choices[0].token_ids == oracle.generate(prompt), f"prompt of {len(prompt)} tokens"
+        [placement] = completion.accepted.placements
+        assert placement.prefill_worker_id == ("prefill-0" if router == "router" else None)
+
+
+async def test_greedy_tokens_stay_the_same_in_a_crowd(routed: QuartetClient, router: str, oracle: Oracle) -> None:
+    prompts = prompts_of(router) * (32 // len(LENGTHS))
+    completions = await asyncio.gather(*(complete(routed, prompt) for prompt in prompts))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert completion.choices[0].token_ids == oracle.generate(prompt), f"prompt of {len(prompt)} tokens"
+
+
+async def test_text_is_what_the_tokens_say(client: QuartetClient, random_model_dir: Path) -> None:
+    completion = await client.complete("The blue boat", sampling=Sampling(temperature=0.0, max_tokens=NUM_TOKENS))
+    auto: Any = transformers.AutoTokenizer
+    tokenizer = auto.from_pretrained(random_model_dir)
+    assert completion.accepted.num_prompt_tokens == len(tokenizer("The blue boat")["input_ids"])
+    # Half a character at the end is held back for good.
+    assert completion.text == tokenizer.decode(completion.choices[0].token_ids).rstrip("\ufffd")

@@ -1,0 +1,179 @@
+"""The topologies that come along, started with ``quartet up`` as a person does it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quartet.client import Delta, QuartetClient, Sampling
+from quartet.errors import ServingError
+from services.tools import find_etcd, find_grpcurl
+from tests.e2e.up import CONFIGS, Up
+from tests.etcd_server import EtcdServer
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(find_etcd() is None, reason="no etcd: `make tools` gets it"),
+]
+
+WORKER_IDS = {
+    "agg": {"decode-0"},
+    "disagg": {"prefill-0", "decode-0"},
+    "disagg_2p2d": {"prefill-0", "prefill-1", "decode-0", "decode-1"},
+}
+FREE_PORT = ("--set", "router.port=0")
+ENDLESS = Sampling(ignore_eos=True, max_tokens=3000)
+ALL_GONE_WITHIN_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory that has nothing yet: the first ``up`` makes the model."""
+    return tmp_path_factory.mktemp("up")
+
+
+def config(name: str) -> str:
+    return str(CONFIGS / f"{name}.yaml")
+
+
+def modules(up: Up) -> list[str]:
+    return sorted(match[1] for command in up.processes().values() if (match := re.search(r" -m (\S+)", command)))
+
+
+def is_own_etcd(command: str) -> bool:
+    return "--data-dir=" in command
+
+
+async def begin_endless(client: QuartetClient, held: list[object]) -> None:
+    """Start an answer that does not end by itself, and return once it streams; ``held`` keeps it alive."""
+    stream = client.generate("The river", sampling=ENDLESS)
+    async for event in stream:
+        if isinstance(event, Delta):
+            break
+    held.append(stream)
+
+
+async def check_it_serves(up: Up, name: str) -> None:
+    """Paste every line that was printed."""
+    generated = await up.paste("quartet generate ")
+    assert generated.code == 0, generated.err
+    assert generated.out.strip()
+    workers = await up.paste("quartet workers")
+    rows = {line.split("│")[1].strip(): line for line in workers.out.splitlines() if line.startswith("│")}
+    assert rows.keys() == WORKER_IDS[name]
+    assert all(" ready " in row for row in rows.values())
+    if find_grpcurl() is not None:
+        streamed = await up.paste("grpcurl ")
+        assert streamed.code == 0, streamed.err
+        # One by one: as many messages as tokens, or nearly so.
+        assert streamed.out.count('"delta"') > 1
+        assert streamed.out.count('"finished"') == 1
+
+
+@pytest.mark.parametrize("name", sorted(WORKER_IDS))
+async def test_a_topology_serves_what_it_prints_and_ends_whole(name: str, directory: Path) -> None:
+    async with Up(directory, config(name), *FREE_PORT) as up:
+        await up.wait_ready()
+        expected = sorted(["router", *(f"services.{worker_id.partition('-')[0]}" for worker_id in WORKER_IDS[name])])
+        assert modules(up) == expected
+        assert sum(map(is_own_etcd, up.processes().values())) == 1
+        await check_it_serves(up, name)
+        assert await up.end(signal.SIGINT) < ALL_GONE_WITHIN_S
+    assert [path.name for path in (directory / ".run").iterdir()] == ["models"]
+
+
+async def test_an_etcd_that_runs_already_is_used_and_left_alone_and_answers_do_not_hold_up_the_end(
+    directory: Path, etcd: EtcdServer
+) -> None:
+    variables = {"ETCD_ENDPOINTS": etcd.endpoint}
+    async with Up(directory, config("disagg"), *FREE_PORT, variables=variables) as up:
+        await up.wait_ready()
+        assert not any(map(is_own_etcd, up.processes().values()))
+        await check_it_serves(up, "disagg")
+        async with QuartetClient(up.router_address) as client:
+            running = [asyncio.create_task(client.complete("The sea", sampling=ENDLESS)) for _ in range(8)]
+            await begin_endless(client, [])
+            assert await up.end(signal.SIGTERM) < ALL_GONE_WITHIN_S
+            for answer in running:
+                with pytest.raises(ServingError):
+                    await answer
+    assert etcd.revision() > 1
+
+
+async def test_ctrl_c_ends_what_streams_and_a_second_one_at_once(directory: Path) -> None:
+    held: list[object] = []
+    async with Up(directory, config("disagg"), *FREE_PORT) as up:
+        await up.wait_ready()
+        async with QuartetClient(up.router_address) as client:
+            await begin_endless(client, held)
+            began = time.monotonic()
+            up.send(signal.SIGINT)
+            await up.wait_logged("stopping")
+            up.send(signal.SIGINT)
+            await up.exit_code()
+            # Sooner than the drain's end.
+            assert time.monotonic() - began < 2.5
+            assert up.processes() == {}
+
+
+async def test_a_dead_worker_is_told_and_a_dead_up_takes_all_along(directory: Path) -> None:
+    async with Up(directory, config("disagg"), *FREE_PORT) as up:
+        await up.wait_ready()
+        [prefill] = [pid for pid, command in up.processes().items() if "services.prefill" in command]
+        os.kill(prefill, signal.SIGKILL)
+        await up.wait_logged("prefill-0 was killed by SIGKILL")
+        assert modules(up) == ["router", "services.decode"]
+
+        descriptors = [os.pidfd_open(pid) for pid in up.processes()]
+        up.send(signal.SIGKILL)
+        await up.exit_code()
+        async with asyncio.timeout(ALL_GONE_WITHIN_S):
+            await asyncio.gather(*(readable(descriptor) for descriptor in descriptors))
+        assert up.processes() == {}
+
+
+async def test_a_process_that_dies_at_the_start_ends_it_all_and_says_why(
+    directory: Path, free_port: Callable[[], int]
+) -> None:
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
+        async with Up(directory, config("agg"), "--router-port", str(port)) as up:
+            assert await up.exit_code() == 1
+            assert up.processes() == {}
+    assert "quartet: router ended with exit code 1" in up.log
+    assert f"cannot listen on 127.0.0.1:{port}" in up.log.partition("quartet: router ended")[2]
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("model.path=/no/such/model", "/no/such/model holds no config.json"),
+        ("engine.num_blocs=3", "engine.num_blocs: unknown; did you mean num_blocks"),
+        ("router.overrides.polizy=x", "router.overrides.polizy: unknown; did you mean policy"),
+        ("router.port=-1", "router.port: must be in"),
+    ],
+)
+async def test_what_cannot_be_started_is_told_before_anything_runs(
+    directory: Path, assignment: str, message: str
+) -> None:
+    async with Up(directory, config("agg"), "--set", assignment) as up:
+        assert await up.exit_code() == 1
+    assert message in up.log
+    assert "starting decode" not in up.log
+
+
+async def readable(descriptor: int) -> None:
+    """Wait until a process that a pidfd stands for has ended."""
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(descriptor, ended.set)
+    await ended.wait()
+    asyncio.get_running_loop().remove_reader(descriptor)
+    os.close(descriptor)

@@ -1,0 +1,153 @@
+"""``quartet up`` as a person runs it, and every process that it started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+QUARTET = Path(sys.executable).with_name("quartet")
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+START_TIMEOUT_S = 90.0
+_MARK = "QUARTET_TEST_MARK"
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What one command ended with."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Up:
+    """One ``quartet up``: use it with ``async with``, whose end kills what is left of it.
+
+    Attributes:
+        lines: what it printed to paste, from ``ready`` on.
+    """
+
+    def __init__(self, directory: Path, *arguments: str, variables: Mapping[str, str] | None = None) -> None:
+        """It runs in ``directory``; ``variables`` are added to the environment."""
+        self.lines: list[str] = []
+        self._directory = directory
+        self._arguments = arguments
+        self._mark = secrets.token_hex(8)
+        without_etcd = {name: value for name, value in os.environ.items() if name != "ETCD_ENDPOINTS"}
+        self._variables = {**without_etcd, **(variables or {}), _MARK: self._mark}
+        self._log: list[str] = []
+        self._logged = asyncio.Event()
+        self._process: asyncio.subprocess.Process
+        self._reading: asyncio.Task[None]
+
+    async def __aenter__(self) -> Self:
+        self._process = await asyncio.create_subprocess_exec(
+            QUARTET,
+            "up",
+            *self._arguments,
+            cwd=self._directory,
+            env=self._variables,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        self._reading = asyncio.create_task(self._read_log())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        await self._process.wait()
+        await self._reading
+
+    @property
+    def log(self) -> str:
+        """All that it and its processes have logged so far."""
+        return "".join(self._log)
+
+    @property
+    def router_address(self) -> str:
+        """Of the router, out of the line with grpcurl or ``quartet workers``."""
+        return self.lines[-1].split()[-1]
+
+    async def wait_ready(self) -> None:
+        """Read up to the last line to paste."""
+        assert self._process.stdout is not None
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while not any(line.startswith("quartet workers") for line in self.lines):
+                line = await self._process.stdout.readline()
+                assert line, f"it ended before it was ready:\n{self.log}"
+                if self.lines or line == b"ready\n":
+                    self.lines.append(line.decode().rstrip("\n"))
+
+    async def wait_logged(self, text: str) -> None:
+        """Wait until ``text`` is in the log."""
+        async with asyncio.timeout(10):
+            while text not in self.log:
+                self._logged.clear()
+                await self._logged.wait()
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal ``up`` alone, not what it started."""
+        self._process.send_signal(number)
+
+    async def exit_code(self) -> int:
+        """Of ``up``, once it has ended."""
+        async with asyncio.timeout(START_TIMEOUT_S):
+            await self._reading
+            return await self._process.wait()
+
+    async def end(self, number: signal.Signals) -> float:
+        """Signal it, wait for its end, and return the seconds that it took; all must be gone then."""
+        began = time.monotonic()
+        self.send(number)
+        assert await self.exit_code() == 0, self.log
+        took_s = time.monotonic() - began
+        assert self.processes() == {}, self.log
+        return took_s
+
+    async def paste(self, start: str) -> Ran:
+        """Run the line that begins with ``start`` in a shell, after the ``export`` line if there is one."""
+        lines = [line for line in self.lines if line.startswith(("export ", start))]
+        process = await asyncio.create_subprocess_exec(
+            "bash",
+            "-c",
+            "\n".join(lines),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            # As in a terminal where nothing of Quartet is on the PATH.
+            env={"PATH": "/usr/bin:/bin"},
+        )
+        async with asyncio.timeout(30):
+            out, err = await process.communicate()
+        return Ran(process.returncode or 0, out.decode(), err.decode())
+
+    def processes(self) -> dict[int, str]:
+        """Command lines of all that runs of it, itself included, by process id."""
+        found = {}
+        for directory in _PROC.iterdir():
+            if directory.name.isdecimal():
+                try:
+                    is_ours = f"{_MARK}={self._mark}".encode() in (directory / "environ").read_bytes()
+                    command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                except OSError:  # it ended meanwhile, or is somebody else's
+                    continue
+                # One that has ended and not been waited for has no command line any more.
+                if is_ours and command:
+                    found[int(directory.name)] = command
+        return found
+
+    async def _read_log(self) -> None:
+        assert self._process.stderr is not None
+        while line := await self._process.stderr.readline():
+            self._log.append(line.decode("utf-8", "replace"))
+            self._logged.set()
