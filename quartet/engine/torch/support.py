@@ -95,11 +95,13 @@ def _record(  # the interface's signature: transformers passes these by name
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged: list[_Call],
+    paged: list[_Call] | None = None,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
+    if paged is None:
+        raise _refusal(f"{type(module).__name__}: it keeps keywords from attention")
     tensors = {**others, "attention_mask": attention_mask}
     call = _Call(
         layer=getattr(module, "layer_idx", None),
