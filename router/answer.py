@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from quartet.engine.sampling import TokenLogprobs
@@ -16,11 +16,6 @@ class _Gathered:
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-    def add(self, delta: Delta) -> None:
-        self.token_ids.extend(delta.token_ids)
-        self.texts.append(delta.text)
-        self.logprobs.extend(delta.logprobs)
 
     def delta(self, choice: int) -> Delta:
         return Delta(
@@ -58,12 +53,17 @@ class Answer:
         self._is_accepted = True
         self._ready.set()
 
-    def add(self, delta: Delta) -> None:
-        """More of one choice."""
-        gathered = self._deltas.get(delta.choice)
+    def add(
+        self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        """More of one choice, as the fields of ``Delta``; called for each token, so it makes no object of them."""
+        gathered = self._deltas.get(choice)
         if gathered is None:
-            gathered = self._deltas[delta.choice] = _Gathered(delta.token_offset)
-        gathered.add(delta)
+            gathered = self._deltas[choice] = _Gathered(token_offset)
+        gathered.token_ids.extend(token_ids)
+        gathered.texts.append(text)
+        if logprobs:
+            gathered.logprobs.extend(logprobs)
         if self._is_accepted:
             self._ready.set()
 

@@ -22,6 +22,9 @@ from router.policy.base import Pending, Placement
 from router.prepared import PreparedRequest
 from router.retry import Hop, HopFailedError, RetryHints
 
+# A silence is noticed up to this share of its limit late.
+_STALL_TOLERANCE = 0.05
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptConfig:
@@ -194,10 +197,14 @@ class ChoiceRun:
         call = None
         try:
             call = self._tools.hops.decode(place, self._start(booking, place.data_parallel_rank, hand_off))
+            loop, next_look = asyncio.get_running_loop(), 0.0
             async with asyncio.timeout(config.decode_start_timeout_s) as watch:
                 while True:
                     progress = await call.next()
-                    watch.reschedule(asyncio.get_running_loop().time() + config.decode_stall_timeout_s)
+                    # Moving the timer for each token would cost more than the token's text.
+                    if (now := loop.time()) >= next_look:
+                        next_look = now + config.decode_stall_timeout_s * _STALL_TOLERANCE
+                        watch.reschedule(now + config.decode_stall_timeout_s * (1 + _STALL_TOLERANCE))
                     if progress.started is not None:
                         is_taken = True
                         self._output.note_started(progress.started, is_handed_off=hand_off is not None)

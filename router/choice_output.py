@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import WorkerUnavailableError
-from quartet.rpc.edge import ChoiceFinished, Delta, EndReason, TimeBreakdown, Usage
+from quartet.rpc.edge import ChoiceFinished, EndReason, TimeBreakdown, Usage
 from quartet.rpc.inner import DecodeStarted, PrefillOutcome
 from quartet.telemetry.metrics import ModelMetrics
 from quartet.text.text_stream import TextDelta, TextStream
+from router.answer import Answer
 from router.prepared import PreparedRequest
 
 
@@ -23,16 +24,14 @@ class ChoiceOutput:
         num_attempts: attempts begun.
     """
 
-    def __init__(
-        self, request: PreparedRequest, choice: int, metrics: ModelMetrics, show: Callable[[Delta], None]
-    ) -> None:
-        """``show`` is given each delta."""
+    def __init__(self, request: PreparedRequest, choice: int, metrics: ModelMetrics, answer: Answer) -> None:
+        """What may be shown goes to ``answer``."""
         self.token_ids: list[int] = []
         self.num_attempts = 0
         self._request = request
         self._choice = choice
         self._metrics = metrics
-        self._show = show
+        self._answer = answer
         self._last_tokens_at = request.arrived_at
         options = request.start.text_options
         self._text = TextStream(
@@ -42,6 +41,7 @@ class ChoiceOutput:
             skip_special_tokens=not options.show_special_tokens,
             prompt_tail=request.prompt_tail,
         )
+        self._omits_token_ids = options.omit_token_ids
         self._stop_string = ""
         self._num_shown = 0
         self._logprobs: deque[TokenLogprobs] = deque()
@@ -67,12 +67,14 @@ class ChoiceOutput:
         num_known = len(self.token_ids) - offset
         if num_known < 0:
             raise WorkerUnavailableError("the worker left out tokens")
-        token_ids = token_ids[num_known:]
+        if num_known:
+            token_ids = token_ids[num_known:]
         if not token_ids or self.has_stopped:
             return
         self._observe(len(token_ids))
         self.token_ids.extend(token_ids)
-        self._logprobs.extend(logprobs[num_known:])
+        if logprobs:
+            self._logprobs.extend(logprobs[num_known:])
         self._deliver(self._text.push(token_ids))
 
     def note_wait(self, waited_s: float) -> None:
@@ -116,19 +118,14 @@ class ChoiceOutput:
     def _deliver(self, delta: TextDelta) -> None:
         if delta.is_empty:
             return
-        options = self._request.start.text_options
-        num_logprobs = min(delta.num_tokens, len(self._logprobs))
-        shown = Delta(
-            choice=self._choice,
-            token_offset=self._num_shown,
-            token_ids=() if options.omit_token_ids else delta.token_ids,
-            text=delta.text,
-            logprobs=tuple(self._logprobs.popleft() for _ in range(num_logprobs)),
-        )
+        logprobs: list[TokenLogprobs] = []
+        if self._logprobs:
+            logprobs = [self._logprobs.popleft() for _ in range(min(delta.num_tokens, len(self._logprobs)))]
+        token_ids = () if self._omits_token_ids else delta.token_ids
+        if token_ids or delta.text or logprobs:
+            self._answer.add(self._choice, self._num_shown, token_ids, delta.text, logprobs)
         self._num_shown += delta.num_tokens
         self._stop_string = delta.stop_string or self._stop_string
-        if shown.token_ids or shown.text or shown.logprobs:
-            self._show(shown)
 
     def _observe(self, num_tokens: int) -> None:
         now = time.monotonic()

@@ -154,7 +154,7 @@ class GenerateRun:
         metrics = self._tools.attempts.metrics.for_model(request.pool.key.model_name)
         ticket = self._tools.attempts.admission.ticket(request.pool.key, self._start.priority)
         self._outputs = [
-            ChoiceOutput(request, choice, metrics, self._answer.add) for choice in range(self._start.num_choices)
+            ChoiceOutput(request, choice, metrics, self._answer) for choice in range(self._start.num_choices)
         ]
         async with asyncio.TaskGroup() as group:
             for choice, output in enumerate(self._outputs):
