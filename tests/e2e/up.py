@@ -91,7 +91,7 @@ class Up:
 
     async def wait_logged(self, text: str) -> None:
         """Wait until ``text`` is in the log."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(START_TIMEOUT_S):
             while text not in self.log:
                 self._logged.clear()
                 await self._logged.wait()
