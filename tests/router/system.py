@@ -178,7 +178,8 @@ async def running_system(
         for worker_id in worker_ids:
             system.start_worker(worker_id)
         await system.start_router(**router)
-        await system.wait_ready()
+        if worker_ids:
+            await system.wait_ready()
         async with grpc.aio.insecure_channel(system.address) as channel:
             yield system, Stub(channel)
     finally:

@@ -1,0 +1,57 @@
+"""Whom a request is accounted to, by certificate."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import grpc
+import pytest
+
+from quartet.rpc.channels import create_channel
+from quartet.rpc.server import ServerConfig
+from quartet.rpc.tls import TlsConfig
+from quartet.v1 import router_pb2 as pb
+from tests.certificates import CertificateAuthority
+from tests.router.system import TIMEOUT_S, Stub, System, running_system
+from tests.router.test_servicer import generate, make_start
+
+
+async def tenant_of(system: System, tls: TlsConfig | None, claimed: str, caplog: pytest.LogCaptureFixture) -> str:
+    """The tenant that the log names; that no model is there makes no difference to it."""
+    caplog.clear()
+    async with create_channel(system.address, tls) as channel, asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(Stub(channel), make_start(tenant=claimed))
+    assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+    [record] = [record for record in caplog.records if record.name == "router.request_log"]
+    return str(record.quartet_fields.get("tenant", ""))
+
+
+async def test_a_tenant_is_the_certificates_name_unless_a_trusted_gateway_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="router")
+    authority = CertificateAuthority(tmp_path / "certificates")
+    client = authority.issue("client", "quartet://default/client/acme")
+    gateway = authority.issue("gateway", "quartet://default/client/front")
+    server = ServerConfig(tls=authority.issue("router", "quartet://default/router/r1"))
+    async with running_system(tmp_path, monkeypatch, server=server, trusted_gateways=("front",)) as (system, _stub):
+        assert await tenant_of(system, client, "", caplog) == "acme"
+        assert await tenant_of(system, client, "somebody-else", caplog) == "acme"
+        assert await tenant_of(system, gateway, "customer", caplog) == "customer"
+        assert await tenant_of(system, gateway, "", caplog) == "front"
+        # Looking at the fleet is for operators.
+        async with create_channel(system.address, client) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await Stub(channel).ListWorkers(pb.ListWorkersRequest())
+        assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_on_loopback_without_certificates_a_tenant_is_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="router")
+    async with running_system(tmp_path, monkeypatch) as (system, _stub):
+        assert await tenant_of(system, None, "acme", caplog) == "acme"
