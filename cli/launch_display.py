@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -56,8 +57,10 @@ class LaunchDisplay:
 
     def _show(self, name: str, style: str, line: str) -> None:
         prefix = Text(f"{name:<{_MIN_NAME_WIDTH}} | ", style=style)
-        # Wrapped lines could not be told from new ones, nor searched.
-        self._log.print(prefix + Text(line), soft_wrap=True)
+        # A terminal that was closed takes nothing; that must not keep anything from being ended.
+        with contextlib.suppress(OSError):
+            # Wrapped lines could not be told from new ones, nor searched.
+            self._log.print(prefix + Text(line), soft_wrap=True)
 
 
 def paste_lines(router_address: str, search_path: str) -> list[str]:

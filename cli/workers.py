@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -43,7 +44,7 @@ def workers(
     tls_key: TlsKeyOption = None,
 ) -> None:
     """Show the workers that a router knows."""
-    with reporting_errors():
+    with reporting_errors(), contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_run(router, make_tls(tls_ca, tls_cert, tls_key), model, is_watching=is_watching))
 
 

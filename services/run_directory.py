@@ -6,6 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
+from quartet.errors import ConfigError
+
 _MARK = ".quartet-up"
 
 
@@ -13,8 +15,15 @@ def make_run_directory(parent: Path, namespace: str) -> Path:
     """Make ``PARENT/NAMESPACE-PID``, and remove those of topologies that were killed before they could.
 
     Raises:
-        OSError: it can't be made.
+        ConfigError: it can't be made.
     """
+    try:
+        return _make(parent, namespace)
+    except OSError as error:
+        raise ConfigError(f"cannot make a directory in {parent.absolute()}: {error.strerror}") from error
+
+
+def _make(parent: Path, namespace: str) -> Path:
     parent.mkdir(parents=True, exist_ok=True)
     for other in parent.glob("*-*"):
         pid = other.name.rpartition("-")[2]

@@ -79,9 +79,11 @@ class _Request:
             is_begun = False
             try:
                 await router.connect()
-                async for event in self._events_from(router):
-                    is_begun = True
-                    yield event
+                # Closed here and now, also when this generator is: its end cancels the call.
+                async with contextlib.aclosing(self._events_from(router)) as events:
+                    async for event in events:
+                        is_begun = True
+                        yield event
             except RouterUnavailableError as error:
                 failures.append(error)
             except grpc.aio.AioRpcError as error:

@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from quartet.errors import ConfigError
 from services.run_directory import make_run_directory
 
 
@@ -32,3 +35,9 @@ def test_only_what_dead_topologies_left_is_removed(tmp_path: Path) -> None:
 def test_what_an_earlier_process_of_the_same_id_left_is_gone(tmp_path: Path) -> None:
     (make_run_directory(tmp_path, "some") / "router.yaml").touch()
     assert not (make_run_directory(tmp_path, "some") / "router.yaml").exists()
+
+
+def test_where_none_can_be_made_that_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot make a directory in .*file"):
+        make_run_directory(tmp_path / "file", "some")
