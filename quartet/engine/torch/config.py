@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quartet.errors import InvalidRequestError
+from quartet.errors import ConfigError
 
 #: Dtypes a model can be run in; "auto" takes the checkpoint's own.
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
@@ -24,7 +24,7 @@ class TorchEngineConfig:
         num_threads: CPU threads of one operation; ``None`` leaves PyTorch's choice.
 
     Raises:
-        InvalidRequestError: a value out of range, with its ``field``.
+        ConfigError: a value out of range; begins with the field's name.
     """
 
     model_path: str
@@ -48,4 +48,4 @@ class TorchEngineConfig:
 
 def _check(is_good: bool, name: str, complaint: str) -> None:
     if not is_good:
-        raise InvalidRequestError(f"{name} {complaint}", field=name)
+        raise ConfigError(f"{name}: {complaint}")
