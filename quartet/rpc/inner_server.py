@@ -101,6 +101,8 @@ class InnerStream(Generic[OutboxT]):
             ProtocolError: messages in a wrong order. It comes in an ``ExceptionGroup``, as the next one does.
             StalledStreamError: the caller reads nothing.
         """
+        # Else it goes out with the first message, and while that is being written gRPC can send no status.
+        await context.send_initial_metadata(())
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._read(context))

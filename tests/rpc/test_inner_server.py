@@ -38,6 +38,9 @@ class FakeContext:
     def send(self, request: object) -> None:
         self._requests.put_nowait(request)
 
+    async def send_initial_metadata(self, metadata: object) -> None:
+        return
+
     async def read(self) -> object:
         return await self._requests.get()
 

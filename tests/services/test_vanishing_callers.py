@@ -125,6 +125,9 @@ class StuckContext:
         self.written: list[prefill_pb2.PrefillResponse] = []
         self.may_write = asyncio.Event()
 
+    async def send_initial_metadata(self, metadata: object) -> None:
+        return
+
     async def read(self) -> prefill_pb2.PrefillRequest:
         return await self.requests.get()
 
