@@ -1,0 +1,147 @@
+"""Refusals, hand-offs and watermarks, step by step on an engine that computes nothing."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from quartet.engine.base import Failed, FinishReason, Prefilled, Started, StepOutput
+from quartet.errors import DrainingError, EngineError, RequestCancelledError
+from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload
+from quartet.rpc.inner import MAX_OPAQUE_STATE_BYTES
+from quartet.telemetry.metrics import WorkerMetrics
+from services.workers.counted_starts import CountedStarts
+from services.workers.dispatcher import DecodeDispatcher, PrefillDispatcher
+from tests.rpc.test_outbox import make_hand_off
+from tests.services.inner_workers import make_start
+from tests.services.stub_engine import StubEngine
+
+
+class NoHolds:
+    """Holds what it is told to."""
+
+    def __init__(self) -> None:
+        self.offered: list[int] = []
+        self.withdrawn: list[int] = []
+        self.is_closed = False
+
+    def offer(self, holder: int, block_ids: tuple[int, ...], payload: BlocksPayload | OpaquePayload) -> HandOff:
+        if self.is_closed:
+            raise DrainingError("closing")
+        self.offered.append(holder)
+        assert isinstance(payload, OpaquePayload)
+        return make_hand_off(len(payload.state))
+
+    def withdraw(self, holder: int) -> None:
+        self.withdrawn.append(holder)
+
+
+def metrics() -> WorkerMetrics:
+    return WorkerMetrics(CollectorRegistry())
+
+
+def prefilled(id: int, num_bytes: int, finished: FinishReason | None = None) -> StepOutput:
+    outcome = Prefilled(id, 5, 0, 0.0, 0.0, opaque=bytes(num_bytes), finished=finished)
+    return StepOutput(prefilled=[outcome])
+
+
+def test_a_state_too_long_for_a_message_fails_its_prefill_and_is_let_go() -> None:
+    engine, holds = StubEngine(), NoHolds()
+    dispatcher = PrefillDispatcher(engine, holds, "stub", metrics())
+    outbox = dispatcher.new_outbox()
+    for slot, num_bytes in ((1, MAX_OPAQUE_STATE_BYTES + 1), (2, MAX_OPAQUE_STATE_BYTES)):
+        id = dispatcher.submit(make_start([1]), outbox, slot, lambda: None)
+        dispatcher.route(prefilled(id, num_bytes))
+    message = outbox.take()
+    assert message is not None
+    assert [output.failure.reason for output in message.outputs] == ["MESSAGE_TOO_LARGE", ""]
+    assert engine.released == [1]
+    assert holds.offered == [2]
+
+
+def test_a_source_that_is_closing_fails_the_prefill_and_lets_go() -> None:
+    engine, holds = StubEngine(), NoHolds()
+    dispatcher = PrefillDispatcher(engine, holds, "stub", metrics())
+    outbox = dispatcher.new_outbox()
+    holds.is_closed = True
+    id = dispatcher.submit(make_start([1]), outbox, 1, lambda: None)
+    dispatcher.route(prefilled(id, 1))
+    message = outbox.take()
+    assert message is not None
+    assert [output.failure.reason for output in message.outputs] == ["DRAINING"]
+    assert engine.released == [id]
+
+
+def test_what_was_prefilled_for_a_lost_stream_is_let_go() -> None:
+    engine, holds = StubEngine(), NoHolds()
+    dispatcher = PrefillDispatcher(engine, holds, "stub", metrics())
+    outbox = dispatcher.new_outbox()
+    id = dispatcher.submit(make_start([1]), outbox, 1, lambda: None)
+    dispatcher.abandon([id])
+    assert engine.cancelled == [id]
+    dispatcher.route(prefilled(id, 1))
+    assert engine.released == [id]
+    assert outbox.take() is None
+    assert dispatcher.num_running == 0
+
+
+def test_a_submit_that_the_engine_refuses_leaves_nothing_behind() -> None:
+    engine = StubEngine(is_closed=True)
+    dispatcher = DecodeDispatcher(engine, metrics())
+    start = make_start([1], timeout_s=60.0, router_id="r", router_request_number=4)
+    for _ in range(2):  # the second is no duplicate
+        try:
+            dispatcher.submit(start, dispatcher.new_outbox(), 1, lambda: None)
+        except EngineError:
+            continue
+        raise AssertionError("the engine is closed")
+    assert dispatcher.num_running == 0
+    assert dispatcher.router_progress == {"r": 4}
+
+
+def test_a_prefill_is_counted_in_from_its_arrival_a_decode_from_its_start() -> None:
+    numbered = make_start([1], router_id="r", router_request_number=1)
+    prefills = PrefillDispatcher(StubEngine(), NoHolds(), "stub", metrics())
+    prefills.submit(numbered, prefills.new_outbox(), 1, lambda: None)
+    assert prefills.router_progress == {"r": 1}
+    decodes = DecodeDispatcher(StubEngine(), metrics())
+    id = decodes.submit(numbered, decodes.new_outbox(), 1, lambda: None)
+    assert decodes.router_progress == {"r": 0}
+    decodes.route(StepOutput(started=[Started(id, 0, 0.0)]))
+    assert decodes.router_progress == {"r": 1}
+
+
+def test_a_decode_that_ends_before_it_started_is_counted_in() -> None:
+    decodes = DecodeDispatcher(StubEngine(), metrics())
+    outbox = decodes.new_outbox()
+    ids = [
+        decodes.submit(make_start([1], router_id="r", router_request_number=number), outbox, number, lambda: None)
+        for number in (1, 2)
+    ]
+    decodes.route(StepOutput(failed=[Failed(ids[1], RequestCancelledError("cancelled"))]))
+    assert decodes.router_progress == {"r": 0}
+    decodes.route(StepOutput(failed=[Failed(ids[0], RequestCancelledError("cancelled"))]))
+    assert decodes.router_progress == {"r": 2}
+
+
+def test_numbers_that_a_broken_stream_lost_hold_nothing_back() -> None:
+    counted = CountedStarts()
+    for number in (1, 2, 5, 6):
+        counted.arrive("r", number)
+    counted.arrive("", 9)
+    counted.arrive("without numbers", 0)
+    counted.count_in("r", 2)
+    assert counted.watermarks() == {"r": 0}
+    counted.count_in("r", 1)
+    assert counted.watermarks() == {"r": 4}
+    counted.count_in("r", 6)
+    counted.count_in("r", 5)
+    counted.count_in("stranger", 1)
+    assert counted.watermarks() == {"r": 6}
+
+
+def test_routers_that_are_gone_are_forgotten_in_the_end() -> None:
+    counted = CountedStarts()
+    for index in range(5000):
+        counted.arrive(f"router-{index}", 1)
+    assert len(counted.watermarks()) <= 1024
+    assert "router-4999" in counted.watermarks()
