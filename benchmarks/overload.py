@@ -53,7 +53,7 @@ class Plan:
     max_concurrency: int = 128
 
 
-_SHORT = Plan(ramp_s=1.0, sweep_s=3.0, peak_s=4.0, overload_s=6.0, max_concurrency=8)
+_SHORT = Plan(ramp_s=0.5, sweep_s=2.0, peak_s=3.0, overload_s=5.0, max_concurrency=4)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,28 +69,31 @@ def _describe(report: Report) -> str:
 
 
 def _overload(report: Report) -> str:
-    peak, over = report["peak"], report["overload"]
+    peak, over, setting = report["peak"], report["overload"], report["setting"]
     rows = [("sweep", phase) for phase in report["sweep"]]
     rows += [("peak, before", peak["before"]), ("**overload**", over["phase"]), ("peak, after", peak["after"])]
     phases = _markdown(
         [
             "phase",
             "clients",
-            "finished tok/s",
+            "tok/s",
+            "tok per CPU s",
             "TTFT p50, p99 (ms)",
             "waited",
-            "most queued",
+            "queued",
             "blocks",
             "failed",
             "CPU",
         ],
-        [_phase_row(name, phase, report["setting"]["num_decode_blocks"]) for name, phase in rows],
+        [_phase_row(name, phase, setting) for name, phase in rows],
     )
+    best = max(peak[name]["load"]["tokens_per_s"] for name in ("before", "after"))
     verdict = _markdown(
         ["at twice the peak's load", "measured", "wanted"],
         [
-            ["finished tok/s over the peak's", f"{over['ratio']:.3f}", ">= 0.9"],
-            ["over the sweep's best window", f"{over['ratio_to_sweep']:.3f}", ""],
+            ["finished tok/s over the mean of the two peaks", f"{over['ratio']:.2f}", ">= 0.9"],
+            ["over the better of the two", f"{over['tokens_per_s'] / best:.2f}", ""],
+            ["over the sweep's best window", f"{over['ratio_to_sweep']:.2f}", ""],
             ["hand-offs expired", over["hand_offs_expired"], "0"],
             ["requests preempted", over["preemptions"], "0"],
             ["prompts prefilled twice", over["prompts_prefilled_twice"], "0"],
@@ -105,19 +108,22 @@ def _requests(over: Mapping[str, Any]) -> str:
     return f"{over['requests_finished']}, {over['requests_failed']}, {over['requests_refused']}"
 
 
-def _phase_row(name: str, phase: Mapping[str, Any], num_blocks: int) -> list[object]:
+def _phase_row(name: str, phase: Mapping[str, Any], setting: Mapping[str, Any]) -> list[object]:
     load, cpu = phase["load"], phase["cpu"]
-    shares = " ".join(f"{process} {share:.2f}" for process, share in cpu["share"].items())
+    shares = ", ".join(f"{process} {share:.2f}" for process, share in cpu["share"].items())
+    num_tokens = load["requests_finished"] * setting["workload"]["num_output_tokens"]
+    server_cpu_s = sum(used_s for process, used_s in cpu["cpu_s"].items() if process != "client")
     return [
         name,
         load["concurrency"],
         f"{load['tokens_per_s']:.0f}",
+        f"{num_tokens / server_cpu_s:.0f}",
         f"{load['ttft_ms_p50']:.0f}, {load['ttft_ms_p99']:.0f}",
-        phase["evidence"]["requests_waited"],
+        f"{phase['evidence']['requests_waited']} of {load['requests_finished']}",
         phase["extremes"]["queued_requests"],
-        f"{phase['extremes']['decode_blocks']}/{num_blocks}",
+        f"{phase['extremes']['decode_blocks']} of {setting['num_decode_blocks']}",
         load["requests_failed"] + load["requests_refused"],
-        f"{shares} others {cpu['others_share']:.2f}",
+        f"{shares}; others {cpu['others_share']:.2f}",
     ]
 
 

@@ -33,7 +33,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
-def test_the_overload_benchmark_tells_what_the_issue_of_overload_turns_on(report: dict[str, Any]) -> None:
+def test_the_report_sets_twice_the_load_of_the_peak_against_the_peak(report: dict[str, Any]) -> None:
     peak, over = report["peak"], report["overload"]
     assert peak["tokens_per_s"] > 0
     assert over["concurrency"] == 2 * peak["concurrency"]

@@ -1,0 +1,41 @@
+"""The page's tables are made from the results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.table import render_page
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGE = REPOSITORY / "docs" / "performance.md"
+RESULTS = REPOSITORY / "benchmarks" / "results"
+
+
+def test_the_page_shows_what_the_results_hold() -> None:
+    page = PAGE.read_text()
+    assert render_page(page, RESULTS) == page, "run `python -m benchmarks.table`"
+
+
+def test_other_results_make_another_table(tmp_path: Path) -> None:
+    report = json.loads((RESULTS / "overload.json").read_text())
+    report["overload"]["ratio"] = 0.12
+    (tmp_path / "overload.json").write_text(json.dumps(report))
+    page = render_page("before\n<!-- table: overload -->\nstale figures\n<!-- end -->\nafter", tmp_path)
+    assert "| 0.12 |" in page
+    assert "stale figures" not in page
+    assert page.startswith("before\n<!-- table: overload -->\n")
+    assert page.endswith("<!-- end -->\nafter")
+
+
+def test_a_table_without_results_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError):
+        render_page("<!-- table: overload -->\n<!-- end -->", tmp_path)
+
+
+def test_a_table_that_nobody_knows_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "guess.json").write_text("{}")
+    with pytest.raises(KeyError):
+        render_page("<!-- table: guess -->\n<!-- end -->", tmp_path)
