@@ -48,7 +48,8 @@ def up(
         build(RouterConfig, plan_router(topology).settings, "router.overrides")
         endpoints = os.environ.get("ETCD_ENDPOINTS", "")
         environment = Environment(
-            variables=dict(os.environ),
+            # gRPC's core writes a line of its own whenever a peer stops.
+            variables={"GRPC_VERBOSITY": "ERROR", **os.environ},
             num_cores=num_cores,
             run_dir=make_run_directory(_RUN_PARENT, topology.namespace),
             etcd_endpoints=tuple(endpoint for part in endpoints.split(",") if (endpoint := part.strip())),

@@ -52,6 +52,8 @@ _CONTRACT_VERSION = "quartet.v1"
 _SWITCH_INTERVAL_S = 0.0005
 # Streams of routers never end by themselves; nothing runs on them any more when they are cut.
 _STREAMS_GRACE_S = 0.2
+# By then the engine's thread has let go and its statistics say so.
+_RELEASE_SEEN_S = 0.02
 
 
 class WorkerProcess:
@@ -67,6 +69,7 @@ class WorkerProcess:
         self._registry = CollectorRegistry()
         self._metrics = WorkerMetrics(self._registry)
         self._worker: Worker | None = None
+        self._pacer: LoadPacer | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop`` is set, then drain and take everything down.
@@ -119,7 +122,7 @@ class WorkerProcess:
         await self._run_worker(worker, publisher, stop)
 
     async def _run_worker(self, worker: Worker, publisher: LoadPublisher, stop: asyncio.Event) -> None:
-        pacer = LoadPacer(worker.sample_load, publisher.publish)
+        pacer = self._pacer = LoadPacer(worker.sample_load, publisher.publish)
         registry = create_registry(self._config.discovery)
         tasks = [
             asyncio.create_task(worker.consume(pacer), name="outputs"),
@@ -159,9 +162,13 @@ class WorkerProcess:
         )
 
     def _source(self, engine: Engine) -> TransferSource:
+        loop = asyncio.get_running_loop()
+
         def ended(holder: int, state: HandOffState) -> None:
             engine.release(holder)
             self._metrics.count_hand_off(state)
+            # No output comes of a release, and a router may wait for just this room.
+            loop.call_later(_RELEASE_SEEN_S, self._poke)
 
         return TransferSource(
             worker_id=self._worker_id,
@@ -170,6 +177,10 @@ class WorkerProcess:
             on_end=ended,
             memory=engine.memory,
         )
+
+    def _poke(self) -> None:
+        if self._pacer is not None:
+            self._pacer.poke()
 
     async def _shm_server(self, stack: AsyncExitStack, engine: Engine) -> ShmServer | None:
         if engine.memory is None or TransferWay.SHM not in self._config.transfer.ways:
