@@ -135,16 +135,18 @@ class Stack:
 
     def restart_dead(self) -> None:
         """Start every process that has ended, and wait until all is well again."""
-        for name, process in self.processes.items():
-            if not process.is_running:
-                self.spawn(name)
-        self.wait_ready()
+        dead = [name for name, process in self.processes.items() if not process.is_running]
+        for name in dead:
+            self.spawn(name)
+        if dead:
+            self.wait_ready()
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until every process is ready and the router places requests at every worker."""
-        for process in self.processes.values():
+        """Wait until every process that was started is ready and every router has exactly those workers."""
+        running = {name: process for name, process in self.processes.items() if process.is_running}
+        for process in running.values():
             process.wait_ready(timeout_s)
-        expected = dict.fromkeys(self.config.worker_names, router_pb2.WORKER_STATE_READY)
+        expected = {name: router_pb2.WORKER_STATE_READY for name in self.config.worker_names if name in running}
         for router in self.config.routers:
             self.wait_states(expected, timeout_s, router)
 

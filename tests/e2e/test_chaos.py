@@ -1,0 +1,234 @@
+"""Requests don't notice what breaks (workers, routers, etcd), and clients that vanish leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from quartet.client import QuartetClient
+from quartet.v1 import router_pb2
+from tests.e2e.conftest import StartStack
+from tests.e2e.crowd import Ask, Crowd, endless_asks, mixed_asks
+from tests.e2e.process import wait_until
+from tests.e2e.stack import Settings, Stack, StackConfig
+
+pytestmark = pytest.mark.timeout(150)
+
+LEASE_S = 3.0
+# Blocks come back within a lease; metrics look once a second.
+RETURN_S = LEASE_S + 2.0
+LEASE_TTL_S = 2
+HEARTBEAT_TIMEOUT_S = 3.0
+NUM_STREAMS = 32
+READY = router_pb2.WORKER_STATE_READY
+
+
+@pytest.fixture(scope="module")
+def chaos_stack(start_stack: StartStack, random_model_dir: Path) -> Stack:
+    """Two prefills, two decodes, and limits short enough to see them pass."""
+    etcd: Settings = {"discovery.etcd.lease_ttl_s": LEASE_TTL_S}
+    router: Settings = {
+        # A place must have room for all that a request may generate: eight endless ones fill two places.
+        "attempts.reserve_tokens": 4096,
+        "attempts.prefill_timeout_s": 20.0,
+        "attempts.decode_stall_timeout_s": 3.0,
+        "heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S,
+        "drain_timeout_s": 5.0,
+    }
+    config = StackConfig(
+        model_dir=random_model_dir,
+        num_prefill=2,
+        num_decode=2,
+        worker={"transfer.lease_s": LEASE_S, **etcd},
+        routers={"router": {**router, **etcd}},
+    )
+    return start_stack(config)
+
+
+@pytest.fixture
+def chaos(chaos_stack: Stack) -> Iterator[Stack]:
+    """The stack as the test before has left it: a router and at least one worker of each role."""
+    yield chaos_stack
+    for name in chaos_stack.config.worker_names:
+        if chaos_stack.processes[name].is_running:
+            chaos_stack.processes[name].signal(signal.SIGCONT)
+
+
+@pytest.fixture
+def whole(chaos: Stack) -> Stack:
+    """The stack, with whatever was broken made whole again."""
+    chaos.restart_dead()
+    return chaos
+
+
+@pytest.fixture
+async def client(chaos: Stack) -> AsyncIterator[QuartetClient]:
+    async with QuartetClient(chaos.router_address) as client:
+        yield client
+
+
+def crowd_asks(name: str) -> list[Ask]:
+    return mixed_asks(name, NUM_STREAMS, num_prompt_tokens=range(20, 400), num_tokens=range(48, 65))
+
+
+async def returned(stack: Stack, *names: str) -> None:
+    await asyncio.to_thread(stack.wait_blocks_returned, *names, timeout_s=RETURN_S)
+
+
+async def undisturbed(client: QuartetClient, asks: Sequence[Ask]) -> list[list[int]]:
+    async with Crowd(client, asks) as crowd:
+        await crowd.finish()
+    assert [len(ids) for ids in crowd.token_ids] == [ask.sampling.max_tokens for ask in asks]
+    return crowd.token_ids
+
+
+async def test_no_request_notices_that_a_decode_and_then_a_prefill_are_killed(
+    whole: Stack, client: QuartetClient
+) -> None:
+    without_decode, without_prefill = crowd_asks("a decode dies"), crowd_asks("a prefill dies")
+    async with Crowd(client, without_decode) as first:
+        await first.wait_for(lambda: sum(len(answer.token_ids) >= 8 for answer in first.at("decode-0")) >= 8)
+        whole.kill("decode-0")
+        await first.finish()
+    assert max(first.num_attempts) > 1, "nobody was on the decode that was killed"
+    await returned(whole, "prefill-0", "prefill-1", "decode-1")
+
+    async with Crowd(client, without_prefill) as second:
+        await second.wait_for(lambda: len(second.at("prefill-0")) >= 4)
+        # Frozen first, so that work is surely in it when it is killed.
+        whole.processes["prefill-0"].signal(signal.SIGSTOP)
+        await second.wait_for(lambda: any(answer.token_ids for answer in second.answers))
+        whole.kill("prefill-0")
+        await second.finish()
+    assert max(second.num_attempts) > 1, "nobody was on the prefill that was killed"
+    await returned(whole, "prefill-1", "decode-1")
+
+    assert first.token_ids == await undisturbed(client, without_decode)
+    assert second.token_ids == await undisturbed(client, without_prefill)
+    await returned(whole, "prefill-1", "decode-1")
+
+
+async def test_a_client_that_vanishes_in_the_routers_queue_leaves_it(whole: Stack, client: QuartetClient) -> None:
+    def num_queued() -> float:
+        return whole.metrics("router").value("quartet_router_queued_requests")
+
+    async with Crowd(client, endless_asks("fill", 8)) as filling:
+        await filling.wait_for(lambda: all(answer.token_ids for answer in filling.answers))
+        async with Crowd(client, endless_asks("queued", 3)) as queued:
+            await asyncio.to_thread(wait_until, lambda: num_queued() == 3, 10, lambda: f"{num_queued()} queued")
+        assert not any(answer.placement for answer in queued.answers)
+        await asyncio.to_thread(wait_until, lambda: num_queued() == 0, 5, lambda: f"{num_queued()} queued")
+        assert all(answer.finished is None for answer in filling.answers)
+    await returned(whole)
+
+
+async def test_a_client_that_vanishes_during_prefill_frees_its_blocks(whole: Stack, client: QuartetClient) -> None:
+    # Some seconds of work: more of it lies in each prefill's queue than one step takes.
+    asks = mixed_asks("prefill", 8, num_prompt_tokens=range(3000, 3500), num_tokens=range(16, 17))
+
+    def num_in_prefill() -> int:
+        loads = [whole.load(name) for name in ("prefill-0", "prefill-1")]
+        return min(load.num_in_use_blocks for load in loads) and sum(load.num_queued_prefill_tokens for load in loads)
+
+    async with Crowd(client, asks) as crowd:
+        await asyncio.to_thread(wait_until, lambda: num_in_prefill() > 0, 20, lambda: "a prefill at work")
+    assert not all(answer.token_ids for answer in crowd.answers)
+    await returned(whole)
+
+
+async def test_a_client_that_vanishes_before_the_hand_off_is_pulled_frees_its_blocks(
+    whole: Stack, client: QuartetClient
+) -> None:
+    decodes = [whole.processes[name] for name in ("decode-0", "decode-1")]
+    for process in decodes:
+        process.signal(signal.SIGSTOP)
+    async with Crowd(client, endless_asks("hand-off", 4)) as crowd:
+        # The first token comes from prefill and waits for no transfer.
+        await crowd.wait_for(lambda: all(answer.token_ids for answer in crowd.answers))
+        assert sum(whole.load(name).num_held_blocks for name in ("prefill-0", "prefill-1")) >= 4 * 3
+    for process in decodes:
+        process.signal(signal.SIGCONT)
+    await returned(whole)
+    # They have worked off what had reached them meanwhile.
+    await undisturbed(client, crowd_asks("after a freeze")[:4])
+    await returned(whole)
+
+
+async def test_a_client_that_vanishes_during_decode_frees_its_blocks(whole: Stack, client: QuartetClient) -> None:
+    async with Crowd(client, endless_asks("decode", 6)) as crowd:
+        await crowd.wait_for(lambda: all(len(answer.token_ids) > 4 for answer in crowd.answers))
+        assert whole.load("decode-0").num_in_use_blocks > 0 and whole.load("decode-1").num_in_use_blocks > 0
+    await returned(whole)
+
+
+async def test_requests_move_away_from_a_frozen_decode_which_gets_none_until_it_is_heard_again(
+    whole: Stack, client: QuartetClient
+) -> None:
+    asks = crowd_asks("a decode freezes")
+    async with Crowd(client, asks) as crowd:
+        await crowd.wait_for(lambda: sum(bool(answer.token_ids) for answer in crowd.at("decode-0")) >= 4)
+        whole.processes["decode-0"].signal(signal.SIGSTOP)
+        await asyncio.wait_for(crowd.finish(), 30)
+    assert max(crowd.num_attempts) > 1
+
+    # Suspect while its record stands, and gone with its lease.
+    def is_given_up() -> bool:
+        return whole.worker_states().get("decode-0") != READY
+
+    await asyncio.to_thread(wait_until, is_given_up, HEARTBEAT_TIMEOUT_S + 2, lambda: f"{whole.worker_states()}")
+    whole.processes["decode-0"].signal(signal.SIGCONT)
+    await asyncio.to_thread(whole.wait_ready, 15)
+    await returned(whole)
+    assert crowd.token_ids == await undisturbed(client, asks)
+
+
+async def test_a_drained_decode_lets_its_requests_end_and_leaves(whole: Stack, client: QuartetClient) -> None:
+    asks = mixed_asks("drain", 8, num_prompt_tokens=range(20, 60), num_tokens=range(200, 201))
+    async with Crowd(client, asks) as crowd:
+        await crowd.wait_for(lambda: all(len(answer.token_ids) > 2 for answer in crowd.answers))
+        assert crowd.at("decode-0") and crowd.at("decode-1")
+        whole.terminate("decode-0")
+        await crowd.finish()
+    assert set(crowd.num_attempts) == {1}
+    assert await asyncio.to_thread(whole.processes["decode-0"].wait, 15) == 0
+    await asyncio.to_thread(whole.wait_ready, 10)
+    assert "decode-0" not in whole.worker_states()
+    await undisturbed(client, asks[:2])
+    await returned(whole)
+
+
+async def test_a_router_that_is_killed_leaves_nothing_on_workers_and_serves_when_it_is_back(
+    chaos: Stack, client: QuartetClient
+) -> None:
+    async with Crowd(client, endless_asks("router", 3)) as crowd:
+        await crowd.wait_for(lambda: all(answer.token_ids for answer in crowd.answers))
+        chaos.kill("router")
+        await crowd.drop()
+    chaos.spawn("router")
+    await returned(chaos)
+    await asyncio.to_thread(chaos.wait_ready)
+    await undisturbed(client, crowd_asks("router is back")[:4])
+
+
+async def test_requests_are_served_without_etcd_and_all_is_well_when_it_is_back(
+    chaos: Stack, client: QuartetClient
+) -> None:
+    chaos.etcd.kill()
+    try:
+        silent_until = time.monotonic() + LEASE_TTL_S + HEARTBEAT_TIMEOUT_S + 1
+        asks = crowd_asks("without etcd")[:4]
+        while time.monotonic() < silent_until:
+            await undisturbed(client, asks)
+        assert set(chaos.worker_states().values()) == {READY}
+    finally:
+        await asyncio.to_thread(chaos.etcd.start)
+    # A new router knows only what etcd tells: every worker must have announced itself again.
+    chaos.kill("router")
+    chaos.spawn("router")
+    await asyncio.to_thread(chaos.wait_ready)
+    await undisturbed(client, asks)
