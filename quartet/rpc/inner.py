@@ -57,7 +57,7 @@ class DecodeFinished:
     num_output_tokens: int
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class DecodeProgress:
     """All that has gathered for one decode since it was last looked at.
 

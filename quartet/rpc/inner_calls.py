@@ -17,7 +17,8 @@ class InnerCall:
     def __init__(self, send_cancel: Callable[[], None]) -> None:
         """``send_cancel`` asks the worker to end it."""
         self._send_cancel = send_cancel
-        self._wake = asyncio.Event()
+        # An `asyncio.Event` does the same, at twice the price for each token.
+        self._waiter: asyncio.Future[None] | None = None
         self._error: ServingError | None = None
         self._is_cancelled = False
         self.is_over = False
@@ -33,7 +34,20 @@ class InnerCall:
         if not self.is_over:
             self._error = error
             self.is_over = True
-            self._wake.set()
+            self._wake()
+
+    async def _wait(self) -> None:
+        """Until the next ``_wake``. For one reader."""
+        assert self._waiter is None, "one reader waits"
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class DecodeCall(InnerCall):
@@ -43,6 +57,7 @@ class DecodeCall(InnerCall):
         """Begin with nothing gathered."""
         super().__init__(send_cancel)
         self._progress = DecodeProgress()
+        self._has_progress = False
 
     async def next(self) -> DecodeProgress:
         """Wait for more; the last one has ``finished`` set. Cancelled here, it loses nothing.
@@ -54,15 +69,35 @@ class DecodeCall(InnerCall):
             if self._error is not None:
                 raise self._error
             assert not self.is_over, "nothing comes after the end"
-            self._wake.clear()
-            await self._wake.wait()
-        progress, self._progress = self._progress, DecodeProgress()
+            await self._wait()
+        progress, self._progress, self._has_progress = self._progress, DecodeProgress(), False
         return progress
 
-    def take_tokens(self, offset: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        """Gather tokens that begin at ``offset``; a hole in what gathers ends this attempt, not the stream."""
-        if self.is_over:
+    def take_tokens(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        """Gather tokens that begin at ``offset``, the list included; a hole ends this attempt, not the stream."""
+        if self.is_over or not token_ids:
             return
+        progress = self._progress
+        if progress.token_ids:
+            self._merge(offset, token_ids, logprobs)
+        else:
+            progress.token_offset, progress.token_ids = offset, token_ids
+            progress.logprobs.extend(logprobs)
+        self._tell_progress()
+
+    def start(self, started: DecodeStarted) -> None:
+        """It joined the running batch."""
+        self._progress.started = started
+        self._tell_progress()
+
+    def finish(self, finished: DecodeFinished) -> None:
+        """End it well, unless it is over."""
+        if not self.is_over:
+            self._progress.finished = finished
+            self.is_over = True
+            self._tell_progress()
+
+    def _merge(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs]) -> None:
         num_known = len(self._progress.token_ids)
         try:
             self._progress.merge_tokens(offset, token_ids)
@@ -73,24 +108,10 @@ class DecodeCall(InnerCall):
         num_new = len(self._progress.token_ids) - num_known
         if logprobs and num_new:
             self._progress.logprobs.extend(logprobs[-num_new:])
-        self._wake.set()
 
-    def start(self, started: DecodeStarted) -> None:
-        """It joined the running batch."""
-        self._progress.started = started
-        self._wake.set()
-
-    def finish(self, finished: DecodeFinished) -> None:
-        """End it well, unless it is over."""
-        if not self.is_over:
-            self._progress.finished = finished
-            self.is_over = True
-            self._wake.set()
-
-    @property
-    def _has_progress(self) -> bool:
-        progress = self._progress
-        return bool(progress.token_ids or progress.started or progress.finished)
+    def _tell_progress(self) -> None:
+        self._has_progress = True
+        self._wake()
 
 
 class PrefillCall(InnerCall):
@@ -110,7 +131,8 @@ class PrefillCall(InnerCall):
             ServingError: it ended badly; ``RequestCancelledError`` at once after ``cancel``.
         """
         try:
-            await self._wake.wait()
+            while not self.is_over:
+                await self._wait()
         except asyncio.CancelledError:
             self.cancel()
             raise
@@ -131,7 +153,7 @@ class PrefillCall(InnerCall):
         if self._error is None:
             self._error = RequestCancelledError("cancelled by the caller")
         self.is_over = True
-        self._wake.set()
+        self._wake()
 
     def succeed(self, outcome: PrefillOutcome) -> None:
         """End it well, or drop what comes too late."""
@@ -141,4 +163,4 @@ class PrefillCall(InnerCall):
             return
         self._outcome = outcome
         self.is_over = True
-        self._wake.set()
+        self._wake()

@@ -99,7 +99,7 @@ class DecodeOutbox:
         else:
             pending.token_ids.extend(token_ids)
             pending.logprobs.extend(logprobs)
-        self._tokens_size_bytes += _size_bytes(token_ids, logprobs)
+        self._tokens_size_bytes += _size_bytes(token_ids, logprobs) if logprobs else _TOKEN_BYTES * len(token_ids)
         self.ready.set()
 
     def started(self, slot: int, started: Started) -> None:

@@ -131,7 +131,10 @@ class RouterProgress(_message.Message):
     router_id: _builtins.str
     """The router."""
     router_request_number: _builtins.int
-    """The last `router_request_number` that arrived from it."""
+    """All its starts up to this `router_request_number` are counted in, or have ended. A prefill is counted in when it
+    arrives: its tokens are. A decode is when it joins the running batch: the blocks of one that waits are in no
+    figure, so whoever placed it goes on booking them.
+    """
     def __init__(
         self,
         *,
