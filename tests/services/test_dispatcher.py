@@ -186,14 +186,15 @@ async def test_cancel_ends_a_decode_and_frees_its_blocks() -> None:
         assert (await call.next()).started is not None
         call.cancel()
         call.cancel()
-        gate.release(2)
+        start = make_start(PROMPT)
+        other = client.start(start)
+        await until(lambda: worker.dispatcher.num_running == 2)  # so the cancel, sent before, has arrived
         gate.release(1000)
         with pytest.raises(RequestCancelledError):
             await collect(call)
+        assert await collect(other) == expected(start)
         await worker.wait_clean()
         call.cancel()  # harmless after the end
-        start = make_start(PROMPT)
-        assert await collect(client.start(start)) == expected(start)
         assert not worker.broken
 
 
