@@ -81,6 +81,7 @@ async def test_in_the_middle_of_a_pull() -> None:
         client.start(make_start(PROMPT, generated=[token_id], hand_off=hand_off))
         await until(lambda: decode.stats.num_in_use_blocks > 0)
         await client.close()
+        await until(lambda: decode.dispatcher.num_running == 0)
         prefill.may_transfer.set()
         await decode.wait_clean()
         await prefill.wait_clean()
