@@ -158,7 +158,10 @@ class WorkerProcess:
     def _puller(self) -> TransferPuller:
         tls = self._config.server.tls
         return TransferPuller(
-            lambda address: create_channel(address, tls), host=self._host, config=self._config.transfer
+            lambda address: create_channel(address, tls),
+            host=self._host,
+            config=self._config.transfer,
+            on_fetch=lambda result: self._metrics.observe_transfer(result.way, result.size_bytes, result.duration_s),
         )
 
     def _source(self, engine: Engine) -> TransferSource:

@@ -31,7 +31,12 @@ class TransferPuller:
     """
 
     def __init__(
-        self, channel_factory: Callable[[str], grpc.aio.Channel], *, host: HostIdentity, config: TransferConfig
+        self,
+        channel_factory: Callable[[str], grpc.aio.Channel],
+        *,
+        host: HostIdentity,
+        config: TransferConfig,
+        on_fetch: Callable[[FetchResult], None] = lambda _result: None,
     ) -> None:
         """Open nothing yet.
 
@@ -39,7 +44,9 @@ class TransferPuller:
             channel_factory: makes a channel to a peer's ``host:port``; closed here.
             host: where this worker runs.
             config: ways and bounds.
+            on_fetch: told of each fetch that went well.
         """
+        self._on_fetch = on_fetch
         self._channels = PeerChannels(channel_factory)
         self._host = host
         self._config = config
@@ -102,7 +109,9 @@ class TransferPuller:
                 executor=self._copy_threads,
             )
             way = await fetch.run(channel)
-        return FetchResult(way, fetch.size_bytes, time.monotonic() - started)
+        result = FetchResult(way, fetch.size_bytes, time.monotonic() - started)
+        self._on_fetch(result)
+        return result
 
 
 class PullClaim:
