@@ -1,0 +1,105 @@
+"""A worker's health and its leaving."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import dataclass
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from quartet.discovery.base import Role, WorkerRecord
+from quartet.engine.base import RequestKind
+from quartet.errors import DrainingError, RequestCancelledError
+from quartet.telemetry.metrics import WorkerMetrics
+from services.workers.health import ProgressWatch
+from services.workers.worker import Worker
+from tests.engine.fakes import FakeRunner
+from tests.router.records import make_record
+from tests.services.inner_workers import WAIT_S, InnerWorker, collect, expected, inner_worker, make_start, until
+
+PROMPT = tuple(range(1, 11))
+
+
+@dataclass
+class FakeRegistration:
+    """Takes note of its end."""
+
+    record: WorkerRecord
+    is_closed: bool = False
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+def make_worker(inner: InnerWorker, role: Role) -> Worker:
+    return Worker(
+        make_record(role=role),
+        inner.engine,
+        inner.dispatcher,
+        inner.source,
+        inner.server,
+        WorkerMetrics(CollectorRegistry()),
+        drain_timeout_s=5.0,
+        stall_timeout_s=5.0,
+    )
+
+
+def test_only_work_in_flight_without_a_step_is_a_standstill() -> None:
+    watch = ProgressWatch(stall_timeout_s=10.0)
+    assert watch.is_moving(num_steps=0, num_in_flight=0, now=0.0)
+    assert watch.is_moving(num_steps=0, num_in_flight=0, now=100.0)  # idle for long
+    assert watch.is_moving(num_steps=0, num_in_flight=1, now=105.0)
+    assert not watch.is_moving(num_steps=0, num_in_flight=1, now=111.0)
+    assert watch.is_moving(num_steps=1, num_in_flight=1, now=112.0)
+    assert watch.is_moving(num_steps=1, num_in_flight=1, now=122.0)
+    assert not watch.is_moving(num_steps=1, num_in_flight=1, now=122.1)
+
+
+async def test_a_drain_refuses_what_comes_and_lets_end_what_runs() -> None:
+    gate = threading.Semaphore(0)
+    async with inner_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as inner:
+        worker, registration = make_worker(inner, Role.DECODE), FakeRegistration(make_record())
+        await worker.announce(registration)
+        assert [worker.is_ready] == [True]
+        client = inner.decodes()
+        start = make_start(PROMPT)
+        call = client.start(start)
+        await until(lambda: inner.dispatcher.num_running == 1)
+        gate.release(1000)
+        outcome = await worker.drain()
+        assert (outcome.num_completed, outcome.num_cancelled) == (1, 0)
+        assert await collect(call) == expected(start)
+        with pytest.raises(DrainingError):
+            await client.start(make_start(PROMPT)).next()
+        assert registration.is_closed
+        assert [worker.is_ready] == [False]
+        assert worker.sample_load().is_draining
+
+
+async def test_a_drain_cancels_what_does_not_end_in_time() -> None:
+    gate = threading.Semaphore(2)
+    async with inner_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as inner:
+        worker = make_worker(inner, Role.DECODE)
+        call = inner.decodes().start(make_start(PROMPT, max_tokens=200))
+        assert (await call.next()).started is not None
+        outcome = await worker.drain(0.05)
+        assert (outcome.num_completed, outcome.num_cancelled) == (0, 1)
+        gate.release(1000)
+        with pytest.raises(RequestCancelledError):
+            await collect(call)
+
+
+async def test_a_drain_waits_for_what_others_still_have_to_fetch() -> None:
+    async with inner_worker(RequestKind.PREFILL) as inner:
+        worker = make_worker(inner, Role.PREFILL)
+        outcome = await inner.prefills().start(make_start(PROMPT)).outcome()
+        assert outcome.hand_off is not None
+        draining = asyncio.create_task(worker.drain())
+        await until(lambda: worker.sample_load().is_draining)
+        assert not draining.done()
+        inner.source.withdraw(1)  # as a pull that ends does
+        async with asyncio.timeout(WAIT_S):
+            await draining
+        await inner.wait_clean()
