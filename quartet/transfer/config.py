@@ -17,7 +17,8 @@ class TransferConfig:
 
     Attributes:
         lease_s: how long a hand-off lives without a renewal; pullers renew every third of it.
-        max_pull_s: longest that one pull may take, from ``begin`` to ``finish``; both sides hold it.
+        max_pull_s: longest that one pull may take, from ``begin`` to ``finish``; both sides hold it. Less than what
+            health takes for a standstill.
         stall_timeout_s: longest that a puller waits for the source's next message.
         ways: the ways that this worker speaks, best first; ``grpc`` is always among them.
 
@@ -26,7 +27,7 @@ class TransferConfig:
     """
 
     lease_s: float = 30.0
-    max_pull_s: float = 30.0
+    max_pull_s: float = 20.0
     stall_timeout_s: float = 10.0
     ways: tuple[TransferWay, ...] = (TransferWay.SHM, TransferWay.GRPC)
 

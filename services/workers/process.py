@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -26,6 +27,7 @@ from quartet.errors import ConfigError, ServingError
 from quartet.events.publisher import LoadPacer, LoadPublisher
 from quartet.kvcache.hand_off import HandOffState
 from quartet.rpc.channels import create_channel
+from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES
 from quartet.rpc.server import RpcServer, Service
 from quartet.telemetry.event_loop_lag import monitor_event_loop_lag
 from quartet.telemetry.http import Probes, TelemetryServer
@@ -69,7 +71,6 @@ class WorkerProcess:
         self._registry = CollectorRegistry()
         self._metrics = WorkerMetrics(self._registry)
         self._worker: Worker | None = None
-        self._pacer: LoadPacer | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop`` is set, then drain and take everything down.
@@ -100,7 +101,8 @@ class WorkerProcess:
             worker_service(servicer),
             self._transfer_service(source, shm),
         ]
-        server = RpcServer(self._config.server, services)
+        # A longer message would hold up everybody on a shared stream; it ends the stream that it came on.
+        server = RpcServer(replace(self._config.server, max_receive_message_bytes=MAX_INNER_MESSAGE_BYTES), services)
         port = await server.start()
         stack.push_async_callback(server.drain, _STREAMS_GRACE_S)
         address = f"{self._advertised_host()}:{port}"
@@ -122,7 +124,7 @@ class WorkerProcess:
         await self._run_worker(worker, publisher, stop)
 
     async def _run_worker(self, worker: Worker, publisher: LoadPublisher, stop: asyncio.Event) -> None:
-        pacer = self._pacer = LoadPacer(worker.sample_load, publisher.publish)
+        pacer = LoadPacer(worker.sample_load, publisher.publish)
         registry = create_registry(self._config.discovery)
         tasks = [
             asyncio.create_task(worker.consume(pacer), name="outputs"),
@@ -182,8 +184,8 @@ class WorkerProcess:
         )
 
     def _poke(self) -> None:
-        if self._pacer is not None:
-            self._pacer.poke()
+        if self._worker is not None:
+            self._worker.poke()
 
     async def _shm_server(self, stack: AsyncExitStack, engine: Engine) -> ShmServer | None:
         if engine.memory is None or TransferWay.SHM not in self._config.transfer.ways:

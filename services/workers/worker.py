@@ -60,6 +60,7 @@ class Worker:
         self._progress = ProgressWatch(stall_timeout_s)
         self._started_at = time.monotonic()
         self._registration: Registration | None = None
+        self._pacer: Pacer | None = None
         self._is_healthy = True
         self._draining: asyncio.Task[DrainOutcome] | None = None
 
@@ -80,9 +81,15 @@ class Worker:
 
     async def consume(self, pacer: Pacer) -> None:
         """Bring the engine's outputs to their streams until it is closed. Raises ``EngineError`` when it dies."""
+        self._pacer = pacer
         async for step in self._engine.outputs():
             self._dispatcher.route(step)
             pacer.poke()
+
+    def poke(self) -> None:
+        """Something of what the load tells may have changed without an output of the engine."""
+        if self._pacer is not None:
+            self._pacer.poke()
 
     async def watch_health(self) -> None:
         """Once a second: metrics, and health by progress. Runs until cancelled."""
@@ -118,6 +125,7 @@ class Worker:
         if self._draining is None:
             limit_s = self._drain_timeout_s if timeout_s is None else min(timeout_s, self._drain_timeout_s)
             self._draining = asyncio.create_task(self._drain(limit_s), name="drain")
+            self.poke()
         return await asyncio.shield(self._draining)
 
     async def _drain(self, timeout_s: float) -> DrainOutcome:
@@ -147,6 +155,7 @@ class Worker:
         if is_healthy == self._is_healthy:
             return
         self._is_healthy = is_healthy
+        self.poke()
         logger.warning("health: %s", "moving again" if is_healthy else "work is in flight and nothing moves")
         if self._draining is None and self._registration is not None:
             await self._server.set_serving(None, is_healthy)
