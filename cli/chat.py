@@ -75,10 +75,10 @@ class _Conversation:
         stream = self._client.generate(messages=messages, model=self._model, sampling=self._sampling, seed=self._seed)
         texts: list[str] = []
         try:
-            for event in stream:
-                if isinstance(event, Delta):
-                    print(event.text, end="", flush=True)
-                    texts.append(event.text)
+            for part in stream:
+                if isinstance(part, Delta):
+                    print(part.text, end="", flush=True)
+                    texts.append(part.text)
             print()
         except KeyboardInterrupt:
             typer.secho(" (cancelled)", fg=typer.colors.YELLOW)

@@ -74,9 +74,9 @@ async def _run(
         if as_json:
             print(json.dumps(_to_json(await client.complete(prompt, **fields)), ensure_ascii=False))
             return
-        async for event in client.generate(prompt, **fields):
-            if isinstance(event, Delta):
-                print(event.text, end="", flush=True)
+        async for part in client.generate(prompt, **fields):
+            if isinstance(part, Delta):
+                print(part.text, end="", flush=True)
         print()
 
 

@@ -77,7 +77,7 @@ def _cells(worker: WorkerStatus) -> list[str]:
     record = worker.record
     style = _STATE_STYLES[worker.state]
     cells = [record.worker_id, record.role, record.model_name, record.grpc_address, f"[{style}]{worker.state}[/]"]
-    if worker.load is None:
+    if worker.load is None or worker.load_age_s is None:
         return [*cells, *["-"] * 7]
     ranks = worker.load.ranks
     sums = [

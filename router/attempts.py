@@ -11,7 +11,7 @@ from quartet.engine.base import FinishReason, Generation
 from quartet.errors import ConfigError, ServingError, WorkerUnavailableError
 from quartet.kvcache.layout import HandOff
 from quartet.rpc.context import RequestContext
-from quartet.rpc.edge import ChoiceFinished, EndReason
+from quartet.rpc.edge import ChoiceFinished
 from quartet.rpc.inner import InnerStart, PrefillOutcome
 from quartet.telemetry.metrics import RouterMetrics
 from router.admission import Admission, Ticket
@@ -129,12 +129,12 @@ class ChoiceRun:
         self._tools.metrics.count_attempt(cause)
         self._on_placed(reservation.placement)
 
-    def _reason_ended(self) -> EndReason | None:
+    def _reason_ended(self) -> FinishReason | None:
         """Why there is nothing left to do: a worker may break after its last token and before its last word."""
         if self._request.ended_by(self._output.token_ids):
-            return EndReason.STOP_ID
+            return FinishReason.STOP_ID
         is_full = len(self._output.token_ids) >= self._request.max_output_tokens
-        return EndReason.LENGTH if is_full else None
+        return FinishReason.LENGTH if is_full else None
 
     def _pending(self) -> Pending:
         num_generated = len(self._output.token_ids)
@@ -150,7 +150,7 @@ class ChoiceRun:
             prefer_prefill=self._hints.prefer_prefill,
         )
 
-    async def _attempt(self, reservation: Reservation) -> EndReason:
+    async def _attempt(self, reservation: Reservation) -> FinishReason:
         """Raises ``HopFailedError``."""
         hand_off: HandOff | None = None
         if reservation.placement.prefill is not None and reservation.prefill is not None:
@@ -182,15 +182,15 @@ class ChoiceRun:
             self._output.note_prefill(time.monotonic() - began, outcome)
         return outcome
 
-    def _take_outcome(self, outcome: PrefillOutcome) -> EndReason | None:
+    def _take_outcome(self, outcome: PrefillOutcome) -> FinishReason | None:
         """Show the first token at once: it waits for no transfer."""
         logprobs = () if outcome.logprobs is None else (outcome.logprobs,)
         self._output.take(len(self._output.token_ids), (outcome.token_id,), logprobs)
         if self._output.has_stopped:
-            return EndReason.STOP_STRING
-        return None if outcome.finish_reason is None else _end_reason(outcome.finish_reason)
+            return FinishReason.STOP_STRING
+        return outcome.finish_reason
 
-    async def _decode(self, reservation: Reservation, hand_off: HandOff | None) -> EndReason:
+    async def _decode(self, reservation: Reservation, hand_off: HandOff | None) -> FinishReason:
         place, config, booking = reservation.placement.decode, self._tools.config, reservation.decode
         is_taken = False
         num_prompt_tokens = len(self._request.prompt_token_ids)
@@ -211,9 +211,9 @@ class ChoiceRun:
                     self._output.take(progress.token_offset, progress.token_ids, progress.logprobs)
                     booking.hold(num_prompt_tokens + len(self._output.token_ids))
                     if self._output.has_stopped:
-                        return EndReason.STOP_STRING
+                        return FinishReason.STOP_STRING
                     if progress.finished is not None:
-                        return _end_reason(progress.finished.reason)
+                        return progress.finished.reason
         except TimeoutError as error:
             silent = WorkerUnavailableError(f"worker {place.worker_id} gave no token in time")
             raise HopFailedError(Hop.DECODE, silent) from error
@@ -256,7 +256,3 @@ class ChoiceRun:
             output=start.output,
         )
         return InnerStart(context=context, generation=generation, hand_off=hand_off)
-
-
-def _end_reason(reason: FinishReason) -> EndReason:
-    return EndReason(reason.value)

@@ -6,9 +6,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import WorkerUnavailableError
-from quartet.rpc.edge import ChoiceFinished, EndReason, TimeBreakdown, Usage
+from quartet.rpc.edge import ChoiceFinished, TimeBreakdown, Usage
 from quartet.rpc.inner import DecodeStarted, PrefillOutcome
 from quartet.telemetry.metrics import ModelMetrics
 from quartet.text.text_stream import TextDelta, TextStream
@@ -42,7 +43,7 @@ class ChoiceOutput:
             prompt_tail=request.prompt_tail,
         )
         self._omits_token_ids = options.omit_token_ids
-        self._stop_string = ""
+        self._stop_string: str | None = None
         self._num_shown = 0
         self._logprobs: deque[TokenLogprobs] = deque()
         self._num_cached_tokens: int | None = None
@@ -56,7 +57,7 @@ class ChoiceOutput:
     @property
     def has_stopped(self) -> bool:
         """Whether a stop string ended it."""
-        return bool(self._stop_string)
+        return self._stop_string is not None
 
     def take(self, offset: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         """Take tokens, the first of which is output token number ``offset``; those that are here already are dropped.
@@ -96,11 +97,11 @@ class ChoiceOutput:
         else:
             self._note_cached(started.num_cached_tokens)
 
-    def finish(self, reason: EndReason) -> ChoiceFinished:
+    def finish(self, reason: FinishReason) -> ChoiceFinished:
         """Give out what was held back, and the end."""
         self._deliver(self._text.finish())
         if self.has_stopped:
-            reason = EndReason.STOP_STRING
+            reason = FinishReason.STOP_STRING
         self._times["total_s"] = time.monotonic() - self._request.arrived_at
         return ChoiceFinished(
             choice=self._choice,

@@ -9,13 +9,14 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from functools import partial
 
+from quartet.engine.base import FinishReason
 from quartet.errors import RequestCancelledError, RequestTimeoutError, ServingError
+from quartet.rpc.check_start import check_start
 from quartet.rpc.edge import (
     Accepted,
     AnswerPart,
     ChoiceFinished,
     ChoicePlacement,
-    EndReason,
     GenerateStart,
     TimeBreakdown,
     Usage,
@@ -27,7 +28,6 @@ from router.hops import ModelTexts
 from router.policy.base import Placement
 from router.prepared import prepare
 from router.request_log import RequestLog
-from router.validation import check_start
 from router.worker_table import WorkerTable
 
 
@@ -204,11 +204,11 @@ class GenerateRun:
 
     def _cancelled(self, choice: int) -> ChoiceFinished:
         if self._outputs:
-            return self._outputs[choice].finish(EndReason.CANCELLED)
+            return self._outputs[choice].finish(FinishReason.CANCELLED)
         usage = Usage(num_prompt_tokens=0, num_cached_tokens=0, num_output_tokens=0, num_attempts=0)
         total_s = time.monotonic() - self._arrived_at
         time_breakdown = TimeBreakdown(total_s=total_s)
-        return ChoiceFinished(choice=choice, reason=EndReason.CANCELLED, usage=usage, time=time_breakdown)
+        return ChoiceFinished(choice=choice, reason=FinishReason.CANCELLED, usage=usage, time=time_breakdown)
 
     def _fail(self, error: BaseException) -> None:
         first = _first_error(error)

@@ -13,17 +13,17 @@ import grpc
 
 from quartet.discovery.base import Role
 from quartet.errors import DrainingError, ModelNotFoundError, ProtocolError, ServingError, UnimplementedError
-from quartet.rpc import convert
 from quartet.rpc.audience import caller_identity
-from quartet.rpc.convert.edge import from_generate_start, to_generate_response
-from quartet.rpc.durations import to_duration
+from quartet.rpc.convert.edge_answer import to_generate_response
+from quartet.rpc.convert.edge_start import from_generate_start
+from quartet.rpc.convert.fleet import to_model, to_worker_status
 from quartet.rpc.edge import GenerateStart
+from quartet.rpc.fleet import Model, WorkerStatus
 from quartet.rpc.server import Service
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import router_pb2_grpc
 from router.model_texts import FetchedTexts
 from router.pipeline import GenerateRun, Pipeline
-from router.worker import WorkerState, WorkerStatus
 from router.worker_table import Pool, WorkerTable
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -33,13 +33,6 @@ _Result = TypeVar("_Result")
 _WATCH_INTERVAL_S = 0.25
 # To come back to another router, or to the next one at this address.
 _DRAINING_RETRY_DELAY_S = 1.0
-
-_STATES = {
-    WorkerState.JOINING: pb.WORKER_STATE_JOINING,
-    WorkerState.READY: pb.WORKER_STATE_READY,
-    WorkerState.SUSPECT: pb.WORKER_STATE_SUSPECT,
-    WorkerState.DRAINING: pb.WORKER_STATE_DRAINING,
-}
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
@@ -91,7 +84,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: _Context) -> pb.ListWorkersResponse:
         """As router.proto says."""
-        return pb.ListWorkersResponse(workers=[_to_worker_status(status) for status in self._statuses(request.model)])
+        return pb.ListWorkersResponse(workers=[to_worker_status(status) for status in self._statuses(request.model)])
 
     async def WatchWorkers(
         self, request: pb.WatchWorkersRequest, context: _Context
@@ -118,7 +111,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         pools = [pool for pool in self._table.pools(time.monotonic()) if request.name in ("", pool.key.model_name)]
         if request.name and not pools:
             raise ModelNotFoundError("no worker serves a model of this name", field="name")
-        return pb.GetModelResponse(models=[await self._to_model(pool) for pool in pools])
+        return pb.GetModelResponse(models=[to_model(self._model(pool)) for pool in pools])
 
     async def _read_start(self, context: _Context) -> GenerateStart:
         # Who opens a stream and says nothing must not hold up a drain.
@@ -148,7 +141,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         told.clear()
         told.update(now)
         return pb.WatchWorkersResponse(
-            updated=[_to_worker_status(status) for status in updated], removed_worker_ids=sorted(removed)
+            updated=[to_worker_status(status) for status in updated], removed_worker_ids=sorted(removed)
         )
 
     async def _unless_closing(self, waiting: Coroutine[Any, Any, _Result]) -> _Result:
@@ -165,17 +158,17 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             return wanted.result()
         raise DrainingError("the router is going away", retry_delay_s=_DRAINING_RETRY_DELAY_S)
 
-    async def _to_model(self, pool: Pool) -> pb.Model:
+    def _model(self, pool: Pool) -> Model:
         text = self._texts.known(pool.key)
-        return pb.Model(
+        return Model(
             name=pool.key.model_name,
             fingerprint=pool.key.fingerprint,
             max_model_len=pool.max_model_len,
             num_prefill_workers=pool.num_ready_prefill,
             num_decode_workers=pool.num_ready_decode,
-            sampling_fields=sorted(pool.sampling_fields),
-            media=sorted(pool.media),
-            adapters=sorted(pool.adapters),
+            sampling_fields=tuple(sorted(pool.sampling_fields)),
+            media=tuple(sorted(pool.media)),
+            adapters=tuple(sorted(pool.adapters)),
             has_chat_template=text is not None and text.chat_template is not None,
         )
 
@@ -207,13 +200,3 @@ def _traceparent(context: _Context) -> str:
 def _differ(one: WorkerStatus, other: WorkerStatus) -> bool:
     """Whether there is anything to tell: the mere age of a report is not."""
     return replace(one, load_age_s=None) != replace(other, load_age_s=None)
-
-
-def _to_worker_status(status: WorkerStatus) -> pb.WorkerStatus:
-    return pb.WorkerStatus(
-        record=convert.to_worker_record(status.record),
-        state=_STATES[status.state],
-        load=None if status.load is None else convert.to_worker_load(status.load),
-        load_age=None if status.load_age_s is None else to_duration(status.load_age_s),
-        num_requests=status.num_requests,
-    )

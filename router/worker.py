@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from quartet.discovery.base import WorkerRecord
 from quartet.discovery.place import Place
 from quartet.events.load import RankLoad, WorkerLoad
+from quartet.rpc.fleet import WorkerState, WorkerStatus
 from router.book import WorkerBook
 from router.policy.base import Candidate
-
-
-class WorkerState(StrEnum):
-    """Whether requests are placed at a worker."""
-
-    JOINING = "joining"  # known, but has not answered yet
-    READY = "ready"  # requests are placed there
-    SUSPECT = "suspect"  # its stream broke, its heartbeats are silent, or it is unwell
-    DRAINING = "draining"  # it lets its work run out
 
 
 @dataclass(frozen=True, order=True)
@@ -27,22 +18,6 @@ class PoolKey:
 
     model_name: str
     fingerprint: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerStatus:
-    """A worker for whoever looks at the router.
-
-    Attributes:
-        load_age_s: age of ``load`` in seconds.
-        num_requests: requests of this router that are there now.
-    """
-
-    record: WorkerRecord
-    state: WorkerState
-    load: WorkerLoad | None
-    load_age_s: float | None
-    num_requests: int
 
 
 @dataclass

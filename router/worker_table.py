@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from quartet.discovery.base import Role, WorkerKey, WorkerRecord
 from quartet.events.load import WorkerLoad
+from quartet.rpc.fleet import WorkerState, WorkerStatus
 from router.book import Booking, Reservation
 from router.policy.base import Pending, Placement, Snapshot
-from router.worker import KnownWorker, PoolKey, WorkerState, WorkerStatus
+from router.worker import KnownWorker, PoolKey
 
 #: Roles whose workers hold a model's KV: encoders serve no requests of their own.
 _MODEL_ROLES = frozenset({Role.PREFILL, Role.DECODE})

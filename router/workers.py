@@ -26,6 +26,7 @@ from quartet.events.load import WorkerLoad
 from quartet.events.subscriber import LoadSubscriber
 from quartet.kvcache.layout import HandOff
 from quartet.rpc.channels import create_channel
+from quartet.rpc.fleet import WorkerState
 from quartet.rpc.inner import InnerStart
 from quartet.rpc.inner_client import DecodeCall, PrefillCall
 from quartet.rpc.tls import TlsConfig
@@ -34,7 +35,7 @@ from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.puller import TransferPuller
 from router.connections import WorkerConnection
 from router.model_texts import MAX_FILES_BYTES, FetchedTexts
-from router.worker import PoolKey, WorkerState
+from router.worker import PoolKey
 from router.worker_table import WorkerTable
 
 logger = logging.getLogger(__name__)

@@ -1,40 +1,30 @@
 """The Python client of Quartet: ``QuartetClient`` for asyncio, ``quartet.client.sync.SyncClient`` for the rest."""
 
 from quartet.client.client import QuartetClient
-from quartet.client.events import (
-    Accepted,
-    ChatMessage,
-    ChoicePlacement,
-    CompletedChoice,
-    Completion,
-    Delta,
-    Event,
-    Finished,
-    FinishReason,
-    Model,
-    TimeBreakdown,
-    Usage,
-    WorkerState,
-    WorkerStatus,
-)
-from quartet.client.request import GenerateFields, GenerateOptions
+from quartet.client.completion import CompletedChoice, Completion
+from quartet.client.request import GenerateFields
 from quartet.client.stream import GenerateStream
+from quartet.discovery.place import Place
+from quartet.engine.base import FinishReason
 from quartet.engine.sampling import Sampling, TokenLogprobs
+from quartet.rpc.edge import Accepted, AnswerPart, ChoiceFinished, ChoicePlacement, Delta, TimeBreakdown, Usage
+from quartet.rpc.fleet import Model, WorkerState, WorkerStatus
+from quartet.text.chat_template import ChatMessage
 
 __all__ = [
     "Accepted",
+    "AnswerPart",
     "ChatMessage",
+    "ChoiceFinished",
     "ChoicePlacement",
     "CompletedChoice",
     "Completion",
     "Delta",
-    "Event",
     "FinishReason",
-    "Finished",
     "GenerateFields",
-    "GenerateOptions",
     "GenerateStream",
     "Model",
+    "Place",
     "QuartetClient",
     "Sampling",
     "TimeBreakdown",

@@ -8,12 +8,12 @@ from typing import Self, Unpack
 
 import grpc
 
-from quartet.client.completion import CompletionBuilder
-from quartet.client.events import Completion, Model, WorkerStatus
-from quartet.client.request import GenerateFields, GenerateOptions
-from quartet.client.responses import from_model, from_worker_status
+from quartet.client.completion import Completion, CompletionBuilder
+from quartet.client.request import GenerateFields, make_start
 from quartet.client.routers import Router, Routers
 from quartet.client.stream import GenerateStream
+from quartet.rpc.convert.fleet import from_model, from_worker_status
+from quartet.rpc.fleet import Model, WorkerStatus
 from quartet.rpc.tls import TlsConfig
 from quartet.v1 import router_pb2
 
@@ -27,9 +27,9 @@ class QuartetClient:
     ::
 
         async with QuartetClient("127.0.0.1:50050") as client:
-            async for event in client.generate("Once upon a time", sampling=Sampling(max_tokens=32)):
-                if isinstance(event, Delta):
-                    print(event.text, end="", flush=True)
+            async for part in client.generate("Once upon a time", sampling=Sampling(max_tokens=32)):
+                if isinstance(part, Delta):
+                    print(part.text, end="", flush=True)
 
     All methods raise ``quartet.errors.ServingError``s; make it and use it on one event loop.
     """
@@ -43,20 +43,20 @@ class QuartetClient:
         self._routers = Routers([target] if isinstance(target, str) else target, tls)
 
     def generate(self, prompt: str | None = None, **fields: Unpack[GenerateFields]) -> GenerateStream:
-        """Stream the answer to ``prompt``, ``messages`` or ``token_ids``; arguments are ``GenerateOptions``' fields.
+        """Stream the answer to ``prompt``, ``messages`` or ``token_ids``; arguments are ``GenerateFields``.
 
         Raises:
             InvalidRequestError: naming the field, already here where no router could take it.
         """
-        return GenerateStream(self._routers, GenerateOptions(prompt=prompt, **fields))
+        return GenerateStream(self._routers, make_start(prompt, **fields))
 
     async def complete(self, prompt: str | None = None, **fields: Unpack[GenerateFields]) -> Completion:
         """The whole answer, when it is complete; arguments and errors are those of ``generate``."""
         builder = CompletionBuilder()
         async with self.generate(prompt, **fields) as stream:
-            async for event in stream:
-                builder.add(event)
-        return builder.build()
+            async for part in stream:
+                builder.add(part)
+        return builder.build(stream.router)
 
     async def list_workers(self, model: str = "") -> list[WorkerStatus]:
         """The workers that the router knows, by role and id; ``model``: only those of this model."""

@@ -1,12 +1,40 @@
-"""Whole answers, put together from their events."""
+"""Whole answers, put together from their parts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quartet.client.events import Accepted, CompletedChoice, Completion, Delta, Event, Finished
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import ProtocolError
+from quartet.rpc.edge import Accepted, AnswerPart, ChoiceFinished, Delta
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletedChoice:
+    """One whole answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finished: ChoiceFinished
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """All answers to a request, in the order of choices.
+
+    Attributes:
+        router: ``host:port`` of the router that took the request.
+    """
+
+    router: str
+    accepted: Accepted
+    choices: tuple[CompletedChoice, ...]
+
+    @property
+    def text(self) -> str:
+        """The text of the first choice."""
+        return self.choices[0].text
 
 
 @dataclass
@@ -17,35 +45,34 @@ class _Answer:
 
 
 class CompletionBuilder:
-    """Takes the events of one request, in order; ``build`` once they are all there."""
+    """Takes the parts of one request's answer, in order; ``build`` once they are all there."""
 
     def __init__(self) -> None:
         self._accepted: Accepted | None = None
         self._answers: dict[int, _Answer] = {}
-        self._finished: dict[int, Finished] = {}
+        self._finished: dict[int, ChoiceFinished] = {}
 
-    def add(self, event: Event) -> None:
-        """Take one event. Raises ``ProtocolError`` where tokens are missing before it."""
-        match event:
+    def add(self, part: AnswerPart) -> None:
+        """Take one part. Raises ``ProtocolError`` where tokens are missing before it."""
+        match part:
             case Accepted():
-                self._accepted = event
-            case Finished():
-                self._finished[event.choice] = event
+                self._accepted = part
+            case ChoiceFinished():
+                self._finished[part.choice] = part
             case Delta():
-                answer = self._answers.setdefault(event.choice, _Answer())
-                if event.token_ids and event.token_offset != len(answer.token_ids):
-                    raise ProtocolError(f"tokens before number {event.token_offset} of the answer are missing")
-                answer.texts.append(event.text)
-                answer.token_ids += event.token_ids
-                answer.logprobs += event.logprobs
+                answer = self._answers.setdefault(part.choice, _Answer())
+                if part.token_ids and part.token_offset != len(answer.token_ids):
+                    raise ProtocolError(f"tokens before number {part.token_offset} of the answer are missing")
+                answer.texts.append(part.text)
+                answer.token_ids += part.token_ids
+                answer.logprobs += part.logprobs
 
-    def build(self) -> Completion:
-        """The answers. Raises ``ProtocolError`` where the router never accepted the request."""
-        if self._accepted is None:
+    def build(self, router: str | None) -> Completion:
+        """The answers of ``router``. Raises ``ProtocolError`` where none ever accepted the request."""
+        if self._accepted is None or router is None:
             raise ProtocolError("the router answered without accepting the request")
-        return Completion(
-            accepted=self._accepted, choices=tuple(self._choice(choice) for choice in sorted(self._finished))
-        )
+        choices = tuple(self._choice(choice) for choice in sorted(self._finished))
+        return Completion(router=router, accepted=self._accepted, choices=choices)
 
     def _choice(self, choice: int) -> CompletedChoice:
         answer = self._answers.get(choice, _Answer())

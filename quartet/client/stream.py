@@ -1,4 +1,4 @@
-"""The events of one request, from whichever router takes it."""
+"""The answer to one request, from whichever router takes it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TypeAlias
 
 import grpc
 
-from quartet.client.events import Event, Finished
-from quartet.client.request import GenerateOptions, to_generate_start
-from quartet.client.responses import from_generate_response
 from quartet.client.routers import Router, Routers, go_on_or_raise, raise_all
 from quartet.errors import ProtocolError, RouterUnavailableError, ServingError
+from quartet.rpc.convert.edge_answer import from_generate_response
+from quartet.rpc.convert.edge_start import to_generate_start
+from quartet.rpc.edge import AnswerPart, ChoiceFinished, GenerateStart
 from quartet.v1 import router_pb2, types_pb2
 
 # The router ends a request at its timeout and says so; only a router that no longer does is cut off.
@@ -23,34 +23,39 @@ _Call: TypeAlias = "grpc.aio.StreamStreamCall[router_pb2.GenerateRequest, router
 
 
 class GenerateStream:
-    """Iterate it once: ``Accepted``, then ``Delta``s, and a ``Finished`` for each choice.
+    """Iterate it once: ``Accepted``, then ``Delta``s, and a ``ChoiceFinished`` for each choice.
 
     Dropping it, or ``aclose``, cancels the request; ``cancel`` ends it in order. The request is sent when the first
-    event is asked for. Until the first event has come, another router takes over from one that can't be reached.
+    part is asked for. Until the first part has come, another router takes over from one that can't be reached.
 
     Raises, while it is iterated:
         ServingError: of the type that the router failed with; ``RouterUnavailableError`` where none answers.
     """
 
-    def __init__(self, routers: Routers, options: GenerateOptions) -> None:
-        """Raises ``InvalidRequestError``: a field that no router could take."""
-        self._request = _Request(routers, options)
+    def __init__(self, routers: Routers, start: GenerateStart) -> None:
+        """Raises ``InvalidRequestError``: a field that its message can't hold."""
+        self._request = _Request(routers, start)
         # Nobody else may hold it: its end, which also comes when it is dropped, cancels the call.
-        self._events = self._request.events()
+        self._parts = self._request.parts()
 
     def __aiter__(self) -> GenerateStream:
         return self
 
-    async def __anext__(self) -> Event:
-        return await anext(self._events)
+    async def __anext__(self) -> AnswerPart:
+        return await anext(self._parts)
+
+    @property
+    def router(self) -> str | None:
+        """``host:port`` of the router that took the request; ``None`` until one has."""
+        return self._request.router
 
     async def cancel(self) -> None:
-        """Ask for an early end; each choice that runs still gets its ``Finished``. Keep on iterating for it."""
+        """Ask for an early end; each choice that runs still gets its ``ChoiceFinished``. Keep on iterating for it."""
         await self._request.cancel()
 
     async def aclose(self) -> None:
         """Drop the request, wherever it is. May be called twice."""
-        await self._events.aclose()
+        await self._parts.aclose()
 
     async def __aenter__(self) -> GenerateStream:
         return self
@@ -60,11 +65,12 @@ class GenerateStream:
 
 
 class _Request:
-    def __init__(self, routers: Routers, options: GenerateOptions) -> None:
+    def __init__(self, routers: Routers, start: GenerateStart) -> None:
+        self.router: str | None = None
         self._routers = routers
-        self._start = router_pb2.GenerateRequest(start=to_generate_start(options))
-        self._num_choices = options.num_choices
-        self._deadline_s = None if options.timeout_s is None else options.timeout_s + _DEADLINE_GRACE_S
+        self._start = router_pb2.GenerateRequest(start=to_generate_start(start))
+        self._num_choices = start.num_choices
+        self._deadline_s = None if start.timeout_s is None else start.timeout_s + _DEADLINE_GRACE_S
         self._call: _Call | None = None
         self._is_cancelled = False
 
@@ -73,17 +79,17 @@ class _Request:
         if self._call is not None:
             await _write(self._call, router_pb2.GenerateRequest(cancel=types_pb2.Cancel()))
 
-    async def events(self) -> AsyncGenerator[Event, None]:
+    async def parts(self) -> AsyncGenerator[AnswerPart, None]:
         failures: list[ServingError] = []
         for router in self._routers.in_order():
             is_begun = False
             try:
                 await router.connect()
                 # Closed here and now, also when this generator is: its end cancels the call.
-                async with contextlib.aclosing(self._events_from(router)) as events:
-                    async for event in events:
+                async with contextlib.aclosing(self._parts_from(router)) as parts:
+                    async for part in parts:
                         is_begun = True
-                        yield event
+                        yield part
             except RouterUnavailableError as error:
                 failures.append(error)
             except grpc.aio.AioRpcError as error:
@@ -95,7 +101,7 @@ class _Request:
                 return
         raise_all(failures)
 
-    async def _events_from(self, router: Router) -> AsyncGenerator[Event, None]:
+    async def _parts_from(self, router: Router) -> AsyncGenerator[AnswerPart, None]:
         call = self._call = router.stub.Generate(timeout=self._deadline_s)
         num_finished = 0
         try:
@@ -104,9 +110,10 @@ class _Request:
                 await self.cancel()
             async for message in call:
                 self._routers.prefer(router)
-                event = from_generate_response(message, router.address)
-                num_finished += isinstance(event, Finished)
-                yield event
+                self.router = router.address
+                part = from_generate_response(message)
+                num_finished += isinstance(part, ChoiceFinished)
+                yield part
         finally:
             call.cancel()
         if num_finished != self._num_choices:

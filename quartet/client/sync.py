@@ -11,9 +11,11 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from quartet.client.client import QuartetClient
-from quartet.client.events import Completion, Event, Model, WorkerStatus
+from quartet.client.completion import Completion
 from quartet.client.request import GenerateFields
 from quartet.client.stream import GenerateStream
+from quartet.rpc.edge import AnswerPart
+from quartet.rpc.fleet import Model, WorkerStatus
 from quartet.rpc.tls import TlsConfig
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -76,15 +78,20 @@ class SyncGenerateStream:
         self._stream = stream
         self._loop = loop
 
-    def __iter__(self) -> Iterator[Event]:
+    def __iter__(self) -> Iterator[AnswerPart]:
         try:
-            while (event := self._loop.run(anext(self._stream, None))) is not None:
-                yield event
+            while (part := self._loop.run(anext(self._stream, None))) is not None:
+                yield part
         finally:
             self.close()
 
+    @property
+    def router(self) -> str | None:
+        """``host:port`` of the router that took the request; ``None`` until one has."""
+        return self._stream.router
+
     def cancel(self) -> None:
-        """Ask for an early end; each choice that runs still gets its ``Finished``. Keep on iterating for it."""
+        """Ask for an early end; each choice that runs still gets its ``ChoiceFinished``. Keep on iterating for it."""
         self._loop.run(self._stream.cancel())
 
     def close(self) -> None:

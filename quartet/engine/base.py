@@ -26,11 +26,12 @@ class RequestKind(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended well."""
+    """Why a generation ended well. Engines report ``STOP_ID`` and ``LENGTH``; the others are known at the edge."""
 
     STOP_ID = "stop_id"  # an end-of-sequence or stop id was sampled; it is the last token given out
-    STOP_STRING = "stop_string"  # found by whoever makes the text; engines never report it
+    STOP_STRING = "stop_string"  # found by whoever makes the text
     LENGTH = "length"  # max_tokens or the model's longest sequence
+    CANCELLED = "cancelled"  # the client asked for an early end; to an engine that is no end but a failure
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TypeAlias
 
 from quartet.discovery.place import Place
+from quartet.engine.base import FinishReason
 from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
 from quartet.text.chat_template import ChatMessage
 
@@ -39,7 +39,15 @@ Prompt: TypeAlias = TextPrompt | ChatPrompt | TokenPrompt
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """How text is made and where it stops; as ``quartet.v1.TextOptions``."""
+    """How text is made and where it stops.
+
+    Attributes:
+        stop_strings: each ends the answer; neither it nor what follows is shown.
+        include_stop_string: shows the one that ended it.
+        omit_text: token ids only.
+        omit_token_ids: text only.
+        show_special_tokens: as text.
+    """
 
     stop_strings: tuple[str, ...] = ()
     include_stop_string: bool = False
@@ -50,12 +58,16 @@ class TextOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateStart:
-    """A client's request; as ``quartet.v1.GenerateStart``.
+    """A client's request.
 
     Attributes:
-        model: empty: the only one.
-        seed: ``None``: the router draws one.
-        timeout_s: for the whole request; ``None``: the router's limit.
+        model: empty: the only one, if there is but one.
+        seed: unsigned 64 bit; ``None``: the router draws one and tells it.
+        tenant: whom it is accounted to; empty: who the client is.
+        priority: higher first among waiting requests.
+        session_key: requests of one conversation share it; empty: none.
+        timeout_s: seconds for the whole request; ``None``: the router's limit.
+        num_choices: answers wanted.
         client_request_id: the client's own name for it, for logs.
     """
 
@@ -77,7 +89,12 @@ class GenerateStart:
 
 @dataclass(frozen=True, kw_only=True)
 class ChoicePlacement:
-    """Where one choice runs; ``prefill`` is ``None`` where the decode place prefills itself."""
+    """Where one choice runs.
+
+    Attributes:
+        prefill: where the prompt is prefilled; ``None``: at the decode place.
+        num_matched_tokens: prompt tokens that the router expects to be cached where it is prefilled.
+    """
 
     choice: int
     prefill: Place | None
@@ -87,7 +104,13 @@ class ChoicePlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class Accepted:
-    """The request is placed; comes first, once."""
+    """The request is placed; comes first, once.
+
+    Attributes:
+        request_id: names the request in every log of the system.
+        choices: in their order; empty where the request was cancelled before.
+        seed: the seed in use: with it the same request gives the same tokens.
+    """
 
     request_id: str
     choices: tuple[ChoicePlacement, ...]
@@ -97,7 +120,14 @@ class Accepted:
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """More of one choice; ``token_offset`` is the number of its first token within the output."""
+    """More of one choice.
+
+    Attributes:
+        token_offset: number of the first of ``token_ids`` within the output.
+        text: new text, never half a character; not aligned with the tokens, because text that may begin a stop
+            string comes later.
+        logprobs: one entry a token, where asked for.
+    """
 
     choice: int
     token_offset: int
@@ -106,18 +136,15 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-class EndReason(StrEnum):
-    """Why a choice ended."""
-
-    STOP_ID = "stop_id"
-    STOP_STRING = "stop_string"
-    LENGTH = "length"
-    CANCELLED = "cancelled"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What one choice used; ``num_output_tokens`` were shown."""
+    """What one choice used, in tokens.
+
+    Attributes:
+        num_cached_tokens: of the prompt's, those whose KV was cached.
+        num_output_tokens: tokens that were shown.
+        num_attempts: attempts it took, at least 1 where any was made.
+    """
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -127,7 +154,18 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeBreakdown:
-    """Where one choice's time went, in seconds; ``None``: did not happen. As ``quartet.v1.TimeBreakdown``."""
+    """Where one choice's time went, in seconds, as the router saw it; ``None``: did not happen.
+
+    Parts of failed attempts are counted in.
+
+    Attributes:
+        tokenize_s: template and tokenizer.
+        router_queue_s: waiting in the router for room.
+        prefill_s: the prefill hop, the worker's queue (``prefill_queue_s``) included.
+        decode_queue_s: waiting in the decode worker, the transfer (``transfer_s``) included.
+        first_token_s: from arrival to the first token.
+        total_s: from arrival to the end.
+    """
 
     tokenize_s: float | None = None
     router_queue_s: float | None = None
@@ -141,13 +179,17 @@ class TimeBreakdown:
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceFinished:
-    """One choice ended; ``stop_string`` is empty unless one ended it."""
+    """One choice ended well.
+
+    Attributes:
+        stop_string: the one that ended it; ``None``: none did.
+    """
 
     choice: int
-    reason: EndReason
+    reason: FinishReason
     usage: Usage
     time: TimeBreakdown
-    stop_string: str = ""
+    stop_string: str | None = None
 
 
 AnswerPart: TypeAlias = Accepted | Delta | ChoiceFinished

@@ -39,7 +39,7 @@ class DecodeClient(InnerClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespon
             self._call(started.slot).start(convert.from_slot_started(started))
         self._receive_tokens(response)
         for finished in response.finished:
-            reason = convert.from_finish_reason(finished.reason)
+            reason = convert.from_engine_finish_reason(finished.reason)
             outcome = DecodeFinished(reason=reason, num_output_tokens=finished.num_output_tokens)
             self._end(finished.slot).finish(outcome)
         for failed in response.failures:

@@ -12,16 +12,17 @@ import pytest
 
 from quartet.client import (
     Accepted,
+    AnswerPart,
     ChatMessage,
+    ChoiceFinished,
     Delta,
-    Event,
-    Finished,
     FinishReason,
     QuartetClient,
     Sampling,
     WorkerState,
 )
 from quartet.discovery.base import Role
+from quartet.discovery.place import Place
 from quartet.errors import (
     ConfigError,
     DrainingError,
@@ -60,14 +61,16 @@ async def is_answered(client: QuartetClient) -> bool:
 async def test_an_answer_is_accepted_then_streamed_then_finished(router: FakeRouter, start_router: StartRouter) -> None:
     address = await start_router(router)
     async with QuartetClient(address) as client:
-        events = [event async for event in client.generate("Hi", seed=5)]
+        stream = client.generate("Hi", seed=5)
+        assert stream.router is None
+        events = [event async for event in stream]
 
     accepted, *deltas, finished = events
     assert isinstance(accepted, Accepted)
-    assert (accepted.request_id, accepted.seed, accepted.router) == (REQUEST_ID, 5, address)
-    assert accepted.placements[0].prefill_worker_id == "prefill-0"
+    assert (accepted.request_id, accepted.seed, stream.router) == (REQUEST_ID, 5, address)
+    assert accepted.choices[0].prefill == Place("prefill-0")
     assert [delta.text for delta in deltas if isinstance(delta, Delta)] == router.words
-    assert isinstance(finished, Finished)
+    assert isinstance(finished, ChoiceFinished)
     assert finished.reason is FinishReason.LENGTH
     assert finished.stop_string is None
     assert (finished.time.first_token_s, finished.time.total_s, finished.time.transfer_s) == (0.25, 0.5, None)
@@ -127,12 +130,12 @@ async def test_cancel_ends_every_choice_in_order(router: FakeRouter, start_route
     router.hold_after = 1
     async with QuartetClient(await start_router(router)) as client:
         stream = client.generate("Hi", num_choices=2)
-        events: list[Event] = []
+        events: list[AnswerPart] = []
         async for event in stream:
             events.append(event)
             if isinstance(event, Delta):
                 await stream.cancel()
-    finished = [event for event in events if isinstance(event, Finished)]
+    finished = [event for event in events if isinstance(event, ChoiceFinished)]
     assert [(event.choice, event.reason) for event in finished] == [
         (0, FinishReason.CANCELLED),
         (1, FinishReason.CANCELLED),
@@ -147,7 +150,7 @@ async def test_cancel_before_the_first_event_counts_too(router: FakeRouter, star
         await stream.cancel()
         events = [event async for event in stream]
         await stream.cancel()
-    assert isinstance(events[-1], Finished)
+    assert isinstance(events[-1], ChoiceFinished)
     assert events[-1].reason is FinishReason.CANCELLED
 
 
@@ -168,13 +171,18 @@ async def test_the_routers_error_comes_as_its_own_type(router: FakeRouter, start
     [
         (lambda client: client.generate(), "prompt"),
         (lambda client: client.generate("Hi", token_ids=[1]), "prompt"),
+        (lambda client: client.generate(""), "text"),
         (lambda client: client.generate(token_ids=[-1]), "token_ids.ids"),
+        (lambda client: client.generate(messages=[ChatMessage("user", "Hi", name="Ada")]), "chat.messages.name"),
         (lambda client: client.generate("Hi", seed=2**64), "seed"),
         (lambda client: client.generate("Hi", num_choices=65), "num_choices"),
         (lambda client: client.generate("Hi", timeout_s=0), "timeout"),
         (lambda client: client.generate("Hi", logprobs=21), "output.logprobs"),
         (lambda client: client.generate("Hi", stop="no list"), "text_options.stop_strings"),
+        (lambda client: client.generate("Hi", stop=["."] * 17), "text_options.stop_strings"),
         (lambda client: client.generate("\ud800"), None),
+        (lambda client: client.generate("Hi", sampling=Sampling(stop_token_ids=(-1,))), None),
+        (lambda client: client.generate("Hi", stop=["\ud800"]), None),
     ],
 )
 async def test_what_no_router_could_take_is_refused_at_once(
@@ -197,7 +205,7 @@ async def test_the_next_router_takes_over_when_one_cannot_be_reached(
 ) -> None:
     address = await start_router(router)
     async with QuartetClient([f"127.0.0.1:{free_port()}", address]) as client:
-        assert (await client.complete("Hi")).accepted.router == address
+        assert (await client.complete("Hi")).router == address
         assert [model.name for model in await client.list_models()] == ["tiny"]
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import pytest
 
-from quartet.client import Delta, Finished, FinishReason
+from quartet.client import ChoiceFinished, Delta, FinishReason
 from quartet.client.sync import SyncClient
 from quartet.errors import ConfigError, InvalidRequestError, RouterUnavailableError
 from tests.client.conftest import StartRouter
@@ -67,7 +67,7 @@ async def test_cancel_from_another_thread_ends_the_answer_in_order(start_router:
                 canceller = threading.Thread(target=stream.cancel)
                 canceller.start()
                 canceller.join(5)
-            if isinstance(event, Finished):
+            if isinstance(event, ChoiceFinished):
                 return event.reason
         raise AssertionError("the answer did not finish")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from quartet.client import Accepted, ChoicePlacement, Delta, Finished, QuartetClient, Sampling
+from quartet.client import Accepted, AnswerPart, ChoiceFinished, ChoicePlacement, Delta, Place, QuartetClient, Sampling
 
 _VOCAB = range(10, 640)
 
@@ -29,7 +29,7 @@ class Answer:
 
     token_ids: list[int] = field(default_factory=list)
     placement: ChoicePlacement | None = None
-    finished: Finished | None = None
+    finished: ChoiceFinished | None = None
 
 
 def mixed_asks(name: str, count: int, *, num_prompt_tokens: range, num_tokens: range) -> list[Ask]:
@@ -91,7 +91,7 @@ class Crowd:
             for answer in self.answers
             if answer.finished is None
             and answer.placement is not None
-            and worker_id in (answer.placement.prefill_worker_id, answer.placement.decode_worker_id)
+            and Place(worker_id) in (answer.placement.prefill, answer.placement.decode)
         ]
 
     async def wait_for(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
@@ -128,12 +128,12 @@ class Crowd:
         return False
 
 
-def _take(answer: Answer, event: Accepted | Delta | Finished) -> None:
+def _take(answer: Answer, event: AnswerPart) -> None:
     match event:
         case Accepted():
-            answer.placement = event.placements[0]
+            answer.placement = event.choices[0]
         case Delta():
             assert event.token_offset == len(answer.token_ids), "tokens are missing or came twice"
             answer.token_ids += event.token_ids
-        case Finished():
+        case ChoiceFinished():
             answer.finished = event

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from quartet.client import Completion, QuartetClient, Sampling
+from quartet.client import Completion, Place, QuartetClient, Sampling
 from tests.e2e.stack import Stack
 
 # Around the block size of 32, and a prompt of many blocks.
@@ -90,8 +90,8 @@ async def test_greedy_tokens_are_those_of_transformers(routed: QuartetClient, ro
     for prompt in prompts_of(router):
         completion = await complete(routed, prompt)
         assert completion.choices[0].token_ids == oracle.generate(prompt), f"prompt of {len(prompt)} tokens"
-        [placement] = completion.accepted.placements
-        assert placement.prefill_worker_id == ("prefill-0" if router == "router" else None)
+        [placement] = completion.accepted.choices
+        assert placement.prefill == (Place("prefill-0") if router == "router" else None)
 
 
 async def test_greedy_tokens_stay_the_same_in_a_crowd(routed: QuartetClient, router: str, oracle: Oracle) -> None:

@@ -8,8 +8,9 @@ import logging
 import pytest
 
 from quartet.discovery.place import Place
+from quartet.engine.base import FinishReason
 from quartet.engine.sampling import OutputOptions, Sampling
-from quartet.rpc.edge import EndReason, GenerateStart, TextOptions, TextPrompt, TokenPrompt
+from quartet.rpc.edge import GenerateStart, TextOptions, TextPrompt, TokenPrompt
 from tests.router.fakes import EOS_ID, Fleet, Plan, collect, expected_tokens, text_of
 
 PROMPT = TokenPrompt(tuple(range(10, 30)))  # long enough for a remote prefill
@@ -64,7 +65,7 @@ async def test_the_first_token_waits_for_no_decode_worker() -> None:
 async def test_a_first_token_that_ends_it_needs_no_decode_worker() -> None:
     fleet = Fleet("prefill-0", "decode-0")
     answer = await collect(fleet.pipeline.generate(make_start(sampling=Sampling(max_tokens=1))))
-    assert answer.finished[0].reason is EndReason.LENGTH
+    assert answer.finished[0].reason is FinishReason.LENGTH
     assert [call.kind for call in fleet.hops.calls] == ["prefill"]
     fleet.assert_nothing_left()
 
@@ -75,7 +76,7 @@ async def test_an_end_of_sequence_ends_it() -> None:
     answer = await collect(fleet.pipeline.generate(make_start()))
     assert answer.token_ids[0] == [*expected_tokens(5, 0, 20, 3), EOS_ID]
     assert answer.texts[0] == text_of(expected_tokens(5, 0, 20, 3))
-    assert (answer.finished[0].reason, answer.finished[0].usage.num_output_tokens) == (EndReason.STOP_ID, 4)
+    assert (answer.finished[0].reason, answer.finished[0].usage.num_output_tokens) == (FinishReason.STOP_ID, 4)
 
 
 async def test_choices_are_answers_of_their_own() -> None:
@@ -112,7 +113,7 @@ async def test_a_stop_string_ends_it_and_what_follows_is_neither_shown_nor_count
     assert answer.texts[0] == text[:num_shown]
     assert answer.token_ids[0] == tokens[:num_shown]
     finished = answer.finished[0]
-    assert (finished.reason, finished.stop_string) == (EndReason.STOP_STRING, stop)
+    assert (finished.reason, finished.stop_string) == (FinishReason.STOP_STRING, stop)
     assert finished.usage.num_output_tokens == num_shown
     fleet.assert_nothing_left()
 
@@ -121,7 +122,7 @@ async def test_a_stop_string_in_the_first_token_drops_the_hand_off() -> None:
     fleet = Fleet("prefill-0", "decode-0")
     options = TextOptions(stop_strings=(text_of(expected_tokens(5, 0, 20, 1)),))
     answer = await collect(fleet.pipeline.generate(make_start(text_options=options)))
-    assert answer.finished[0].reason is EndReason.STOP_STRING
+    assert answer.finished[0].reason is FinishReason.STOP_STRING
     assert answer.token_ids.get(0, []) == []
     assert [call.kind for call in fleet.hops.calls] == ["prefill"]
     fleet.assert_nothing_left()

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from quartet.engine.base import FinishReason
 from quartet.errors import InvalidRequestError, QueueFullError, RequestTimeoutError, WorkerUnavailableError
-from quartet.rpc.edge import EndReason
 from router.admission import AdmissionConfig
 from tests.router.fakes import TIMEOUT_S, Collected, Fleet, Plan, collect, expected_tokens
 from tests.router.records import make_load
@@ -57,7 +57,7 @@ async def test_a_cancelled_request_ends_well_and_leaves_nothing(stage: Stage) ->
         run.cancel()
         answer = await reading
     assert answer.accepted is not None
-    assert answer.finished[0].reason is EndReason.CANCELLED
+    assert answer.finished[0].reason is FinishReason.CANCELLED
     assert answer.token_ids.get(0, []) == expected_tokens(5, 0, 20, SHOWN[stage.name])
     assert answer.finished[0].usage.num_output_tokens == SHOWN[stage.name]
     fleet.assert_nothing_left()
@@ -102,7 +102,10 @@ async def test_choices_that_ended_keep_their_end_when_the_rest_is_cancelled() ->
             answer.add(part)
             if answer.finished:
                 run.cancel()
-    assert sorted(finished.reason for finished in answer.finished.values()) == [EndReason.CANCELLED, EndReason.LENGTH]
+    assert sorted(finished.reason for finished in answer.finished.values()) == [
+        FinishReason.CANCELLED,
+        FinishReason.LENGTH,
+    ]
     fleet.assert_nothing_left()
 
 
@@ -111,7 +114,7 @@ async def test_cancelling_before_anything_ran_still_answers() -> None:
     run = fleet.pipeline.generate(make_start(num_choices=2))
     run.cancel()
     answer = await collect(run)
-    assert [finished.reason for finished in answer.finished.values()] == [EndReason.CANCELLED] * 2
+    assert [finished.reason for finished in answer.finished.values()] == [FinishReason.CANCELLED] * 2
 
 
 async def test_cancelling_an_impossible_request_says_that_it_was_impossible() -> None:
@@ -128,7 +131,7 @@ async def test_cancelling_twice_or_after_the_end_is_harmless() -> None:
     answer = await collect(run)
     run.cancel()
     run.cancel()
-    assert answer.finished[0].reason is EndReason.LENGTH
+    assert answer.finished[0].reason is FinishReason.LENGTH
 
 
 async def test_a_request_that_waited_too_long_for_room_is_refused() -> None:

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet import errors
+from quartet.engine.base import FinishReason
 from quartet.engine.sampling import Sampling
 from quartet.errors import ServingError
-from quartet.rpc.edge import EndReason, TextOptions
+from quartet.rpc.edge import TextOptions
 from router.attempts import AttemptConfig
 from tests.router.fakes import Collected, Fleet, Plan, collect, expected_tokens, text_of
 from tests.router.test_pipeline import make_start
@@ -103,7 +104,7 @@ async def test_a_worker_lost_after_its_last_token_is_not_asked_for_more() -> Non
     fleet.hops.finish_reason = lambda _start, _tokens: None  # its last word never comes
     answer = await collect(fleet.pipeline.generate(start))
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
-    assert answer.finished[0].reason is EndReason.LENGTH
+    assert answer.finished[0].reason is FinishReason.LENGTH
     assert len(places(fleet, "decode")) == 1
 
 
@@ -113,7 +114,7 @@ async def test_a_worker_lost_after_an_end_of_sequence_is_not_asked_for_more() ->
     fleet.hops.plan("decode", Plan(error=errors.WorkerUnavailableError("gone"), fail_after=5))
     fleet.hops.finish_reason = lambda _start, _tokens: None
     answer = await collect(fleet.pipeline.generate(make_start()))
-    assert (answer.finished[0].reason, len(answer.token_ids[0])) == (EndReason.STOP_ID, 5)
+    assert (answer.finished[0].reason, len(answer.token_ids[0])) == (FinishReason.STOP_ID, 5)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import pytest
 
 from quartet.discovery.base import Role, WorkerKey, WorkerRecord
 from quartet.discovery.place import Place
+from quartet.rpc.fleet import WorkerState
 from router.policy.base import Pending, Placement
-from router.worker import PoolKey, WorkerState
+from router.worker import PoolKey
 from router.worker_table import WorkerTable
 from tests.router.records import make_load, make_record
 

@@ -121,7 +121,7 @@ PREFILLED = st.builds(
     num_cached_tokens=U32,
     queue_s=SECONDS,
     compute_s=SECONDS,
-    finished=st.none() | st.sampled_from(FinishReason),
+    finished=st.none() | st.sampled_from([FinishReason.STOP_ID, FinishReason.LENGTH]),
     logprobs=st.none() | LOGPROBS,
 )
 NAMES = st.lists(TEXT, max_size=4).map(tuple)

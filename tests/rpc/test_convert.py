@@ -251,6 +251,8 @@ def test_values_that_say_nothing_are_a_peers_fault() -> None:
     with pytest.raises(ProtocolError):
         convert.from_finish_reason(types_pb2.FINISH_REASON_UNSPECIFIED)
     with pytest.raises(ProtocolError):
+        convert.from_engine_finish_reason(types_pb2.FINISH_REASON_CANCELLED)
+    with pytest.raises(ProtocolError):
         convert.from_worker_role(worker_pb2.WORKER_ROLE_UNSPECIFIED)
     with pytest.raises(ProtocolError):
         convert.from_token_logprobs(types_pb2.TokenLogprobs(top_token_ids=[1]))

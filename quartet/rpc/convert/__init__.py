@@ -6,6 +6,7 @@ is its path in the message, or ``ProtocolError`` where a peer of ours sent nonse
 
 from quartet.events.wire import from_worker_load, to_worker_load
 from quartet.rpc.convert.generation import (
+    from_engine_finish_reason,
     from_finish_reason,
     from_generation,
     from_output_options,
@@ -49,6 +50,7 @@ from quartet.rpc.convert.workers import (
 
 __all__ = [
     "from_decode_start",
+    "from_engine_finish_reason",
     "from_finish_reason",
     "from_generation",
     "from_hand_off",

@@ -29,7 +29,9 @@ _FINISH_REASONS = {
     FinishReason.STOP_ID: types_pb2.FINISH_REASON_STOP_ID,
     FinishReason.STOP_STRING: types_pb2.FINISH_REASON_STOP_STRING,
     FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: types_pb2.FINISH_REASON_CANCELLED,
 }
+_ENGINE_FINISH_REASONS = frozenset({FinishReason.STOP_ID, FinishReason.LENGTH})
 _FINISH_REASONS_BACK = {number: reason for reason, number in _FINISH_REASONS.items()}
 
 
@@ -144,10 +146,18 @@ def to_finish_reason(reason: FinishReason) -> types_pb2.FinishReason.ValueType:
 
 
 def from_finish_reason(value: types_pb2.FinishReason.ValueType) -> FinishReason:
-    """Why a generation ended well. Raises ``ProtocolError`` for a value that says no such thing."""
+    """Why a choice ended well. Raises ``ProtocolError`` for a value that says no such thing."""
     reason = _FINISH_REASONS_BACK.get(value)
     if reason is None:
         raise ProtocolError(f"{value} is no reason for which a generation ends well")
+    return reason
+
+
+def from_engine_finish_reason(value: types_pb2.FinishReason.ValueType) -> FinishReason:
+    """Why an engine ended a generation. Raises ``ProtocolError`` also for what only the edge can say."""
+    reason = from_finish_reason(value)
+    if reason not in _ENGINE_FINISH_REASONS:
+        raise ProtocolError(f"{reason} is no reason for which an engine ends a generation")
     return reason
 
 

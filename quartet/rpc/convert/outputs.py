@@ -8,7 +8,7 @@ from quartet.engine.base import Prefilled, Started
 from quartet.engine.sampling import TokenLogprobs
 from quartet.kvcache.layout import HandOff
 from quartet.rpc.convert.generation import (
-    from_finish_reason,
+    from_engine_finish_reason,
     from_token_logprobs,
     to_finish_reason,
     to_token_logprobs,
@@ -66,7 +66,7 @@ def from_prefill_result(message: prefill_pb2.PrefillResult) -> PrefillOutcome:
     return PrefillOutcome(
         token_id=message.token_id,
         logprobs=from_token_logprobs(message.logprobs) if message.HasField("logprobs") else None,
-        finish_reason=from_finish_reason(message.finish_reason) if is_finished else None,
+        finish_reason=from_engine_finish_reason(message.finish_reason) if is_finished else None,
         hand_off=from_hand_off(message.hand_off) if message.HasField("hand_off") else None,
         num_cached_tokens=message.num_cached_tokens,
         queue_s=to_seconds(message.queue),

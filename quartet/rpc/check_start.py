@@ -1,0 +1,64 @@
+"""What is impossible with any model; every refusal names the field of ``GenerateStart``."""
+
+from __future__ import annotations
+
+import math
+
+from quartet.errors import InvalidRequestError
+from quartet.rpc.edge import ChatPrompt, GenerateStart, Prompt, TextPrompt
+
+_MAX_CHOICES = 64
+_MAX_STOP_STRINGS, _MAX_STOP_STRING_BYTES = 16, 1024
+_MAX_CLIENT_REQUEST_ID_BYTES = 128
+_MAX_NAME_LENGTH = 256
+
+
+def check_start(start: GenerateStart) -> None:
+    """Refuse what is impossible with any model; the router does, and clients may save themselves the way to it.
+
+    Raises:
+        InvalidRequestError: naming the field.
+    """
+    if not 1 <= start.num_choices <= _MAX_CHOICES:
+        raise InvalidRequestError(f"num_choices must be in [1, {_MAX_CHOICES}]", field="num_choices")
+    if start.timeout_s is not None and not (start.timeout_s > 0 and math.isfinite(start.timeout_s)):
+        raise InvalidRequestError("timeout must be positive", field="timeout")
+    if _size_bytes(start.client_request_id) > _MAX_CLIENT_REQUEST_ID_BYTES:
+        message = f"client_request_id is longer than {_MAX_CLIENT_REQUEST_ID_BYTES} bytes"
+        raise InvalidRequestError(message, field="client_request_id")
+    for name in ("tenant", "session_key", "cache_salt"):
+        if len(getattr(start, name)) > _MAX_NAME_LENGTH:
+            raise InvalidRequestError(f"{name} is longer than {_MAX_NAME_LENGTH} characters", field=name)
+    _check_text_options(start)
+    if _is_empty(start.prompt):
+        raise InvalidRequestError("the prompt is empty", field=prompt_field(start.prompt))
+
+
+def prompt_field(prompt: Prompt) -> str:
+    """The path of the field that the prompt came in."""
+    if isinstance(prompt, TextPrompt):
+        return "text"
+    return "chat.messages" if isinstance(prompt, ChatPrompt) else "token_ids.ids"
+
+
+def _check_text_options(start: GenerateStart) -> None:
+    options, field = start.text_options, "text_options.stop_strings"
+    if len(options.stop_strings) > _MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"there are more than {_MAX_STOP_STRINGS} stop strings", field=field)
+    for stop_string in options.stop_strings:
+        if not 1 <= _size_bytes(stop_string) <= _MAX_STOP_STRING_BYTES:
+            message = f"a stop string has 1 to {_MAX_STOP_STRING_BYTES} bytes"
+            raise InvalidRequestError(message, field=field)
+    if options.omit_text and options.stop_strings:
+        raise InvalidRequestError("stop strings are looked for in text", field="text_options.omit_text")
+
+
+def _is_empty(prompt: Prompt) -> bool:
+    if isinstance(prompt, TextPrompt):
+        return not prompt.text
+    return not (prompt.messages if isinstance(prompt, ChatPrompt) else prompt.token_ids)
+
+
+def _size_bytes(text: str) -> int:
+    # Half a surrogate pair is refused where messages are written, not while it is measured.
+    return len(text.encode(errors="surrogatepass"))

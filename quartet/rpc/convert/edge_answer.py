@@ -1,0 +1,158 @@
+"""A router's answer: what it sends, what the client makes of it; what makes no sense raises ``ProtocolError``."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from quartet.discovery.place import Place
+from quartet.errors import ProtocolError
+from quartet.rpc.convert.generation import (
+    from_finish_reason,
+    from_token_logprobs,
+    to_finish_reason,
+    to_token_logprobs,
+)
+from quartet.rpc.durations import to_duration, to_seconds
+from quartet.rpc.edge import Accepted, AnswerPart, ChoiceFinished, ChoicePlacement, Delta, TimeBreakdown, Usage
+from quartet.v1 import router_pb2, types_pb2
+
+# Field of ours and of the message, whose type says what ours says by its unit.
+_TIMES = {item.name: item.name.removesuffix("_s") for item in fields(TimeBreakdown)}
+
+
+def to_generate_response(part: AnswerPart) -> router_pb2.GenerateResponse:
+    """One message down."""
+    if isinstance(part, Delta):
+        return router_pb2.GenerateResponse(delta=_to_delta(part))
+    if isinstance(part, ChoiceFinished):
+        return router_pb2.GenerateResponse(finished=_to_choice_finished(part))
+    return router_pb2.GenerateResponse(accepted=_to_accepted(part))
+
+
+def from_generate_response(message: router_pb2.GenerateResponse) -> AnswerPart:
+    """The part of the answer that one message tells."""
+    match message.WhichOneof("message"):
+        case "accepted":
+            return _from_accepted(message.accepted)
+        case "delta":
+            return _from_delta(message.delta)
+        case "finished":
+            return _from_choice_finished(message.finished)
+        case _:
+            raise ProtocolError("the router sent a message that says nothing")
+
+
+def _to_accepted(accepted: Accepted) -> router_pb2.Accepted:
+    return router_pb2.Accepted(
+        request_id=accepted.request_id,
+        choices=map(_to_choice_placement, accepted.choices),
+        num_prompt_tokens=accepted.num_prompt_tokens,
+        seed=accepted.seed,
+    )
+
+
+def _from_accepted(message: router_pb2.Accepted) -> Accepted:
+    return Accepted(
+        request_id=message.request_id,
+        choices=tuple(map(_from_choice_placement, message.choices)),
+        num_prompt_tokens=message.num_prompt_tokens,
+        seed=message.seed,
+    )
+
+
+def _to_choice_placement(placement: ChoicePlacement) -> router_pb2.ChoicePlacement:
+    return router_pb2.ChoicePlacement(
+        choice=placement.choice,
+        prefill=None if placement.prefill is None else _to_place(placement.prefill),
+        decode=_to_place(placement.decode),
+        num_matched_tokens=placement.num_matched_tokens,
+    )
+
+
+def _from_choice_placement(message: router_pb2.ChoicePlacement) -> ChoicePlacement:
+    return ChoicePlacement(
+        choice=message.choice,
+        prefill=_from_place(message.prefill) if message.HasField("prefill") else None,
+        decode=_from_place(message.decode),
+        num_matched_tokens=message.num_matched_tokens,
+    )
+
+
+def _to_place(place: Place) -> types_pb2.Place:
+    return types_pb2.Place(worker_id=place.worker_id, data_parallel_rank=place.data_parallel_rank)
+
+
+def _from_place(message: types_pb2.Place) -> Place:
+    return Place(message.worker_id, message.data_parallel_rank)
+
+
+def _to_delta(delta: Delta) -> router_pb2.Delta:
+    return router_pb2.Delta(
+        choice=delta.choice,
+        token_offset=delta.token_offset,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        logprobs=[to_token_logprobs(entry) for entry in delta.logprobs],
+    )
+
+
+def _from_delta(message: router_pb2.Delta) -> Delta:
+    return Delta(
+        choice=message.choice,
+        token_offset=message.token_offset,
+        token_ids=tuple(message.token_ids),
+        text=message.text,
+        logprobs=tuple(from_token_logprobs(entry) for entry in message.logprobs),
+    )
+
+
+def _to_choice_finished(finished: ChoiceFinished) -> router_pb2.ChoiceFinished:
+    return router_pb2.ChoiceFinished(
+        choice=finished.choice,
+        reason=to_finish_reason(finished.reason),
+        stop_string=finished.stop_string or "",
+        usage=_to_usage(finished.usage),
+        time=_to_time_breakdown(finished.time),
+    )
+
+
+def _from_choice_finished(message: router_pb2.ChoiceFinished) -> ChoiceFinished:
+    return ChoiceFinished(
+        choice=message.choice,
+        reason=from_finish_reason(message.reason),
+        stop_string=message.stop_string or None,
+        usage=_from_usage(message.usage),
+        time=_from_time_breakdown(message.time),
+    )
+
+
+def _to_usage(usage: Usage) -> router_pb2.Usage:
+    return router_pb2.Usage(
+        num_prompt_tokens=usage.num_prompt_tokens,
+        num_cached_tokens=usage.num_cached_tokens,
+        num_output_tokens=usage.num_output_tokens,
+        num_attempts=usage.num_attempts,
+    )
+
+
+def _from_usage(message: router_pb2.Usage) -> Usage:
+    return Usage(
+        num_prompt_tokens=message.num_prompt_tokens,
+        num_cached_tokens=message.num_cached_tokens,
+        num_output_tokens=message.num_output_tokens,
+        num_attempts=message.num_attempts,
+    )
+
+
+def _to_time_breakdown(time: TimeBreakdown) -> router_pb2.TimeBreakdown:
+    message = router_pb2.TimeBreakdown()
+    for ours, theirs in _TIMES.items():
+        seconds = getattr(time, ours)
+        if seconds is not None:
+            getattr(message, theirs).CopyFrom(to_duration(seconds))
+    return message
+
+
+def _from_time_breakdown(message: router_pb2.TimeBreakdown) -> TimeBreakdown:
+    spent = {ours: theirs for ours, theirs in _TIMES.items() if message.HasField(theirs)}  # type: ignore[arg-type]
+    return TimeBreakdown(**{ours: to_seconds(getattr(message, theirs)) for ours, theirs in spent.items()})

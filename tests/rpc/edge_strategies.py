@@ -1,0 +1,104 @@
+"""Requests, answers and fleets as the wire can carry them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from hypothesis import strategies as st
+
+from quartet.discovery.place import Place
+from quartet.engine.base import FinishReason
+from quartet.rpc.edge import (
+    Accepted,
+    ChatPrompt,
+    ChoiceFinished,
+    ChoicePlacement,
+    Delta,
+    GenerateStart,
+    TextOptions,
+    TextPrompt,
+    TimeBreakdown,
+    TokenPrompt,
+    Usage,
+)
+from quartet.rpc.fleet import Model, WorkerState, WorkerStatus
+from quartet.text.chat_template import ChatMessage
+from tests.events.loads import make_load
+from tests.rpc.strategies import LOGPROBS, NAMES, OUTPUTS, SAMPLINGS, TEXT, TOKEN_IDS, U32, U64, WORKER_RECORDS
+
+# Whole nanoseconds that a float holds exactly.
+SECONDS = st.integers(0, 10**6).map(lambda parts: parts / 512)
+PROMPTS = (
+    st.builds(TextPrompt, TEXT)
+    | st.builds(
+        ChatPrompt, st.lists(st.builds(ChatMessage, TEXT.filter(bool), TEXT), max_size=3).map(tuple), st.booleans()
+    )
+    | st.builds(TokenPrompt, TOKEN_IDS.map(tuple))
+)
+TEXT_OPTIONS = st.builds(
+    TextOptions,
+    stop_strings=NAMES,
+    include_stop_string=st.booleans(),
+    omit_text=st.booleans(),
+    omit_token_ids=st.booleans(),
+    show_special_tokens=st.booleans(),
+)
+GENERATE_STARTS = st.builds(
+    GenerateStart,
+    prompt=PROMPTS,
+    model=TEXT,
+    sampling=SAMPLINGS,
+    seed=st.none() | U64,
+    output=OUTPUTS,
+    text_options=TEXT_OPTIONS,
+    adapter=TEXT,
+    cache_salt=TEXT,
+    tenant=TEXT,
+    priority=st.integers(-(2**31), 2**31 - 1),
+    session_key=TEXT,
+    timeout_s=st.none() | SECONDS,
+    num_choices=U32,
+    client_request_id=TEXT,
+)
+PLACES = st.builds(Place, TEXT, U32)
+PLACEMENTS = st.builds(ChoicePlacement, choice=U32, prefill=st.none() | PLACES, decode=PLACES, num_matched_tokens=U32)
+ACCEPTED = st.builds(
+    Accepted, request_id=TEXT, choices=st.lists(PLACEMENTS, max_size=3).map(tuple), num_prompt_tokens=U32, seed=U64
+)
+DELTAS = st.builds(
+    Delta,
+    choice=U32,
+    token_offset=U32,
+    token_ids=TOKEN_IDS.map(tuple),
+    text=TEXT,
+    logprobs=st.lists(LOGPROBS, max_size=3).map(tuple),
+)
+FINISHED = st.builds(
+    ChoiceFinished,
+    choice=U32,
+    reason=st.sampled_from(FinishReason),
+    usage=st.builds(Usage, num_prompt_tokens=U32, num_cached_tokens=U32, num_output_tokens=U32, num_attempts=U32),
+    time=st.builds(TimeBreakdown, **{item.name: st.none() | SECONDS for item in fields(TimeBreakdown)}),
+    stop_string=st.none() | TEXT.filter(bool),
+)
+ANSWER_PARTS = ACCEPTED | DELTAS | FINISHED
+WORKER_STATUSES = st.builds(
+    WorkerStatus,
+    record=WORKER_RECORDS,
+    state=st.sampled_from(WorkerState),
+    load=st.none() | st.builds(make_load),
+    load_age_s=st.none() | SECONDS,
+    num_requests=U32,
+)
+MODELS = st.builds(
+    Model,
+    name=TEXT,
+    fingerprint=TEXT,
+    max_model_len=U32,
+    num_prefill_workers=U32,
+    num_decode_workers=U32,
+    sampling_fields=NAMES,
+    media=NAMES,
+    adapters=NAMES,
+    has_chat_template=st.booleans(),
+)

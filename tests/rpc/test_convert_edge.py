@@ -1,0 +1,97 @@
+"""Between clients and routers: nothing is lost on the wire, and nonsense is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+
+from quartet.engine.base import FinishReason
+from quartet.engine.sampling import Sampling
+from quartet.errors import InvalidRequestError, ProtocolError, UnsupportedFieldError
+from quartet.rpc.convert.edge_answer import from_generate_response, to_generate_response
+from quartet.rpc.convert.edge_start import from_generate_start, to_generate_start
+from quartet.rpc.convert.fleet import from_model, from_worker_status, to_model, to_worker_status
+from quartet.rpc.edge import AnswerPart, ChatPrompt, GenerateStart, TextPrompt, TokenPrompt
+from quartet.rpc.fleet import Model, WorkerStatus
+from quartet.text.chat_template import ChatMessage
+from quartet.v1 import router_pb2, types_pb2
+from tests.rpc import edge_strategies
+from tests.rpc.test_convert import over_the_wire
+
+
+@given(edge_strategies.GENERATE_STARTS)
+def test_a_start_survives(start: GenerateStart) -> None:
+    assert from_generate_start(over_the_wire(to_generate_start(start))) == start
+
+
+@given(edge_strategies.ANSWER_PARTS)
+def test_every_part_of_an_answer_survives(part: AnswerPart) -> None:
+    assert from_generate_response(over_the_wire(to_generate_response(part))) == part
+
+
+@given(edge_strategies.WORKER_STATUSES)
+def test_a_workers_status_survives(status: WorkerStatus) -> None:
+    assert from_worker_status(over_the_wire(to_worker_status(status))) == status
+
+
+@given(edge_strategies.MODELS)
+def test_a_model_survives(model: Model) -> None:
+    assert from_model(over_the_wire(to_model(model))) == model
+
+
+def test_absent_fields_of_a_start_have_their_defaults() -> None:
+    assert from_generate_start(router_pb2.GenerateStart(text="Hi")) == GenerateStart(prompt=TextPrompt("Hi"))
+    chat = router_pb2.ChatPrompt(messages=[router_pb2.ChatMessage(role="user", content="Hi")])
+    assert from_generate_start(router_pb2.GenerateStart(chat=chat)).prompt == ChatPrompt((ChatMessage("user", "Hi"),))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"prompt": TokenPrompt((1, 2**32))}, "token_ids.ids"),
+        ({"prompt": TokenPrompt((-1,))}, "token_ids.ids"),
+        ({"prompt": TextPrompt("\ud800")}, None),
+        ({"tenant": "\ud800"}, None),
+        ({"priority": 2**31}, None),
+        ({"sampling": Sampling(stop_token_ids=(-1,))}, None),
+    ],
+)
+def test_what_a_start_cannot_hold_is_refused(changes: dict[str, object], field: str | None) -> None:
+    start = replace(GenerateStart(prompt=TextPrompt("Hi")), **changes)
+    with pytest.raises(InvalidRequestError) as caught:
+        to_generate_start(start)
+    assert caught.value.field == field
+
+
+def test_a_speakers_name_is_refused_not_dropped() -> None:
+    start = GenerateStart(prompt=ChatPrompt((ChatMessage("user", "Hi", name="Ada"),)))
+    with pytest.raises(UnsupportedFieldError) as caught:
+        to_generate_start(start)
+    assert caught.value.field == "chat.messages.name"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        router_pb2.GenerateResponse(),
+        router_pb2.GenerateResponse(finished=router_pb2.ChoiceFinished()),
+        router_pb2.GenerateResponse(delta=router_pb2.Delta(logprobs=[types_pb2.TokenLogprobs(top_token_ids=[1])])),
+    ],
+)
+def test_an_answer_that_makes_no_sense_is_the_routers_fault(message: router_pb2.GenerateResponse) -> None:
+    with pytest.raises(ProtocolError):
+        from_generate_response(message)
+
+
+def test_a_worker_in_no_state_is_the_routers_fault() -> None:
+    with pytest.raises(ProtocolError, match="no state"):
+        from_worker_status(router_pb2.WorkerStatus())
+
+
+def test_the_words_for_an_end_are_those_of_the_contract() -> None:
+    named = {f"FINISH_REASON_{reason.name}" for reason in FinishReason}
+    assert named == set(types_pb2.FinishReason.keys()) - {"FINISH_REASON_UNSPECIFIED"}
