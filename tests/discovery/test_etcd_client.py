@@ -14,7 +14,8 @@ import pytest
 from quartet.discovery.etcd import EtcdConfig, EtcdRegistry
 from quartet.discovery.etcd_client import EtcdClient
 from quartet.errors import DiscoveryError
-from tests.discovery.certificates import CertificateFiles, write_certificates
+from quartet.rpc.tls import TlsConfig
+from tests.certificates import CertificateAuthority
 from tests.discovery.records import TIMEOUT_S, make_record
 from tests.discovery.tcp_proxy import TcpProxy
 from tests.etcd_server import EtcdServer
@@ -83,14 +84,14 @@ async def test_a_quiet_watch_is_told_from_a_dead_one(etcd: EtcdServer) -> None:
 
 
 async def test_mutual_tls_works_and_a_client_without_a_certificate_is_refused(etcd: EtcdServer, tmp_path: Path) -> None:
-    files = write_certificates(tmp_path)
+    files = CertificateAuthority(tmp_path).issue("both-ends")
     async with TcpProxy(etcd.endpoint, tls=_server_context(files)) as proxy:
         mutual = EtcdRegistry(
             EtcdConfig(
                 endpoints=(f"https://{proxy.endpoint}",),
-                ca_file=files.authority,
-                cert_file=files.certificate,
-                key_file=files.key,
+                ca_file=files.ca_file,
+                cert_file=files.cert_file,
+                key_file=files.key_file,
             )
         )
         registration = await mutual.register(make_record())
@@ -98,7 +99,7 @@ async def test_mutual_tls_works_and_a_client_without_a_certificate_is_refused(et
         await mutual.close()
 
         for config in (
-            EtcdConfig(endpoints=(proxy.endpoint,), ca_file=files.authority, request_timeout_s=0.5),
+            EtcdConfig(endpoints=(proxy.endpoint,), ca_file=files.ca_file, request_timeout_s=0.5),
             EtcdConfig(endpoints=(f"https://{proxy.endpoint}",), request_timeout_s=0.5),
             EtcdConfig(endpoints=(proxy.endpoint,), request_timeout_s=0.5),
         ):
@@ -108,10 +109,10 @@ async def test_mutual_tls_works_and_a_client_without_a_certificate_is_refused(et
             await refused.close()
 
 
-def _server_context(files: CertificateFiles) -> ssl.SSLContext:
+def _server_context(files: TlsConfig) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(files.certificate, files.key)
-    context.load_verify_locations(files.authority)
+    context.load_cert_chain(files.cert_file, files.key_file)
+    context.load_verify_locations(files.ca_file)
     context.verify_mode = ssl.CERT_REQUIRED
     context.set_alpn_protocols(["h2"])
     return context
