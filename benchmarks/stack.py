@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from quartet.rpc.channels import create_channel
 from quartet.v1 import router_pb2, router_pb2_grpc
 from services.launch import Environment, LocalTopology
 from services.local_etcd import free_port
+from services.run_directory import make_run_directory
 from services.topology import Topology
 
 _POLL_S = 0.1
@@ -34,7 +34,7 @@ class Stack:
     """
 
     def __init__(self, topology: Topology, log: Path, on_progress: Callable[[str], None]) -> None:
-        """Nothing runs before entry; the processes' output goes to the file ``log``."""
+        """Nothing runs before entry; the processes' output goes to the file ``log``, their settings and data beside it."""
         self.pids: Mapping[str, int] = {}
         self._router_http = f"127.0.0.1:{free_port()}"
         overrides = {**topology.router.overrides, "http_address": self._router_http}
@@ -62,7 +62,7 @@ class Stack:
         environment = Environment(
             variables=dict(os.environ),
             num_cores=os.cpu_count() or 1,
-            run_dir=Path(tempfile.mkdtemp(prefix="quartet-benchmark-")),
+            run_dir=make_run_directory(self._log_path.parent, self._topology.namespace),
         )
         self._local = LocalTopology(self._topology, environment, _Observer(self._log, self._on_progress))
         try:
