@@ -34,7 +34,7 @@ class Stack:
     """
 
     def __init__(self, topology: Topology, log: Path, on_progress: Callable[[str], None]) -> None:
-        """Nothing runs before entry; the processes' output goes to the file ``log``, their settings and data beside it."""
+        """Nothing runs before entry; their output goes to the file ``log``, their data beside it."""
         self.pids: Mapping[str, int] = {}
         self._router_http = f"127.0.0.1:{free_port()}"
         overrides = {**topology.router.overrides, "http_address": self._router_http}
