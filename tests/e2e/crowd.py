@@ -97,7 +97,8 @@ class Crowd:
     async def wait_for(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
         """Wait until ``condition`` holds, looked at whenever something comes. A request that fails raises here."""
         async with asyncio.timeout(timeout_s), self._changed:
-            await self._changed.wait_for(lambda: self._raise_failures() or condition())
+            await self._changed.wait_for(lambda: condition() or self._is_over())
+        assert condition(), "all requests ended before that"
 
     async def finish(self) -> None:
         """Wait until all have ended. Raises what the first that failed was told."""
@@ -121,11 +122,12 @@ class Crowd:
             async with self._changed:
                 self._changed.notify_all()
 
-    def _raise_failures(self) -> bool:
+    def _is_over(self) -> bool:
+        """Whether no answer changes any more. Raises what a request failed with."""
         for task in self._tasks:
             if task.done():
                 task.result()
-        return False
+        return all(answer.finished is not None for answer in self.answers)
 
 
 def _take(answer: Answer, event: AnswerPart) -> None:

@@ -92,7 +92,7 @@ async def test_no_request_notices_that_a_decode_and_then_a_prefill_are_killed(
 ) -> None:
     without_decode, without_prefill = crowd_asks("a decode dies"), crowd_asks("a prefill dies")
     async with Crowd(client, without_decode) as first:
-        await first.wait_for(lambda: sum(len(answer.token_ids) >= 8 for answer in first.at("decode-0")) >= 8)
+        await first.wait_for(lambda: sum(len(answer.token_ids) > 1 for answer in first.at("decode-0")) >= 3)
         whole.kill("decode-0")
         await first.finish()
     assert max(first.num_attempts) > 1, "nobody was on the decode that was killed"
@@ -171,7 +171,7 @@ async def test_requests_move_away_from_a_frozen_decode_which_gets_none_until_it_
 ) -> None:
     asks = crowd_asks("a decode freezes")
     async with Crowd(client, asks) as crowd:
-        await crowd.wait_for(lambda: sum(bool(answer.token_ids) for answer in crowd.at("decode-0")) >= 4)
+        await crowd.wait_for(lambda: sum(len(answer.token_ids) > 1 for answer in crowd.at("decode-0")) >= 3)
         whole.processes["decode-0"].signal(signal.SIGSTOP)
         await asyncio.wait_for(crowd.finish(), 30)
     assert max(crowd.num_attempts) > 1
