@@ -21,8 +21,8 @@ def check_start(start: GenerateStart) -> None:
     """
     if not 1 <= start.num_choices <= _MAX_CHOICES:
         raise InvalidRequestError(f"num_choices must be in [1, {_MAX_CHOICES}]", field="num_choices")
-    if start.timeout_s is not None and not (start.timeout_s > 0 and math.isfinite(start.timeout_s)):
-        raise InvalidRequestError("timeout must be positive", field="timeout")
+    if start.timeout_s is not None:
+        _check_timeout(start.timeout_s)
     if _size_bytes(start.client_request_id) > _MAX_CLIENT_REQUEST_ID_BYTES:
         message = f"client_request_id is longer than {_MAX_CLIENT_REQUEST_ID_BYTES} bytes"
         raise InvalidRequestError(message, field="client_request_id")
@@ -39,6 +39,13 @@ def prompt_field(prompt: Prompt) -> str:
     if isinstance(prompt, TextPrompt):
         return "text"
     return "chat.messages" if isinstance(prompt, ChatPrompt) else "token_ids.ids"
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if not timeout_s > 0:  # not a number is refused here too
+        raise InvalidRequestError("timeout must be above 0", field="timeout")
+    if math.isinf(timeout_s):
+        raise InvalidRequestError("timeout must be finite", field="timeout")
 
 
 def _check_text_options(start: GenerateStart) -> None:

@@ -62,12 +62,13 @@ async def test_an_answer_is_accepted_then_streamed_then_finished(router: FakeRou
     address = await start_router(router)
     async with QuartetClient(address) as client:
         stream = client.generate("Hi", seed=5)
-        assert stream.router is None
+        router_before = stream.router
         events = [event async for event in stream]
 
     accepted, *deltas, finished = events
     assert isinstance(accepted, Accepted)
-    assert (accepted.request_id, accepted.seed, stream.router) == (REQUEST_ID, 5, address)
+    assert (accepted.request_id, accepted.seed) == (REQUEST_ID, 5)
+    assert (router_before, stream.router) == (None, address)
     assert accepted.choices[0].prefill == Place("prefill-0")
     assert [delta.text for delta in deltas if isinstance(delta, Delta)] == router.words
     assert isinstance(finished, ChoiceFinished)
@@ -177,6 +178,7 @@ async def test_the_routers_error_comes_as_its_own_type(router: FakeRouter, start
         (lambda client: client.generate("Hi", seed=2**64), "seed"),
         (lambda client: client.generate("Hi", num_choices=65), "num_choices"),
         (lambda client: client.generate("Hi", timeout_s=0), "timeout"),
+        (lambda client: client.generate("Hi", timeout_s=float("inf")), "timeout"),
         (lambda client: client.generate("Hi", logprobs=21), "output.logprobs"),
         (lambda client: client.generate("Hi", stop="no list"), "text_options.stop_strings"),
         (lambda client: client.generate("Hi", stop=["."] * 17), "text_options.stop_strings"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 
@@ -19,6 +17,8 @@ from quartet.text.chat_template import ChatMessage
 from quartet.v1 import router_pb2, types_pb2
 from tests.rpc import edge_strategies
 from tests.rpc.test_convert import over_the_wire
+
+HI = TextPrompt("Hi")
 
 
 @given(edge_strategies.GENERATE_STARTS)
@@ -42,26 +42,25 @@ def test_a_model_survives(model: Model) -> None:
 
 
 def test_absent_fields_of_a_start_have_their_defaults() -> None:
-    assert from_generate_start(router_pb2.GenerateStart(text="Hi")) == GenerateStart(prompt=TextPrompt("Hi"))
+    assert from_generate_start(router_pb2.GenerateStart(text="Hi")) == GenerateStart(prompt=HI)
     chat = router_pb2.ChatPrompt(messages=[router_pb2.ChatMessage(role="user", content="Hi")])
     assert from_generate_start(router_pb2.GenerateStart(chat=chat)).prompt == ChatPrompt((ChatMessage("user", "Hi"),))
 
 
 @pytest.mark.parametrize(
-    ("changes", "field"),
+    ("start", "field"),
     [
-        ({"seed": -1}, "seed"),
-        ({"seed": 2**64}, "seed"),
-        ({"prompt": TokenPrompt((1, 2**32))}, "token_ids.ids"),
-        ({"prompt": TokenPrompt((-1,))}, "token_ids.ids"),
-        ({"prompt": TextPrompt("\ud800")}, None),
-        ({"tenant": "\ud800"}, None),
-        ({"priority": 2**31}, None),
-        ({"sampling": Sampling(stop_token_ids=(-1,))}, None),
+        (GenerateStart(prompt=HI, seed=-1), "seed"),
+        (GenerateStart(prompt=HI, seed=2**64), "seed"),
+        (GenerateStart(prompt=TokenPrompt((1, 2**32))), "token_ids.ids"),
+        (GenerateStart(prompt=TokenPrompt((-1,))), "token_ids.ids"),
+        (GenerateStart(prompt=TextPrompt("\ud800")), None),
+        (GenerateStart(prompt=HI, tenant="\ud800"), None),
+        (GenerateStart(prompt=HI, priority=2**31), None),
+        (GenerateStart(prompt=HI, sampling=Sampling(stop_token_ids=(-1,))), None),
     ],
 )
-def test_what_a_start_cannot_hold_is_refused(changes: dict[str, object], field: str | None) -> None:
-    start = replace(GenerateStart(prompt=TextPrompt("Hi")), **changes)
+def test_what_a_message_cannot_hold_is_refused(start: GenerateStart, field: str | None) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         to_generate_start(start)
     assert caught.value.field == field
