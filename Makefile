@@ -2,6 +2,8 @@
 # A fresh Debian machine needs: apt-get install make python3-venv
 
 EXTRAS ?= torch,dev
+# Half of a test's time is waiting; each process imports torch, though, which takes memory.
+JOBS ?= 2
 BIN := .venv/bin
 MODEL := .run/models/random-llama
 PACKAGES := quartet services router cli models codegen benchmarks
@@ -25,11 +27,11 @@ run-%: setup tools $(MODEL)/model.safetensors  ## Start configs/%.yaml on this m
 $(MODEL)/model.safetensors: models/random_llama.py | setup
 	@$(BIN)/python -m models.random_llama --out $(MODEL)
 
-test: setup tools  ## Run all tests
-	$(BIN)/python -m pytest
+test: test-unit tools  ## Run all tests
+	$(BIN)/python -m pytest -m e2e
 
-test-unit: setup  ## Run the tests that start no service processes
-	$(BIN)/python -m pytest -m "not e2e"
+test-unit: setup tools  ## Run the tests that start no service processes (JOBS=4: that many at once)
+	$(BIN)/python -m pytest -m "not e2e" -n $(JOBS)
 
 lint: lint-format lint-code lint-types lint-imports lint-sizes lint-protos lint-stubs  ## Run every check of the gate
 
