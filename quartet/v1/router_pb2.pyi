@@ -395,9 +395,10 @@ class GenerateResponse(_message.Message):
     ACCEPTED_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    PLACED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___Accepted:
-        """The request is placed; comes first, once."""
+        """The request runs; comes first, once."""
 
     @_builtins.property
     def delta(self) -> Global___Delta:
@@ -407,18 +408,23 @@ class GenerateResponse(_message.Message):
     def finished(self) -> Global___ChoiceFinished:
         """One choice ended."""
 
+    @_builtins.property
+    def placed(self) -> Global___ChoicePlacement:
+        """A choice was placed after `accepted` had gone out; comes before its first delta."""
+
     def __init__(
         self,
         *,
         accepted: Global___Accepted | None = ...,
         delta: Global___Delta | None = ...,
         finished: Global___ChoiceFinished | None = ...,
+        placed: Global___ChoicePlacement | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "finished", b"finished", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "finished", b"finished", "message", b"message", "placed", b"placed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "finished", b"finished", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "finished", b"finished", "message", b"message", "placed", b"placed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["accepted", "delta", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["accepted", "delta", "finished", "placed"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -426,7 +432,7 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class Accepted(_message.Message):
-    """The request is placed."""
+    """The first of the request's choices is placed; each of the others is told by `placed` when it is."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -442,7 +448,7 @@ class Accepted(_message.Message):
     """The seed in use: with it the same request gives the same tokens."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoicePlacement]:
-        """Where each choice runs, in the order of choices."""
+        """Where the choices placed so far run, in the order of choices. Empty: it was cancelled before any was placed."""
 
     def __init__(
         self,
@@ -599,7 +605,7 @@ class Usage(_message.Message):
     num_output_tokens: _builtins.int
     """Tokens of the output that were shown."""
     num_attempts: _builtins.int
-    """Attempts it took, at least 1."""
+    """Attempts it took. 0: it was cancelled before the first began."""
     def __init__(
         self,
         *,
