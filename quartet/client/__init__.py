@@ -9,7 +9,7 @@ from quartet.engine.base import FinishReason
 from quartet.engine.sampling import Sampling, TokenLogprobs
 from quartet.rpc.edge import Accepted, AnswerPart, ChoiceFinished, ChoicePlacement, Delta, TimeBreakdown, Usage
 from quartet.rpc.fleet import Model, WorkerState, WorkerStatus
-from quartet.text.chat_template import ChatMessage
+from quartet.text.chat_message import ChatMessage
 
 __all__ = [
     "Accepted",

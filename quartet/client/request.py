@@ -9,7 +9,7 @@ from quartet.engine.sampling import OutputOptions, Sampling
 from quartet.errors import InvalidRequestError
 from quartet.rpc.check_start import check_start
 from quartet.rpc.edge import ChatPrompt, GenerateStart, Prompt, TextOptions, TextPrompt, TokenPrompt
-from quartet.text.chat_template import ChatMessage
+from quartet.text.chat_message import ChatMessage
 
 _DEFAULT_SAMPLING = Sampling()
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from quartet.discovery.place import Place
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
-from quartet.text.chat_template import ChatMessage
+from quartet.text.chat_message import ChatMessage
 
 
 @dataclass(frozen=True)

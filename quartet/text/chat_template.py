@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -22,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quartet.errors import InvalidRequestError, ModelFilesError
 from quartet.text import model_files
+from quartet.text.chat_message import ChatMessage
 from quartet.text.special_tokens import SpecialTokens
 
 #: Characters: far above any context window's text, far below what would hurt the process.
@@ -29,21 +29,6 @@ MAX_RENDERED_LENGTH = 32 * 1024 * 1024
 
 #: What Python raises in a template's expressions on messages that it was not written for.
 _EXPRESSION_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
-
-
-@dataclass(frozen=True)
-class ChatMessage:
-    """One message of a chat.
-
-    Attributes:
-        role: who speaks; which roles there are is up to the template.
-        content: the text.
-        name: of the speaker; most templates ignore it, and ``None`` leaves it out.
-    """
-
-    role: str
-    content: str
-    name: str | None = None
 
 
 class ChatTemplate:

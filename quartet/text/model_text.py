@@ -9,7 +9,8 @@ from typing import Any
 
 from quartet.errors import InvalidRequestError, ModelFilesError
 from quartet.text import model_files
-from quartet.text.chat_template import ChatMessage, ChatTemplate
+from quartet.text.chat_message import ChatMessage
+from quartet.text.chat_template import ChatTemplate
 from quartet.text.tokenizer import Tokenizer
 
 #: Names under which a ``config.json`` gives the longest sequence, newest first.

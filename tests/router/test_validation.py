@@ -8,7 +8,7 @@ from quartet import errors
 from quartet.engine.sampling import OutputOptions, Sampling
 from quartet.errors import InvalidRequestError
 from quartet.rpc.edge import ChatPrompt, TextOptions, TextPrompt, TokenPrompt
-from quartet.text.chat_template import ChatMessage
+from quartet.text.chat_message import ChatMessage
 from tests.router.fakes import MODEL_TEXT, Fleet, collect
 from tests.router.test_pipeline import make_start
 

@@ -22,7 +22,7 @@ from quartet.rpc.edge import (
     Usage,
 )
 from quartet.rpc.fleet import Model, WorkerState, WorkerStatus
-from quartet.text.chat_template import ChatMessage
+from quartet.text.chat_message import ChatMessage
 from tests.events.loads import make_load
 from tests.rpc.strategies import LOGPROBS, NAMES, OUTPUTS, SAMPLINGS, TEXT, TOKEN_IDS, U32, U64, WORKER_RECORDS
 

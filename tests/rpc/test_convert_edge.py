@@ -13,7 +13,7 @@ from quartet.rpc.convert.edge_start import from_generate_start, to_generate_star
 from quartet.rpc.convert.fleet import from_model, from_worker_status, to_model, to_worker_status
 from quartet.rpc.edge import AnswerPart, ChatPrompt, GenerateStart, TextPrompt, TokenPrompt
 from quartet.rpc.fleet import Model, WorkerStatus
-from quartet.text.chat_template import ChatMessage
+from quartet.text.chat_message import ChatMessage
 from quartet.v1 import router_pb2, types_pb2
 from tests.rpc import edge_strategies
 from tests.rpc.test_convert import over_the_wire

@@ -14,7 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from quartet.errors import InvalidRequestError, ModelFilesError
 from quartet.text import chat_template
-from quartet.text.chat_template import ChatMessage, ChatTemplate
+from quartet.text.chat_message import ChatMessage
+from quartet.text.chat_template import ChatTemplate
 from quartet.text.model_text import ModelText
 from tests.text import builders
 

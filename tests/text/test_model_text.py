@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quartet.errors import InvalidRequestError, ModelFilesError
-from quartet.text.chat_template import ChatMessage
+from quartet.text.chat_message import ChatMessage
 from quartet.text.model_files import TEXT_FILE_NAMES, read_text_files
 from quartet.text.model_text import ModelText
 from tests.text import builders

@@ -6,7 +6,7 @@ from quartet.errors import InvalidRequestError, UnsupportedFieldError
 from quartet.rpc.convert.generation import from_output_options, from_sampling, to_output_options, to_sampling
 from quartet.rpc.durations import to_duration, to_seconds
 from quartet.rpc.edge import ChatPrompt, GenerateStart, Prompt, TextOptions, TextPrompt, TokenPrompt
-from quartet.text.chat_template import ChatMessage
+from quartet.text.chat_message import ChatMessage
 from quartet.v1 import router_pb2
 
 _MAX_UINT32 = 2**32 - 1
