@@ -127,15 +127,7 @@ async def inner_worker(
     )
     shm = ShmServer(memory)
     await shm.start()
-    metrics = WorkerMetrics(CollectorRegistry())
-    limits = limits or StreamLimits()
-    dispatcher: DecodeDispatcher | PrefillDispatcher
-    if kind is RequestKind.PREFILL:
-        dispatcher = PrefillDispatcher(engine, source, "fake", metrics)
-        service = prefill_service(dispatcher, limits)
-    else:
-        dispatcher = DecodeDispatcher(engine, metrics)
-        service = decode_service(dispatcher, limits)
+    dispatcher, service = _dispatching(kind, engine, source, limits or StreamLimits())
     pulls = GatedTransfers(source, host=host, config=transfer, shm=shm)
     pulls.may_serve = asyncio.Event()
     pulls.may_serve.set()
@@ -158,6 +150,17 @@ async def inner_worker(
         await consumer
         await puller.close()
         await shm.close()
+
+
+def _dispatching(
+    kind: RequestKind, engine: StepEngine, source: TransferSource, limits: StreamLimits
+) -> tuple[DecodeDispatcher | PrefillDispatcher, Service]:
+    metrics = WorkerMetrics(CollectorRegistry())
+    if kind is RequestKind.PREFILL:
+        prefills = PrefillDispatcher(engine, source, "fake", metrics)
+        return prefills, prefill_service(prefills, limits)
+    decodes = DecodeDispatcher(engine, metrics)
+    return decodes, decode_service(decodes, limits)
 
 
 @asynccontextmanager
