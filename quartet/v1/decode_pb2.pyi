@@ -87,7 +87,9 @@ class DecodeStart(_message.Message):
     """`StartChunk`s follow, up to `StartDone`. Default false."""
     @_builtins.property
     def context(self) -> _types_pb2.RequestContext:
-        """Who asks and how long it may take."""
+        """Who asks and how long it may take. Absent: nobody in particular, without a limit of its own; the worker draws a
+        request id.
+        """
 
     @_builtins.property
     def generation(self) -> _types_pb2.Generation:
@@ -127,11 +129,11 @@ class SealedDecodeStart(_message.Message):
     slot: _builtins.int
     """Chosen by the opener of the stream; it replaces the slot of the start inside. Default 0."""
     sealed_start: _builtins.bytes
-    """A serialized `SealedStart`."""
+    """A serialized `SealedStart`. Required."""
     key_id: _builtins.str
-    """Names the key of `mac`."""
+    """Names the key of `mac`. Required."""
     mac: _builtins.bytes
-    """HMAC-SHA256 over exactly the bytes of `sealed_start`, 32 bytes."""
+    """HMAC-SHA256 over exactly the bytes of `sealed_start`, 32 bytes. Required."""
     def __init__(
         self,
         *,
@@ -159,14 +161,14 @@ class SealedStart(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     EXPIRES_AT_UNIX_MS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
-    """The only worker that may run it."""
+    """The only worker that may run it. Required."""
     epoch: _builtins.int
-    """That worker's life."""
+    """That worker's life. Required."""
     expires_at_unix_ms: _builtins.int
-    """Unix time in milliseconds after which it is refused."""
+    """Unix time in milliseconds after which it is refused. Required."""
     @_builtins.property
     def start(self) -> Global___DecodeStart:
-        """The start, slot 0."""
+        """The start, slot 0. Required."""
 
     def __init__(
         self,
@@ -202,37 +204,37 @@ class DecodeResponse(_message.Message):
     FAILURES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Requests that got tokens."""
+        """Requests that got tokens. Empty: none did."""
 
     @_builtins.property
     def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """How many each got."""
+        """How many tokens each got. Aligned with `slots`."""
 
     @_builtins.property
     def token_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Number of each one's first token here within its output, from 0, `generated_token_ids` included. A receiver
-        drops what it has; a hole means that the attempt is broken.
+        """Number of each one's first token here within its output, from 0, `generated_token_ids` included. A receiver drops
+        what it has; a hole means that the attempt is broken. Aligned with `slots`.
         """
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens, request after request."""
+        """The tokens, request after request. Empty: no request got any."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotLogprobs]:
-        """Log probabilities, where asked for."""
+        """Log probabilities, where asked for. Empty: nobody asked."""
 
     @_builtins.property
     def started(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotStarted]:
-        """Requests that joined the running batch."""
+        """Requests that joined the running batch. Empty: none did."""
 
     @_builtins.property
     def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotFinished]:
-        """Requests that ended well; their last tokens are in this message or came before."""
+        """Requests that ended well; their last tokens are in this message or came before. Empty: none did."""
 
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotFailure]:
-        """Requests that ended badly."""
+        """Requests that ended badly. Empty: none did."""
 
     def __init__(
         self,
@@ -263,10 +265,10 @@ class SlotLogprobs(_message.Message):
     SLOT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
-    """The request."""
+    """The request. Always set."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]:
-        """One entry a token, aligned with its part of `token_ids`."""
+        """One entry a token. Aligned with its part of `token_ids`."""
 
     def __init__(
         self,
@@ -294,14 +296,14 @@ class SlotStarted(_message.Message):
     TRANSFER_FIELD_NUMBER: _builtins.int
     TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
-    """The request."""
+    """The request. Always set."""
     num_cached_tokens: _builtins.int
-    """Tokens whose KV was already here."""
+    """Tokens whose KV was already here. 0: none."""
     transfer_bytes: _builtins.int
-    """Bytes pulled."""
+    """Bytes pulled. 0: nothing was pulled."""
     @_builtins.property
     def queue(self) -> _duration_pb2.Duration:
-        """Time from its arrival until it was scheduled."""
+        """Time from its arrival until it was scheduled, less `transfer`. Always set."""
 
     @_builtins.property
     def transfer(self) -> _duration_pb2.Duration:
@@ -334,11 +336,11 @@ class SlotFinished(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
-    """The request; its slot is free again."""
+    """The request; its slot is free again. Always set."""
     reason: _types_pb2.FinishReason.ValueType
-    """Why."""
+    """Why. Always set."""
     num_output_tokens: _builtins.int
-    """Output tokens in all, `generated_token_ids` included."""
+    """Output tokens in all, `generated_token_ids` included. Always set."""
     def __init__(
         self,
         *,
@@ -363,10 +365,10 @@ class SlotFailure(_message.Message):
     SLOT_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
-    """The request; its slot is free again."""
+    """The request; its slot is free again. Always set."""
     @_builtins.property
     def failure(self) -> _types_pb2.Failure:
-        """How."""
+        """How. Always set."""
 
     def __init__(
         self,

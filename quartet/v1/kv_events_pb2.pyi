@@ -33,20 +33,20 @@ class WorkerLoad(_message.Message):
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     IS_HEALTHY_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
-    """The worker."""
+    """The worker. Always set: a report without it is dropped."""
     epoch: _builtins.int
-    """Its life."""
+    """Its life, as in its record. Always set."""
     is_draining: _builtins.bool
-    """It drains: nothing new is taken."""
+    """It drains: nothing new is taken. Default false."""
     is_healthy: _builtins.bool
-    """False once its health is NOT_SERVING for another reason than draining."""
+    """Whether it is well. Default false, that is, its health is NOT_SERVING for another reason than draining."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankLoad]:
-        """One entry a data-parallel rank, in order."""
+        """One entry a data-parallel rank, in order. Always at least one."""
 
     @_builtins.property
     def routers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterProgress]:
-        """How far each router's starts are counted in."""
+        """How far each router's starts are counted in. Empty: no router has sent any."""
 
     def __init__(
         self,
@@ -82,23 +82,23 @@ class RankLoad(_message.Message):
     NUM_TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
-    """Requests in the running batch."""
+    """Requests in the running batch. 0: none."""
     num_waiting: _builtins.int
-    """Requests that wait for it."""
+    """Requests that wait for it. 0: none."""
     num_queued_prefill_tokens: _builtins.int
-    """Prompt tokens not computed yet, of running and waiting requests."""
+    """Prompt tokens not computed yet, of running and waiting requests. 0: none."""
     num_in_use_blocks: _builtins.int
-    """Blocks that running requests use."""
+    """Blocks that running requests use. 0: none."""
     num_held_blocks: _builtins.int
-    """Blocks held for hand-offs."""
+    """Blocks held for hand-offs. 0: none."""
     num_cached_blocks: _builtins.int
-    """Blocks that nobody uses, kept for reuse."""
+    """Blocks that nobody uses, kept for reuse. 0: none."""
     num_free_blocks: _builtins.int
-    """Empty blocks."""
+    """Blocks that hold nothing. 0: none."""
     num_total_blocks: _builtins.int
-    """All blocks."""
+    """All blocks. Always set."""
     num_steps: _builtins.int
-    """Steps done since the start: it grows while anything moves."""
+    """Steps done since the start: it grows while anything moves. 0: none yet."""
     def __init__(
         self,
         *,
@@ -129,11 +129,11 @@ class RouterProgress(_message.Message):
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     ROUTER_REQUEST_NUMBER_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
-    """The router."""
+    """The router. Always set."""
     router_request_number: _builtins.int
-    """All its starts up to this `router_request_number` are counted in, or have ended. A prefill is counted in when it
-    arrives: its tokens are. A decode is when it joins the running batch: the blocks of one that waits are in no
-    figure, so whoever placed it goes on booking them.
+    """All its starts up to this `router_request_number` are counted in, or have ended. 0: none. A prefill is counted in
+    when it arrives: its tokens are. A decode is when it joins the running batch: the blocks of one that waits are in
+    no figure, so whoever placed it goes on booking them.
     """
     def __init__(
         self,

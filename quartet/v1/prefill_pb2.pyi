@@ -80,7 +80,9 @@ class PrefillStart(_message.Message):
     """`StartChunk`s follow, up to `StartDone`. Default false."""
     @_builtins.property
     def context(self) -> _types_pb2.RequestContext:
-        """Who asks and how long it may take."""
+        """Who asks and how long it may take. Absent: nobody in particular, without a limit of its own; the worker draws a
+        request id.
+        """
 
     @_builtins.property
     def generation(self) -> _types_pb2.Generation:
@@ -111,7 +113,7 @@ class PrefillResponse(_message.Message):
     OUTPUTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillOutput]:
-        """One a prompt."""
+        """One a prompt that ended. Always at least one."""
 
     def __init__(
         self,
@@ -136,7 +138,7 @@ class PrefillOutput(_message.Message):
     RESULT_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
-    """The prompt; its slot is free again."""
+    """The prompt; its slot is free again. Always set."""
     @_builtins.property
     def result(self) -> Global___PrefillResult:
         """Well."""
@@ -176,26 +178,26 @@ class PrefillResult(_message.Message):
     QUEUE_FIELD_NUMBER: _builtins.int
     COMPUTE_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
-    """The token sampled after the last one given. The router shows it at once."""
+    """The token sampled after the last one given. The router shows it at once. Always set."""
     finish_reason: _types_pb2.FinishReason.ValueType
     """Set when that token ends the generation: there is no hand-off then. Unspecified: it goes on."""
     num_cached_tokens: _builtins.int
-    """Prompt tokens found in the cache."""
+    """Prompt tokens found in the cache. 0: none."""
     @_builtins.property
     def logprobs(self) -> _types_pb2.TokenLogprobs:
         """Its log probabilities. Absent: not asked for."""
 
     @_builtins.property
     def hand_off(self) -> _types_pb2.HandOff:
-        """Where the blocks can be pulled."""
+        """Where the blocks can be pulled. Absent: the token ended the generation, `finish_reason` says why."""
 
     @_builtins.property
     def queue(self) -> _duration_pb2.Duration:
-        """Time from arrival until it was scheduled."""
+        """Time from arrival until it was scheduled. Always set."""
 
     @_builtins.property
     def compute(self) -> _duration_pb2.Duration:
-        """Time from being scheduled to the token."""
+        """Time from being scheduled to the token. Always set."""
 
     def __init__(
         self,

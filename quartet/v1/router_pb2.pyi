@@ -87,13 +87,15 @@ class GenerateStart(_message.Message):
     adapter: _builtins.str
     """Adapter (LoRA) by name. Empty: the base model."""
     cache_salt: _builtins.str
-    """Requests share cached blocks only with those of equal salt. Empty: no salt."""
+    """Requests share cached blocks only with those of equal salt; at most 256 characters. Empty: no salt."""
     tenant: _builtins.str
-    """Whom the request is accounted to; believed from configured gateways and on loopback. Empty: the identity's name."""
+    """Whom the request is accounted to, at most 256 characters; believed from configured gateways and on loopback.
+    Empty: the identity's name.
+    """
     priority: _builtins.int
     """Higher first among waiting requests. Default 0."""
     session_key: _builtins.str
-    """Requests of one conversation share it. Empty: none."""
+    """Requests of one conversation share it; at most 256 characters. Empty: none."""
     num_choices: _builtins.int
     """Answers wanted, 1 to 64. Default 1."""
     client_request_id: _builtins.str
@@ -178,7 +180,7 @@ class ChatPrompt(_message.Message):
     """Ends the prompt where the assistant's answer begins. Default true."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """In order, at least one."""
+        """In order, at least one. Required."""
 
     def __init__(
         self,
@@ -206,9 +208,9 @@ class ChatMessage(_message.Message):
     CONTENT_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """Who speaks: `system`, `user`, `assistant`, or what the template knows."""
+    """Who speaks: `system`, `user`, `assistant`, or what the template knows. Required."""
     content: _builtins.str
-    """What they say. Leave empty when `parts` is set."""
+    """What they say. Empty: `parts` says it, or they say nothing; both together are refused."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentPart]:
         """What they say, in pieces of text and media. Empty: `content` is all."""
@@ -299,7 +301,7 @@ class TokenIds(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """In order, at least one."""
+        """In order, at least one for a prompt. Required."""
 
     def __init__(
         self,
@@ -335,7 +337,9 @@ class TextOptions(_message.Message):
     """Shows special tokens as text. Default false."""
     @_builtins.property
     def stop_strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Text that ends the answer; neither it nor what follows is shown. At most 16, each at most 1024 bytes."""
+        """Text that ends the answer; neither it nor what follows is shown. At most 16, each at most 1024 bytes. Empty:
+        none.
+        """
 
     def __init__(
         self,
@@ -441,11 +445,11 @@ class Accepted(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Names the request in every log and span."""
+    """Names the request in every log and span. Always set."""
     num_prompt_tokens: _builtins.int
-    """Tokens of the prompt."""
+    """Tokens of the prompt. 0: it was cancelled before they were counted."""
     seed: _builtins.int
-    """The seed in use: with it the same request gives the same tokens."""
+    """The seed in use: with it the same request gives the same tokens. Always set."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoicePlacement]:
         """Where the choices placed so far run, in the order of choices. Empty: it was cancelled before any was placed."""
@@ -477,16 +481,16 @@ class ChoicePlacement(_message.Message):
     DECODE_FIELD_NUMBER: _builtins.int
     NUM_MATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
-    """Its number, from 0."""
+    """Its number, from 0. Always set."""
     num_matched_tokens: _builtins.int
-    """Prompt tokens that the router expects to be cached at the place that prefills."""
+    """Prompt tokens that the router expects to be cached at the place that prefills. 0: none."""
     @_builtins.property
     def prefill(self) -> _types_pb2.Place:
         """Where the prompt is prefilled. Absent: at the decode place."""
 
     @_builtins.property
     def decode(self) -> _types_pb2.Place:
-        """Where tokens are decoded."""
+        """Where tokens are decoded. Always set."""
 
     def __init__(
         self,
@@ -516,18 +520,20 @@ class Delta(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
-    """Its number, from 0."""
+    """Its number, from 0. Always set."""
     token_offset: _builtins.int
-    """Number of the first token of `token_ids` within the output, from 0."""
+    """Number of the first token of `token_ids` within the output, from 0. Always set."""
     text: _builtins.str
-    """New text: never half a character; text that may begin a stop string comes later. Not aligned with tokens."""
+    """New text: never half a character; text that may begin a stop string comes later. Not aligned with tokens. Empty:
+    text was left out by request, or none came free yet.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """New tokens. Empty when left out by request, or when only held-back text came free."""
+        """New tokens. Empty: left out by request, or only held-back text came free."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]:
-        """Log probabilities, where asked for, one a token."""
+        """Log probabilities, one entry a token. Empty: not asked for."""
 
     def __init__(
         self,
@@ -558,18 +564,18 @@ class ChoiceFinished(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
-    """Its number, from 0."""
+    """Its number, from 0. Always set."""
     reason: _types_pb2.FinishReason.ValueType
-    """Why."""
+    """Why. Always set."""
     stop_string: _builtins.str
     """The stop string that ended it. Empty: none did."""
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """What it used."""
+        """What it used. Always set."""
 
     @_builtins.property
     def time(self) -> Global___TimeBreakdown:
-        """Where the time went."""
+        """Where the time went. Always set."""
 
     def __init__(
         self,
@@ -599,11 +605,11 @@ class Usage(_message.Message):
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ATTEMPTS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
-    """Tokens of the prompt."""
+    """Tokens of the prompt. 0: it was cancelled before they were counted."""
     num_cached_tokens: _builtins.int
-    """Of these, tokens whose KV was cached."""
+    """Of these, tokens whose KV was cached. 0: none."""
     num_output_tokens: _builtins.int
-    """Tokens of the output that were shown."""
+    """Tokens of the output that were shown. 0: none."""
     num_attempts: _builtins.int
     """Attempts it took. 0: it was cancelled before the first began."""
     def __init__(
@@ -638,35 +644,35 @@ class TimeBreakdown(_message.Message):
     TOTAL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokenize(self) -> _duration_pb2.Duration:
-        """Template and tokenizer."""
+        """Time in template and tokenizer. Absent: it ended before."""
 
     @_builtins.property
     def router_queue(self) -> _duration_pb2.Duration:
-        """Waiting in the router for room."""
+        """Time of waiting in the router for room. Absent: it was never queued."""
 
     @_builtins.property
     def prefill(self) -> _duration_pb2.Duration:
-        """The prefill hop, the worker's queue included."""
+        """Time of the prefill hop, the worker's queue included. Absent: no prefill answered."""
 
     @_builtins.property
     def prefill_queue(self) -> _duration_pb2.Duration:
-        """Of that, waiting in the worker."""
+        """Of that, time of waiting in the worker. Absent: no prefill answered."""
 
     @_builtins.property
     def decode_queue(self) -> _duration_pb2.Duration:
-        """Waiting in the decode worker, the transfer included."""
+        """Time of waiting in the decode worker, the transfer included. Absent: it never joined a batch."""
 
     @_builtins.property
     def transfer(self) -> _duration_pb2.Duration:
-        """Of that, moving blocks."""
+        """Of that, time of moving blocks. Absent: nothing was moved."""
 
     @_builtins.property
     def first_token(self) -> _duration_pb2.Duration:
-        """From arrival to the first token."""
+        """Time from arrival to the first token. Absent: none came."""
 
     @_builtins.property
     def total(self) -> _duration_pb2.Duration:
-        """From arrival to the end."""
+        """Time from arrival to the end. Always set."""
 
     def __init__(
         self,
@@ -698,7 +704,7 @@ class PlaceRequest(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___GenerateStart:
-        """The request."""
+        """The request. Required."""
 
     @_builtins.property
     def resume(self) -> Global___Resume:
@@ -730,16 +736,16 @@ class Resume(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     GENERATED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Its name, from the first placement."""
+    """Its name, from the first placement. Required."""
     attempt: _builtins.int
-    """The new attempt's number, above the last one's."""
+    """The new attempt's number, above the last one's, so at least 1. Required."""
     seed: _builtins.int
-    """The seed, from the first placement."""
+    """The seed, from the first placement. Required."""
     choice: _builtins.int
-    """The choice that broke."""
+    """The choice that broke. Default 0."""
     @_builtins.property
     def generated_token_ids(self) -> Global___TokenIds:
-        """The tokens that it already gave."""
+        """The tokens that it already gave. Absent: none."""
 
     def __init__(
         self,
@@ -770,16 +776,16 @@ class PlaceResponse(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Names the request in every log and span."""
+    """Names the request in every log and span. Always set."""
     attempt: _builtins.int
-    """This attempt's number."""
+    """This attempt's number. 0: the first."""
     seed: _builtins.int
-    """The seed in use."""
+    """The seed in use. Always set."""
     num_prompt_tokens: _builtins.int
-    """Tokens of the prompt."""
+    """Tokens of the prompt. Always set."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedChoice]:
-        """One a choice."""
+        """One entry a choice; of a resumed request, the one that broke. Always at least one."""
 
     def __init__(
         self,
@@ -811,18 +817,18 @@ class PlacedChoice(_message.Message):
     STREAM_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
-    """Its number, from 0."""
+    """Its number, from 0. Always set."""
     @_builtins.property
     def placement(self) -> Global___ChoicePlacement:
-        """Where it runs."""
+        """Where it runs. Always set."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The first token, where it was prefilled remotely: one entry at most."""
+        """The first token, where it was prefilled remotely: one entry at most. Empty: it comes by `stream`."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]:
-        """Its log probabilities, where asked for."""
+        """Its log probabilities. Empty: not asked for, or no token is here."""
 
     @_builtins.property
     def stream(self) -> Global___SealedPlacement:
@@ -863,13 +869,13 @@ class SealedPlacement(_message.Message):
     KEY_ID_FIELD_NUMBER: _builtins.int
     MAC_FIELD_NUMBER: _builtins.int
     address: _builtins.str
-    """`host:port` of the decode worker."""
+    """`host:port` of the decode worker. Always set."""
     sealed_start: _builtins.bytes
-    """A serialized `SealedStart`."""
+    """A serialized `SealedStart`. Always set."""
     key_id: _builtins.str
-    """Names the key of `mac`."""
+    """Names the key of `mac`. Always set."""
     mac: _builtins.bytes
-    """HMAC-SHA256 over exactly the bytes of `sealed_start`, 32 bytes."""
+    """HMAC-SHA256 over exactly the bytes of `sealed_start`, 32 bytes. Always set."""
     def __init__(
         self,
         *,
@@ -931,7 +937,7 @@ class SessionStart(_message.Message):
     """Chosen by the client; free again after the request's last terminal output. Default 0."""
     @_builtins.property
     def start(self) -> Global___GenerateStart:
-        """The request."""
+        """The request. Required."""
 
     @_builtins.property
     def resume(self) -> Global___Resume:
@@ -972,43 +978,43 @@ class SessionResponse(_message.Message):
     FAILURES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Requests that got more."""
+        """Requests that got more. Empty: none did."""
 
     @_builtins.property
     def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Which choice of each. Empty: choice 0 of all."""
+        """Which choice of each. Aligned with `slots`. Empty: choice 0 of all."""
 
     @_builtins.property
     def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """How many tokens each got."""
+        """How many tokens each got. Aligned with `slots`."""
 
     @_builtins.property
     def token_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Number of each one's first token here within its output, from 0."""
+        """Number of each one's first token here within its output, from 0. Aligned with `slots`."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens, request after request."""
+        """The tokens, request after request. Empty: no request got any."""
 
     @_builtins.property
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """New text of each. Empty: text was left out of all."""
+        """New text of each. Aligned with `slots`. Empty: text was left out of all."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionLogprobs]:
-        """Log probabilities, where asked for."""
+        """Log probabilities, where asked for. Empty: nobody asked."""
 
     @_builtins.property
     def accepted(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionAccepted]:
-        """Requests that were placed."""
+        """Requests that were placed. Empty: none was."""
 
     @_builtins.property
     def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionFinished]:
-        """Choices that ended well. A request ends with the last of its choices."""
+        """Choices that ended well. A request ends with the last of its choices. Empty: none did."""
 
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionFailure]:
-        """Requests that ended badly, with all their choices."""
+        """Requests that ended badly, with all their choices. Empty: none did."""
 
     def __init__(
         self,
@@ -1042,12 +1048,12 @@ class SessionLogprobs(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
-    """The request."""
+    """The request. Always set."""
     choice: _builtins.int
-    """Its choice."""
+    """Its choice. Always set."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]:
-        """One entry a token."""
+        """One entry a token. Aligned with its part of `token_ids`."""
 
     def __init__(
         self,
@@ -1073,10 +1079,10 @@ class SessionAccepted(_message.Message):
     SLOT_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
-    """The request."""
+    """The request. Always set."""
     @_builtins.property
     def accepted(self) -> Global___Accepted:
-        """Where."""
+        """Where. Always set."""
 
     def __init__(
         self,
@@ -1101,10 +1107,10 @@ class SessionFinished(_message.Message):
     SLOT_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
-    """The request."""
+    """The request. Always set."""
     @_builtins.property
     def finished(self) -> Global___ChoiceFinished:
-        """How."""
+        """How. Always set."""
 
     def __init__(
         self,
@@ -1129,10 +1135,10 @@ class SessionFailure(_message.Message):
     SLOT_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
-    """The request; its slot is free again."""
+    """The request; its slot is free again. Always set."""
     @_builtins.property
     def failure(self) -> _types_pb2.Failure:
-        """How."""
+        """How. Always set."""
 
     def __init__(
         self,
@@ -1179,7 +1185,7 @@ class ListWorkersResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
-        """Sorted by role and id."""
+        """Sorted by role and id. Empty: the router knows none."""
 
     def __init__(
         self,
@@ -1226,11 +1232,11 @@ class WatchWorkersResponse(_message.Message):
     REMOVED_WORKER_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def updated(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
-        """New or changed."""
+        """New or changed. Empty: none is."""
 
     @_builtins.property
     def removed_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids of those gone."""
+        """Ids of those gone. Empty: none is."""
 
     def __init__(
         self,
@@ -1258,12 +1264,12 @@ class WorkerStatus(_message.Message):
     LOAD_AGE_FIELD_NUMBER: _builtins.int
     NUM_REQUESTS_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
-    """Whether requests are placed there."""
+    """Whether requests are placed there. Always set."""
     num_requests: _builtins.int
-    """Requests of this router that run there now."""
+    """Requests of this router that run there now. 0: none."""
     @_builtins.property
     def record(self) -> _worker_pb2.WorkerRecord:
-        """What it announces."""
+        """What it announces. Always set."""
 
     @_builtins.property
     def load(self) -> _kv_events_pb2.WorkerLoad:
@@ -1271,7 +1277,7 @@ class WorkerStatus(_message.Message):
 
     @_builtins.property
     def load_age(self) -> _duration_pb2.Duration:
-        """Age of that report."""
+        """Age of that report. Absent: none came yet."""
 
     def __init__(
         self,
@@ -1321,7 +1327,7 @@ class GetModelResponse(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___Model]:
-        """Sorted by name."""
+        """Sorted by name. Empty: no model is served now."""
 
     def __init__(
         self,
@@ -1352,20 +1358,22 @@ class Model(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name that requests call it by."""
+    """Name that requests call it by. Always set."""
     fingerprint: _builtins.str
-    """SHA-256 over config, tokenizer, template, weight digests and KV dtype, in lower-case hexadecimal."""
+    """SHA-256 over config, tokenizer, template, weight digests and KV dtype, in lower-case hexadecimal. Always set."""
     max_model_len: _builtins.int
-    """Tokens of prompt and output together."""
+    """Tokens of prompt and output together, at most. Always set."""
     num_prefill_workers: _builtins.int
-    """Prefill workers ready now."""
+    """Prefill workers ready now. 0: none."""
     num_decode_workers: _builtins.int
-    """Decode workers ready now."""
+    """Decode workers ready now. 0: none."""
     has_chat_template: _builtins.bool
-    """Whether it has a chat template."""
+    """Whether it has a chat template. Default false: it takes text and token ids only."""
     @_builtins.property
     def sampling_fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Fields of Sampling and OutputOptions that all of them honour."""
+        """Fields of Sampling and OutputOptions that all of them honour. Empty: none, a request leaves all at their
+        defaults.
+        """
 
     @_builtins.property
     def media(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -1373,7 +1381,7 @@ class Model(_message.Message):
 
     @_builtins.property
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Adapters that are served."""
+        """Adapters (LoRA) that are served. Empty: the base model only."""
 
     def __init__(
         self,

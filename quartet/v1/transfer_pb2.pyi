@@ -106,11 +106,11 @@ class HandOffTicket(_message.Message):
     SECRET_FIELD_NUMBER: _builtins.int
     WORKER_EPOCH_FIELD_NUMBER: _builtins.int
     hand_off_id: _builtins.bytes
-    """16 bytes."""
+    """16 bytes, as the hand-off has them. Required."""
     secret: _builtins.bytes
-    """16 bytes."""
+    """16 bytes, as the hand-off has them. Required."""
     worker_epoch: _builtins.int
-    """The life of the worker that made it."""
+    """The life of the worker that made it. Required."""
     def __init__(
         self,
         *,
@@ -138,7 +138,7 @@ class PullBegin(_message.Message):
     HOST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ticket(self) -> Global___HandOffTicket:
-        """Which."""
+        """Which hand-off. Required."""
 
     @_builtins.property
     def pieces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -242,9 +242,9 @@ class HostIdentity(_message.Message):
     BOOT_ID_FIELD_NUMBER: _builtins.int
     IPC_NAMESPACE_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.str
-    """The kernel's boot id."""
+    """The kernel's boot id. Empty: unknown, so memory is not shared."""
     ipc_namespace: _builtins.str
-    """The IPC namespace, as /proc names it."""
+    """The IPC namespace, as /proc names it. Empty: unknown, so memory is not shared."""
     def __init__(
         self,
         *,
@@ -320,9 +320,9 @@ class PullGranted(_message.Message):
     SHM_FIELD_NUMBER: _builtins.int
     OPAQUE_FIELD_NUMBER: _builtins.int
     way: Global___TransferWay.ValueType
-    """The way that the source took."""
+    """The way that the source took. Always set."""
     piece_size_bytes: _builtins.int
-    """Bytes of each piece."""
+    """Bytes of each piece. 0: the hand-off has no pieces."""
     opaque: _builtins.bytes
     """For cuda_ipc and nixl: bytes that only that way reads."""
     @_builtins.property
@@ -358,14 +358,16 @@ class ShmDescriptor(_message.Message):
     POOL_SIZE_BYTES_FIELD_NUMBER: _builtins.int
     OFFSETS_FIELD_NUMBER: _builtins.int
     socket_path: _builtins.str
-    """Abstract or file-system Unix socket that passes the pool's memfd (SCM_RIGHTS) to whoever sends `token`."""
+    """Abstract or file-system Unix socket that passes the pool's memfd (SCM_RIGHTS) to whoever sends `token`. Always
+    set.
+    """
     token: _builtins.bytes
-    """16 bytes that the socket wants to see."""
+    """16 bytes that the socket wants to see. Always set."""
     pool_size_bytes: _builtins.int
-    """Bytes of the whole pool."""
+    """Bytes of the whole pool. Always set."""
     @_builtins.property
     def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Offset in the pool of each piece asked for, in that order."""
+        """Offset in the pool of each piece asked for, in bytes, in that order. Empty: no piece was asked for."""
 
     def __init__(
         self,
@@ -393,11 +395,11 @@ class Piece(_message.Message):
     OFFSET_BYTES_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Its position in the sequence."""
+    """Its position in the sequence. Default 0, the first."""
     offset_bytes: _builtins.int
-    """Where `data` begins in the piece: a piece longer than a message comes in several."""
+    """Bytes of the piece before `data`: a piece longer than a message comes in several. Default 0."""
     data: _builtins.bytes
-    """The bytes, at most 1 MiB with the message around them."""
+    """The bytes, at most 1 MiB with the message around them. Always set."""
     def __init__(
         self,
         *,
@@ -439,7 +441,7 @@ class PullRenewed(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
-        """It lasts for this long from now."""
+        """It lasts for this long from now. Always set."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ class _FinishReason:
 class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
-    """Never sent."""
+    """It goes on; sent only in a `PrefillResult`, of which the field may be left unset."""
     FINISH_REASON_STOP_ID: _FinishReason.ValueType  # 1
     """An end-of-sequence or stop id was sampled; it is the last token given out."""
     FINISH_REASON_STOP_STRING: _FinishReason.ValueType  # 2
@@ -41,7 +41,7 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a generation ended well."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
-"""Never sent."""
+"""It goes on; sent only in a `PrefillResult`, of which the field may be left unset."""
 FINISH_REASON_STOP_ID: FinishReason.ValueType  # 1
 """An end-of-sequence or stop id was sampled; it is the last token given out."""
 FINISH_REASON_STOP_STRING: FinishReason.ValueType  # 2
@@ -97,13 +97,13 @@ class RequestContext(_message.Message):
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     ROUTER_REQUEST_NUMBER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Names the request in every message, log line and span: 32 lower-case hexadecimal digits (128 bits), made by
-    the router. Required on the inner plane; a worker draws one for a start that has none.
+    """Names the request in every message, log line and span: 32 lower-case hexadecimal digits (128 bits), made by the
+    router. Empty: the worker draws one.
     """
     attempt: _builtins.int
-    """Which try of this request it is, from 0. A retry after a lost stream or worker is `attempt + 1`."""
+    """Which try of this request it is. Default 0, the first; a retry after a lost stream or worker is `attempt + 1`."""
     choice: _builtins.int
-    """Which of the request's parallel answers this is, from 0."""
+    """Which of the request's parallel answers this is, from 0. Default 0."""
     traceparent: _builtins.str
     """W3C trace context, `traceparent` form. Empty: no trace."""
     tenant: _builtins.str
@@ -352,12 +352,12 @@ class TokenLogprobs(_message.Message):
     TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
-    """The chosen token."""
+    """The chosen token. Always set."""
     logprob: _builtins.float
-    """Its log probability."""
+    """Its log probability. Always set; never above 0."""
     @_builtins.property
     def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The most likely tokens, best first; as many as were asked for."""
+        """The most likely tokens, best first; as many as were asked for. Empty: no alternatives were asked for."""
 
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
@@ -391,9 +391,9 @@ class MediaSpan(_message.Message):
     media_id: _builtins.bytes
     """SHA-256 over the encoded bytes and the preprocessing fingerprint, 32 bytes. Required."""
     first_position: _builtins.int
-    """Position of its first token in the prompt."""
+    """Position of its first token in the prompt. Default 0."""
     num_tokens: _builtins.int
-    """Tokens it takes."""
+    """Tokens it takes, at least 1. Required."""
     def __init__(
         self,
         *,
@@ -425,13 +425,17 @@ class Generation(_message.Message):
     MEDIA_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
     prompt_token_ids: _builtins.bytes
-    """Packed little-endian u32, at least one token: `bytes`, since a 32 k prompt costs 0.45 ms a hop less so."""
+    """Packed little-endian u32, at least one token: `bytes`, since a 32 k prompt costs 0.45 ms a hop less so. Required;
+    on a chunked start it may follow in chunks.
+    """
     generated_token_ids: _builtins.bytes
     """Tokens of this answer that were already given out, packed likewise. They count as output for penalties,
     limits and usage. Empty: none.
     """
     seed: _builtins.int
-    """Noise of a token is a function of seed, choice and position only, so any attempt gives the same tokens."""
+    """Noise of a token is a function of seed, choice and position only, so any attempt gives the same tokens. Default
+    0, a seed like any other.
+    """
     adapter: _builtins.str
     """Adapter (LoRA) by name. Empty: the base model."""
     cache_salt: _builtins.str
@@ -483,16 +487,16 @@ class Failure(_message.Message):
     FIELD_FIELD_NUMBER: _builtins.int
     RETRY_DELAY_FIELD_NUMBER: _builtins.int
     code: _builtins.int
-    """gRPC status code as a number (`google.rpc.Code`), never 0."""
+    """gRPC status code as a number (`google.rpc.Code`). Always set, never 0."""
     reason: _builtins.str
-    """Stable name in UPPER_SNAKE_CASE that programs can match on."""
+    """Stable name in UPPER_SNAKE_CASE that programs can match on. Always set."""
     message: _builtins.str
-    """One sentence for a person."""
+    """One sentence for a person. Always set."""
     field: _builtins.str
     """Path of the field at fault, such as `sampling.top_p`. Empty: none."""
     @_builtins.property
     def retry_delay(self) -> _duration_pb2.Duration:
-        """When trying again makes sense. Absent: nothing is known of that."""
+        """Time after which trying again makes sense. Absent: nothing is known of that."""
 
     def __init__(
         self,
@@ -520,7 +524,7 @@ class Place(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     DATA_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
-    """The worker."""
+    """The worker. Always set."""
     data_parallel_rank: _builtins.int
     """Its rank. Default 0."""
     def __init__(
@@ -550,17 +554,17 @@ class KvLayout(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
-    """SHA-256 over config, tokenizer, template, weight digests and KV dtype, in lower-case hexadecimal."""
+    """SHA-256 over config, tokenizer, template, weight digests and KV dtype, in lower-case hexadecimal. Required."""
     dtype: _builtins.str
-    """Element type as safetensors names it in words: `float32`, `bfloat16`."""
+    """Element type as safetensors names it in words: `float32`, `bfloat16`. Required."""
     num_layers: _builtins.int
-    """Attention layers."""
+    """Attention layers, at least 1. Required."""
     num_kv_heads: _builtins.int
-    """Key/value heads of a layer."""
+    """Key/value heads of a layer, at least 1. Required."""
     head_dim: _builtins.int
-    """Elements of a head."""
+    """Elements of a head, at least 1. Required."""
     block_size: _builtins.int
-    """Tokens of a block."""
+    """Tokens of a block, at least 1. Required."""
     def __init__(
         self,
         *,
@@ -594,18 +598,18 @@ class HandOff(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     OPAQUE_FIELD_NUMBER: _builtins.int
     hand_off_id: _builtins.bytes
-    """16 random bytes that name it."""
+    """16 random bytes that name it. Required."""
     secret: _builtins.bytes
-    """16 random bytes without which nobody may read or end it. Never logged."""
+    """16 random bytes without which nobody may read or end it. Never logged. Required."""
     worker_id: _builtins.str
-    """The worker that holds."""
+    """The worker that holds. Required."""
     epoch: _builtins.int
-    """That worker's life, drawn at its start; a hand-off of another life is FAILED_PRECONDITION."""
+    """That worker's life, drawn at its start; a hand-off of another life is FAILED_PRECONDITION. Required."""
     address: _builtins.str
-    """`host:port` of its TransferService."""
+    """`host:port` of its TransferService. Required."""
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
-        """Time after which it expires unless renewed."""
+        """Time after which it expires unless renewed. Required."""
 
     @_builtins.property
     def blocks(self) -> Global___BlocksPayload:
@@ -646,10 +650,10 @@ class BlocksPayload(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
-    """Tokens whose KV is held: prompt and given-out tokens, less the one just sampled."""
+    """Tokens whose KV is held, at least 1: prompt and given-out tokens, less the one just sampled. Required."""
     @_builtins.property
     def layout(self) -> Global___KvLayout:
-        """Shape of each block; the partly filled last one has the same size."""
+        """Shape of each block; the partly filled last one has the same size. Required."""
 
     def __init__(
         self,
@@ -674,9 +678,9 @@ class OpaquePayload(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
-    """Name of that engine, such as `trtllm`."""
+    """Name of that engine, such as `trtllm`. Required."""
     state: _builtins.bytes
-    """Its bytes, given back unchanged."""
+    """Its bytes, given back unchanged. Empty: that engine needs none."""
     def __init__(
         self,
         *,
@@ -702,13 +706,13 @@ class StartChunk(_message.Message):
     ITEM_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
-    """Slot of the start."""
+    """Slot of the start. Default 0."""
     target: Global___ChunkTarget.ValueType
-    """What `data` is appended to."""
+    """What `data` is appended to. Required: any other chunk ends the start with a `Failure`."""
     item: _builtins.int
     """Which media item, for CHUNK_TARGET_MEDIA. Default 0."""
     data: _builtins.bytes
-    """The bytes, at most 1 MiB with the message around them."""
+    """The bytes, at most 1 MiB with the message around them. Empty: nothing is appended."""
     def __init__(
         self,
         *,
@@ -733,7 +737,7 @@ class StartDone(_message.Message):
 
     SLOT_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
-    """Slot of the start."""
+    """Slot of the start. Default 0."""
     def __init__(
         self,
         *,
@@ -757,7 +761,7 @@ class Cancel(_message.Message):
 
     SLOT_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
-    """Slot of the request. On RouterService.Generate, which has one request, it is ignored."""
+    """Slot of the request. Default 0. On RouterService.Generate, which has one request, it is ignored."""
     def __init__(
         self,
         *,

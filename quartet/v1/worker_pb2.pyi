@@ -75,42 +75,42 @@ class WorkerRecord(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     CONTRACT_VERSION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
-    """Its name, unique within the namespace."""
+    """Its name, unique within the namespace. Always set."""
     role: Global___WorkerRole.ValueType
-    """Its work."""
+    """Its work. Always set."""
     epoch: _builtins.int
-    """Random at each start."""
+    """Its life: a number drawn at each start. Always set."""
     grpc_address: _builtins.str
-    """`host:port` of its gRPC services."""
+    """`host:port` of its gRPC services. Always set."""
     events_address: _builtins.str
     """ZMQ endpoint of its events, `tcp://host:port`. Empty: it publishes none."""
     http_address: _builtins.str
     """`host:port` of /metrics, /livez and /readyz. Empty: none."""
     model_name: _builtins.str
-    """Name that requests call the model by."""
+    """Name that requests call the model by. Always set."""
     model_fingerprint: _builtins.str
-    """SHA-256 over config, tokenizer, template, weight digests and KV dtype, in lower-case hexadecimal."""
+    """SHA-256 over config, tokenizer, template, weight digests and KV dtype, in lower-case hexadecimal. Always set."""
     data_parallel_size: _builtins.int
-    """Attention-data-parallel ranks, at least 1."""
+    """Attention-data-parallel ranks, at least 1. Always set."""
     num_blocks: _builtins.int
-    """KV blocks of each rank."""
+    """KV blocks of each rank. Always set."""
     block_size: _builtins.int
-    """Tokens of a block."""
+    """Tokens of a block. Always set."""
     max_model_len: _builtins.int
-    """Tokens of prompt and output together."""
+    """Tokens of prompt and output together, at most. Always set."""
     contract_version: _builtins.str
-    """Version of these contracts, `quartet.v1`."""
+    """Version of these contracts, `quartet.v1`. Always set."""
     @_builtins.property
     def host(self) -> _transfer_pb2.HostIdentity:
-        """Where it runs."""
+        """Where it runs. Always set."""
 
     @_builtins.property
     def transfer_ways(self) -> _containers.RepeatedScalarFieldContainer[_transfer_pb2.TransferWay.ValueType]:
-        """Ways in which its blocks can be pulled."""
+        """Ways in which its blocks can be pulled, best first. Empty: grpc only."""
 
     @_builtins.property
     def sampling_fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Fields of Sampling and OutputOptions that it honours."""
+        """Fields of Sampling and OutputOptions that it honours. Empty: none, a request leaves all at their defaults."""
 
     @_builtins.property
     def media(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -178,15 +178,15 @@ class GetInfoResponse(_message.Message):
     UPTIME_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def record(self) -> Global___WorkerRecord:
-        """What it announces."""
+        """What it announces. Always set."""
 
     @_builtins.property
     def load(self) -> _kv_events_pb2.WorkerLoad:
-        """Its load now."""
+        """Its load now. Always set."""
 
     @_builtins.property
     def uptime(self) -> _duration_pb2.Duration:
-        """Time since it started."""
+        """Time since it started. Always set."""
 
     def __init__(
         self,
@@ -267,11 +267,11 @@ class ModelFile(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name, without a folder."""
+    """Its name, without a folder. Always set."""
     size_bytes: _builtins.int
-    """Its size."""
+    """Its size in bytes. 0: the file is empty."""
     sha256: _builtins.bytes
-    """SHA-256 of its bytes, 32 bytes."""
+    """SHA-256 of its bytes, 32 bytes. Always set."""
     def __init__(
         self,
         *,
@@ -296,7 +296,7 @@ class DrainRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
-        """Running requests are cancelled after it. Absent: the worker's own limit."""
+        """Time after which running requests are cancelled; the worker's own limit caps it. Absent: that limit."""
 
     def __init__(
         self,
@@ -320,9 +320,9 @@ class DrainResponse(_message.Message):
     NUM_COMPLETED_FIELD_NUMBER: _builtins.int
     NUM_CANCELLED_FIELD_NUMBER: _builtins.int
     num_completed: _builtins.int
-    """Requests that ended by themselves."""
+    """Requests that ended by themselves. 0: none."""
     num_cancelled: _builtins.int
-    """Requests that were cancelled at the end of the time."""
+    """Requests that were cancelled at the end of the time. 0: none."""
     def __init__(
         self,
         *,
