@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quartet.engine.sampling import TokenLogprobs
-from quartet.rpc.edge import Accepted, AnswerPart, ChoiceFinished, Delta
+from quartet.rpc.edge import Accepted, AnswerPart, ChoiceFinished, ChoicePlacement, Delta, Placed
 
 
 @dataclass
@@ -30,13 +30,14 @@ class _Gathered:
 class Answer:
     """Parts for one client, written by many choices and read by one stream.
 
-    Nothing comes out before ``accept``; a choice's deltas come before its end.
+    Nothing comes out before ``accept``; a choice's placement comes before its deltas, and those before its end.
     """
 
     def __init__(self) -> None:
         self._ready = asyncio.Event()
         self._accepted: Accepted | None = None
         self._is_accepted = False
+        self._placed: list[Placed] = []
         self._deltas: dict[int, _Gathered] = {}
         self._finished: dict[int, ChoiceFinished] = {}
         self._has_ended = False
@@ -53,6 +54,15 @@ class Answer:
         self._is_accepted = True
         self._ready.set()
 
+    def place(self, placement: ChoicePlacement) -> None:
+        """One more choice is placed, after ``accept`` and before the first ``add`` of that choice."""
+        if self._accepted is None:
+            self._placed.append(Placed(placement=placement))
+            self._ready.set()
+        else:  # it has not gone out yet: it can say this too
+            choices = (*self._accepted.choices, placement)
+            self._accepted = replace(self._accepted, choices=tuple(sorted(choices, key=lambda placed: placed.choice)))
+
     def add(
         self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:
@@ -64,14 +74,12 @@ class Answer:
         gathered.texts.append(text)
         if logprobs:
             gathered.logprobs.extend(logprobs)
-        if self._is_accepted:
-            self._ready.set()
+        self._ready.set()
 
     def finish(self, finished: ChoiceFinished) -> None:
         """One choice has ended."""
         self._finished[finished.choice] = finished
-        if self._is_accepted:
-            self._ready.set()
+        self._ready.set()
 
     def end(self, error: BaseException | None = None) -> None:
         """Everything has been said; with ``error`` the stream ends with it."""
@@ -96,7 +104,9 @@ class Answer:
         if self._accepted is not None:
             yield self._accepted
             self._accepted = None
+        placed, self._placed = self._placed, []
         deltas, self._deltas = self._deltas, {}
         finished, self._finished = self._finished, {}
+        yield from placed
         yield from (gathered.delta(choice) for choice, gathered in deltas.items())
         yield from finished.values()

@@ -45,6 +45,7 @@ class ChoiceOutput:
         self._omits_token_ids = options.omit_token_ids
         self._stop_string: str | None = None
         self._num_shown = 0
+        self._num_timed = 0
         self._logprobs: deque[TokenLogprobs] = deque()
         self._num_cached_tokens: int | None = None
         self._times: dict[str, float] = {}
@@ -72,7 +73,6 @@ class ChoiceOutput:
             token_ids = token_ids[num_known:]
         if not token_ids or self.has_stopped:
             return
-        self._observe(len(token_ids))
         self.token_ids.extend(token_ids)
         if logprobs:
             self._logprobs.extend(logprobs[num_known:])
@@ -123,19 +123,26 @@ class ChoiceOutput:
         if self._logprobs:
             logprobs = [self._logprobs.popleft() for _ in range(min(delta.num_tokens, len(self._logprobs)))]
         token_ids = () if self._omits_token_ids else delta.token_ids
-        if token_ids or delta.text or logprobs:
-            self._answer.add(self._choice, self._num_shown, token_ids, delta.text, logprobs)
+        offset = self._num_shown
         self._num_shown += delta.num_tokens
         self._stop_string = delta.stop_string or self._stop_string
+        if token_ids or delta.text or logprobs:
+            self._observe()
+            self._answer.add(self._choice, offset, token_ids, delta.text, logprobs)
 
-    def _observe(self, num_tokens: int) -> None:
+    def _observe(self) -> None:
+        """A delta leaves now: what was held back counts as late as the client sees it."""
+        num_tokens = self._num_shown - self._num_timed
+        if not num_tokens:
+            return
         now = time.monotonic()
         since_last_s, self._last_tokens_at = now - self._last_tokens_at, now
-        if self.token_ids:
+        if self._num_timed:
             self._metrics.itl.observe(since_last_s / num_tokens)
         else:
             self._times["first_token_s"] = since_last_s
             self._metrics.ttft.observe(since_last_s)
+        self._num_timed = self._num_shown
 
     def _note_cached(self, num_tokens: int) -> None:
         # Later attempts find what the first one computed.

@@ -77,7 +77,7 @@ class GenerateRun:
         self._answer = Answer()
         self._log = RequestLog(self._request_id, start, tools.attempts.metrics)
         self._outputs: list[ChoiceOutput] = []
-        self._placements: dict[int, Placement] = {}
+        self._placed_choices: set[int] = set()
         self._finished: dict[int, ChoiceFinished] = {}
         self._num_prompt_tokens = 0
         self._seed = start.seed or 0
@@ -98,7 +98,7 @@ class GenerateRun:
             self._work.cancel()
 
     async def parts(self) -> AsyncGenerator[AnswerPart, None]:
-        """The answer: accepted, deltas, and an end for each choice. Closing it early frees all the request holds.
+        """The answer: accepted, then placements, deltas and an end for each choice. Closing it early frees all it holds.
 
         Raises:
             ServingError: the request failed.
@@ -167,17 +167,16 @@ class GenerateRun:
 
     def _placed(self, choice: int, placement: Placement) -> None:
         self._log.placed(placement)
-        if choice not in self._placements:
-            self._placements[choice] = placement
-            if len(self._placements) == self._start.num_choices:
-                self._accept()
+        if choice in self._placed_choices:
+            return  # a later attempt: the client was told where the first one went
+        self._placed_choices.add(choice)
+        told = ChoicePlacement(choice=choice, prefill=placement.prefill, decode=placement.decode)
+        if self._answer.is_accepted:
+            self._answer.place(told)
+        else:
+            self._accept(told)
 
-    def _accept(self) -> None:
-        placed = sorted(self._placements.items())
-        choices = tuple(
-            ChoicePlacement(choice=choice, prefill=placement.prefill, decode=placement.decode)
-            for choice, placement in placed
-        )
+    def _accept(self, *choices: ChoicePlacement) -> None:
         accepted = Accepted(
             request_id=self._request_id, choices=choices, num_prompt_tokens=self._num_prompt_tokens, seed=self._seed
         )

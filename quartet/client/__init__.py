@@ -7,7 +7,16 @@ from quartet.client.stream import GenerateStream
 from quartet.discovery.place import Place
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import Sampling, TokenLogprobs
-from quartet.rpc.edge import Accepted, AnswerPart, ChoiceFinished, ChoicePlacement, Delta, TimeBreakdown, Usage
+from quartet.rpc.edge import (
+    Accepted,
+    AnswerPart,
+    ChoiceFinished,
+    ChoicePlacement,
+    Delta,
+    Placed,
+    TimeBreakdown,
+    Usage,
+)
 from quartet.rpc.fleet import Model, WorkerState, WorkerStatus
 from quartet.text.chat_message import ChatMessage
 
@@ -25,6 +34,7 @@ __all__ = [
     "GenerateStream",
     "Model",
     "Place",
+    "Placed",
     "QuartetClient",
     "Sampling",
     "TimeBreakdown",

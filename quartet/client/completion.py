@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import ProtocolError
-from quartet.rpc.edge import Accepted, AnswerPart, ChoiceFinished, Delta
+from quartet.rpc.edge import Accepted, AnswerPart, ChoiceFinished, ChoicePlacement, Delta, Placed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,7 @@ class Completion:
 
     Attributes:
         router: ``host:port`` of the router that took the request.
+        accepted: with every choice that was placed, also those that were placed later.
     """
 
     router: str
@@ -49,6 +50,7 @@ class CompletionBuilder:
 
     def __init__(self) -> None:
         self._accepted: Accepted | None = None
+        self._placed: list[ChoicePlacement] = []
         self._answers: dict[int, _Answer] = {}
         self._finished: dict[int, ChoiceFinished] = {}
 
@@ -57,6 +59,8 @@ class CompletionBuilder:
         match part:
             case Accepted():
                 self._accepted = part
+            case Placed():
+                self._placed.append(part.placement)
             case ChoiceFinished():
                 self._finished[part.choice] = part
             case Delta():
@@ -72,7 +76,9 @@ class CompletionBuilder:
         if self._accepted is None or router is None:
             raise ProtocolError("the router answered without accepting the request")
         choices = tuple(self._choice(choice) for choice in sorted(self._finished))
-        return Completion(router=router, accepted=self._accepted, choices=choices)
+        placed = sorted((*self._accepted.choices, *self._placed), key=lambda placement: placement.choice)
+        accepted = replace(self._accepted, choices=tuple(placed))
+        return Completion(router=router, accepted=accepted, choices=choices)
 
     def _choice(self, choice: int) -> CompletedChoice:
         answer = self._answers.get(choice, _Answer())

@@ -25,6 +25,8 @@ _Call: TypeAlias = "grpc.aio.StreamStreamCall[router_pb2.GenerateRequest, router
 class GenerateStream:
     """Iterate it once: ``Accepted``, then ``Delta``s, and a ``ChoiceFinished`` for each choice.
 
+    A choice that had to wait longer for room than the first is told by ``Placed``, before its first ``Delta``.
+
     Dropping it, or ``aclose``, cancels the request; ``cancel`` ends it in order. The request is sent when the first
     part is asked for. Until the first part has come, another router takes over from one that can't be reached.
 

@@ -104,11 +104,11 @@ class ChoicePlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class Accepted:
-    """The request is placed; comes first, once.
+    """The first of the request's choices is placed; comes first, once.
 
     Attributes:
         request_id: names the request in every log of the system.
-        choices: in their order; empty where the request was cancelled before.
+        choices: those placed so far, in their order; empty where the request was cancelled before.
         seed: the seed in use: with it the same request gives the same tokens.
     """
 
@@ -116,6 +116,13 @@ class Accepted:
     choices: tuple[ChoicePlacement, ...]
     num_prompt_tokens: int
     seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A choice was placed after ``Accepted`` had gone out; comes before its first ``Delta``."""
+
+    placement: ChoicePlacement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,4 +199,4 @@ class ChoiceFinished:
     stop_string: str | None = None
 
 
-AnswerPart: TypeAlias = Accepted | Delta | ChoiceFinished
+AnswerPart: TypeAlias = Accepted | Placed | Delta | ChoiceFinished

@@ -17,6 +17,8 @@ REQUEST_ID = "0123456789abcdef0123456789abcdef"
 class FakeRouter(router_pb2_grpc.RouterServiceServicer):
     """Answers every start with ``words``, one a delta, or fails with ``error``.
 
+    It accepts with the first choice's placement and tells the other choices' afterwards.
+
     Attributes:
         error: what to fail with instead of accepting.
         error_at_end: what to fail with after all words.
@@ -54,7 +56,8 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
             raise self.error
         num_choices = first.start.num_choices or 1
         try:
-            yield self._accepted(first.start, num_choices)
+            for opening in self._opening(first.start, num_choices):
+                yield opening
             for number, word in enumerate(self.words):
                 if number == self.hold_after:
                     self.holding.set()
@@ -93,19 +96,20 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         model = router_pb2.Model(name="tiny", fingerprint="f00d", max_model_len=64, num_decode_workers=1)
         return router_pb2.GetModelResponse(models=[model])
 
-    def _accepted(self, start: router_pb2.GenerateStart, num_choices: int) -> router_pb2.GenerateResponse:
-        places = [
-            router_pb2.ChoicePlacement(
-                choice=choice,
-                prefill=types_pb2.Place(worker_id="prefill-0"),
-                decode=types_pb2.Place(worker_id="decode-0"),
-            )
-            for choice in range(num_choices)
-        ]
+    def _opening(self, start: router_pb2.GenerateStart, num_choices: int) -> list[router_pb2.GenerateResponse]:
+        seed = start.seed if start.HasField("seed") else 7
         accepted = router_pb2.Accepted(
-            request_id=REQUEST_ID, choices=places, num_prompt_tokens=4, seed=start.seed if start.HasField("seed") else 7
+            request_id=REQUEST_ID, choices=[self._placement(0)], num_prompt_tokens=4, seed=seed
         )
-        return router_pb2.GenerateResponse(accepted=accepted)
+        placed = [router_pb2.GenerateResponse(placed=self._placement(choice)) for choice in range(1, num_choices)]
+        return [router_pb2.GenerateResponse(accepted=accepted), *placed]
+
+    def _placement(self, choice: int) -> router_pb2.ChoicePlacement:
+        return router_pb2.ChoicePlacement(
+            choice=choice,
+            prefill=types_pb2.Place(worker_id="prefill-0"),
+            decode=types_pb2.Place(worker_id=f"decode-{choice}"),
+        )
 
     def _delta(self, choice: int, number: int, word: str) -> router_pb2.GenerateResponse:
         delta = router_pb2.Delta(choice=choice, token_offset=number, token_ids=[100 + number], text=word)

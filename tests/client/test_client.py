@@ -17,6 +17,7 @@ from quartet.client import (
     ChoiceFinished,
     Delta,
     FinishReason,
+    Placed,
     QuartetClient,
     Sampling,
     WorkerState,
@@ -104,6 +105,16 @@ async def test_a_completion_holds_every_choice_whole(router: FakeRouter, start_r
     assert completion.choices[2].token_ids == (100, 101, 102)
     assert completion.choices[1].finished.usage.num_output_tokens == 3
     assert completion.text == "one two three"
+    assert [placed.decode.worker_id for placed in completion.accepted.choices] == ["decode-0", "decode-1", "decode-2"]
+
+
+async def test_choices_that_are_placed_later_are_told_when_they_are(
+    router: FakeRouter, start_router: StartRouter
+) -> None:
+    async with QuartetClient(await start_router(router)) as client:
+        accepted, placed, *_rest = [event async for event in client.generate("Hi", num_choices=2)]
+    assert isinstance(accepted, Accepted) and [choice.choice for choice in accepted.choices] == [0]
+    assert isinstance(placed, Placed) and (placed.placement.choice, placed.placement.decode) == (1, Place("decode-1"))
 
 
 @pytest.mark.parametrize("drop", ["break", "aclose", "cancel the task"])

@@ -17,7 +17,7 @@ from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import RequestCancelledError, ServingError
 from quartet.kvcache.layout import HandOff, OpaquePayload
-from quartet.rpc.edge import Accepted, ChoiceFinished, Delta
+from quartet.rpc.edge import Accepted, AnswerPart, ChoiceFinished, ChoicePlacement, Placed
 from quartet.rpc.inner import DecodeFinished, DecodeProgress, DecodeStarted, InnerStart, PrefillOutcome
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.text.model_text import ModelText
@@ -315,21 +315,28 @@ class Collected:
     """A whole answer, checked for order while it came."""
 
     accepted: Accepted | None = None
+    placements: dict[int, ChoicePlacement] = field(default_factory=dict)
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     finished: dict[int, ChoiceFinished] = field(default_factory=dict)
 
-    def add(self, part: Accepted | Delta | ChoiceFinished) -> None:
+    def add(self, part: AnswerPart) -> None:
         if isinstance(part, Accepted):
             assert self.accepted is None
             self.accepted = part
+            self.placements = {placement.choice: placement for placement in part.choices}
+            assert list(self.placements) == sorted(self.placements)
             return
         assert self.accepted is not None, "something came before accepted"
+        if isinstance(part, Placed):
+            assert self.placements.setdefault(part.placement.choice, part.placement) is part.placement, "told twice"
+            return
         assert part.choice not in self.finished, "something came after the end"
         if isinstance(part, ChoiceFinished):
             self.finished[part.choice] = part
             return
+        assert part.choice in self.placements, "a delta came before its choice's placement"
         token_ids = self.token_ids.setdefault(part.choice, [])
         assert part.token_offset == len(token_ids)
         token_ids.extend(part.token_ids)

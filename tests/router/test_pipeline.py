@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import aclosing
 
 import pytest
 
 from quartet.discovery.place import Place
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import OutputOptions, Sampling
-from quartet.rpc.edge import GenerateStart, TextOptions, TextPrompt, TokenPrompt
-from tests.router.fakes import EOS_ID, Fleet, Plan, collect, expected_tokens, text_of
+from quartet.rpc.edge import Delta, GenerateStart, TextOptions, TextPrompt, TokenPrompt
+from tests.router.fakes import EOS_ID, TIMEOUT_S, Collected, Fleet, Plan, collect, expected_tokens, text_of
 
 PROMPT = TokenPrompt(tuple(range(10, 30)))  # long enough for a remote prefill
 
@@ -93,7 +94,39 @@ async def test_more_choices_than_there_is_room_for_run_one_after_the_other() -> 
     fleet = Fleet("prefill-0", "decode-0", num_blocks=7)
     answer = await collect(fleet.pipeline.generate(make_start(num_choices=4)))
     assert answer.token_ids == {choice: expected_tokens(5, choice, 20, 12) for choice in range(4)}
+    assert [placement.choice for placement in answer.accepted.choices] == [0]
+    assert answer.placements.keys() == set(range(4))
     fleet.assert_nothing_left()
+
+
+async def test_the_first_choice_is_shown_while_others_wait_for_room() -> None:
+    fleet = Fleet("decode-0", num_blocks=7)
+    fleet.hops.plan("decode", Plan(hang_after=2))
+    run = fleet.pipeline.generate(make_start(num_choices=3))
+    answer = Collected()
+    async with asyncio.timeout(TIMEOUT_S), aclosing(run.parts()) as parts:
+        async for part in parts:
+            answer.add(part)
+            if isinstance(part, Delta):
+                break
+        assert answer.token_ids[0][0] == expected_tokens(5, 0, 20, 1)[0]
+        assert fleet.admission.length == 2
+        assert answer.placements.keys() == {0}
+        assert fleet.registry.get_sample_value("quartet_router_ttft_seconds_count", {"model": "tiny"}) == 1
+    fleet.assert_nothing_left()
+
+
+async def test_text_that_is_held_back_is_no_first_token_until_it_leaves() -> None:
+    fleet = Fleet("decode-0")
+    text = text_of(expected_tokens(5, 0, 20, 12))
+    fleet.hops.plan("decode", Plan(hang_after=2))
+    options = TextOptions(stop_strings=(text[:3] + "#",))
+    reading = asyncio.create_task(collect(fleet.pipeline.generate(make_start(text_options=options))))
+    async with asyncio.timeout(TIMEOUT_S):
+        await fleet.hops.hung.wait()
+    assert fleet.registry.get_sample_value("quartet_router_ttft_seconds_count", {"model": "tiny"}) == 0
+    reading.cancel()
+    await asyncio.wait([reading])
 
 
 @pytest.mark.parametrize("include_stop", [False, True])

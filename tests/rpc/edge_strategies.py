@@ -15,6 +15,7 @@ from quartet.rpc.edge import (
     ChoicePlacement,
     Delta,
     GenerateStart,
+    Placed,
     TextOptions,
     TextPrompt,
     TimeBreakdown,
@@ -81,7 +82,7 @@ FINISHED = st.builds(
     time=st.builds(TimeBreakdown, **{item.name: st.none() | SECONDS for item in fields(TimeBreakdown)}),
     stop_string=st.none() | TEXT.filter(bool),
 )
-ANSWER_PARTS = ACCEPTED | DELTAS | FINISHED
+ANSWER_PARTS = ACCEPTED | st.builds(Placed, placement=PLACEMENTS) | DELTAS | FINISHED
 WORKER_STATUSES = st.builds(
     WorkerStatus,
     record=WORKER_RECORDS,

@@ -13,7 +13,16 @@ from quartet.rpc.convert.generation import (
     to_token_logprobs,
 )
 from quartet.rpc.durations import to_duration, to_seconds
-from quartet.rpc.edge import Accepted, AnswerPart, ChoiceFinished, ChoicePlacement, Delta, TimeBreakdown, Usage
+from quartet.rpc.edge import (
+    Accepted,
+    AnswerPart,
+    ChoiceFinished,
+    ChoicePlacement,
+    Delta,
+    Placed,
+    TimeBreakdown,
+    Usage,
+)
 from quartet.v1 import router_pb2, types_pb2
 
 # Field of ours and of the message, whose type says what ours says by its unit.
@@ -26,6 +35,8 @@ def to_generate_response(part: AnswerPart) -> router_pb2.GenerateResponse:
         return router_pb2.GenerateResponse(delta=_to_delta(part))
     if isinstance(part, ChoiceFinished):
         return router_pb2.GenerateResponse(finished=_to_choice_finished(part))
+    if isinstance(part, Placed):
+        return router_pb2.GenerateResponse(placed=_to_choice_placement(part.placement))
     return router_pb2.GenerateResponse(accepted=_to_accepted(part))
 
 
@@ -34,6 +45,8 @@ def from_generate_response(message: router_pb2.GenerateResponse) -> AnswerPart:
     match message.WhichOneof("message"):
         case "accepted":
             return _from_accepted(message.accepted)
+        case "placed":
+            return Placed(placement=_from_choice_placement(message.placed))
         case "delta":
             return _from_delta(message.delta)
         case "finished":
