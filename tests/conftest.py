@@ -9,6 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from services import local_etcd
 from services.tools import find_etcd, find_grpcurl
 from tests import etcd_server
 
@@ -20,7 +21,7 @@ hypothesis.settings.load_profile("quartet")
 @pytest.fixture
 def free_port() -> Callable[[], int]:
     """A function that returns a free TCP port of 127.0.0.1, a new one at each call."""
-    return etcd_server.free_port
+    return local_etcd.free_port
 
 
 @pytest.fixture

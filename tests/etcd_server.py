@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -15,24 +13,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from services.local_etcd import free_port
+
 _START_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.02
-# Below the kernel's ephemeral range: a client that dials a server just killed can otherwise be given the very
-# port it dials, connect to itself, and keep the server from coming back.
-_PORTS = range(20_000, 32_000)
-
-
-def free_port() -> int:
-    """Return a TCP port on 127.0.0.1 that nobody listens on now and that no client is given by chance."""
-    for port in random.SystemRandom().sample(_PORTS, 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise RuntimeError("no free port in 100 tries")
 
 
 class EtcdServer:

@@ -7,7 +7,7 @@ import ssl
 from contextlib import suppress
 from types import TracebackType
 
-from tests.etcd_server import free_port
+from services.local_etcd import free_port
 
 
 class TcpProxy:

@@ -14,6 +14,7 @@ from quartet.discovery.etcd import EtcdConfig, EtcdRegistry
 from quartet.discovery.etcd_client import EtcdClient, new_lease_id
 from quartet.discovery.record_json import to_json
 from quartet.errors import DiscoveryError
+from services.local_etcd import free_port
 from tests.discovery.records import (
     TIMEOUT_S,
     eventually,
@@ -24,7 +25,7 @@ from tests.discovery.records import (
     synchronised,
 )
 from tests.discovery.tcp_proxy import TcpProxy
-from tests.etcd_server import EtcdServer, free_port
+from tests.etcd_server import EtcdServer
 
 LEASE_S = 2
 

@@ -19,8 +19,9 @@ import yaml
 from quartet.config import override
 from quartet.rpc.tls import TlsConfig, channel_credentials
 from quartet.v1 import kv_events_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.local_etcd import free_port
 from tests.e2e.process import Metrics, ServiceProcess, wait_until
-from tests.etcd_server import EtcdServer, free_port
+from tests.etcd_server import EtcdServer
 
 START_TIMEOUT_S = 60.0
 MODEL_NAME = "random-llama"
