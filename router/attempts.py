@@ -104,9 +104,7 @@ class ChoiceRun:
         """
         cause = "first"
         while (reason := self._reason_ended()) is None:
-            reservation = await self._tools.admission.admit(
-                self._ticket, self._pending(), is_retry=self._output.num_attempts > 0
-            )
+            reservation = await self._admit()
             try:
                 self._begin(reservation, cause)
                 reason = await self._attempt(reservation)
@@ -122,9 +120,18 @@ class ChoiceRun:
             await self._tools.sleep(pause_s)
         return self._output.finish(reason)
 
+    async def _admit(self) -> Reservation:
+        began = time.monotonic()
+        try:
+            return await self._tools.admission.admit(
+                self._ticket, self._pending(), is_retry=self._output.num_attempts > 0
+            )
+        finally:
+            # Also of those that never got room: how long they waited is all there is to know of them.
+            self._output.note_wait(time.monotonic() - began)
+
     def _begin(self, reservation: Reservation, cause: str) -> None:
         self._output.num_attempts += 1
-        self._output.note_wait(reservation.waited_s)
         self._tools.metrics.observe_queue(reservation.waited_s)
         self._tools.metrics.count_attempt(cause)
         self._on_placed(reservation.placement)
@@ -140,11 +147,12 @@ class ChoiceRun:
         num_generated = len(self._output.token_ids)
         num_tokens = len(self._request.prompt_token_ids) + num_generated
         num_left = min(self._request.max_output_tokens - num_generated, self._tools.config.reserve_tokens)
-        # The last token of the longest sequence needs no room.
-        limit = max(self._request.pool.num_place_tokens, num_tokens)
+        # The last token needs no room, as nothing attends to it.
+        num_most_tokens = len(self._request.prompt_token_ids) + self._request.max_output_tokens - 1
         return Pending(
             num_tokens=num_tokens,
-            num_reserved_tokens=min(num_tokens + num_left, limit),
+            num_reserved_tokens=min(num_tokens + num_left, num_most_tokens),
+            num_most_tokens=num_most_tokens,
             adapter=self._request.start.adapter,
             avoid=frozenset(self._hints.avoid),
             prefer_prefill=self._hints.prefer_prefill,

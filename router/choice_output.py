@@ -102,19 +102,26 @@ class ChoiceOutput:
         self._deliver(self._text.finish())
         if self.has_stopped:
             reason = FinishReason.STOP_STRING
-        self._times["total_s"] = time.monotonic() - self._request.arrived_at
+        time_breakdown = self.time_breakdown()
+        self._times["total_s"] = time_breakdown.total_s or 0.0
         return ChoiceFinished(
-            choice=self._choice,
-            reason=reason,
-            stop_string=self._stop_string,
-            usage=Usage(
-                num_prompt_tokens=len(self._request.prompt_token_ids),
-                num_cached_tokens=min(self._num_cached_tokens or 0, len(self._request.prompt_token_ids)),
-                num_output_tokens=self._num_shown,
-                num_attempts=max(self.num_attempts, 1),
-            ),
-            time=TimeBreakdown(tokenize_s=self._request.tokenize_s, **self._times),
+            choice=self._choice, reason=reason, stop_string=self._stop_string, usage=self.usage(), time=time_breakdown
         )
+
+    def usage(self) -> Usage:
+        """What it used so far, finished or not."""
+        num_prompt_tokens = len(self._request.prompt_token_ids)
+        return Usage(
+            num_prompt_tokens=num_prompt_tokens,
+            num_cached_tokens=min(self._num_cached_tokens or 0, num_prompt_tokens),
+            num_output_tokens=self._num_shown,
+            num_attempts=self.num_attempts,
+        )
+
+    def time_breakdown(self) -> TimeBreakdown:
+        """Where its time went: until its end, or until now where it has none."""
+        total_s = time.monotonic() - self._request.arrived_at
+        return TimeBreakdown(tokenize_s=self._request.tokenize_s, **{"total_s": total_s, **self._times})
 
     def _deliver(self, delta: TextDelta) -> None:
         if delta.is_empty:

@@ -98,7 +98,7 @@ class GenerateRun:
             self._work.cancel()
 
     async def parts(self) -> AsyncGenerator[AnswerPart, None]:
-        """The answer: accepted, then placements, deltas and an end for each choice. Closing it early frees all it holds.
+        """The answer: accepted, placements, deltas and an end for each choice. Closing it early frees all it holds.
 
         Raises:
             ServingError: the request failed.
@@ -150,12 +150,12 @@ class GenerateRun:
             deadline=deadline,
         )
         self._num_prompt_tokens, self._seed = len(request.prompt_token_ids), request.seed
-        self._log.prepared(request)
         metrics = self._tools.attempts.metrics.for_model(request.pool.key.model_name)
         ticket = self._tools.attempts.admission.ticket(request.pool.key, self._start.priority)
         self._outputs = [
             ChoiceOutput(request, choice, metrics, self._answer) for choice in range(self._start.num_choices)
         ]
+        self._log.prepared(request, self._outputs)
         async with asyncio.TaskGroup() as group:
             for choice, output in enumerate(self._outputs):
                 on_placed = partial(self._placed, choice)

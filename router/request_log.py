@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from quartet.rpc.edge import ChoiceFinished, GenerateStart
+from quartet.rpc.edge import ChoiceFinished, GenerateStart, TimeBreakdown, Usage
 from quartet.telemetry.logging import FinishedRequest, log_request
 from quartet.telemetry.metrics import RouterMetrics
+from router.choice_output import ChoiceOutput
 from router.policy.base import Placement
 from router.prepared import PreparedRequest
 
@@ -23,12 +24,14 @@ class RequestLog:
         self._metrics = metrics
         self._request: PreparedRequest | None = None
         self._placement: Placement | None = None
+        self._outputs: Sequence[ChoiceOutput] = ()
         self._finished: list[ChoiceFinished] = []
         self._failure = ""
 
-    def prepared(self, request: PreparedRequest) -> None:
-        """It is checked and tokenized."""
+    def prepared(self, request: PreparedRequest, outputs: Sequence[ChoiceOutput]) -> None:
+        """It is checked and tokenized; ``outputs`` will tell what each choice used, however it ends."""
         self._request = request
+        self._outputs = outputs
         self._metrics.observe_tokenize(request.tokenize_s)
 
     def placed(self, placement: Placement) -> None:
@@ -45,13 +48,15 @@ class RequestLog:
 
     def write(self, total_s: float) -> None:
         """Write the line and count; called once, at the end."""
-        self._count()
+        usages = [output.usage() for output in self._outputs]
+        times = [output.time_breakdown() for output in self._outputs]
+        self._count_outcomes()
+        if self._request is not None:
+            self._count_use(self._request, usages, times)
         if self._failure:
             outcome = self._failure
         else:
             outcome = ",".join(sorted({finished.reason.value for finished in self._finished}))
-        usages = [finished.usage for finished in self._finished]
-        times = [finished.time for finished in self._finished]
         placement, request = self._placement, self._request
         line = FinishedRequest(
             request_id=self._request_id,
@@ -77,21 +82,25 @@ class RequestLog:
         )
         log_request(logger, line)
 
-    def _count(self) -> None:
+    def _count_outcomes(self) -> None:
         for finished in self._finished:
             self._metrics.count_request(finished.reason.value)
-        if self._request is None:
-            if self._failure:
-                self._metrics.count_request(self._failure)
+        if not self._failure:
             return
-        for _ in range(self._start.num_choices - len(self._finished) if self._failure else 0):
+        # Before it was prepared, its number of choices is only a client's word.
+        num_failed = 1 if self._request is None else self._start.num_choices - len(self._finished)
+        for _ in range(num_failed):
             self._metrics.count_request(self._failure)
-        model = self._metrics.for_model(self._request.pool.key.model_name)
-        for finished in self._finished:
-            model.prompt_tokens.inc(finished.usage.num_prompt_tokens)
-            model.cached_tokens.inc(finished.usage.num_cached_tokens)
-            model.output_tokens.inc(finished.usage.num_output_tokens)
-            model.duration.observe(finished.time.total_s or 0.0)
+
+    def _count_use(self, request: PreparedRequest, usages: list[Usage], times: list[TimeBreakdown]) -> None:
+        model = self._metrics.for_model(request.pool.key.model_name)
+        if self._placement is not None:
+            # The choices share one prompt.
+            model.prompt_tokens.inc(len(request.prompt_token_ids))
+            model.cached_tokens.inc(max(usage.num_cached_tokens for usage in usages))
+        for usage, time in zip(usages, times, strict=True):
+            model.output_tokens.inc(usage.num_output_tokens)
+            model.duration.observe(time.total_s or 0.0)
 
 
 def _longest(durations: Iterable[float | None]) -> float | None:

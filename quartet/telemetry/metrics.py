@@ -50,9 +50,9 @@ class ModelMetrics:
     Attributes:
         ttft: seconds from a request's arrival to its first token, one observation a choice.
         itl: seconds from one message with tokens of a choice to the next, divided by its tokens.
-        duration: seconds from a request's arrival to its end, one observation a choice.
-        prompt_tokens: of requests that were placed.
-        cached_tokens: of these, tokens whose KV was cached.
+        duration: seconds from a request's arrival to its end, one observation a choice, also of those that failed.
+        prompt_tokens: of requests that were placed, once a request, however many its choices and attempts.
+        cached_tokens: of these, tokens whose KV was cached; of a request's choices, the most.
         output_tokens: shown to clients.
     """
 

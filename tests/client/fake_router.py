@@ -60,9 +60,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
                 yield opening
             for number, word in enumerate(self.words):
                 if number == self.hold_after:
-                    self.holding.set()
-                    if await anext(requests, None) is None:
-                        await asyncio.Event().wait()  # half-closed: only the end of the call ends it
+                    await self._hold(requests)
                     for choice in range(num_choices):
                         yield self._finished(choice, number, types_pb2.FINISH_REASON_CANCELLED)
                     return
@@ -95,6 +93,11 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
             raise ModelNotFoundError(f"no model {request.name}", field="name")
         model = router_pb2.Model(name="tiny", fingerprint="f00d", max_model_len=64, num_decode_workers=1)
         return router_pb2.GetModelResponse(models=[model])
+
+    async def _hold(self, requests: Any) -> None:
+        self.holding.set()
+        if await anext(requests, None) is None:
+            await asyncio.Event().wait()  # half-closed: only the end of the call ends it
 
     def _opening(self, start: router_pb2.GenerateStart, num_choices: int) -> list[router_pb2.GenerateResponse]:
         seed = start.seed if start.HasField("seed") else 7

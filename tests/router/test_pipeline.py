@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from contextlib import aclosing
 
 import pytest
@@ -224,29 +223,3 @@ async def test_everybody_hears_who_asked_and_how_long_it_may_take() -> None:
         assert (context.tenant, context.priority, context.session_key) == ("acme", 3, "chat-1")
         assert (context.traceparent, context.router_id, context.router_request_number) == ("00-ab-cd-01", "router-a", 1)
         assert 0 < context.timeout_s <= 30
-
-
-async def test_one_line_is_logged_for_a_request(caplog: pytest.LogCaptureFixture) -> None:
-    fleet = Fleet("prefill-0", "decode-0")
-    with caplog.at_level(logging.INFO, logger="router"):
-        answer = await collect(fleet.pipeline.generate(make_start(client_request_id="mine", num_choices=2)))
-    [record] = caplog.records
-    said = record.quartet_fields
-    assert said["request_id"] == answer.accepted.request_id
-    assert (said["client_request_id"], said["outcome"], said["num_output_tokens"]) == ("mine", "length", 24)
-    assert (said["prefill_worker"], said["decode_worker"]) == ("prefill-0", "decode-0")
-
-
-async def test_metrics_count_tokens_and_outcomes() -> None:
-    fleet = Fleet("prefill-0", "decode-0")
-    await collect(fleet.pipeline.generate(make_start()))
-
-    def value(name: str, **labels: str) -> float | None:
-        return fleet.registry.get_sample_value(name, labels)
-
-    assert value("quartet_router_output_tokens_total", model="tiny") == 12
-    assert value("quartet_router_ttft_seconds_count", model="tiny") == 1
-    assert value("quartet_router_itl_seconds_count", model="tiny") == 11
-    assert value("quartet_router_requests_total", outcome="length") == 1
-    assert value("quartet_router_attempts_total", cause="first") == 1
-    assert value("quartet_router_running_requests") == 0

@@ -1,0 +1,115 @@
+"""What is logged and counted of requests, however they end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing
+
+import pytest
+
+from quartet.errors import DrainingError, InvalidRequestError, QueueFullError, WorkerUnavailableError
+from quartet.rpc.edge import TokenPrompt
+from router.admission import AdmissionConfig
+from router.attempts import AttemptConfig
+from tests.router.fakes import TIMEOUT_S, Collected, Fleet, Plan, collect
+from tests.router.records import make_load
+from tests.router.test_pipeline import make_start
+
+
+def said_in(caplog: pytest.LogCaptureFixture) -> dict[str, object]:
+    """The fields of the one line that was logged."""
+    [record] = [record for record in caplog.records if record.name == "router.request_log"]
+    return record.quartet_fields
+
+
+def value(fleet: Fleet, name: str, **labels: str) -> float | None:
+    return fleet.registry.get_sample_value(name, labels or {"model": "tiny"})
+
+
+@pytest.fixture(autouse=True)
+def _info(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="router")
+
+
+async def test_one_line_is_logged_for_a_request(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet("prefill-0", "decode-0")
+    answer = await collect(fleet.pipeline.generate(make_start(client_request_id="mine", num_choices=2)))
+    said = said_in(caplog)
+    assert said["request_id"] == answer.accepted.request_id
+    assert (said["client_request_id"], said["outcome"], said["num_output_tokens"]) == ("mine", "length", 24)
+    assert (said["prefill_worker"], said["decode_worker"]) == ("prefill-0", "decode-0")
+
+
+async def test_metrics_count_tokens_and_outcomes() -> None:
+    fleet = Fleet("prefill-0", "decode-0")
+    await collect(fleet.pipeline.generate(make_start()))
+    assert value(fleet, "quartet_router_output_tokens_total") == 12
+    assert value(fleet, "quartet_router_ttft_seconds_count") == 1
+    assert value(fleet, "quartet_router_itl_seconds_count") == 11
+    assert value(fleet, "quartet_router_requests_total", outcome="length") == 1
+    assert value(fleet, "quartet_router_attempts_total", cause="first") == 1
+    assert fleet.registry.get_sample_value("quartet_router_running_requests") == 0
+
+
+async def test_a_failed_request_tells_where_its_time_went_and_what_it_gave(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet("prefill-0", "decode-0", attempts=AttemptConfig(max_attempts=1))
+    fleet.hops.plan("decode", Plan(error=WorkerUnavailableError("gone"), fail_after=4))
+    with pytest.raises(WorkerUnavailableError):
+        await collect(fleet.pipeline.generate(make_start()))
+    said = said_in(caplog)
+    assert (said["outcome"], said["num_output_tokens"], said["num_attempts"]) == ("worker_unavailable", 5, 1)
+    assert (said["prefill_queue_s"], said["decode_queue_s"], said["transfer_s"]) == (0.01, 0.03, 0.004)
+    assert {"router_queue_s", "prefill_s", "first_token_s", "total_s", "num_cached_tokens"} <= said.keys()
+    assert value(fleet, "quartet_router_requests_total", outcome="worker_unavailable") == 1
+    assert value(fleet, "quartet_router_output_tokens_total") == 5
+    assert value(fleet, "quartet_router_prompt_tokens_total") == 20
+    assert value(fleet, "quartet_router_request_duration_seconds_count") == 1
+
+
+async def test_choices_that_end_differently_are_all_counted(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet("decode-0")
+    fleet.hops.plan("decode", Plan(), Plan(hang_after=3), Plan())
+    run = fleet.pipeline.generate(make_start(num_choices=3))
+    answer = Collected()
+    with pytest.raises(DrainingError):
+        async with asyncio.timeout(TIMEOUT_S), aclosing(run.parts()) as parts:
+            async for part in parts:
+                answer.add(part)
+                if len(answer.finished) == 2:
+                    run.abort(DrainingError("the router is going away"))
+    said = said_in(caplog)
+    assert (said["outcome"], said["num_output_tokens"], said["num_choices"]) == ("draining", 27, 3)
+    assert value(fleet, "quartet_router_requests_total", outcome="length") == 2
+    assert value(fleet, "quartet_router_requests_total", outcome="draining") == 1
+    assert value(fleet, "quartet_router_output_tokens_total") == 27
+    assert value(fleet, "quartet_router_request_duration_seconds_count") == 3
+
+
+async def test_a_prompt_counts_once_however_many_its_choices() -> None:
+    fleet = Fleet("prefill-0", "decode-0", num_blocks=1000)
+    await collect(fleet.pipeline.generate(make_start(num_choices=3)))
+    assert value(fleet, "quartet_router_prompt_tokens_total") == 20
+    assert value(fleet, "quartet_router_cached_tokens_total") == 2
+    assert value(fleet, "quartet_router_output_tokens_total") == 36
+
+
+async def test_what_found_no_room_tells_how_long_it_waited(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet("decode-0", admission=AdmissionConfig(queue_timeout_s=0.05))
+    for status in fleet.table.statuses(0.0):
+        fleet.table.report(make_load(status.record, num_in_use_blocks=status.record.num_blocks), 0.0)
+    with pytest.raises(QueueFullError):
+        await collect(fleet.pipeline.generate(make_start()))
+    said = said_in(caplog)
+    assert said["router_queue_s"] >= 0.05
+    assert (said["num_attempts"], said["num_output_tokens"]) == (0, 0)
+    # It was never placed: nobody computed its prompt.
+    assert value(fleet, "quartet_router_prompt_tokens_total") == 0
+
+
+async def test_what_was_refused_at_once_counts_once_whatever_it_claims(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet("decode-0")
+    with pytest.raises(InvalidRequestError):
+        await collect(fleet.pipeline.generate(make_start(prompt=TokenPrompt(()), num_choices=9)))
+    assert said_in(caplog)["outcome"] == "invalid_field"
+    assert value(fleet, "quartet_router_requests_total", outcome="invalid_field") == 1
