@@ -93,7 +93,7 @@ class Claim(Protocol):
 
         Raises:
             TransferError, TransferTimeoutError, HandOffNotFoundError, HandOffStateError, StaleEpochError,
-            LayoutMismatchError, WorkerUnavailableError: what arrived must be thrown away.
+            LayoutMismatchError: what arrived must be thrown away. A source that is gone is a ``TransferError`` too.
         """
         ...
 

@@ -14,7 +14,6 @@ from quartet.errors import (
     LayoutMismatchError,
     StaleEpochError,
     TransferError,
-    WorkerUnavailableError,
 )
 from quartet.kvcache.hand_off import HandOffState
 from quartet.transfer.base import PieceCopy, TransferWay
@@ -161,12 +160,14 @@ async def test_another_layout_is_refused_naming_the_field(field: str) -> None:
             here.puller.claim(source.offer(1, BLOCKS))
 
 
-async def test_a_worker_that_is_not_there_is_unavailable_and_abort_does_not_mind(free_port) -> None:
+async def test_a_source_that_is_not_there_is_a_failed_transfer_and_abort_does_not_mind(free_port) -> None:
     async with source_worker() as source, puller_worker() as here:
         gone = dataclasses.replace(source.offer(1, BLOCKS), address=f"127.0.0.1:{free_port()}")
         claim = here.puller.claim(gone)
-        with pytest.raises(WorkerUnavailableError):
+        with pytest.raises(TransferError) as raised:
             await claim.fetch([PieceCopy(0, 0)])
+        # Not WorkerUnavailableError: over the wire that would be said of the worker that wanted to pull.
+        assert raised.type is TransferError
         async with asyncio.timeout(2):
             await claim.abort()
 

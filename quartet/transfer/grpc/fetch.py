@@ -58,7 +58,6 @@ class Fetch:
         self._shm_pools = shm_pools
         self._executor = executor
         self._owner = PoolOwner(hand_off.worker_id, hand_off.epoch)
-        self._has_begun = False
 
     @property
     def size_bytes(self) -> int:
@@ -75,16 +74,14 @@ class Fetch:
         except TimeoutError:
             raise TransferTimeoutError(f"the pull took more than {max_pull_s} s") from None
         except WorkerUnavailableError as error:
-            if self._has_begun:
-                raise TransferError(f"the source was lost while it was pulled from: {error.message}") from None
-            raise
+            # Unavailable is the source, not the worker that says so: whoever sent the hand-off must not blame that one.
+            raise TransferError(f"the source cannot be reached: {error.message}") from None
         finally:
             stream.cancel()
 
     async def _run(self, stream: PullStream) -> TransferWay:
         await stream.send(pb.PullRequest(begin=self._begin()))
         granted = _expect(await stream.receive(), "granted", pb.PullGranted)
-        self._has_begun = True
         way = self._check(granted)
         if self._copies:
             await self._move(stream, way, granted)

@@ -132,7 +132,7 @@ class PullClaim:
 
         Raises:
             TransferError, TransferTimeoutError, HandOffNotFoundError, HandOffStateError, StaleEpochError,
-            LayoutMismatchError, WorkerUnavailableError: what arrived must be thrown away.
+            LayoutMismatchError: what arrived must be thrown away. A source that is gone is a ``TransferError`` too.
         """
         if self._is_used:
             raise HandOffStateError("a claim is fetched once, and not after it was aborted")
