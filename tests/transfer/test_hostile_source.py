@@ -12,13 +12,15 @@ import grpc
 import pytest
 
 from quartet.errors import LayoutMismatchError, TransferError, TransferTimeoutError
+from quartet.kvcache.hand_off import HandOffState
 from quartet.kvcache.layout import BlocksPayload, HandOff
 from quartet.transfer.base import PieceCopy
 from quartet.transfer.config import TransferConfig
+from quartet.transfer.grpc.servicer import TransferServicer
 from quartet.transfer.grpc.status import to_error
 from quartet.v1 import transfer_pb2 as pb
 from quartet.v1.transfer_pb2_grpc import TransferServiceServicer, add_TransferServiceServicer_to_server
-from tests.transfer.workers import CONFIG, LAYOUT, puller_worker
+from tests.transfer.workers import CONFIG, LAYOUT, Ended, puller_worker, source_worker
 
 SIZE = LAYOUT.piece_size_bytes
 GRANTED = pb.PullResponse(granted=pb.PullGranted(way=pb.TRANSFER_WAY_GRPC, piece_size_bytes=SIZE))
@@ -175,6 +177,25 @@ async def test_closing_the_puller_ends_a_fetch_with_an_error_not_with_a_cancella
         await waiting.abort()
         with pytest.raises(TransferError):
             here.puller.claim(hand_off)
+
+
+async def test_a_renewal_that_is_left_unanswered_does_not_lose_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    was_swallowed = asyncio.Event()
+    pull = TransferServicer.Pull
+
+    async def pull_but_the_first(self: TransferServicer, requests, context) -> None:
+        if not was_swallowed.is_set():
+            was_swallowed.set()
+            await asyncio.Event().wait()
+        await pull(self, requests, context)
+
+    monkeypatch.setattr(TransferServicer, "Pull", pull_but_the_first)
+    async with source_worker(config=TransferConfig(lease_s=0.9)) as source, puller_worker() as here:
+        claim = here.puller.claim(source.offer(1, (3, 4)))
+        source.offer(2, ())  # nobody renews this one: it ends when the lease of the other would have
+        assert await source.end() == Ended(2, HandOffState.EXPIRED)
+        assert was_swallowed.is_set()
+        await claim.fetch([PieceCopy(0, 0)])
 
 
 async def test_a_renewal_that_fails_is_tried_again_and_abort_is_bounded() -> None:

@@ -24,8 +24,9 @@ _log = logging.getLogger(__name__)
 class HandOffLease:
     """Renews a hand-off every third of its lease until ``stop`` or ``abort``.
 
-    A renewal is a short stream of its own: most hand-offs are taken before the first is due, and one that fails leaves
-    another in time. The first is due a third of a lease from now, so a hand-off may be up to that old when it comes.
+    A renewal is a short stream of its own: most hand-offs are taken before the first is due. One that is refused, lost
+    or left unanswered is asked again soon, two more times before the lease ends. The first is due a third of a lease
+    from now; of a hand-off that was that old when it came, one renewal may fail.
     """
 
     def __init__(self, hand_off: HandOff, channels: PeerChannels, *, call_timeout_s: float) -> None:
@@ -58,15 +59,19 @@ class HandOffLease:
 
     async def _renew_on(self) -> None:
         interval_s = max(self.hand_off.lease.total_seconds() / 3, _MIN_RENEWAL_INTERVAL_S)
+        retry_interval_s = interval_s / 3
         request = pb.PullRequest(renew=pb.PullRenew(ticket=ticket_to_pb(self.hand_off)))
+        pause_s = interval_s
         while True:
-            await asyncio.sleep(interval_s)
+            await asyncio.sleep(pause_s)
             try:
-                await self._ask(request, min(interval_s, self._call_timeout_s))
+                await self._ask(request, min(retry_interval_s, self._call_timeout_s))
+                pause_s = interval_s
             except (HandOffNotFoundError, HandOffStateError, StaleEpochError) as error:
                 _log.debug("a hand-off of %s has ended: %s", self.hand_off.worker_id, error)
                 return  # whoever takes it will be told
             except ServingError as error:
+                pause_s = retry_interval_s
                 _log.info("could not renew a hand-off of %s, trying again: %s", self.hand_off.worker_id, error)
 
     async def _ask(self, request: pb.PullRequest, timeout_s: float) -> None:
