@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from quartet.errors import TransferError
 from quartet.transfer.shm_server import abstract_address, is_same_user
 
+#: Refusals remembered; one that is forgotten costs its worker one failed fetch more.
+_MAX_REFUSED = 64
+
 
 @dataclass(frozen=True)
 class PoolOwner:
@@ -39,7 +42,7 @@ class ShmPools:
 
     def __init__(self) -> None:
         self._pools: dict[PoolOwner, _MappedPool] = {}
-        self._refused: set[PoolOwner] = set()
+        self._refused: dict[PoolOwner, None] = {}  # oldest first
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -63,7 +66,7 @@ class ShmPools:
                 async with asyncio.timeout(timeout_s):
                     mapped = await self._map(owner, pool)
             except (TransferError, OSError) as error:  # a timeout is an OSError too
-                self._refused.add(owner)
+                self._refuse(owner)
                 raise TransferError(f"the peer's pool cannot be mapped: {error!r}") from error
         if len(mapped.view) != pool.size_bytes:
             raise TransferError("the peer's pool does not have the size that was granted")
@@ -102,6 +105,11 @@ class ShmPools:
         if not descriptors:
             raise TransferError("the peer refused its pool")
         return descriptors[0]
+
+    def _refuse(self, owner: PoolOwner) -> None:
+        self._refused[owner] = None
+        if len(self._refused) > _MAX_REFUSED:
+            self._refused.pop(next(iter(self._refused)))
 
     def _drop(self, owner: PoolOwner) -> None:
         mapped = self._pools.pop(owner, None)

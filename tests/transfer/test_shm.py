@@ -89,6 +89,16 @@ async def test_what_is_not_as_granted_is_not_mapped_and_not_asked_for_again(memo
         assert not pools.owners
 
 
+async def test_refusals_of_workers_long_gone_are_forgotten() -> None:
+    pools = ShmPools()
+    nowhere = SharedPool("@nobody-listens", b"t", 4096)
+    owners = [PoolOwner("source", epoch) for epoch in range(100)]
+    for owner in owners:
+        with pytest.raises(TransferError):
+            await pools.open(owner, nowhere, timeout_s=1)
+    assert [owner for owner in owners if not pools.may_open(owner)] == owners[-64:]
+
+
 async def test_an_unsealed_pool_is_refused() -> None:
     fd = os.memfd_create("shrinks", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 4 * 4096)
