@@ -26,7 +26,7 @@ from router.policy.least_loaded import LeastLoadedPolicy
 from router.policy.round_robin import RoundRobinPolicy
 from router.servicer import RouterServicer, router_service
 from router.worker_table import WorkerTable
-from router.workers import Fleet
+from router.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 

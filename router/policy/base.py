@@ -16,7 +16,9 @@ class Pending:
     Attributes:
         num_tokens: tokens to prefill: prompt and already generated ones.
         num_reserved_tokens: tokens that its decode place must have room for: ``num_tokens`` and what it may
-            generate soon (see ``router.config.RouterConfig.reserve_tokens``).
+            generate soon (see ``router.attempts.AttemptConfig.reserve_tokens``).
+        num_most_tokens: tokens that its decode place must be able to hold at all, which are those of its longest
+            possible sequence; at least ``num_reserved_tokens``.
         adapter: the adapter that it needs; empty: none.
         avoid: worker ids that just failed it; taken only where no other will do.
         prefer_prefill: where its blocks are probably cached.
@@ -24,6 +26,7 @@ class Pending:
 
     num_tokens: int
     num_reserved_tokens: int
+    num_most_tokens: int
     adapter: str = ""
     avoid: frozenset[str] = frozenset()
     prefer_prefill: Place | None = None
