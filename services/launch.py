@@ -42,7 +42,8 @@ class Environment:
         variables: environment of the processes.
         num_cores: CPU cores to share.
         run_dir: an empty directory for settings and data; removed at the end.
-        etcd_endpoints: tried before the topology's own; empty: only those.
+        etcd_endpoints: used instead of the topology's own, with its TLS settings, and must answer; empty: the
+            topology's, or an etcd that is started.
     """
 
     variables: Mapping[str, str]
@@ -152,6 +153,9 @@ class LocalTopology:
         where = ", ".join(etcd.endpoints)
         if await etcd_answers(etcd):
             self._observer.progress(f"using the etcd at {where}")
+        elif self._environment.etcd_endpoints:
+            # Whoever names one means that one: workers in another would be found by nobody.
+            raise ConfigError(f"ETCD_ENDPOINTS: no etcd answers at {where}; unset it to have one started here")
         else:
             etcd = await self._start_etcd(own_etcd(etcd), where)
         self._topology = self._topology.with_etcd(etcd)
