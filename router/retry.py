@@ -71,7 +71,7 @@ class RetryHints:
             ServingError: the failure's own, when another attempt makes no sense.
         """
         error = failure.error
-        if isinstance(error, _FINAL):
+        if self._is_final(failure, placement):
             raise error
         self._num_failures += 1
         self.prefer_prefill = None
@@ -82,6 +82,13 @@ class RetryHints:
         else:
             self.avoid.add(placement.decode.worker_id)
         return self._pause_s(error)
+
+    def _is_final(self, failure: HopFailedError, placement: Placement) -> bool:
+        if not isinstance(failure.error, errors.PromptTooLongError):
+            return isinstance(failure.error, _FINAL)
+        # Places differ in size. Whoever is asked though it is to be avoided is the last one that there is.
+        place = placement.prefill if failure.hop is Hop.PREFILL else placement.decode
+        return place is not None and place.worker_id in self.avoid
 
     def _note_transfer(self, prefill: Place) -> None:
         self._num_failed_transfers += 1

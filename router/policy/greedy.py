@@ -97,7 +97,7 @@ class Tally:
 
 
 def _can_ever_hold(candidate: Candidate, pending: Pending) -> bool:
-    num_blocks = candidate.num_blocks(pending.num_reserved_tokens)
+    num_blocks = candidate.num_blocks(pending.num_most_tokens)
     return num_blocks <= candidate.num_total_blocks and candidate.serves(pending.adapter)
 
 

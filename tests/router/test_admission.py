@@ -37,7 +37,7 @@ class Desk:
 
     def ask(self, name: str, num_blocks: int, *, priority: int = 0) -> asyncio.Task[Reservation]:
         ticket = self.admission.ticket(_POOL, priority)
-        pending = Pending(num_tokens=1, num_reserved_tokens=num_blocks * 10)
+        pending = Pending(num_tokens=1, num_reserved_tokens=num_blocks * 10, num_most_tokens=num_blocks * 10)
 
         async def wait() -> Reservation:
             reservation = await self.admission.admit(ticket, pending)
@@ -161,7 +161,7 @@ async def test_a_retry_gets_in_past_the_bound() -> None:
     desk.ask("waiting", 10)
     await desk.settle()
     ticket = desk.admission.ticket(_POOL, 0)
-    pending = Pending(num_tokens=1, num_reserved_tokens=10)
+    pending = Pending(num_tokens=1, num_reserved_tokens=10, num_most_tokens=10)
     retry = asyncio.create_task(desk.admission.admit(ticket, pending, is_retry=True))
     await desk.settle()
     assert desk.admission.length == 2

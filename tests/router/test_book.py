@@ -123,7 +123,7 @@ def test_a_remote_prefill_counts_at_both_places_each_in_its_own_way() -> None:
     for record in (prefill, decode):
         table.put(record, 0)
         table.connected(record.key, make_load(record), 0)
-    pending = Pending(num_tokens=100, num_reserved_tokens=150)
+    pending = Pending(num_tokens=100, num_reserved_tokens=150, num_most_tokens=150)
     reservation = table.book(Placement(Place("prefill-0"), Place("decode-0")), pending)
     snapshot = table.snapshot(table.pools(0)[0].key, 0)
     assert (snapshot.prefill[0].num_queued_tokens, snapshot.prefill[0].num_promised_blocks) == (100, 0)

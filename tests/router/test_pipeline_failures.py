@@ -121,7 +121,6 @@ async def test_a_worker_lost_after_an_end_of_sequence_is_not_asked_for_more() ->
     "error",
     [
         errors.InvalidRequestError("bad", field="sampling.top_p"),
-        errors.PromptTooLongError("long", field="prompt"),
         errors.UnsupportedFieldError("no", field="adapter"),
         errors.RequestTimeoutError("late"),
     ],
@@ -135,6 +134,39 @@ async def test_what_would_fail_anywhere_fails_at_once(error: ServingError) -> No
     assert caught.value.field == error.field
     assert len(fleet.hops.calls) == 1
     fleet.assert_nothing_left()
+
+
+async def test_a_worker_too_small_for_it_is_avoided() -> None:
+    fleet = Fleet("prefill-0", "decode-0", "decode-1")
+    fleet.hops.plan("decode", Plan(error=errors.PromptTooLongError("long", field="prompt")))
+    answer = await collect(fleet.pipeline.generate(make_start()))
+    assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
+    assert sorted(places(fleet, "decode")) == ["decode-0", "decode-1"]
+    fleet.assert_nothing_left()
+
+
+async def test_too_long_for_every_worker_is_too_long() -> None:
+    fleet = Fleet("prefill-0", "decode-0", "decode-1")
+    too_long = errors.PromptTooLongError("long", field="prompt")
+    fleet.hops.plan("decode", *(Plan(error=too_long) for _ in range(5)))
+    with pytest.raises(errors.PromptTooLongError):
+        await collect(fleet.pipeline.generate(make_start()))
+    assert len(places(fleet, "decode")) == 3
+    fleet.assert_nothing_left()
+
+
+async def test_what_fits_only_the_largest_place_goes_there() -> None:
+    fleet = Fleet(attempts=AttemptConfig(reserve_tokens=5))
+    fleet.join("decode-0", num_blocks=3)
+    fleet.join("decode-1", num_blocks=20)
+    start = make_start(sampling=Sampling(max_tokens=30))
+    for _ in range(5):
+        await collect(fleet.pipeline.generate(start))
+    assert set(places(fleet, "decode")) == {"decode-1"}
+    short = Fleet()
+    short.join("decode-0", num_blocks=3)
+    # The last token needs no room: 20 + 11 - 1 tokens are just those of 3 blocks.
+    assert (await collect(short.pipeline.generate(make_start(sampling=Sampling(max_tokens=11))))).finished
 
 
 async def test_attempts_are_bounded_and_the_last_error_is_told() -> None:

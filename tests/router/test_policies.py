@@ -40,6 +40,7 @@ def pending(
     num_tokens: int = 100,
     *,
     reserve: int = 0,
+    later: int = 0,
     adapter: str = "",
     avoid: tuple[str, ...] = (),
     prefer: str | None = None,
@@ -47,6 +48,7 @@ def pending(
     return Pending(
         num_tokens=num_tokens,
         num_reserved_tokens=num_tokens + reserve,
+        num_most_tokens=num_tokens + reserve + later,
         adapter=adapter,
         avoid=frozenset(avoid),
         prefer_prefill=None if prefer is None else Place(prefer),
@@ -138,6 +140,17 @@ def test_a_large_request_is_not_starved_by_small_ones_behind_it(make_policy) -> 
 def test_a_request_that_no_place_can_ever_hold_blocks_nobody(make_policy) -> None:
     placements = make_policy().assign([pending(1001), pending(100)], Snapshot([], [candidate("d", total=100)]))
     assert decodes(placements) == [None, "d"]
+
+
+@each_policy
+def test_a_place_too_small_for_all_that_a_request_may_become_is_left_out(make_policy) -> None:
+    small, large = candidate("small", total=20), candidate("large", total=100, used=80)
+    [placement] = make_policy().assign([pending(100, later=101)], Snapshot([], [small, large]))
+    assert decodes([placement]) == ["large"]
+    [placement] = make_policy().assign([pending(100, later=100)], Snapshot([], [small]))
+    assert decodes([placement]) == ["small"]
+    full = candidate("large", total=100, used=95)
+    assert make_policy().assign([pending(100, later=101)], Snapshot([], [small, full])) == [None]
 
 
 @each_policy

@@ -235,4 +235,4 @@ def test_a_status_names_load_age_and_requests(scene: Scene) -> None:
 
 
 def _pending(num_tokens: int) -> Pending:
-    return Pending(num_tokens=num_tokens, num_reserved_tokens=num_tokens + 50)
+    return Pending(num_tokens=num_tokens, num_reserved_tokens=num_tokens + 50, num_most_tokens=num_tokens + 50)
