@@ -10,6 +10,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,10 @@ class EtcdServer:
     def compact(self, revision: int | None = None) -> None:
         """Drop all history before ``revision`` (default: the current one) and wait until it is gone."""
         self._post("kv/compaction", {"revision": str(revision or self.revision()), "physical": True})
+
+    def put(self, key: bytes, value: bytes) -> None:
+        """Store any bytes under any bytes, as no client of ours would."""
+        self._post("kv/put", {"key": b64encode(key).decode(), "value": b64encode(value).decode()})
 
     def _command(self) -> list[str]:
         client = f"http://{self.endpoint}"

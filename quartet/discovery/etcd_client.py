@@ -254,11 +254,16 @@ def _check_history(response: Any, revision: int) -> None:
 
 def _change(event: Any) -> KeyChange:
     is_put = event.type == event.PUT
-    return KeyChange(event.kv.key.decode(), event.kv.value if is_put else None)
+    return KeyChange(_text(event.kv.key), event.kv.value if is_put else None)
 
 
 def _stored(kv: Any) -> StoredValue:
-    return StoredValue(kv.key.decode(), kv.value, kv.lease)
+    return StoredValue(_text(kv.key), kv.value, kv.lease)
+
+
+def _text(key: bytes) -> str:
+    # etcd's keys are any bytes, and anybody may put one under our prefix. No key of ours has a replacement character.
+    return key.decode(errors="replace")
 
 
 def _end_of(prefix: str) -> bytes:

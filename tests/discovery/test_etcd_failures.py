@@ -185,6 +185,19 @@ async def test_a_record_that_was_deleted_comes_back(etcd: EtcdServer, cluster: C
     assert [await next_event(watch), await next_event(watch)] == [_removed(record), WorkerAdded(record)]
 
 
+async def test_a_key_that_is_not_text_is_ignored_by_lists_and_watches(etcd: EtcdServer, cluster: Cluster) -> None:
+    garbage = b"/quartet/default/decode/\xff\xfe"
+    record = (await cluster.registry(etcd.endpoint).register(make_record("before"))).record
+    registry = cluster.registry(etcd.endpoint)
+    watch = registry.watch()
+    await synchronised(watch)
+    await asyncio.to_thread(etcd.put, garbage, to_json(record))
+    later = (await registry.register(make_record("later"))).record
+    assert await next_event(watch) == WorkerAdded(later)
+    assert await registry.workers() == [record, later]
+    assert len(await synchronised(registry.watch())) == 2
+
+
 async def test_one_of_three_endpoints_dead_from_the_start_is_passed_over(etcd: EtcdServer, cluster: Cluster) -> None:
     dead = f"127.0.0.1:{free_port()}"
     for endpoints in ((dead, etcd.endpoint, etcd.endpoint), (etcd.endpoint, dead, etcd.endpoint)):
