@@ -42,10 +42,6 @@ class Metrics:
         """One sample's value; 0 where it does not exist yet."""
         return self.samples.get((name, frozenset(labels.items())), 0.0)
 
-    def total(self, name: str) -> float:
-        """The sum over all labels."""
-        return sum(value for (sample, _), value in self.samples.items() if sample == name)
-
 
 class ServiceProcess:
     """``python -m MODULE --config FILE``, in a session of its own, with its output in a file.

@@ -66,7 +66,13 @@ def identities(tmp_path_factory: pytest.TempPathFactory) -> Identities:
 
 @pytest.fixture(scope="module")
 def tls_stack(start_stack: StartStack, random_model_dir: Path, identities: Identities) -> Stack:
-    config = StackConfig(model_dir=random_model_dir, tls=identities.servers, operator=identities.operator)
+    config = StackConfig(
+        model_dir=random_model_dir,
+        # Shared memory has no TLS to prove.
+        worker={"transfer.ways": ["grpc"]},
+        tls=identities.servers,
+        operator=identities.operator,
+    )
     return start_stack(config)
 
 
@@ -126,7 +132,7 @@ async def test_a_client_generates_through_prefill_and_decode(tls_stack: Stack, i
     assert completion.choices[0].finished.usage.num_attempts == 1
     # The blocks crossed, so the workers have let each other in.
     assert tls_stack.metrics("prefill-0").value("quartet_worker_requests_total", outcome="prefilled") == 1
-    assert tls_stack.metrics("decode-0").total("quartet_worker_transfer_bytes_total") > 0
+    assert tls_stack.metrics("decode-0").value("quartet_worker_transfer_bytes_total", way="grpc") > 0
     await asyncio.to_thread(tls_stack.wait_blocks_returned, timeout_s=10)
 
 
