@@ -20,13 +20,13 @@ from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics
 from router.admission import Admission
 from router.attempts import AttemptTools
 from router.config import PolicyName, RouterConfig
+from router.fleet import Fleet
 from router.pipeline import Pipeline, PipelineTools
 from router.policy.base import Policy
 from router.policy.least_loaded import LeastLoadedPolicy
 from router.policy.round_robin import RoundRobinPolicy
 from router.servicer import RouterServicer, router_service
 from router.worker_table import WorkerTable
-from router.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class RouterProcess:
                 pipeline,
                 table,
                 fleet.texts,
-                has_tls=config.server.tls is not None,
+                is_loopback=config.server.is_loopback,
                 trusted_gateways=config.trusted_gateways,
             )
             server = RpcServer(config.server, [router_service(servicer)])

@@ -44,14 +44,17 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         table: WorkerTable,
         texts: FetchedTexts,
         *,
-        has_tls: bool,
+        is_loopback: bool,
         trusted_gateways: Collection[str] = (),
     ) -> None:
-        """Without TLS (loopback), and from ``trusted_gateways``, a request's ``tenant`` is believed."""
+        """Believe a request's ``tenant`` from ``trusted_gateways`` and from callers without identity on loopback.
+
+        Any other request is its caller's, by the name in the certificate, or nobody's.
+        """
         self._pipeline = pipeline
         self._table = table
         self._texts = texts
-        self._has_tls = has_tls
+        self._is_loopback = is_loopback
         self._trusted_gateways = frozenset(trusted_gateways)
         self._closing = asyncio.Event()
 
@@ -122,11 +125,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return replace(start, tenant=self._tenant(start.tenant, context))
 
     def _tenant(self, claimed: str, context: _Context) -> str:
-        if not self._has_tls:
-            return claimed
         identity = caller_identity(context.auth_context())
         if identity is None:
-            return ""
+            return claimed if self._is_loopback else ""
         return claimed if claimed and identity.name in self._trusted_gateways else identity.name
 
     def _statuses(self, model: str) -> list[WorkerStatus]:

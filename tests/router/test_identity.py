@@ -49,9 +49,11 @@ async def test_a_tenant_is_the_certificates_name_unless_a_trusted_gateway_names_
         assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
 
 
-async def test_on_loopback_without_certificates_a_tenant_is_believed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("address", "tenant"), [("127.0.0.1:0", "acme"), ("0.0.0.0:0", "")])
+async def test_without_certificates_a_tenant_is_believed_on_loopback_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, address: str, tenant: str
 ) -> None:
     caplog.set_level(logging.INFO, logger="router")
-    async with running_system(tmp_path, monkeypatch) as (system, _stub):
-        assert await tenant_of(system, None, "acme", caplog) == "acme"
+    server = ServerConfig(address=address, insecure=True)
+    async with running_system(tmp_path, monkeypatch, server=server) as (system, _stub):
+        assert await tenant_of(system, None, "acme", caplog) == tenant
