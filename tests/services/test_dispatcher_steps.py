@@ -145,3 +145,23 @@ def test_routers_that_are_gone_are_forgotten_in_the_end() -> None:
         counted.arrive(f"router-{index}", 1)
     assert len(counted.watermarks()) <= 1024
     assert "router-4999" in counted.watermarks()
+
+
+def test_a_quiet_router_is_forgotten_but_not_while_a_start_of_its_own_is_uncounted() -> None:
+    now_s = 0.0
+    counted = CountedStarts(clock=lambda: now_s)
+    counted.arrive("quiet", 1)
+    counted.count_in("quiet", 1)
+    counted.arrive("waiting", 1)
+    counted.arrive("waiting", 2)
+    now_s = 599.0
+    assert counted.watermarks() == {"quiet": 1, "waiting": 0}
+    now_s = 601.0
+    assert counted.watermarks() == {"waiting": 0}
+    counted.count_in("waiting", 1)
+    counted.count_in("waiting", 2)
+    assert counted.watermarks() == {"waiting": 2}, "the last is told before the router is forgotten"
+    now_s = 1202.0
+    assert counted.watermarks() == {}
+    counted.arrive("quiet", 7)
+    assert counted.watermarks() == {"quiet": 6}
