@@ -26,7 +26,7 @@ class RouterConfig:
 
     Attributes:
         server: where gRPC listens; its ``tls`` is also what workers are dialled with.
-        http_address: ``host:port`` of /metrics, /livez and /readyz.
+        http_address: ``host:port`` of /metrics, /livez and /readyz, in the clear.
         policy: how places are chosen.
         local_prefill_max_tokens: prompts of up to so many tokens are prefilled where they are decoded; 0: none,
             while there is a prefill worker.
@@ -56,3 +56,4 @@ class RouterConfig:
         for name in ("max_request_timeout_s", "heartbeat_timeout_s", "drain_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
+        self.server.check_beside(self.http_address, "http_address")

@@ -39,8 +39,10 @@ class LoadPublisher:
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"events: cannot listen on {host}:{port}: {error.strerror}") from error
-        #: ``tcp://host:port`` as bound.
+        #: ``tcp://host:port`` as bound; of a wildcard host nobody can dial it.
         self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
+        #: The port of ``endpoint``.
+        self.port = int(self.endpoint.rpartition(":")[2])
 
     def publish(self, load: WorkerLoad) -> None:
         """Send ``load``. Never blocks: a subscriber that can't keep up misses it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from quartet.errors import ConfigError
+from quartet.rpc.address import ListenAddress
 from quartet.rpc.audience import Gate
 from quartet.rpc.channels import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_EDGE_MESSAGE_BYTES
 from quartet.rpc.interceptors import CallCounter, ServingInterceptor
@@ -56,22 +56,32 @@ class ServerConfig:
     max_receive_message_bytes: int = MAX_EDGE_MESSAGE_BYTES
 
     def __post_init__(self) -> None:
-        host, _, port = self.address.rpartition(":")
-        if not host or not port.isdecimal() or int(port) >= 2**16:
-            raise ConfigError(f"address: must be host:port, not {self.address!r}")
-        if self.tls is None and not self.insecure and not self.is_loopback:
-            raise ConfigError(f"address: {self.address} is not loopback: it takes tls, or insecure: true")
+        address = ListenAddress.parse(self.address, "address")
+        if not self.is_open:
+            address.require_loopback("address", "tls, or insecure: true")
         if self.max_receive_message_bytes < 1:
             raise ConfigError("max_receive_message_bytes: must be at least 1")
 
     @property
     def is_loopback(self) -> bool:
         """Whether only processes of this host can reach the address."""
-        host = self.address.rpartition(":")[0].removeprefix("[").removesuffix("]")
-        try:
-            return ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            return host == "localhost"
+        return ListenAddress.parse(self.address, "address").is_loopback
+
+    @property
+    def is_open(self) -> bool:
+        """Whether others than processes of this host may be served: by certificates, or by an explicit word."""
+        return self.tls is not None or self.insecure
+
+    def check_beside(self, address: str, field: str) -> ListenAddress:
+        """The ``address`` of a port beside gRPC's, which has no TLS of its own.
+
+        Raises:
+            ConfigError: naming ``field``; not ``host:port``, or beyond loopback while gRPC may not be either.
+        """
+        parsed = ListenAddress.parse(address, field)
+        if not self.is_open:
+            parsed.require_loopback(field, "server.tls, or server.insecure: true")
+        return parsed
 
     @property
     def with_reflection(self) -> bool:

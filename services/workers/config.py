@@ -8,10 +8,12 @@ from enum import StrEnum
 from quartet.discovery.create import DiscoveryConfig
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.errors import ConfigError
+from quartet.rpc.address import ListenAddress
 from quartet.rpc.inner_server import StreamLimits
 from quartet.rpc.server import ServerConfig
 from quartet.telemetry.logging import LogConfig
 from quartet.transfer.config import TransferConfig
+from services.workers.addresses import Listening
 
 
 class EngineKind(StrEnum):
@@ -53,9 +55,10 @@ class WorkerConfig:
         model_name: what requests call the model by; empty: the name of the model's folder.
         model_path: folder with config.json, tokenizer and safetensors files.
         server: where gRPC listens.
-        advertise_host: host that peers dial; empty: the one that ``server`` listens on.
-        http_address: ``host:port`` of /metrics, /livez and /readyz.
-        events_address: ``host:port`` that the ZMQ PUB socket binds.
+        advertise_host: host that peers dial, for all ports that others than this host can reach; empty: the one that
+            ``server`` listens on.
+        http_address: ``host:port`` of /metrics, /livez and /readyz, in the clear.
+        events_address: ``host:port`` that the ZMQ PUB socket binds, in the clear.
         drain_timeout_s: running requests get this long to end after SIGTERM.
         stall_timeout_s: work in flight and no step for so long is NOT_SERVING.
     """
@@ -82,3 +85,14 @@ class WorkerConfig:
         for name in ("drain_timeout_s", "stall_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
+        _ = self.listening
+
+    @property
+    def listening(self) -> Listening:
+        """What it listens on, and what peers are told. Raises ``ConfigError`` for what is refused."""
+        return Listening(
+            grpc=ListenAddress.parse(self.server.address, "server.address"),
+            events=self.server.check_beside(self.events_address, "events_address"),
+            http=self.server.check_beside(self.http_address, "http_address"),
+            host=self.advertise_host,
+        )

@@ -42,6 +42,7 @@ from quartet.transfer.shm_server import ShmServer
 from quartet.transfer.source import TransferSource
 from services.decode.servicer import decode_service
 from services.prefill.servicer import prefill_service
+from services.workers.addresses import Advertised
 from services.workers.config import WorkerConfig
 from services.workers.dispatcher import DecodeDispatcher, PrefillDispatcher
 from services.workers.engines import create_engine
@@ -81,16 +82,16 @@ class WorkerProcess:
         """
         async with AsyncExitStack() as stack:
             telemetry = TelemetryServer(self._config.http_address, self._registry, self._probes())
-            http_address = f"{self._config.http_address.rpartition(':')[0]}:{telemetry.start()}"
+            http_port = telemetry.start()
             stack.push_async_callback(telemetry.close)
             puller = self._puller()
             stack.push_async_callback(puller.close)
             engine = create_engine(self._config, self._kind, puller)
             stack.push_async_callback(engine.close)
             await engine.start()
-            await self._serve(stack, engine, http_address, stop)
+            await self._serve(stack, engine, http_port, stop)
 
-    async def _serve(self, stack: AsyncExitStack, engine: Engine, http_address: str, stop: asyncio.Event) -> None:
+    async def _serve(self, stack: AsyncExitStack, engine: Engine, http_port: int, stop: asyncio.Event) -> None:
         source = self._source(engine)
         stack.callback(source.close)
         shm = await self._shm_server(stack, engine)
@@ -103,13 +104,14 @@ class WorkerProcess:
         ]
         # A longer message would hold up everybody on a shared stream; it ends the stream that it came on.
         server = RpcServer(replace(self._config.server, max_receive_message_bytes=MAX_INNER_MESSAGE_BYTES), services)
-        port = await server.start()
+        grpc_port = await server.start()
         stack.push_async_callback(server.drain, _STREAMS_GRACE_S)
-        address = f"{self._advertised_host()}:{port}"
-        source.advertise(address)
-        publisher = LoadPublisher(*_host_and_port(self._config.events_address))
+        listening = self._config.listening
+        publisher = LoadPublisher(listening.events.host, listening.events.port)
         stack.callback(publisher.close)
-        record = self._record(engine.capabilities, address, publisher.endpoint, http_address)
+        addresses = listening.advertise(grpc_port=grpc_port, events_port=publisher.port, http_port=http_port)
+        source.advertise(addresses.grpc)
+        record = self._record(engine.capabilities, addresses)
         worker = self._worker = Worker(
             record,
             engine,
@@ -209,20 +211,15 @@ class WorkerProcess:
             return prefill_service(dispatcher, self._config.streams)
         return decode_service(dispatcher, self._config.streams)
 
-    def _advertised_host(self) -> str:
-        return self._config.advertise_host or self._config.server.address.rpartition(":")[0]
-
-    def _record(
-        self, capabilities: EngineCapabilities, address: str, events_address: str, http_address: str
-    ) -> WorkerRecord:
+    def _record(self, capabilities: EngineCapabilities, addresses: Advertised) -> WorkerRecord:
         config = self._config
         return WorkerRecord(
             worker_id=self._worker_id,
             role=self._role,
             epoch=self._epoch,
-            grpc_address=address,
-            events_address=events_address,
-            http_address=http_address,
+            grpc_address=addresses.grpc,
+            events_address=addresses.events,
+            http_address=addresses.http,
             model_name=config.model_name or Path(config.model_path).resolve().name,
             model_fingerprint=capabilities.model_fingerprint,
             host=self._host,
@@ -271,10 +268,3 @@ async def _run(config: WorkerConfig, role: Role) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await WorkerProcess(config, role).run(stop)
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError(f"events_address: must be host:port, not {address!r}")
-    return host, int(port)

@@ -7,6 +7,7 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT, Process
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -31,6 +32,11 @@ async def read_until(process: Process, marker: str) -> str:
     raise AssertionError(f"it ended without saying {marker!r}")
 
 
+def metrics_at(address: str) -> str:
+    with urlopen(f"http://{address}/metrics", timeout=_TIMEOUT_S) as response:
+        return str(response.read().decode())
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_it_says_where_it_serves_and_ends_on_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     config = tmp_path / "router.yaml"
@@ -40,9 +46,10 @@ async def test_it_says_where_it_serves_and_ends_on_a_signal(tmp_path: Path, numb
     process = await start("--config", str(config), "--set", "drain_timeout_s=3")
     try:
         line = await read_until(process, "router serving on ")
-        address = line.split("router serving on ")[1].split()[0]
+        address, _, http_address = line.split("router serving on ")[1].partition(", metrics and probes on ")
         assert await is_serving(address)
         assert await is_serving(address, service="quartet.v1.RouterService")
+        assert "quartet_router_running_requests" in await asyncio.to_thread(metrics_at, http_address.strip())
         process.send_signal(number)
         async with asyncio.timeout(_TIMEOUT_S):
             assert await process.wait() == 0
@@ -64,6 +71,8 @@ async def test_an_impossible_setting_ends_it_with_one_line_that_names_it() -> No
     ("settings", "said"),
     [
         ({"server": {"address": "0.0.0.0:0"}}, "server.address"),
+        ({"http_address": "0.0.0.0:9090"}, "http_address"),
+        ({"http_address": "9090"}, "http_address"),
         ({"policy": "best"}, "policy"),
         ({"attempts": {"max_attempts": 0}}, "attempts.max_attempts"),
         ({"attempts": {"prefill_timeout_s": 0}}, "attempts.prefill_timeout_s"),

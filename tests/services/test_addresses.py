@@ -1,0 +1,81 @@
+"""What a worker listens on, and what it tells others to dial."""
+
+from __future__ import annotations
+
+import pytest
+
+from quartet.config import build
+from quartet.errors import ConfigError
+from quartet.events.publisher import LoadPublisher
+from quartet.rpc.server import ServerConfig
+from services.workers.addresses import Advertised
+from services.workers.config import WorkerConfig
+
+TLS = {"ca_file": "ca.pem", "cert_file": "cert.pem", "key_file": "key.pem"}
+
+
+def make_config(
+    grpc: str, *, events: str = "127.0.0.1:0", http: str = "127.0.0.1:0", advertise_host: str = "", open_: bool = True
+) -> WorkerConfig:
+    return WorkerConfig(
+        model_path="model",
+        server=ServerConfig(address=grpc, insecure=open_),
+        events_address=events,
+        http_address=http,
+        advertise_host=advertise_host,
+    )
+
+
+def test_a_worker_of_one_host_tells_what_it_listens_on() -> None:
+    advertised = make_config("127.0.0.1:0", http="[::1]:0", open_=False).listening.advertise(
+        grpc_port=1, events_port=2, http_port=3
+    )
+    assert advertised == Advertised(grpc="127.0.0.1:1", events="tcp://127.0.0.1:2", http="[::1]:3")
+
+
+def test_on_wildcards_all_three_are_told_under_the_host_that_peers_dial() -> None:
+    config = make_config("0.0.0.0:0", events="0.0.0.0:0", http="[::]:0", advertise_host="worker-1.pool")
+    expected = Advertised(grpc="worker-1.pool:1", events="tcp://worker-1.pool:2", http="worker-1.pool:3")
+    assert config.listening.advertise(grpc_port=1, events_port=2, http_port=3) == expected
+
+
+def test_without_that_host_wildcards_are_told_under_the_one_of_grpc() -> None:
+    config = make_config("192.0.2.7:0", events="*:0", http="0.0.0.0:0")
+    expected = Advertised(grpc="192.0.2.7:1", events="tcp://192.0.2.7:2", http="192.0.2.7:3")
+    assert config.listening.advertise(grpc_port=1, events_port=2, http_port=3) == expected
+
+
+def test_what_only_its_own_host_reaches_is_not_told_under_a_name_of_the_network() -> None:
+    config = make_config("0.0.0.0:0", events="192.0.2.7:0", advertise_host="worker-1.pool")
+    expected = Advertised(grpc="worker-1.pool:1", events="tcp://worker-1.pool:2", http="127.0.0.1:3")
+    assert config.listening.advertise(grpc_port=1, events_port=2, http_port=3) == expected
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:50051"])
+def test_a_wildcard_that_nobody_can_dial_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"^advertise_host: .*server.address"):
+        make_config(address)
+
+
+@pytest.mark.parametrize("field", ["events_address", "http_address"])
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "*:0", "192.0.2.1:5555", "worker-1:5555"])
+def test_events_and_probes_stay_on_loopback_like_grpc_unless_it_may_be_open(field: str, address: str) -> None:
+    settings = {"model_path": "model", field: address}
+    with pytest.raises(ConfigError, match=f"^{field}: .*server.tls.*server.insecure"):
+        build(WorkerConfig, settings)
+    for opening in ({"insecure": True}, {"tls": TLS}):
+        build(WorkerConfig, {**settings, "server": opening})
+
+
+@pytest.mark.parametrize("field", ["events_address", "http_address"])
+def test_what_is_no_address_is_refused_by_its_name(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{field}: must be host:port"):
+        build(WorkerConfig, {"model_path": "model", field: "5555"})
+
+
+def test_events_on_a_wildcard_have_a_port_to_tell() -> None:
+    publisher = LoadPublisher("0.0.0.0")
+    try:
+        assert publisher.port > 0
+    finally:
+        publisher.close()
