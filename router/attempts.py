@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from quartet.engine.base import FinishReason, Generation
 from quartet.errors import ConfigError, ServingError, WorkerUnavailableError
@@ -254,8 +254,7 @@ class ChoiceRun:
         generation = Generation(
             prompt_token_ids=request.prompt_token_ids,
             generated_token_ids=tuple(self._output.token_ids),
-            # Workers' own idea of the longest sequence may differ from place to place; the answer must not.
-            sampling=replace(start.sampling, max_tokens=request.max_output_tokens),
+            sampling=request.sampling,
             seed=request.seed,
             choice=self._choice,
             adapter=start.adapter,

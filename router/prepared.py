@@ -6,8 +6,9 @@ import asyncio
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from quartet.engine.sampling import MAX_STOP_IDS, Sampling
 from quartet.errors import InvalidRequestError, ModelNotFoundError
 from quartet.rpc.edge import ChatPrompt, GenerateStart, Prompt, TextPrompt
 from quartet.text.model_text import ModelText
@@ -50,11 +51,28 @@ class PreparedRequest:
         """The prompt's last few tokens where the answer's text continues it; a chat's answer stands alone."""
         return () if isinstance(self.start.prompt, ChatPrompt) else self.prompt_token_ids[-_TAIL_TOKENS:]
 
+    @property
+    def sampling(self) -> Sampling:
+        """What workers are told: everything that ends the answer, so that it ends alike wherever it is generated.
+
+        Their own idea of the longest sequence may differ from place to place; and engines don't read the tokenizer's
+        files, which for chat models often are the only ones to name the end of a turn.
+        """
+        given = self.start.sampling
+        stop_token_ids = given.stop_token_ids
+        if not given.ignore_eos and "stop_token_ids" in self.pool.sampling_fields:
+            known = (token_id for token_id in self.text.eos_token_ids if token_id < self.text.vocab_size)
+            stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *known)))[:MAX_STOP_IDS]
+        return replace(given, max_tokens=self.max_output_tokens, stop_token_ids=stop_token_ids)
+
     def ended_by(self, token_ids: Sequence[int]) -> bool:
         """Whether the last of ``token_ids`` is one that ends the output."""
         sampling = self.start.sampling
         eos_token_ids = () if sampling.ignore_eos else self.text.eos_token_ids
-        return bool(token_ids) and (token_ids[-1] in sampling.stop_token_ids or token_ids[-1] in eos_token_ids)
+        # Up to min_tokens, engines take such a token for one like any other.
+        return len(token_ids) > sampling.min_tokens and (
+            token_ids[-1] in sampling.stop_token_ids or token_ids[-1] in eos_token_ids
+        )
 
 
 async def prepare(

@@ -37,6 +37,9 @@ def check_tokens(start: GenerateStart, prompt_token_ids: Sequence[int], vocab_si
     if num_prompt_tokens + (start.sampling.max_tokens or 0) > limit:
         message = f"{num_prompt_tokens} prompt tokens leave room for {limit - num_prompt_tokens} more"
         raise PromptTooLongError(message, field="sampling.max_tokens")
+    if num_prompt_tokens + start.sampling.min_tokens > limit:
+        message = f"{num_prompt_tokens} prompt tokens leave room for {limit - num_prompt_tokens} more"
+        raise PromptTooLongError(message, field="sampling.min_tokens")
 
 
 def max_sequence_tokens(pool: Pool) -> int:

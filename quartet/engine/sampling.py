@@ -10,7 +10,8 @@ from quartet.errors import InvalidRequestError
 
 _MAX_TOP_LOGPROBS = 20
 _MAX_LOGIT_BIAS = 1024
-_MAX_STOP_IDS = 1024
+#: Most ``stop_token_ids`` of one request.
+MAX_STOP_IDS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class Sampling:
         for bias in self.logit_bias.values():
             _check_range("logit_bias", bias, -100.0, 100.0)
         _check_range("logit_bias", len(self.logit_bias), 0, _MAX_LOGIT_BIAS)
-        _check_range("stop_token_ids", len(self.stop_token_ids), 0, _MAX_STOP_IDS)
+        _check_range("stop_token_ids", len(self.stop_token_ids), 0, MAX_STOP_IDS)
         if self.max_tokens is not None:
             _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)

@@ -120,9 +120,11 @@ class FakeHops:
         return token_at(generation.seed, generation.choice, len(generation.prompt_token_ids) + num_generated)
 
     def finish_reason(self, start: InnerStart, token_ids: list[int]) -> FinishReason | None:
-        if token_ids[-1] == EOS_ID:
+        sampling = start.generation.sampling
+        # Like an engine whose files name no end-of-sequence id: it knows those that it is told.
+        if token_ids[-1] in sampling.stop_token_ids and len(token_ids) > sampling.min_tokens:
             return FinishReason.STOP_ID
-        return FinishReason.LENGTH if len(token_ids) >= (start.generation.sampling.max_tokens or 0) else None
+        return FinishReason.LENGTH if len(token_ids) >= (sampling.max_tokens or 0) else None
 
     def _note(self, kind: str, place: Place, start: InnerStart) -> tuple[Place, InnerStart, Plan]:
         self.calls.append(Call(kind, place, start))

@@ -28,6 +28,7 @@ _NARROW = ("temperature", "max_tokens")
         ({"prompt": TextPrompt("word " * 5000)}, "text", errors.PromptTooLongError),
         ({"prompt": TokenPrompt((1,) * 1001)}, "token_ids.ids", errors.PromptTooLongError),
         ({"sampling": Sampling(max_tokens=982)}, "sampling.max_tokens", errors.PromptTooLongError),
+        ({"sampling": Sampling(min_tokens=982)}, "sampling.min_tokens", errors.PromptTooLongError),
         ({"sampling": Sampling(stop_token_ids=(10**6,))}, "sampling.stop_token_ids", InvalidRequestError),
         ({"sampling": Sampling(logit_bias={10**6: 1.0})}, "sampling.logit_bias", InvalidRequestError),
         ({"num_choices": 0}, "num_choices", InvalidRequestError),
