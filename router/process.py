@@ -74,19 +74,21 @@ class RouterProcess:
             server = RpcServer(config.server, [router_service(servicer)])
             self.address = f"{config.server.address.rpartition(':')[0]}:{await server.start()}"
             stack.push_async_callback(server.drain, 0)
-            logger.info("metrics and probes on port %d", http_port)
-            async with self._background(fleet, server, stop):
+            http_address = f"{config.http_address.rpartition(':')[0]}:{http_port}"
+            async with self._background(fleet, server, stop, http_address):
                 await self._drain(server, servicer, pipeline)
 
     @asynccontextmanager
-    async def _background(self, fleet: Fleet, server: RpcServer, stop: asyncio.Event) -> AsyncIterator[None]:
+    async def _background(
+        self, fleet: Fleet, server: RpcServer, stop: asyncio.Event, http_address: str
+    ) -> AsyncIterator[None]:
         """Run what keeps the fleet known, until ``stop`` is set and then until the block ends."""
         registry = create_registry(self._config.discovery)
         tasks = [
             asyncio.create_task(fleet.watch(registry.watch()), name="discovery"),
             asyncio.create_task(fleet.tend(), name="tend"),
             asyncio.create_task(monitor_event_loop_lag(ProcessMetrics(self._registry)), name="lag"),
-            asyncio.create_task(self._announce(fleet, server), name="announce"),
+            asyncio.create_task(self._announce(fleet, server, http_address), name="announce"),
         ]
         stopping = asyncio.create_task(stop.wait(), name="stop")
         pending: set[asyncio.Task[object]] = {*tasks, stopping}
@@ -102,11 +104,11 @@ class RouterProcess:
             await asyncio.gather(*tasks, stopping, return_exceptions=True)
             await registry.close()
 
-    async def _announce(self, fleet: Fleet, server: RpcServer) -> None:
+    async def _announce(self, fleet: Fleet, server: RpcServer, http_address: str) -> None:
         await fleet.is_synchronised.wait()
         await server.set_serving(None, True)
         self._is_ready = True
-        logger.info("router serving on %s", self.address)
+        logger.info("router serving on %s, metrics and probes on %s", self.address, http_address)
 
     async def _drain(self, server: RpcServer, servicer: RouterServicer, pipeline: Pipeline) -> None:
         self._is_ready = False
