@@ -53,7 +53,7 @@ class LaunchDisplay:
         """Print ``ready`` and lines to paste into another terminal."""
         print("\n".join(["", "ready", *paste_lines(router_address, os.environ.get("PATH", ""))]), flush=True)
         if find_grpcurl() is None:
-            self.progress("no grpcurl here: with Go 1.24 or newer, `make tools` gets it")
+            self.progress("no grpcurl here: with any Go that can download modules, `make tools` gets it")
 
     def _show(self, name: str, style: str, line: str) -> None:
         prefix = Text(f"{name:<{_MIN_NAME_WIDTH}} | ", style=style)

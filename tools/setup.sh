@@ -61,8 +61,8 @@ make_venv() {
 if [[ -f $stamp && $(<"$stamp") == "$(fingerprint)" ]] && is_usable; then
     exit 0
 fi
-is_usable || make_venv
 check_disk_space
+is_usable || make_venv
 rm -f "$stamp"
 echo "setup: installing quartet[$extras] into $venv"
 "$venv/bin/python" -m pip install --disable-pip-version-check -c constraints.txt -e ".[$extras]"

@@ -1,0 +1,43 @@
+"""``.ci/run`` gets what a fresh machine lacks, and ends at once where it can't."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tooling.machine import Machine
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """A fresh one: neither Go, nor etcd, nor grpcurl; what is installed does nothing."""
+    machine = Machine(tmp_path)
+    for name in ("python3", "make", "apt-get"):
+        machine.install(name, "")
+    return machine
+
+
+def test_a_machine_without_grpcurl_gets_go_to_build_it(machine: Machine) -> None:
+    machine.run(".ci/run")
+    assert machine.calls("apt-get")[0] == "update -q"
+    assert machine.calls("apt-get")[1].endswith("golang-go ca-certificates")
+
+
+def test_a_machine_that_has_all_gets_nothing(machine: Machine) -> None:
+    for name in ("etcd", "grpcurl"):
+        machine.install(name, "")
+    assert machine.run(".ci/run").returncode == 0
+    assert machine.calls("apt-get") == []
+    assert machine.calls("make") == ["tools", "-k lint", "test"]
+
+
+def test_a_gate_that_cannot_have_grpcurl_says_so_and_tests_nothing(machine: Machine) -> None:
+    machine.install("etcd", "")
+    machine.install("go", "exit 1")
+    ran = machine.run(".ci/run")
+    assert ran.returncode == 1
+    assert ran.stderr.splitlines() == [
+        ".ci/run: the gate needs grpcurl, and 'make tools' (above) could neither find nor build it"
+    ]
+    assert machine.calls("make") == ["tools"]
