@@ -15,7 +15,7 @@ from quartet.rpc.edge import ChoiceFinished
 from quartet.rpc.inner import InnerStart, PrefillOutcome
 from quartet.telemetry.metrics import RouterMetrics
 from router.admission import Admission, Ticket
-from router.book import Booking, Reservation
+from router.book import Booking, Reservation, numbering
 from router.choice_output import ChoiceOutput
 from router.hops import Hops
 from router.policy.base import Pending, Placement
@@ -248,7 +248,7 @@ class ChoiceRun:
             tenant=start.tenant,
             priority=start.priority,
             session_key=start.session_key,
-            router_id=self._tools.router_id,
+            router_id=numbering(self._tools.router_id, booking.epoch),
             router_request_number=booking.send(),
         )
         generation = Generation(

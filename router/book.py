@@ -8,6 +8,15 @@ from dataclasses import dataclass, field
 from router.policy.base import Placement
 
 
+def numbering(router_id: str, epoch: int) -> str:
+    """The ``router_id`` under which a router numbers its starts to one life of a worker, as load reports name it.
+
+    A start that was placed at one life may reach the next one, at the same address: its number must not count among
+    those that are for that life.
+    """
+    return f"{router_id}.{epoch:x}"
+
+
 @dataclass
 class RankAccount:
     """Running sums over the bookings at one place.
@@ -29,7 +38,9 @@ class WorkerBook:
     used. So what a booking holds is taken off its promise one report late: no block is ever counted nowhere.
     """
 
-    def __init__(self, data_parallel_size: int, block_size: int) -> None:
+    def __init__(self, data_parallel_size: int, block_size: int, *, epoch: int = 0) -> None:
+        """``epoch`` names the life; ``block_size`` is in tokens."""
+        self.epoch = epoch
         self._accounts = [RankAccount() for _ in range(data_parallel_size)]
         self._block_size = block_size
         self._last_number = 0
@@ -86,6 +97,11 @@ class Booking:
         self._has_grown = self._is_reported = self._is_released = False
         account.num_promised_blocks += num_blocks
         account.num_unreported_tokens += num_queued_tokens
+
+    @property
+    def epoch(self) -> int:
+        """The life of the worker that it is for."""
+        return self._book.epoch
 
     def send(self) -> int:
         """The start goes out now: its ``router_request_number``."""

@@ -41,7 +41,7 @@ class KnownWorker:
     has_joined: bool = False
 
     def __post_init__(self) -> None:
-        self.book = WorkerBook(self.record.data_parallel_size, max(self.record.block_size, 1))
+        self.book = WorkerBook(self.record.data_parallel_size, max(self.record.block_size, 1), epoch=self.record.epoch)
 
     @property
     def pool(self) -> PoolKey:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from quartet.discovery.base import Role, WorkerKey, WorkerRecord
 from quartet.events.load import WorkerLoad
 from quartet.rpc.fleet import WorkerState, WorkerStatus
-from router.book import Booking, Reservation
+from router.book import Booking, Reservation, numbering
 from router.policy.base import Pending, Placement, Snapshot
 from router.worker import KnownWorker, PoolKey
 
@@ -98,6 +98,11 @@ class WorkerTable:
             worker.is_connected = False
             self._changed()
 
+    def is_draining(self, key: WorkerKey, epoch: int) -> bool:
+        """Whether that life of the worker said that it lets its work run out."""
+        worker = self._life(key, epoch)
+        return worker is not None and worker.load is not None and worker.load.is_draining
+
     def report(self, load: WorkerLoad, now: float) -> None:
         """A load report came; ignored when it is from an unknown worker or life."""
         for role in Role:
@@ -179,7 +184,7 @@ class WorkerTable:
     def _take(self, worker: KnownWorker, load: WorkerLoad, now: float) -> None:
         state, num_tokens = worker.state(now, self._heartbeat_timeout_s), _num_place_tokens(worker)
         worker.load, worker.load_at = load, now
-        worker.book.reported(load.router_progress.get(self.router_id, 0))
+        worker.book.reported(load.router_progress.get(numbering(self.router_id, load.epoch), 0))
         # Reports come by the dozen a second; few of them change what a pool is.
         is_same = (state, num_tokens) == (worker.state(now, self._heartbeat_timeout_s), _num_place_tokens(worker))
         self._changed(keep_pools=is_same)

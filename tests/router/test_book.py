@@ -130,9 +130,9 @@ def test_a_remote_prefill_counts_at_both_places_each_in_its_own_way() -> None:
     assert (snapshot.decode[0].num_queued_tokens, snapshot.decode[0].num_promised_blocks) == (0, 15)
     assert reservation.prefill is not None
     number = reservation.prefill.send()
-    table.report(make_load(prefill, router_progress={"router-b": 5}), 0)
+    table.report(make_load(prefill, router_progress={"router-b.1": 5}), 0)
     assert table.snapshot(table.pools(0)[0].key, 0).prefill[0].num_queued_tokens == 100
-    queued = make_load(prefill, router_progress={"router-a": number}, num_queued_prefill_tokens=60)
+    queued = make_load(prefill, router_progress={"router-a.1": number}, num_queued_prefill_tokens=60)
     table.report(queued, 0)
     assert table.snapshot(table.pools(0)[0].key, 0).prefill[0].num_queued_tokens == 60
     reservation.release()

@@ -221,5 +221,6 @@ async def test_everybody_hears_who_asked_and_how_long_it_may_take() -> None:
     for call in fleet.hops.calls:
         context = call.start.context
         assert (context.tenant, context.priority, context.session_key) == ("acme", 3, "chat-1")
-        assert (context.traceparent, context.router_id, context.router_request_number) == ("00-ab-cd-01", "router-a", 1)
+        numbered = (context.traceparent, context.router_id, context.router_request_number)
+        assert numbered == ("00-ab-cd-01", "router-a.1", 1)
         assert 0 < context.timeout_s <= 30

@@ -7,6 +7,7 @@ import pytest
 from quartet.discovery.base import Role, WorkerKey, WorkerRecord
 from quartet.discovery.place import Place
 from quartet.rpc.fleet import WorkerState
+from router.book import numbering
 from router.policy.base import Pending, Placement
 from router.worker import PoolKey
 from router.worker_table import WorkerTable
@@ -155,6 +156,19 @@ def test_a_new_epoch_is_a_new_life(scene: Scene) -> None:
     assert scene.candidate(new).num_free_for_booking == 100
     reservation.release()
     assert scene.candidate(new).num_promised_blocks == 0
+
+
+def test_a_start_placed_at_an_old_life_counts_nothing_in_at_the_new_one(scene: Scene) -> None:
+    old, new = make_record(epoch=10), make_record(epoch=11)
+    scene.join(old)
+    scene.join(new)
+    reservation = scene.table.book(Placement(None, Place("decode-0")), _pending(100))
+    reservation.decode.send()
+    # What was placed at the old life reached the new one, which counts it in under its old number.
+    scene.table.report(make_load(new, router_progress={numbering("router-a", 10): 1000}), scene.now)
+    assert scene.candidate(new).num_queued_tokens == 100
+    scene.table.report(make_load(new, router_progress={numbering("router-a", 11): 1}), scene.now)
+    assert scene.candidate(new).num_queued_tokens == 0
 
 
 def test_pools_of_one_name_are_never_mixed(scene: Scene) -> None:
