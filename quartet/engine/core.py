@@ -161,7 +161,10 @@ class StepEngine:
         return (stats,)
 
     async def close(self) -> None:
-        """Fail what still runs, stop transfers and stepping, free everything. Bounded in time; may be called twice."""
+        """Fail what still runs, stop transfers and stepping, free everything. Bounded in time; may be called twice.
+
+        Loading can't be interrupted and is not waited for: its thread closes the model as soon as it has it.
+        """
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._close())
         await asyncio.shield(self._closing)
@@ -231,6 +234,8 @@ class StepEngine:
         if self._ready is None:
             return
         self._thread.stop()  # the pool goes only now that nothing writes to it
+        if self._ready.cancelled():
+            return  # ``start`` was given up; nobody has seen the model that it loads
         try:
             async with asyncio.timeout(self._close_timeout_s):
                 await self._thread_end.wait()

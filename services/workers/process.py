@@ -19,7 +19,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from quartet.config import build, load_yaml, override
-from quartet.discovery.base import Role, WorkerRecord
+from quartet.discovery.base import Registry, Role, WorkerRecord
 from quartet.discovery.create import create_registry
 from quartet.discovery.host import host_identity, new_epoch
 from quartet.engine.base import Engine, EngineCapabilities, RequestKind
@@ -46,6 +46,7 @@ from services.workers.addresses import Advertised
 from services.workers.config import WorkerConfig
 from services.workers.dispatcher import DecodeDispatcher, PrefillDispatcher
 from services.workers.engines import create_engine
+from services.workers.interruption import is_done_before
 from services.workers.servicer import WorkerServicer, worker_service
 from services.workers.worker import Worker
 
@@ -74,7 +75,7 @@ class WorkerProcess:
         self._worker: Worker | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until ``stop`` is set, then drain and take everything down.
+        """Serve until ``stop`` is set, at whatever point of it, then drain and take everything down.
 
         Raises:
             ConfigError, ServingError: it can't start; the message says why.
@@ -88,10 +89,11 @@ class WorkerProcess:
             stack.push_async_callback(puller.close)
             engine = create_engine(self._config, self._kind, puller)
             stack.push_async_callback(engine.close)
-            await engine.start()
-            await self._serve(stack, engine, http_port, stop)
+            if await is_done_before(stop, engine.start()):
+                await self._serve(stack, engine, http_port, stop)
 
     async def _serve(self, stack: AsyncExitStack, engine: Engine, http_port: int, stop: asyncio.Event) -> None:
+        self._metrics.watch_engine(engine.stats)
         source = self._source(engine)
         stack.callback(source.close)
         shm = await self._shm_server(stack, engine)
@@ -118,7 +120,6 @@ class WorkerProcess:
             dispatcher,
             source,
             server,
-            self._metrics,
             drain_timeout_s=self._config.drain_timeout_s,
             stall_timeout_s=self._config.stall_timeout_s,
         )
@@ -136,8 +137,7 @@ class WorkerProcess:
         ]
         stopping = asyncio.create_task(stop.wait(), name="stop")
         try:
-            await worker.announce(await registry.register(worker.record))
-            logger.info("%s %s serves on %s", self._role, self._worker_id, worker.record.grpc_address)
+            await is_done_before(stop, self._announce(worker, registry))
             # None of the tasks ends by itself but by raising: the engine's death, or a bug of ours.
             done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -148,6 +148,10 @@ class WorkerProcess:
             for task in [*tasks, stopping]:
                 task.cancel()
             await asyncio.gather(*tasks, stopping, return_exceptions=True)
+
+    async def _announce(self, worker: Worker, registry: Registry) -> None:
+        await worker.announce(await registry.register(worker.record))
+        logger.info("%s %s serves on %s", self._role, self._worker_id, worker.record.grpc_address)
 
     def _probes(self) -> Probes:
         return Probes(
