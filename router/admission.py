@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import attrgetter
 
 from quartet.errors import ConfigError, QueueFullError, ServingError, WorkerUnavailableError
 from router.book import Reservation
@@ -58,12 +59,15 @@ class Ticket:
     number: int
 
 
-@dataclass(order=True)
+@dataclass(eq=False)
 class _Waiting:
     rank: tuple[int, int, int]
-    pending: Pending = field(compare=False)
-    placed: asyncio.Future[Reservation] = field(compare=False)
-    since: float = field(compare=False)
+    pending: Pending
+    placed: asyncio.Future[Reservation]
+    since: float
+
+
+_by_rank: Callable[[_Waiting], tuple[int, int, int]] = attrgetter("rank")
 
 
 class Admission:
@@ -133,15 +137,14 @@ class Admission:
         self._num_entries += 1
         rank = (-ticket.priority, ticket.number, self._num_entries)
         waiting = _Waiting(rank, pending, asyncio.get_running_loop().create_future(), time.monotonic())
-        insort(self._queues[ticket.pool], waiting)
+        insort(self._queues[ticket.pool], waiting, key=_by_rank)
         self._on_length(self.length)
         self.wake()
         return waiting
 
     def _leave(self, pool: PoolKey, waiting: _Waiting) -> None:
         queue = self._queues[pool]
-        if waiting in queue:
-            queue.remove(waiting)
+        if _take_out(waiting, queue):
             self._on_length(self.length)
             # Its fence falls: others may fit now.
             self.wake()
@@ -181,5 +184,14 @@ class Admission:
                 if placement is not None:
                     waited_s = now - waiting.since
                     waiting.placed.set_result(self._table.book(placement, waiting.pending, waited_s=waited_s))
-                    queue.remove(waiting)
+                    _take_out(waiting, queue)
         self._on_length(self.length)
+
+
+def _take_out(waiting: _Waiting, queue: list[_Waiting]) -> bool:
+    """Take ``waiting`` out of the sorted ``queue``; return whether it was in there."""
+    index = bisect_left(queue, waiting.rank, key=_by_rank)
+    if index == len(queue) or queue[index] is not waiting:
+        return False
+    del queue[index]
+    return True

@@ -170,6 +170,39 @@ async def test_a_retry_gets_in_past_the_bound() -> None:
     assert (await desk.result(retry)).placement.decode.worker_id == "decode-0"
 
 
+class CountedPriority(int):
+    """A priority that counts how often it is compared with another."""
+
+    num_comparisons = 0
+
+    def __neg__(self) -> CountedPriority:
+        return CountedPriority(-int(self))
+
+    def __eq__(self, other: object) -> bool:
+        CountedPriority.num_comparisons += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+async def test_no_request_walks_through_a_long_queue() -> None:
+    desk = Desk(max_queue_length=1000)
+    full = desk.ask("full", 10)
+    await desk.settle()
+    CountedPriority.num_comparisons = 0
+    waiting = [desk.ask(str(i), 1, priority=CountedPriority(-i)) for i in range(500)]
+    await desk.settle()
+    await desk.release(full)
+    assert [task.done() for task in waiting].count(True) == 10
+    for task in waiting:
+        task.cancel()
+    async with asyncio.timeout(_TIMEOUT_S):
+        await asyncio.gather(*waiting, return_exceptions=True)
+    assert desk.admission.length == 0
+    # Binary searches look at no more than log2(500) = 9 each; three of them make one request's way.
+    assert 0 < CountedPriority.num_comparisons < 500 * 3 * 10
+
+
 async def test_the_length_of_the_queue_is_told(desk: Desk) -> None:
     full = desk.ask("full", 10)
     await desk.settle()
