@@ -249,7 +249,7 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> Sequence[EngineStats]:
-        """One snapshot a data-parallel rank."""
+        """One snapshot a data-parallel rank. May be called on any thread, also after ``close``, and does not block."""
         ...
 
     async def close(self) -> None:

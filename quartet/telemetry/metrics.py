@@ -7,11 +7,13 @@ has less than 500 lines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
 
 from quartet.telemetry.engine_figures import EngineFigures
 
@@ -24,6 +26,20 @@ _REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.
 _WAIT_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _TRANSFER_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _LAG_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+
+# Field of EngineFigures, name and help of its metric.
+_ENGINE_GAUGES = (
+    ("num_running", "quartet_worker_running_requests", "Requests in the running batch."),
+    ("num_waiting", "quartet_worker_waiting_requests", "Requests that wait for the batch."),
+    ("num_queued_prefill_tokens", "quartet_worker_queued_prefill_tokens", "Prompt tokens not computed yet."),
+)
+_ENGINE_COUNTERS = (
+    ("num_steps", "quartet_worker_steps", "Engine steps that did something."),
+    ("num_preemptions", "quartet_worker_preemptions", "Requests preempted and computed again."),
+    ("num_prompt_tokens", "quartet_worker_prompt_tokens", "Prompt tokens computed."),
+    ("num_output_tokens", "quartet_worker_output_tokens", "Tokens sampled."),
+    ("num_cached_tokens", "quartet_worker_cached_tokens", "Prompt tokens found in the cache."),
+)
 
 
 class ProcessMetrics:
@@ -99,6 +115,9 @@ class RouterMetrics:
         self._tokenize_time = Histogram(
             "quartet_router_tokenize_seconds", "Template and tokenizer.", buckets=_WAIT_BUCKETS_S, registry=registry
         )
+        self._malformed_events = Counter(
+            "quartet_router_malformed_events", "Events of workers that made no sense.", registry=registry
+        )
         self._workers = Gauge("quartet_router_workers", "Workers known.", ["role", "state"], registry=registry)
 
     def for_model(self, model: str) -> ModelMetrics:
@@ -138,6 +157,10 @@ class RouterMetrics:
         """A prompt was laid out and tokenized."""
         self._tokenize_time.observe(duration_s)
 
+    def count_malformed_event(self) -> None:
+        """A worker published what made no sense."""
+        self._malformed_events.inc()
+
     def set_workers(self, role: str, state: str, num_workers: int) -> None:
         """So many workers of ``role`` are in ``state``."""
         self._workers.labels(role, state).set(num_workers)
@@ -147,9 +170,7 @@ class WorkerMetrics:
     """What a worker tells; figures of its engine by data-parallel rank."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._ranks: list[_RankMetrics] = []
-        self._gauges = _EngineGauges(registry)
-        self._counters = _EngineCounters(registry)
+        self._registry = registry
         self._requests = Counter(
             "quartet_worker_requests", "Requests that ended, by outcome.", ["outcome"], registry=registry
         )
@@ -176,12 +197,12 @@ class WorkerMetrics:
             registry=registry,
         )
 
-    def observe_engine(self, ranks: Sequence[EngineFigures]) -> None:
-        """The engine's figures now, one entry a data-parallel rank, always in the same order."""
-        for rank in range(len(self._ranks), len(ranks)):
-            self._ranks.append(_RankMetrics(self._gauges, self._counters, rank))
-        for bound, figures in zip(self._ranks, ranks, strict=False):
-            bound.observe(figures)
+    def watch_engine(self, read: Callable[[], Sequence[EngineFigures]]) -> None:
+        """Tell at each scrape what ``read`` returns: an entry a data-parallel rank, always in the same order.
+
+        It is called on the scrape's thread and may not block.
+        """
+        self._registry.register(_EngineCollector(read))
 
     def count_request(self, outcome: str) -> None:
         """A request ended; ``outcome`` is its finish reason, or its error's reason, in lower case."""
@@ -205,55 +226,33 @@ class WorkerMetrics:
         self._transfer_time.labels(way).observe(duration_s)
 
 
-class _EngineGauges:
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.running, self.waiting, self.prefill_tokens = (
-            Gauge(name, text, ["rank"], registry=registry)
-            for name, text in (
-                ("quartet_worker_running_requests", "Requests in the running batch."),
-                ("quartet_worker_waiting_requests", "Requests that wait for the batch."),
-                ("quartet_worker_queued_prefill_tokens", "Prompt tokens not computed yet."),
-            )
-        )
+class _EngineCollector(Collector):
+    """Reads the engine at each scrape: nothing is kept here, so scrapes may overlap and figures are never old."""
+
+    def __init__(self, read: Callable[[], Sequence[EngineFigures]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        ranks = self._read()
+        for figure, name, text in _ENGINE_GAUGES:
+            gauge = GaugeMetricFamily(name, text, labels=["rank"])
+            for rank, figures in enumerate(ranks):
+                gauge.add_metric([str(rank)], getattr(figures, figure))
+            yield gauge
+        yield _blocks(ranks)
+        for figure, name, text in _ENGINE_COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=["rank"])
+            for rank, figures in enumerate(ranks):
+                counter.add_metric([str(rank)], getattr(figures, figure))
+            yield counter
+
+
+def _blocks(ranks: Sequence[EngineFigures]) -> Metric:
+    blocks = GaugeMetricFamily("quartet_worker_blocks", "KV blocks by state.", labels=["rank", "state"])
+    for rank, figures in enumerate(ranks):
         # States add up to the pool.
-        self.blocks = Gauge("quartet_worker_blocks", "KV blocks by state.", ["rank", "state"], registry=registry)
-
-
-class _EngineCounters:
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.by_figure = {
-            figure: Counter(name, text, ["rank"], registry=registry)
-            for figure, name, text in (
-                ("num_steps", "quartet_worker_steps", "Engine steps that did something."),
-                ("num_preemptions", "quartet_worker_preemptions", "Requests preempted and computed again."),
-                ("num_prompt_tokens", "quartet_worker_prompt_tokens", "Prompt tokens computed."),
-                ("num_output_tokens", "quartet_worker_output_tokens", "Tokens sampled."),
-                ("num_cached_tokens", "quartet_worker_cached_tokens", "Prompt tokens found in the cache."),
-            )
-        }
-
-
-class _RankMetrics:
-    """One rank's children, bound, and how far its growing figures were counted."""
-
-    def __init__(self, gauges: _EngineGauges, counters: _EngineCounters, rank: int) -> None:
-        label = str(rank)
-        self._running = gauges.running.labels(label)
-        self._waiting = gauges.waiting.labels(label)
-        self._prefill_tokens = gauges.prefill_tokens.labels(label)
-        self._blocks = {state: gauges.blocks.labels(label, state) for state in ("used", "held", "cached", "free")}
-        self._counters = {figure: counter.labels(label) for figure, counter in counters.by_figure.items()}
-        self._counted = dict.fromkeys(self._counters, 0)
-
-    def observe(self, figures: EngineFigures) -> None:
-        self._running.set(figures.num_running)
-        self._waiting.set(figures.num_waiting)
-        self._prefill_tokens.set(figures.num_queued_prefill_tokens)
-        self._blocks["used"].set(figures.num_in_use_blocks)
-        self._blocks["held"].set(figures.num_held_blocks)
-        self._blocks["cached"].set(figures.num_cached_blocks)
-        self._blocks["free"].set(figures.num_free_blocks)
-        for figure, counter in self._counters.items():
-            total = getattr(figures, figure)
-            counter.inc(max(0, total - self._counted[figure]))
-            self._counted[figure] = total
+        blocks.add_metric([str(rank), "used"], figures.num_in_use_blocks)
+        blocks.add_metric([str(rank), "held"], figures.num_held_blocks)
+        blocks.add_metric([str(rank), "cached"], figures.num_cached_blocks)
+        blocks.add_metric([str(rank), "free"], figures.num_free_blocks)
+    return blocks

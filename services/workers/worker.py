@@ -12,7 +12,6 @@ from quartet.engine.base import Engine
 from quartet.events.load import WorkerLoad
 from quartet.rpc import convert
 from quartet.rpc.server import RpcServer
-from quartet.telemetry.metrics import WorkerMetrics
 from quartet.transfer.source import TransferSource
 from services.workers.dispatcher import DecodeDispatcher, PrefillDispatcher
 from services.workers.health import ProgressWatch
@@ -20,7 +19,6 @@ from services.workers.servicer import DrainOutcome
 
 logger = logging.getLogger(__name__)
 
-_LOOK_INTERVAL_S = 1.0
 _HAND_OFF_LOOK_INTERVAL_S = 0.02
 # After cancelling what is left, this long for its terminal outputs to reach their readers.
 _LAST_OUTPUTS_S = 1.0
@@ -44,20 +42,20 @@ class Worker:
         dispatcher: DecodeDispatcher | PrefillDispatcher,
         source: TransferSource,
         server: RpcServer,
-        metrics: WorkerMetrics,
         *,
         drain_timeout_s: float,
         stall_timeout_s: float,
+        look_interval_s: float = 1.0,
     ) -> None:
-        """All parts are started; nothing is announced yet."""
+        """All parts are started; nothing is announced yet. Health is looked at every ``look_interval_s``."""
         self.record = record
         self._engine = engine
         self._dispatcher = dispatcher
         self._source = source
         self._server = server
-        self._metrics = metrics
         self._drain_timeout_s = drain_timeout_s
         self._progress = ProgressWatch(stall_timeout_s)
+        self._look_interval_s = look_interval_s
         self._started_at = time.monotonic()
         self._registration: Registration | None = None
         self._pacer: Pacer | None = None
@@ -92,17 +90,15 @@ class Worker:
             self._pacer.poke()
 
     async def watch_health(self) -> None:
-        """Once a second: metrics, and health by progress. Runs until cancelled."""
+        """Health by progress, at every interval. Runs until cancelled."""
         while True:
-            stats = self._engine.stats()
-            self._metrics.observe_engine(stats)
-            num_steps = sum(rank.num_steps for rank in stats)
+            num_steps = sum(rank.num_steps for rank in self._engine.stats())
             num_in_flight = self._dispatcher.num_running
             await self._set_healthy(
                 self._engine.is_alive
                 and self._progress.is_moving(num_steps=num_steps, num_in_flight=num_in_flight, now=time.monotonic())
             )
-            await asyncio.sleep(_LOOK_INTERVAL_S)
+            await asyncio.sleep(self._look_interval_s)
 
     def sample_load(self) -> WorkerLoad:
         """The load now."""

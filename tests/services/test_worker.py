@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import dataclass
+from http.client import HTTPConnection
+from typing import Any
 
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckResponse
 from prometheus_client import CollectorRegistry
 
 from quartet.discovery.base import Role, WorkerRecord
 from quartet.engine.base import RequestKind
 from quartet.errors import DrainingError, RequestCancelledError
-from quartet.telemetry.metrics import WorkerMetrics
+from quartet.telemetry.http import Probes, TelemetryServer
 from services.workers.health import ProgressWatch
 from services.workers.worker import Worker
 from tests.engine.fakes import FakeRunner
@@ -33,17 +37,38 @@ class FakeRegistration:
         self.is_closed = True
 
 
-def make_worker(inner: InnerWorker, role: Role) -> Worker:
+def make_worker(inner: InnerWorker, role: Role, *, stall_timeout_s: float = 5.0) -> Worker:
     return Worker(
         make_record(role=role),
         inner.engine,
         inner.dispatcher,
         inner.source,
         inner.server,
-        WorkerMetrics(CollectorRegistry()),
         drain_timeout_s=5.0,
-        stall_timeout_s=5.0,
+        stall_timeout_s=stall_timeout_s,
+        look_interval_s=0.01,
     )
+
+
+async def next_status(health: Any) -> int:
+    """The status that a watcher of health is told next."""
+    async with asyncio.timeout(WAIT_S):
+        response = await health.read()
+    return int(response.status)
+
+
+async def probe(address: str, path: str) -> int:
+    """The HTTP status that a probe gets."""
+
+    def get() -> int:
+        connection = HTTPConnection(address, timeout=WAIT_S)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status
+        finally:
+            connection.close()
+
+    return await asyncio.to_thread(get)
 
 
 def test_only_work_in_flight_without_a_step_is_a_standstill() -> None:
@@ -55,6 +80,33 @@ def test_only_work_in_flight_without_a_step_is_a_standstill() -> None:
     assert watch.is_moving(num_steps=1, num_in_flight=1, now=112.0)
     assert watch.is_moving(num_steps=1, num_in_flight=1, now=122.0)
     assert not watch.is_moving(num_steps=1, num_in_flight=1, now=122.1)
+
+
+async def test_a_standstill_is_told_to_everybody_who_asks_and_so_is_its_end() -> None:
+    gate = threading.Semaphore(1)
+    async with inner_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as inner, asyncio.TaskGroup() as tasks:
+        worker = make_worker(inner, Role.DECODE, stall_timeout_s=0.1)
+        await worker.announce(FakeRegistration(make_record()))
+        watching = tasks.create_task(worker.watch_health())
+        probes = Probes(is_alive=lambda: worker.is_alive, is_ready=lambda: worker.is_ready)
+        telemetry = TelemetryServer("127.0.0.1:0", CollectorRegistry(), probes)
+        http = f"127.0.0.1:{telemetry.start()}"
+        health = health_pb2_grpc.HealthStub(inner.channel).Watch(health_pb2.HealthCheckRequest())
+        assert await next_status(health) == HealthCheckResponse.SERVING
+        start = make_start(PROMPT)
+        call = inner.decodes().start(start)
+        assert await next_status(health) == HealthCheckResponse.NOT_SERVING
+        assert not worker.sample_load().is_healthy
+        # Still alive: a restart would lose the request, and it may only be slow.
+        assert [await probe(http, path) for path in ("/readyz", "/livez")] == [503, 200]
+        gate.release(1000)
+        assert await next_status(health) == HealthCheckResponse.SERVING
+        assert worker.sample_load().is_healthy
+        assert [await probe(http, path) for path in ("/readyz", "/livez")] == [200, 200]
+        assert await collect(call) == expected(start)
+        health.cancel()
+        watching.cancel()
+        await telemetry.close()
 
 
 async def test_a_drain_refuses_what_comes_and_lets_end_what_runs() -> None:

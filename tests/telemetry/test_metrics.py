@@ -13,7 +13,7 @@ from quartet.engine.base import EngineStats
 from quartet.telemetry.event_loop_lag import monitor_event_loop_lag
 from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, WorkerMetrics
 
-UNITS = "seconds|tokens|requests|blocks|bytes|steps|preemptions|attempts|hand_offs|workers"
+UNITS = "seconds|tokens|requests|blocks|bytes|steps|events|preemptions|attempts|hand_offs|workers"
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def fill_everything(registry: CollectorRegistry) -> None:
     for state in ("joining", "ready", "suspect", "draining"):
         for role in ("prefill", "decode", "encode"):
             router.set_workers(role, state, 1)
-    worker.observe_engine([EngineStats()] * 8)
+    worker.watch_engine(lambda: [EngineStats()] * 8)
     for way in ("grpc", "shm", "cuda_ipc", "nixl"):
         worker.observe_transfer(way, 1, 0.1)
 
@@ -63,7 +63,7 @@ def test_the_same_registry_is_not_shared_by_tests() -> None:
 def test_engine_figures_become_gauges_by_rank(registry: CollectorRegistry) -> None:
     worker = WorkerMetrics(registry)
     first = EngineStats(num_running=2, num_waiting=1, num_in_use_blocks=3, num_held_blocks=4, num_free_blocks=5)
-    worker.observe_engine([first, EngineStats(num_cached_blocks=6)])
+    worker.watch_engine(lambda: [first, EngineStats(num_cached_blocks=6)])
     assert registry.get_sample_value("quartet_worker_running_requests", {"rank": "0"}) == 2
     states = {
         state: registry.get_sample_value("quartet_worker_blocks", {"rank": "0", "state": state})
@@ -73,11 +73,12 @@ def test_engine_figures_become_gauges_by_rank(registry: CollectorRegistry) -> No
     assert registry.get_sample_value("quartet_worker_blocks", {"rank": "1", "state": "cached"}) == 6
 
 
-def test_growing_figures_are_counted_once(registry: CollectorRegistry) -> None:
-    worker = WorkerMetrics(registry)
+def test_each_scrape_reads_the_engine_anew(registry: CollectorRegistry) -> None:
+    latest = [EngineStats()]
+    WorkerMetrics(registry).watch_engine(lambda: latest)
     for num_steps in (3, 3, 10):
-        worker.observe_engine([EngineStats(num_steps=num_steps, num_preemptions=1)])
-    assert registry.get_sample_value("quartet_worker_steps_total", {"rank": "0"}) == 10
+        latest = [EngineStats(num_steps=num_steps, num_preemptions=1)]
+        assert registry.get_sample_value("quartet_worker_steps_total", {"rank": "0"}) == num_steps
     assert registry.get_sample_value("quartet_worker_preemptions_total", {"rank": "0"}) == 1
 
 
