@@ -26,7 +26,7 @@ class WorkerConnection:
         self,
         record: WorkerRecord,
         tls: TlsConfig | None,
-        on_broken: Callable[[WorkerRecord], None],
+        on_broken: Callable[[WorkerRecord, ServingError], None],
         drop: Callable[[HandOff], None],
     ) -> None:
         """Connect at the first use; ``drop`` is given hand-offs that nobody waits for any more."""
@@ -62,6 +62,6 @@ class WorkerConnection:
                 await client.close()
         await self._channel.close()
 
-    def _broken(self, _error: ServingError) -> None:
+    def _broken(self, error: ServingError) -> None:
         if not self._is_closed:
-            self._on_broken(self.record)
+            self._on_broken(self.record, error)

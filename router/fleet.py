@@ -21,7 +21,7 @@ from quartet.discovery.base import (
 )
 from quartet.discovery.host import host_identity
 from quartet.discovery.place import Place
-from quartet.errors import ServingError, TransferError, WorkerUnavailableError
+from quartet.errors import DrainingError, ServingError, TransferError, WorkerUnavailableError
 from quartet.events.load import WorkerLoad
 from quartet.events.subscriber import LoadSubscriber
 from quartet.kvcache.layout import HandOff
@@ -61,11 +61,12 @@ class Fleet:
         self._table = table
         self._metrics = metrics
         self._tls = tls
-        self._subscriber = LoadSubscriber(self._take_load)
+        self._subscriber = LoadSubscriber(self._take_load, metrics.count_malformed_event)
         self._connections: dict[WorkerKey, WorkerConnection] = {}
         self._probes: dict[WorkerKey, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._must_look = asyncio.Event()
+        self._is_draining = False
         self._shown_states: Counter[tuple[Role, WorkerState]] = Counter()
         # Only to let go of hand-offs: it has no pool to pull into.
         self._puller = TransferPuller(
@@ -114,6 +115,10 @@ class Fleet:
                     await self._must_look.wait()
             except TimeoutError:
                 continue
+
+    def drain(self) -> None:
+        """The router goes away: that workers do too, as at the end of a whole deployment, is worth no warning."""
+        self._is_draining = True
 
     async def close(self) -> None:
         """Leave all workers; requests still on them fail. Ends in bounded time."""
@@ -171,8 +176,12 @@ class Fleet:
             self._subscriber.disconnect(address)
         self._spawn(connection.close())
 
-    def _broken(self, record: WorkerRecord) -> None:
-        logger.warning("the stream to worker %s broke", record.worker_id)
+    def _broken(self, record: WorkerRecord, error: ServingError) -> None:
+        is_expected = (
+            self._is_draining or isinstance(error, DrainingError) or self._table.is_draining(record.key, record.epoch)
+        )
+        level = logging.INFO if is_expected else logging.WARNING
+        logger.log(level, "the stream to worker %s broke: %s", record.worker_id, error)
         self._table.broken(record.key, record.epoch)
         self._must_look.set()
 

@@ -76,6 +76,7 @@ class RouterProcess:
             stack.push_async_callback(server.drain, 0)
             http_address = f"{config.http_address.rpartition(':')[0]}:{http_port}"
             async with self._background(fleet, server, stop, http_address):
+                fleet.drain()
                 await self._drain(server, servicer, pipeline)
 
     @asynccontextmanager

@@ -23,16 +23,15 @@ _MIN_RECONNECT_MS, _MAX_RECONNECT_MS = 100, 2_000
 
 
 class LoadSubscriber:
-    """One SUB socket, drained by a reader callback of the running event loop (a third of ``zmq.asyncio``'s cost).
+    """One SUB socket, drained by a reader callback of the running event loop (a third of ``zmq.asyncio``'s cost)."""
 
-    Attributes:
-        num_malformed: messages that made no sense so far.
-    """
+    def __init__(self, on_load: Callable[[WorkerLoad], None], on_malformed: Callable[[], None]) -> None:
+        """Call ``on_load`` for each report, ``on_malformed`` for each message that makes no sense.
 
-    def __init__(self, on_load: Callable[[WorkerLoad], None]) -> None:
-        """Call ``on_load`` for each report; connected to nobody yet. Needs a running event loop."""
-        self.num_malformed = 0
+        Connected to nobody yet. Needs a running event loop.
+        """
         self._on_load = on_load
+        self._on_malformed = on_malformed
         self._endpoints: set[str] = set()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
@@ -100,7 +99,7 @@ class LoadSubscriber:
         try:
             load = decode_load(frames)
         except MalformedFrameError as error:
-            self.num_malformed += 1
             logger.debug("ignored what a worker published: %s", error)
+            self._on_malformed()
             return
         self._on_load(load)

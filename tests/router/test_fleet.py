@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from pathlib import Path
 
 import grpc
 import pytest
+import zmq
+from prometheus_client import CollectorRegistry
 
+from quartet.discovery.memory import MemoryRegistry
+from quartet.events.wire import LOAD_TOPIC
 from quartet.rpc.errors import from_rpc_error
+from quartet.telemetry.metrics import RouterMetrics
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import types_pb2
 from router.attempts import AttemptConfig
+from router.fleet import Fleet
+from router.worker_table import WorkerTable
+from tests.router.records import make_record
 from tests.router.system import TIMEOUT_S, Stub, System, expected, running_system
 from tests.router.test_servicer import PROMPT, generate, make_start, read_all, token_ids_of
 
@@ -37,6 +46,11 @@ def decode_worker(responses: list[pb.GenerateResponse]) -> str:
 async def finish(call: grpc.aio.StreamStreamCall, responses: list[pb.GenerateResponse]) -> list[pb.GenerateResponse]:
     async with asyncio.timeout(TIMEOUT_S):
         return responses + await read_all(call)
+
+
+def levels_of_breaks(caplog: pytest.LogCaptureFixture) -> list[int]:
+    """How loudly each broken stream was told."""
+    return [record.levelno for record in caplog.records if record.name == "router.fleet" and "broke" in record.message]
 
 
 def open_gates(system: System) -> None:
@@ -65,8 +79,9 @@ async def test_a_dying_engine_is_a_pause_and_no_error(tmp_path: Path, monkeypatc
 
 
 async def test_a_worker_cut_off_mid_stream_is_replaced_and_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, logger="router.fleet")
     async with running_system(tmp_path, monkeypatch, *_TWO_DECODES, gated=("decode-0", "decode-1")) as (system, stub):
         call, responses = await open_until_token(stub)
         victim = decode_worker(responses)
@@ -79,6 +94,7 @@ async def test_a_worker_cut_off_mid_stream_is_replaced_and_forgotten(
         await asyncio.wait([gone.task])
         await system.wait_ready()
         await system.wait_idle()
+        assert levels_of_breaks(caplog) == [logging.WARNING]
 
 
 async def test_a_prefill_worker_cut_off_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +112,10 @@ async def test_a_prefill_worker_cut_off_is_replaced(tmp_path: Path, monkeypatch:
         await system.wait_idle()
 
 
-async def test_a_drained_worker_ends_its_work_and_gets_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_drained_worker_ends_its_work_and_gets_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="router.fleet")
     async with running_system(tmp_path, monkeypatch, "decode-0", "decode-1", gated=("decode-0", "decode-1")) as (
         system,
         stub,
@@ -117,6 +136,8 @@ async def test_a_drained_worker_ends_its_work_and_gets_no_more(tmp_path: Path, m
         assert responses[-1].finished.usage.num_attempts == 1
         await system.workers.pop(leaving).end()
         await system.wait_ready()
+        # It said that it would go.
+        assert levels_of_breaks(caplog) == [logging.INFO]
 
 
 async def test_a_worker_that_starts_anew_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +206,29 @@ async def test_a_router_that_leaves_lets_requests_end(tmp_path: Path, monkeypatc
         await system.router.end()
 
 
+async def test_workers_that_vanish_while_the_router_drains_are_worth_no_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="router.fleet")
+    async with running_system(tmp_path, monkeypatch, "decode-0", gated=("decode-0",)) as (system, stub):
+        call = stub.Generate()
+        await call.write(pb.GenerateRequest(start=make_start()))
+        async with asyncio.timeout(TIMEOUT_S):
+            await call.read()
+            watch = stub.WatchWorkers(pb.WatchWorkersRequest())
+            await watch.read()
+            system.router.stop.set()
+            with pytest.raises(grpc.aio.AioRpcError):  # it drains
+                while await watch.read() is not grpc.aio.EOF:
+                    pass
+        gone = system.workers.pop("decode-0")
+        gone.task.cancel()
+        await asyncio.wait([gone.task])
+        call.cancel()
+        await system.router.end()
+        assert levels_of_breaks(caplog) == [logging.INFO]
+
+
 async def test_a_request_that_overstays_the_drain_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_system(tmp_path, monkeypatch, "decode-0", gated=("decode-0",), drain_timeout_s=0.1) as (
         system,
@@ -218,3 +262,21 @@ async def test_a_watch_tells_all_then_what_changes(tmp_path: Path, monkeypatch: 
                 removed = list((await watch.read()).removed_worker_ids)
         assert removed == ["prefill-0"]
         watch.cancel()
+
+
+async def test_events_that_make_no_sense_are_counted() -> None:
+    metrics, discovery = CollectorRegistry(), MemoryRegistry()
+    fleet = Fleet(WorkerTable("router-a", heartbeat_timeout_s=30), RouterMetrics(metrics), None)
+    watching = asyncio.create_task(fleet.watch(discovery.watch()))
+    with zmq.Context() as context, context.socket(zmq.PUB) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        await discovery.register(make_record(events_address=f"tcp://127.0.0.1:{port}"))
+        async with asyncio.timeout(TIMEOUT_S):
+            # What is said before the connection stands is lost.
+            while not metrics.get_sample_value("quartet_router_malformed_events_total"):
+                socket.send_multipart([LOAD_TOPIC, b"short", b""])
+                await asyncio.sleep(0.005)
+    await discovery.close()
+    await watching
+    await fleet.close()
