@@ -24,6 +24,7 @@ from quartet.v1 import router_pb2 as pb
 from quartet.v1 import router_pb2_grpc
 from router.model_texts import FetchedTexts
 from router.pipeline import GenerateRun, Pipeline
+from router.validation import valid_traceparent
 from router.worker_table import Pool, WorkerTable
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -194,7 +195,7 @@ async def _listen(context: _Context, run: GenerateRun) -> None:
 def _traceparent(context: _Context) -> str:
     for key, value in context.invocation_metadata() or ():
         if key == "traceparent":
-            return str(value)
+            return valid_traceparent(str(value))
     return ""
 
 

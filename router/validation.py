@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from quartet.errors import InvalidRequestError, PromptTooLongError, UnsupportedFieldError
 from quartet.rpc.check_start import prompt_field
 from quartet.rpc.edge import GenerateStart
 from router.worker_table import Pool
+
+# W3C Trace Context, section 3.2: version, trace id, parent id, flags; later versions may add fields.
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?P<more>-.*)?")
+_MAX_TRACEPARENT_LENGTH = 256
 
 
 def check_pool(start: GenerateStart, pool: Pool) -> None:
@@ -40,6 +45,14 @@ def check_tokens(start: GenerateStart, prompt_token_ids: Sequence[int], vocab_si
     if num_prompt_tokens + start.sampling.min_tokens > limit:
         message = f"{num_prompt_tokens} prompt tokens leave room for {limit - num_prompt_tokens} more"
         raise PromptTooLongError(message, field="sampling.min_tokens")
+
+
+def valid_traceparent(header: str) -> str:
+    """``header`` if it is a W3C ``traceparent``, else empty: the standard has whoever gets another one ignore it."""
+    match = _TRACEPARENT.fullmatch(header)
+    if match is None or len(header) > _MAX_TRACEPARENT_LENGTH or (header.startswith("00") and match["more"]):
+        return ""
+    return header
 
 
 def max_sequence_tokens(pool: Pool) -> int:

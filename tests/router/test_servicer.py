@@ -72,6 +72,15 @@ async def test_a_prompt_goes_in_and_tokens_come_out(served: tuple[System, Stub])
     await system.wait_idle()
 
 
+async def test_a_malformed_trace_context_fails_nobody(served: tuple[System, Stub]) -> None:
+    _, stub = served
+    call = stub.Generate(metadata=(("traceparent", "0" * 300),))
+    async with asyncio.timeout(TIMEOUT_S):
+        await call.write(pb.GenerateRequest(start=make_start()))
+        await call.done_writing()
+        assert token_ids_of(await read_all(call)) == expected(PROMPT, 12)
+
+
 async def test_half_closing_and_keeping_open_are_the_same(served: tuple[System, Stub]) -> None:
     _system, stub = served
     call = stub.Generate()

@@ -9,6 +9,7 @@ from quartet.engine.sampling import OutputOptions, Sampling
 from quartet.errors import InvalidRequestError
 from quartet.rpc.edge import ChatPrompt, TextOptions, TextPrompt, TokenPrompt
 from quartet.text.chat_message import ChatMessage
+from router.validation import valid_traceparent
 from tests.router.fakes import MODEL_TEXT, Fleet, collect
 from tests.router.test_pipeline import make_start
 
@@ -98,3 +99,31 @@ async def test_without_a_name_several_models_are_too_many() -> None:
 async def test_before_any_worker_came_there_is_no_model() -> None:
     with pytest.raises(errors.ModelNotFoundError):
         await collect(Fleet().pipeline.generate(make_start()))
+
+
+_TRACE = f"{'0af7' * 8}-{'b7ad' * 4}"
+
+
+@pytest.mark.parametrize("header", [f"00-{_TRACE}-01", f"cc-{_TRACE}-00", f"cc-{_TRACE}-00-what-will-be"])
+def test_a_trace_context_is_passed_on_as_it_came(header: str) -> None:
+    assert valid_traceparent(header) == header
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "x" * 300,
+        f"00-{_TRACE}",
+        f"00-{_TRACE}-01\n",
+        f"00-{_TRACE.upper()}-01",
+        f"00-{_TRACE}-01-more",
+        f"cc-{_TRACE}-01.more",
+        f"cc-{_TRACE}-01-{'x' * 300}",
+        f"ff-{_TRACE}-01",
+        f"00-{'0' * 32}-{'b7ad' * 4}-01",
+        f"00-{'0af7' * 8}-{'0' * 16}-01",
+    ],
+)
+def test_a_malformed_trace_context_is_ignored(header: str) -> None:
+    assert valid_traceparent(header) == ""
