@@ -114,10 +114,12 @@ class GenerateRun:
                 yield part
         finally:
             self._work.cancel()
-            await asyncio.wait([self._work])
-            self._all_running.discard(self)
-            self._tools.attempts.metrics.set_running_requests(len(self._all_running))
-            self._log.write(time.monotonic() - self._arrived_at)
+            try:
+                await asyncio.wait([self._work])
+            finally:  # whoever reads may be cancelled once more just here
+                self._all_running.discard(self)
+                self._tools.attempts.metrics.set_running_requests(len(self._all_running))
+                self._log.write(time.monotonic() - self._arrived_at)
 
     def _settle(self, work: asyncio.Task[None]) -> None:
         """Tell the client how the work ended."""

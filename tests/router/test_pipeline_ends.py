@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
+from typing import NoReturn
 
 import pytest
 
 from quartet.engine.base import FinishReason
 from quartet.errors import InvalidRequestError, QueueFullError, RequestTimeoutError, WorkerUnavailableError
 from router.admission import AdmissionConfig
+from router.worker import PoolKey
 from tests.router.fakes import TIMEOUT_S, Collected, Fleet, Plan, collect, expected_tokens
 from tests.router.records import make_load
 from tests.router.test_pipeline import make_start
@@ -162,3 +165,29 @@ async def test_a_worker_that_comes_back_in_time_takes_what_waited() -> None:
         fleet.join("decode-0")
         answer = await reading
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
+
+
+async def test_a_reader_cancelled_twice_leaves_a_log_line_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet("decode-0")
+    asked, leaving, gate = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def slow_to_leave(_pool: PoolKey) -> NoReturn:
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            leaving.set()
+            await gate.wait()
+
+    fleet.texts.model_text = slow_to_leave
+    with caplog.at_level(logging.INFO, logger="router"):
+        reading = asyncio.create_task(collect(fleet.pipeline.generate(make_start())))
+        async with asyncio.timeout(TIMEOUT_S):
+            await asked.wait()
+            reading.cancel()
+            await leaving.wait()
+            reading.cancel()
+            await asyncio.wait([reading])
+    assert fleet.pipeline.num_running == 0
+    assert len(caplog.records) == 1
+    gate.set()
