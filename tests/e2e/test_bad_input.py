@@ -238,3 +238,26 @@ async def test_a_message_over_the_limit_ends_its_own_call_only(stack: Stack, und
             assert Raw(channel, GENERATE).call([generate_request().SerializeToString()]) is None
 
     await asyncio.to_thread(send)
+
+
+def chunk_of(size_bytes: int) -> bytes:
+    """A message of exactly that size, for a slot where nothing starts."""
+    frame = decode_pb2.DecodeRequest(chunk=types_pb2.StartChunk(slot=9, data=bytes(size_bytes))).ByteSize() - size_bytes
+    chunk = types_pb2.StartChunk(slot=9, data=bytes(size_bytes - frame))
+    message = decode_pb2.DecodeRequest(chunk=chunk).SerializeToString()
+    assert len(message) == size_bytes
+    return message
+
+
+async def test_a_message_over_a_workers_limit_ends_its_own_call_only(stack: Stack, undisturbed: Crowd) -> None:
+    start, limit_bytes = decode_request().SerializeToString(), 1 << 20
+
+    def send() -> None:
+        with stack.channel("decode-0") as channel:
+            raw = Raw(channel, DECODE)
+            assert raw.call([chunk_of(limit_bytes), start]) is None
+            error = raw.call([start, chunk_of(limit_bytes + 1)])
+            assert error is not None and error.code() is StatusCode.RESOURCE_EXHAUSTED, f"{error}"
+            assert raw.call([start]) is None
+
+    await asyncio.to_thread(send)
