@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from quartet.errors import InvalidRequestError, ModelFilesError
@@ -13,10 +12,7 @@ from quartet.text.chat_message import ChatMessage
 from quartet.text.chat_template import ChatTemplate
 from quartet.text.tokenizer import Tokenizer
 
-#: Names under which a ``config.json`` gives the longest sequence, newest first.
-_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-#: Tokenizers without a limit say so by an absurd number.
-_ABSURD_LENGTH = 10**9
+_ABSURD_VOCAB_SIZE = 10**9
 
 
 @dataclass(frozen=True)
@@ -28,14 +24,12 @@ class ModelText:
         chat_template: ``None`` if the model has none: it then takes no messages.
         eos_token_ids: any of them ends a generation; in the files' order, without repeats.
         vocab_size: number of rows of the model's embedding table: every id below it may be sent.
-        max_length: most tokens of prompt and answer together; ``None`` if the files do not say.
     """
 
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     eos_token_ids: tuple[int, ...]
     vocab_size: int
-    max_length: int | None
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> ModelText:
@@ -55,14 +49,8 @@ class ModelText:
             tokenizer=tokenizer,
             chat_template=ChatTemplate.from_files(files, tokenizer.special_tokens),
             eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
-            vocab_size=_first_length(config, ("vocab_size",)) or tokenizer.vocab_size,
-            max_length=_max_length(config, model_files.parse_json_file(files, model_files.TOKENIZER_CONFIG)),
+            vocab_size=_vocab_size(config) or tokenizer.vocab_size,
         )
-
-    @classmethod
-    def from_directory(cls, directory: Path) -> ModelText:
-        """Build from a checkpoint's directory; raises as ``from_files`` does."""
-        return cls.from_files(model_files.read_text_files(directory))
 
     def encode_text(self, text: str) -> list[int]:
         """Turn a plain prompt into ids, with the special tokens that the model wants around it.
@@ -101,15 +89,7 @@ def _token_ids(value: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _max_length(config: Mapping[str, Any], tokenizer_config: Mapping[str, Any]) -> int | None:
-    """The model's own limit, else the tokenizer's."""
-    return _first_length(config, _LENGTH_NAMES) or _first_length(tokenizer_config, ("model_max_length",))
-
-
-def _first_length(values: Mapping[str, Any], names: Sequence[str]) -> int | None:
-    """The first sensible number under one of ``names``."""
-    for name in names:
-        value = values.get(name)
-        if isinstance(value, int) and 0 < value < _ABSURD_LENGTH:
-            return value
-    return None
+def _vocab_size(config: Mapping[str, Any]) -> int | None:
+    """What the model says, where that makes sense."""
+    size = config.get("vocab_size")
+    return size if isinstance(size, int) and 0 < size < _ABSURD_VOCAB_SIZE else None

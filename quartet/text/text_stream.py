@@ -90,11 +90,6 @@ class TextStream:
         self._num_shown = 0
         self._has_ended = False
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether a stop string or ``finish`` ended the choice; later tokens are dropped."""
-        return self._has_ended
-
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Take the next tokens and return what may be shown; nothing once the choice has ended.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import tokenizers
 
@@ -21,8 +20,8 @@ class Tokenizer:
 
     Attributes:
         special_tokens: the tokens with a meaning of their own, as text.
-        bos_token_id: id of the token that begins a sequence, ``None`` if the model has none.
-        eos_token_id: id of the token that ends one. A model may stop at more: see ``ModelText``.
+        eos_token_id: id of the token that ends a sequence, ``None`` if the model has none. A model may stop at more:
+            see ``ModelText``.
         special_token_ids: ids that ``skip_special_tokens`` leaves out of text.
     """
 
@@ -38,8 +37,8 @@ class Tokenizer:
         backend.add_special_tokens(known)
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.bos_token_id = self._named_id("bos_token")
-        self.eos_token_id = self._named_id("eos_token")
+        eos_token = self.special_tokens.named.get("eos_token")
+        self.eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
         self._piece_rule = _read_piece_rule(backend)
         self._tables = {skip: self._make_table(skip) for skip in (False, True)}
 
@@ -56,11 +55,6 @@ class Tokenizer:
         except Exception as error:  # The Rust library raises plain Exception, whatever is wrong.
             raise ModelFilesError(f"{model_files.TOKENIZER} is no tokenizer: {error}") from error
         return cls(backend, SpecialTokens.from_files(files))
-
-    @classmethod
-    def from_directory(cls, directory: Path) -> Tokenizer:
-        """Build from the files of a checkpoint's directory; raises as ``from_files`` does."""
-        return cls.from_files(model_files.read_text_files(directory))
 
     @property
     def vocab_size(self) -> int:
@@ -117,10 +111,6 @@ class Tokenizer:
             return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         except OverflowError as error:
             raise InvalidRequestError("a token id is no unsigned 32-bit number", field="token_ids") from error
-
-    def _named_id(self, name: str) -> int | None:
-        token = self.special_tokens.named.get(name)
-        return None if token is None else self._backend.token_to_id(token)
 
     def _make_table(self, skip_special_tokens: bool) -> PieceTable | None:
         skipped = self.special_token_ids if skip_special_tokens else frozenset()

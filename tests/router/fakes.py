@@ -36,7 +36,7 @@ LOCAL_PREFILL_MAX_TOKENS = 4
 _TOKENIZER = byte_level_tokenizer()
 _ALPHABET = [_TOKENIZER.encode(letter, add_special_tokens=False)[0] for letter in "abcdefghijklmnop"]
 EOS_ID = _TOKENIZER.token_to_id(EOS)
-MODEL_TEXT = ModelText(_TOKENIZER, None, (EOS_ID,), _TOKENIZER.vocab_size, None)
+MODEL_TEXT = ModelText(_TOKENIZER, None, (EOS_ID,), _TOKENIZER.vocab_size)
 
 
 def token_at(seed: int, choice: int, position: int) -> int:

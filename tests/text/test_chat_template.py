@@ -16,6 +16,7 @@ from quartet.errors import InvalidRequestError, ModelFilesError
 from quartet.text import chat_template
 from quartet.text.chat_message import ChatMessage
 from quartet.text.chat_template import ChatTemplate
+from quartet.text.model_files import read_text_files
 from quartet.text.model_text import ModelText
 from tests.text import builders
 
@@ -120,7 +121,7 @@ def test_a_speakers_name_reaches_the_template() -> None:
 
 def test_the_random_models_template_gives_what_transformers_gives(random_model_dir: Path) -> None:
     messages = [ChatMessage("system", "Be good."), ChatMessage("user", "The river is long.")]
-    text = ModelText.from_directory(random_model_dir)
+    text = ModelText.from_files(read_text_files(random_model_dir))
     assert text.chat_template is not None
     tokenizer = AutoTokenizer.from_pretrained(random_model_dir)
     rendered = render_with(tokenizer, messages, add_generation_prompt=True)

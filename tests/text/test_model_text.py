@@ -23,7 +23,6 @@ def test_a_tokenizer_alone_is_enough() -> None:
     text = ModelText.from_files(files())
     assert text.chat_template is None
     assert text.eos_token_ids == ()
-    assert text.max_length is None
     assert text.vocab_size == text.tokenizer.vocab_size
 
 
@@ -31,9 +30,8 @@ def test_the_random_models_directory_holds_all_there_is_to_know(random_model_dir
     text = ModelText.from_files(read_text_files(random_model_dir))
     config = json.loads((random_model_dir / "config.json").read_bytes())
     assert text.eos_token_ids == (text.tokenizer.eos_token_id,)
-    assert text.max_length == config["max_position_embeddings"]
     assert text.vocab_size == config["vocab_size"]
-    assert text.encode_text("The river")[0] == text.tokenizer.bos_token_id
+    assert text.encode_text("The river")[0] == config["bos_token_id"]
 
 
 def test_eos_ids_of_all_files_count_once_each() -> None:
@@ -53,15 +51,10 @@ def test_without_a_generation_configuration_the_models_eos_counts() -> None:
     assert ModelText.from_files(files(config={"eos_token_id": 9})).eos_token_ids == (9,)
 
 
-def test_a_multimodal_models_limits_are_those_of_its_language_model() -> None:
-    config = {"text_config": {"max_position_embeddings": 512, "vocab_size": 1000}, "eos_token_id": 3}
+def test_a_multimodal_models_vocabulary_is_that_of_its_language_model() -> None:
+    config = {"text_config": {"vocab_size": 1000}, "eos_token_id": 3}
     text = ModelText.from_files(files(config=config))
-    assert (text.max_length, text.vocab_size, text.eos_token_ids) == (512, 1000, (3,))
-
-
-@pytest.mark.parametrize(("limit", "expected"), [(2048, 2048), (10**30, None), (1e30, None)])
-def test_the_tokenizers_limit_counts_where_the_model_has_none(limit: float, expected: int | None) -> None:
-    assert ModelText.from_files(files(tokenizer_config={"model_max_length": limit})).max_length == expected
+    assert (text.vocab_size, text.eos_token_ids) == (1000, (3,))
 
 
 def test_messages_become_ids_without_a_second_beginning() -> None:

@@ -59,14 +59,14 @@ def test_without_a_tokenizer_only_ids_are_shown() -> None:
     stream = TextStream(None)
     assert stream.push([5, 6]) == TextDelta("", (5, 6))
     assert stream.finish().is_empty
-    assert stream.has_ended
+    assert stream.push([7]).is_empty
 
 
 def test_tokens_of_the_stop_string_and_past_it_are_neither_shown_nor_counted() -> None:
     stream = TextStream(builders.byte_level_tokenizer(), ["STOP"])
     outcome = collect(stream, [letters("abS"), letters("TOP"), letters("xyz")])
     assert outcome == Outcome("ab", tuple(letters("ab")), "STOP")
-    assert stream.has_ended
+    assert stream.finish().is_empty
 
 
 def test_the_token_in_whose_middle_the_stop_string_begins_counts() -> None:
