@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 from grpc_channelz.v1 import channelz
@@ -105,12 +104,6 @@ class Service:
 
     name: str
     register: Callable[[grpc.aio.Server], None]
-
-
-def generic_service(name: str, handlers: dict[str, grpc.RpcMethodHandler[Any, Any]]) -> Service:
-    """A service from handlers by method name, for methods that work on raw bytes."""
-    generic = grpc.method_handlers_generic_handler(name, handlers)
-    return Service(name, lambda server: server.add_generic_rpc_handlers((generic,)))
 
 
 class RpcServer:

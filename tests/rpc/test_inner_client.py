@@ -21,9 +21,9 @@ from quartet.rpc.errors import to_failure
 from quartet.rpc.inner import DecodeFinished, InnerStart, PrefillOutcome
 from quartet.rpc.inner_calls import DecodeCall, PrefillCall
 from quartet.rpc.inner_client import DecodeClient
-from quartet.rpc.server import generic_service
 from quartet.v1 import decode_pb2, types_pb2
 from tests.rpc.conftest import StartServer
+from tests.rpc.services import generic_service
 
 WAIT_S = 10.0
 START = InnerStart(context=RequestContext(), generation=Generation(prompt_token_ids=[1, 2, 3]))

@@ -13,7 +13,7 @@ import pytest
 from quartet.errors import HandOffNotFoundError, InvalidRequestError, ProtocolError, QueueFullError, ServingError
 from quartet.rpc.channels import create_channel
 from quartet.rpc.errors import from_rpc_error
-from quartet.rpc.server import Service, generic_service
+from quartet.rpc.server import Service
 from quartet.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -24,6 +24,7 @@ from quartet.v1 import (
     worker_pb2_grpc,
 )
 from tests.rpc.conftest import StartServer
+from tests.rpc.services import generic_service
 
 Context = Any
 

@@ -16,8 +16,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from quartet.errors import ConfigError, DrainingError
 from quartet.rpc.channels import create_channel
 from quartet.rpc.errors import from_rpc_error
-from quartet.rpc.server import RpcServer, ServerConfig, Service, generic_service
+from quartet.rpc.server import RpcServer, ServerConfig, Service
 from tests.rpc.conftest import StartServer
+from tests.rpc.services import generic_service
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -14,10 +14,11 @@ from quartet.errors import ConfigError, PermissionDeniedError, UnauthenticatedEr
 from quartet.rpc.audience import caller_identity
 from quartet.rpc.channels import create_channel
 from quartet.rpc.errors import from_rpc_error
-from quartet.rpc.server import RpcServer, ServerConfig, Service, generic_service
+from quartet.rpc.server import RpcServer, ServerConfig, Service
 from quartet.rpc.tls import TlsConfig
 from tests.certificates import CertificateAuthority
 from tests.rpc.conftest import StartServer
+from tests.rpc.services import generic_service
 
 DRAIN = "/quartet.v1.WorkerService/Drain"
 
