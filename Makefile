@@ -21,8 +21,8 @@ setup:  ## Make .venv with all that Quartet needs (EXTRAS=dev: without torch)
 tools: setup  ## Get etcd and grpcurl, where the machine lacks them
 	@tools/binaries.sh
 
-run-%: setup tools $(MODEL)/model.safetensors  ## Start configs/%.yaml on this machine: run-disagg, run-agg, run-disagg_2p2d
-	@exec $(BIN)/quartet up configs/$*.yaml
+run-%: setup tools $(MODEL)/model.safetensors  ## Start configs/%.yaml on this machine: run-disagg, run-agg, run-disagg_2p2d (ARGS="--router-port 0")
+	@exec $(BIN)/quartet up configs/$*.yaml $(ARGS)
 
 $(MODEL)/model.safetensors: models/random_llama.py | setup
 	@$(BIN)/python -m models.random_llama --out $(MODEL)

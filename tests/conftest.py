@@ -49,6 +49,12 @@ def grpcurl() -> Path:
 
 
 @pytest.fixture(scope="session")
+def grpcurl_if_any() -> Path | None:
+    """The grpcurl binary or ``None``, for tests that show most of what they are about without it."""
+    return _demand("grpcurl", find_grpcurl())
+
+
+@pytest.fixture(scope="session")
 def random_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a small random-weight Llama with tokenizer and chat template, made once per run."""
     from models.random_llama import write_random_llama
@@ -76,12 +82,18 @@ def _serve_etcd(binary: Path, directory: Path) -> Iterator[etcd_server.EtcdServe
 
 def _require(name: str, binary: Path | None) -> Path:
     """Return ``binary``, or skip; where the environment demands it (``QUARTET_REQUIRE_<NAME>=1``), fail instead."""
-    if binary is not None:
-        return binary
-    reason = f"no {name} binary in .tools/bin or on the PATH: `make tools` gets it"
-    if os.environ.get(f"QUARTET_REQUIRE_{name.upper()}") == "1":
-        pytest.fail(reason, pytrace=False)
-    pytest.skip(reason)
+    return _demand(name, binary) or pytest.skip(_reason(name))
+
+
+def _demand(name: str, binary: Path | None) -> Path | None:
+    """Return ``binary``; fail where there is none and the environment demands it."""
+    if binary is None and os.environ.get(f"QUARTET_REQUIRE_{name.upper()}") == "1":
+        pytest.fail(_reason(name), pytrace=False)
+    return binary
+
+
+def _reason(name: str) -> str:
+    return f"no {name} binary in .tools/bin or on the PATH: `make tools` gets it"
 
 
 def _has_cuda() -> bool:

@@ -30,6 +30,33 @@ class Ran:
     err: str
 
 
+class Mark:
+    """Tells the processes that were started with its environment, and whatever those started, from all others."""
+
+    def __init__(self) -> None:
+        self._value = secrets.token_hex(8)
+
+    def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """This process's variables without its etcd, ``variables``, and the mark."""
+        without_etcd = {name: value for name, value in os.environ.items() if name != "ETCD_ENDPOINTS"}
+        return {**without_etcd, **variables, _MARK: self._value}
+
+    def processes(self) -> dict[int, str]:
+        """Command lines of all that run, by process id."""
+        found = {}
+        for directory in _PROC.iterdir():
+            if directory.name.isdecimal():
+                try:
+                    is_ours = f"{_MARK}={self._value}".encode() in (directory / "environ").read_bytes()
+                    command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                except OSError:  # it ended meanwhile, or is somebody else's
+                    continue
+                # One that has ended and not been waited for has no command line any more.
+                if is_ours and command:
+                    found[int(directory.name)] = command
+        return found
+
+
 class Up:
     """One ``quartet up``: use it with ``async with``, whose end kills what is left of it.
 
@@ -42,9 +69,8 @@ class Up:
         self.lines: list[str] = []
         self._directory = directory
         self._arguments = arguments
-        self._mark = secrets.token_hex(8)
-        without_etcd = {name: value for name, value in os.environ.items() if name != "ETCD_ENDPOINTS"}
-        self._variables = {**without_etcd, **(variables or {}), _MARK: self._mark}
+        self._mark = Mark()
+        self._variables = self._mark.environment(variables or {})
         self._log: list[str] = []
         self._logged = asyncio.Event()
         self._process: asyncio.subprocess.Process
@@ -133,18 +159,7 @@ class Up:
 
     def processes(self) -> dict[int, str]:
         """Command lines of all that runs of it, itself included, by process id."""
-        found = {}
-        for directory in _PROC.iterdir():
-            if directory.name.isdecimal():
-                try:
-                    is_ours = f"{_MARK}={self._mark}".encode() in (directory / "environ").read_bytes()
-                    command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                except OSError:  # it ended meanwhile, or is somebody else's
-                    continue
-                # One that has ended and not been waited for has no command line any more.
-                if is_ours and command:
-                    found[int(directory.name)] = command
-        return found
+        return self._mark.processes()
 
     async def _read_log(self) -> None:
         assert self._process.stderr is not None
