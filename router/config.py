@@ -32,6 +32,7 @@ class RouterConfig:
             while there is a prefill worker.
         max_request_timeout_s: caps every request's time.
         heartbeat_timeout_s: a worker silent for longer gets nothing new.
+        stall_timeout_s: a client that takes nothing for so long loses its request.
         trusted_gateways: names of client identities whose ``tenant`` is believed.
         drain_timeout_s: running requests get this long to end after SIGTERM.
     """
@@ -45,6 +46,7 @@ class RouterConfig:
     attempts: AttemptConfig = field(default_factory=AttemptConfig)
     max_request_timeout_s: float = 600.0
     heartbeat_timeout_s: float = 30.0
+    stall_timeout_s: float = 30.0
     trusted_gateways: tuple[str, ...] = ()
     drain_timeout_s: float = 30.0
     log: LogConfig = field(default_factory=LogConfig)
@@ -53,7 +55,7 @@ class RouterConfig:
         """Refuse impossible values, naming the field."""
         if self.local_prefill_max_tokens < 0:
             raise ConfigError("local_prefill_max_tokens: must not be negative")
-        for name in ("max_request_timeout_s", "heartbeat_timeout_s", "drain_timeout_s"):
+        for name in ("max_request_timeout_s", "heartbeat_timeout_s", "stall_timeout_s", "drain_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
         self.server.check_beside(self.http_address, "http_address")

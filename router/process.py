@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from quartet.discovery.create import create_registry
 from quartet.errors import DrainingError
 from quartet.rpc.server import RpcServer
+from quartet.rpc.stalled_calls import StalledCalls
 from quartet.telemetry.event_loop_lag import monitor_event_loop_lag
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics
@@ -42,6 +43,7 @@ class RouterProcess:
         self._config = config
         self._registry = CollectorRegistry()
         self._metrics = RouterMetrics(self._registry)
+        self._stalled = StalledCalls(config.stall_timeout_s)
         self._is_ready = False
         #: ``host:port`` of gRPC once ``run`` serves.
         self.address = ""
@@ -68,6 +70,7 @@ class RouterProcess:
                 pipeline,
                 table,
                 fleet.texts,
+                stalled=self._stalled,
                 is_loopback=config.server.is_loopback,
                 trusted_gateways=config.trusted_gateways,
             )
@@ -88,6 +91,7 @@ class RouterProcess:
         tasks = [
             asyncio.create_task(fleet.watch(registry.watch()), name="discovery"),
             asyncio.create_task(fleet.tend(), name="tend"),
+            asyncio.create_task(self._stalled.run(), name="stalled"),
             asyncio.create_task(monitor_event_loop_lag(ProcessMetrics(self._registry)), name="lag"),
             asyncio.create_task(self._announce(fleet, server, http_address), name="announce"),
         ]

@@ -20,6 +20,7 @@ from quartet.rpc.convert.fleet import to_model, to_worker_status
 from quartet.rpc.edge import GenerateStart
 from quartet.rpc.fleet import Model, WorkerStatus
 from quartet.rpc.server import Service
+from quartet.rpc.stalled_calls import StalledCalls
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import router_pb2_grpc
 from router.model_texts import FetchedTexts
@@ -45,16 +46,20 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         table: WorkerTable,
         texts: FetchedTexts,
         *,
+        stalled: StalledCalls,
         is_loopback: bool,
         trusted_gateways: Collection[str] = (),
     ) -> None:
-        """Believe a request's ``tenant`` from ``trusted_gateways`` and from callers without identity on loopback.
+        """Answers are written through ``stalled``, which ends those that nobody reads.
+
+        Believe a request's ``tenant`` from ``trusted_gateways`` and from callers without identity on loopback.
 
         Any other request is its caller's, by the name in the certificate, or nobody's.
         """
         self._pipeline = pipeline
         self._table = table
         self._texts = texts
+        self._stalled = stalled
         self._is_loopback = is_loopback
         self._trusted_gateways = frozenset(trusted_gateways)
         self._closing = asyncio.Event()
@@ -72,7 +77,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         try:
             async with aclosing(run.parts()) as parts:
                 async for part in parts:
-                    await context.write(to_generate_response(part))
+                    await self._stalled.write(context, to_generate_response(part))
         finally:
             listener.cancel()
 

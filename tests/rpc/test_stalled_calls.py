@@ -1,0 +1,90 @@
+"""A client that takes nothing loses its call; others keep theirs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from quartet.errors import StalledStreamError
+from quartet.rpc.server import RpcServer, ServerConfig
+from quartet.rpc.stalled_calls import StalledCalls
+from tests.rpc.services import generic_service
+
+_METHOD = "/test.Chatter/Talk"
+_PART = bytes(1 << 20)
+_TIMEOUT_S = 0.3
+
+
+class Chatter:
+    """Writes parts for ever, through ``StalledCalls``, and tells how each call ended."""
+
+    def __init__(self, stalled: StalledCalls) -> None:
+        self._stalled = stalled
+        self.ended: asyncio.Queue[BaseException] = asyncio.Queue()
+
+    async def talk(self, _request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """The handler."""
+        try:
+            while True:
+                await self._stalled.write(context, _PART)
+        except BaseException as error:
+            self.ended.put_nowait(error)
+            raise
+
+
+@pytest.fixture
+async def chatter() -> AsyncIterator[tuple[Chatter, grpc.aio.Channel]]:
+    stalled = StalledCalls(_TIMEOUT_S)
+    chatter = Chatter(stalled)
+    handler = grpc.unary_stream_rpc_method_handler(chatter.talk)
+    server = RpcServer(ServerConfig(), [generic_service("test.Chatter", {"Talk": handler})])
+    port = await server.start()
+    watch = asyncio.create_task(stalled.run())
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield chatter, channel
+    watch.cancel()
+    await server.drain(0)
+
+
+async def test_a_client_that_never_reads_loses_its_call_in_bounded_time(
+    chatter: tuple[Chatter, grpc.aio.Channel],
+) -> None:
+    server, channel = chatter
+    call = channel.unary_stream(_METHOD)(b"")
+    error = await asyncio.wait_for(server.ended.get(), 10)
+    assert isinstance(error, StalledStreamError)
+    with pytest.raises(grpc.aio.AioRpcError) as status:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    assert status.value.code() == grpc.StatusCode.ABORTED
+
+
+async def test_a_client_that_reads_keeps_its_call_while_another_stalls(
+    chatter: tuple[Chatter, grpc.aio.Channel],
+) -> None:
+    server, channel = chatter
+    reading = channel.unary_stream(_METHOD)(b"")
+    silent = channel.unary_stream(_METHOD)(b"")
+
+    async def read() -> None:
+        while await reading.read() is not grpc.aio.EOF:
+            pass
+
+    reader = asyncio.create_task(read())
+    assert isinstance(await asyncio.wait_for(server.ended.get(), 10), StalledStreamError)
+    assert not reader.done()
+    reader.cancel()
+    reading.cancel()
+    silent.cancel()
+
+
+async def test_a_cancel_from_elsewhere_stays_a_cancel(chatter: tuple[Chatter, grpc.aio.Channel]) -> None:
+    server, channel = chatter
+    call = channel.unary_stream(_METHOD)(b"")
+    await call.read()
+    call.cancel()
+    assert isinstance(await asyncio.wait_for(server.ended.get(), 10), asyncio.CancelledError)
