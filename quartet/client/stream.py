@@ -18,6 +18,8 @@ from quartet.v1 import router_pb2, types_pb2
 
 # The router ends a request at its timeout and says so; only a router that no longer does is cut off.
 _DEADLINE_GRACE_S = 2.0
+_MADE_UP_DETAILS = "Internal error from Core"
+_MAX_OPENINGS = 5
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateResponse]"
 
@@ -104,10 +106,9 @@ class _Request:
         raise_all(failures)
 
     async def _parts_from(self, router: Router) -> AsyncGenerator[AnswerPart, None]:
-        call = self._call = router.stub.Generate(timeout=self._deadline_s)
         num_finished = 0
         try:
-            await _write(call, self._start)
+            call = await self._open(router)
             if self._is_cancelled:
                 await self.cancel()
             async for message in call:
@@ -117,9 +118,23 @@ class _Request:
                 num_finished += isinstance(part, ChoiceFinished)
                 yield part
         finally:
-            call.cancel()
+            if self._call is not None:
+                self._call.cancel()
         if num_finished != self._num_choices:
             raise ProtocolError(f"the router ended the answer after {num_finished} of {self._num_choices} choices")
+
+    async def _open(self, router: Router) -> _Call:
+        """Open the call and send the start.
+
+        A router that refuses at once ends the call while the start is on its way out, and where the write loses that
+        race gRPC puts a status of its own making over the router's. Nothing was sent then: asking again tells more.
+        """
+        for _ in range(_MAX_OPENINGS):
+            call = self._call = router.stub.Generate(timeout=self._deadline_s)
+            await _write(call, self._start)
+            if not (call.done() and await call.details() == _MADE_UP_DETAILS):
+                break
+        return call
 
 
 async def _write(call: _Call, message: router_pb2.GenerateRequest) -> None:
