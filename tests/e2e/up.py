@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from services.tools import TOOLS_DIR
+
 QUARTET = Path(sys.executable).with_name("quartet")
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -70,7 +72,7 @@ class Up:
         self._directory = directory
         self._arguments = arguments
         self._mark = Mark()
-        self._variables = self._mark.environment(variables or {})
+        self._variables = self._mark.environment({"PATH": _path_of_a_newcomer(), **(variables or {})})
         self._log: list[str] = []
         self._logged = asyncio.Event()
         self._process: asyncio.subprocess.Process
@@ -150,8 +152,7 @@ class Up:
             "\n".join(lines),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            # As in a terminal where nothing of Quartet is on the PATH.
-            env={"PATH": "/usr/bin:/bin"},
+            env={"PATH": self._variables["PATH"]},
         )
         async with asyncio.timeout(30):
             out, err = await process.communicate()
@@ -166,3 +167,9 @@ class Up:
         while line := await self._process.stderr.readline():
             self._log.append(line.decode("utf-8", "replace"))
             self._logged.set()
+
+
+def _path_of_a_newcomer() -> str:
+    """The PATH of a terminal that knows nothing of Quartet, whatever this one's owner has pasted into it."""
+    own = {str(QUARTET.parent), str(TOOLS_DIR)}
+    return os.pathsep.join(part for part in os.environ["PATH"].split(os.pathsep) if part not in own)
