@@ -9,7 +9,7 @@ MODEL := .run/models/random-llama
 PACKAGES := quartet services router cli models codegen benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools test test-unit lint lint-format lint-code lint-types lint-imports lint-sizes lint-protos \
+.PHONY: help setup tools test test-unit bench lint lint-format lint-code lint-types lint-imports lint-sizes lint-protos \
   lint-stubs generate format release-protos clean
 
 help:  ## List the targets
@@ -32,6 +32,9 @@ test: test-unit tools  ## Run all tests
 
 test-unit: setup tools  ## Run the tests that start no service processes (JOBS=4: that many at once)
 	$(BIN)/python -m pytest -m "not e2e" -n $(JOBS)
+
+bench: setup $(MODEL)/model.safetensors  ## Run all benchmarks' short forms and fill docs/performance.md from them (10 minutes at most)
+	$(BIN)/python -m benchmarks
 
 lint: lint-format lint-code lint-types lint-imports lint-sizes lint-protos lint-stubs  ## Run every check of the gate
 

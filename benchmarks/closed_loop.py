@@ -1,4 +1,15 @@
-"""A closed loop of clients: each sends its next request when its last one has ended. Raw stubs, to cost little."""
+"""A closed loop of clients: each sends its next request when its last one has ended.
+
+It speaks to the router by raw stubs, where ``quartet bench`` has ``QuartetClient``, and counts otherwise, because it
+has to show that under overload nothing fails and nothing is done twice:
+
+- ``QuartetClient`` asks again by itself where a call broke before anything came: here that is a failure to be counted.
+- Evidence of the servers is set against all requests, the ramp's and the last ones' included, so prompt tokens and
+  attempts are sums over all of them; ``quartet bench`` has figures of those only that it sent within its window.
+- What counts is finished work: tokens of requests that ended within the window, not tokens that arrived in it, some of
+  them of requests that fail later. An answer shorter than was asked for is a failure.
+- The client shares the machine's cores with what it measures, so it should cost little.
+"""
 
 from __future__ import annotations
 

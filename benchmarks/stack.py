@@ -18,6 +18,7 @@ from quartet.rpc.channels import create_channel
 from quartet.v1 import router_pb2, router_pb2_grpc
 from services.launch import Environment, LocalTopology
 from services.local_etcd import free_port
+from services.plan import ProcessPlan
 from services.run_directory import make_run_directory
 from services.topology import Topology
 
@@ -33,14 +34,25 @@ class Stack:
         pids: process ids by name: ``router``, and workers by their ids.
     """
 
-    def __init__(self, topology: Topology, log: Path, on_progress: Callable[[str], None]) -> None:
-        """Nothing runs before entry; their output goes to the file ``log``, their data beside it."""
+    def __init__(
+        self,
+        topology: Topology,
+        log: Path,
+        on_progress: Callable[[str], None],
+        *,
+        adapt: Callable[[ProcessPlan], ProcessPlan] = lambda plan: plan,
+    ) -> None:
+        """Nothing runs before entry; their output goes to the file ``log``, their data beside it.
+
+        ``adapt``: as of ``LocalTopology``.
+        """
         self.pids: Mapping[str, int] = {}
         self._router_http = f"127.0.0.1:{free_port()}"
         overrides = {**topology.router.overrides, "http_address": self._router_http}
         self._topology = replace(topology, router=replace(topology.router, port=0, overrides=overrides))
         self._log_path = log
         self._on_progress = on_progress
+        self._adapt = adapt
         self._http_addresses: dict[str, str] = {}
         self._log: TextIO | None = None
         self._local: LocalTopology | None = None
@@ -64,7 +76,9 @@ class Stack:
             num_cores=os.cpu_count() or 1,
             run_dir=make_run_directory(self._log_path.parent, self._topology.namespace),
         )
-        self._local = LocalTopology(self._topology, environment, _Observer(self._log, self._on_progress))
+        self._local = LocalTopology(
+            self._topology, environment, _Observer(self._log, self._on_progress), adapt=self._adapt
+        )
         try:
             await self._local.start()
             await self._await_ready()

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from cli.bench.command import bench
 from cli.chat import chat
 from cli.generate import generate
 from cli.up import up
@@ -20,7 +21,7 @@ app = typer.Typer(
     # Locals hold prompts.
     pretty_exceptions_show_locals=False,
 )
-for command in (up, generate, chat, workers):
+for command in (up, generate, chat, workers, bench):
     app.command()(command)
 
 

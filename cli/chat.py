@@ -12,6 +12,7 @@ from cli.options import (
     DEFAULT_ROUTER,
     MaxTokensOption,
     ModelOption,
+    PathOption,
     RouterOption,
     SeedOption,
     TemperatureOption,
@@ -23,7 +24,7 @@ from cli.options import (
     make_sampling,
     make_tls,
 )
-from quartet.client import ChatMessage, Delta, Sampling
+from quartet.client import ChatMessage, Delta, RequestPath, Sampling
 from quartet.client.sync import SyncClient
 from quartet.errors import RouterUnavailableError, ServingError
 
@@ -34,6 +35,7 @@ def chat(
     *,
     router: RouterOption = [DEFAULT_ROUTER],  # noqa: B006 - Typer copies it
     model: ModelOption = "",
+    path: PathOption = RequestPath.GENERATE,
     system: Annotated[str | None, typer.Option("--system", help="What the model is told first.")] = None,
     max_tokens: MaxTokensOption = None,
     temperature: TemperatureOption = None,
@@ -52,14 +54,21 @@ def chat(
         with SyncClient(router, tls=make_tls(tls_ca, tls_cert, tls_key)) as client:
             # Before anything is typed: nobody wants to write into the void.
             client.list_models()
-            _Conversation(client, model, sampling, seed, system).run()
+            _Conversation(client, path, model, sampling, seed, system).run()
 
 
 class _Conversation:
     def __init__(
-        self, client: SyncClient, model: str, sampling: Sampling, seed: int | None, system: str | None
+        self,
+        client: SyncClient,
+        path: RequestPath,
+        model: str,
+        sampling: Sampling,
+        seed: int | None,
+        system: str | None,
     ) -> None:
         self._client = client
+        self._path = path
         self._model = model
         self._sampling = sampling
         self._seed = seed
@@ -72,7 +81,9 @@ class _Conversation:
 
     def _ask(self, text: str) -> None:
         messages = [*self._messages, ChatMessage("user", text)]
-        stream = self._client.generate(messages=messages, model=self._model, sampling=self._sampling, seed=self._seed)
+        stream = self._client.generate(
+            path=self._path, messages=messages, model=self._model, sampling=self._sampling, seed=self._seed
+        )
         texts: list[str] = []
         try:
             for part in stream:

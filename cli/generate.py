@@ -15,6 +15,7 @@ from cli.options import (
     DEFAULT_ROUTER,
     MaxTokensOption,
     ModelOption,
+    PathOption,
     RouterOption,
     SeedOption,
     StopOption,
@@ -28,7 +29,7 @@ from cli.options import (
     make_sampling,
     make_tls,
 )
-from quartet.client import ChatMessage, Completion, Delta, GenerateFields, QuartetClient
+from quartet.client import ChatMessage, Completion, Delta, GenerateFields, QuartetClient, RequestPath
 from quartet.rpc.tls import TlsConfig
 
 
@@ -37,6 +38,7 @@ def generate(
     *,
     router: RouterOption = [DEFAULT_ROUTER],  # noqa: B006 - Typer copies it
     model: ModelOption = "",
+    path: PathOption = RequestPath.GENERATE,
     is_chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a user's message, laid out by the model's chat template.")
     ] = False,
@@ -64,17 +66,23 @@ def generate(
             "timeout_s": timeout_s,
         }
         tls = make_tls(tls_ca, tls_cert, tls_key)
-        asyncio.run(_run(router, tls, None if is_chat else text, fields, as_json=as_json))
+        asyncio.run(_run(router, tls, path, None if is_chat else text, fields, as_json=as_json))
 
 
 async def _run(
-    routers: list[str], tls: TlsConfig | None, prompt: str | None, fields: GenerateFields, *, as_json: bool
+    routers: list[str],
+    tls: TlsConfig | None,
+    path: RequestPath,
+    prompt: str | None,
+    fields: GenerateFields,
+    *,
+    as_json: bool,
 ) -> None:
     async with QuartetClient(routers, tls=tls) as client:
         if as_json:
-            print(json.dumps(_to_json(await client.complete(prompt, **fields)), ensure_ascii=False))
+            print(json.dumps(_to_json(await client.complete(prompt, path=path, **fields)), ensure_ascii=False))
             return
-        async for part in client.generate(prompt, **fields):
+        async for part in client.generate(prompt, path=path, **fields):
             if isinstance(part, Delta):
                 print(part.text, end="", flush=True)
         print()

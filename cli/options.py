@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from quartet.client import Sampling
+from quartet.client import RequestPath, Sampling
 from quartet.rpc.tls import TlsConfig
 from services.topology import DEFAULT_ROUTER_PORT
 
@@ -20,6 +20,13 @@ RouterOption: TypeAlias = Annotated[
         metavar="HOST:PORT",
         envvar="QUARTET_ROUTER",
         help="A router. Several may be given; the next is tried when one can't be reached.",
+    ),
+]
+PathOption: TypeAlias = Annotated[
+    RequestPath,
+    typer.Option(
+        "--path",
+        help="generate: one call a request. session: all requests on one stream. direct: tokens straight from Decode.",
     ),
 ]
 TlsCaOption: TypeAlias = Annotated[

@@ -81,6 +81,12 @@ class ModelNotFoundError(ServingError):
     reason = "MODEL_NOT_FOUND"
 
 
+class ModelMismatchError(ServingError):
+    """The server that was asked serves another model than the one that was named by its fingerprint."""
+
+    reason = "MODEL_MISMATCH"
+
+
 class DuplicateRequestError(ServingError):
     """A start repeats the key (RPC, request id, choice, attempt) of a running one."""
 
@@ -103,6 +109,51 @@ class UnimplementedError(ServingError):
     """The method is part of the contract, but this server does not offer it."""
 
     reason = "UNIMPLEMENTED"
+
+
+# Sealed starts. Whoever meets one but the first two asks the router for another placement.
+
+
+class SealError(ServingError):
+    """The MAC of a sealed start is not that of its bytes under the key that it names."""
+
+    reason = "SEAL_INVALID"
+
+
+class NoSealKeyError(ServingError):
+    """This server has no key: it neither makes nor takes sealed starts."""
+
+    reason = "NO_SEAL_KEY"
+
+
+class SealKeyUnknownError(ServingError):
+    """The key that a sealed start names is not, or no longer, one of this server's."""
+
+    reason = "SEAL_KEY_UNKNOWN"
+
+
+class SealForeignError(ServingError):
+    """The sealed start is for another worker, or for another life of this one."""
+
+    reason = "SEAL_FOREIGN"
+
+
+class SealExpiredError(ServingError):
+    """The sealed start came too late."""
+
+    reason = "SEAL_EXPIRED"
+
+
+class SealUsedError(ServingError):
+    """The sealed start came before: each is good for once."""
+
+    reason = "SEAL_USED"
+
+
+class PlaceTooLargeError(ServingError):
+    """There is no room for all choices of a request at once, as placing them takes; Generate runs them in turn."""
+
+    reason = "PLACE_TOO_LARGE"
 
 
 # Capacity and life.
@@ -142,6 +193,12 @@ class StalledStreamError(ServingError):
     """The reader of a stream took nothing for too long."""
 
     reason = "STREAM_STALLED"
+
+
+class SlowReaderError(ServingError):
+    """The reader of a session lets more of a request gather than is kept for it."""
+
+    reason = "READER_TOO_SLOW"
 
 
 class RequestTimeoutError(ServingError):

@@ -10,14 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from quartet.errors import ConfigError, QueueFullError, ServingError, WorkerUnavailableError
+from quartet.errors import ConfigError, PlaceTooLargeError, QueueFullError, ServingError, WorkerUnavailableError
 from router.book import Reservation
-from router.policy.base import Pending, Policy
+from router.policy.base import Pending, Placement, Policy
+from router.together import Together
 from router.worker import PoolKey
 from router.worker_table import WorkerTable
 
 #: As many requests at the head of the queue are assigned together; the rest would hardly find room anyway.
 MAX_ASSIGNED_TOGETHER = 256
+
+# Waits end late by this share of their limit at most, and never by more than that many seconds.
+_LATENESS, _MAX_LOOK_INTERVAL_S = 0.1, 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +29,7 @@ class AdmissionConfig:
     """Bounds of the queue.
 
     Attributes:
-        max_queue_length: choices that wait at most; more are refused at once. Retries always get in.
+        max_queue_length: choices that wait at most; more are refused at once. A router's own retries always get in.
         queue_timeout_s: longest wait for room.
         unavailable_timeout_s: longest wait while no decode worker is ready at all.
         retry_delay_s: what refused clients are told to wait.
@@ -65,6 +69,8 @@ class _Waiting:
     pending: Pending
     placed: asyncio.Future[Reservation]
     since: float
+    ready_at: float  # when a decode worker was last seen to be ready
+    together: Together | None
 
 
 _by_rank: Callable[[_Waiting], tuple[int, int, int]] = attrgetter("rank")
@@ -81,10 +87,8 @@ class Admission:
         table: WorkerTable,
         policy: Policy,
         config: AdmissionConfig,
-        *,
-        on_length: Callable[[int], None] = lambda _length: None,
     ) -> None:
-        """``on_length`` is told the queue's length whenever that may have changed."""
+        """Nobody waits yet."""
         self._table = table
         self._policy = policy
         self._config = config
@@ -92,12 +96,16 @@ class Admission:
         self._num_tickets = 0
         self._num_entries = 0
         self._is_pump_due = False
-        self._on_length = on_length
+        self._length = 0
+        self._look_interval_s = min(
+            _MAX_LOOK_INTERVAL_S, min(config.queue_timeout_s, config.unavailable_timeout_s) * _LATENESS
+        )
+        self._look: asyncio.TimerHandle | None = None
 
     @property
     def length(self) -> int:
-        """Choices that wait now."""
-        return sum(len(queue) for queue in self._queues.values())
+        """Choices that wait now. May be asked from any thread."""
+        return self._length
 
     def ticket(self, pool: PoolKey, priority: int) -> Ticket:
         """Draw a place in the order of arrival."""
@@ -110,10 +118,15 @@ class Admission:
             self._is_pump_due = True
             asyncio.get_running_loop().call_soon(self._pump)
 
-    async def admit(self, ticket: Ticket, pending: Pending, *, is_retry: bool = False) -> Reservation:
+    async def admit(
+        self, ticket: Ticket, pending: Pending, *, is_retry: bool = False, together: Together | None = None
+    ) -> Reservation:
         """Wait for a place; the caller must release the reservation. Leaves nothing behind when cancelled.
 
+        One of several that are ``together`` does not wait while another one of them holds room.
+
         Raises:
+            PlaceTooLargeError: it would.
             QueueFullError: the queue is full, or no room came up in time.
             WorkerUnavailableError: no decode worker was ready for too long.
         """
@@ -121,49 +134,52 @@ class Admission:
             self._pump()
             if self.length >= self._config.max_queue_length:
                 raise self._refusal("the router's queue is full")
-        waiting = self._enqueue(ticket, pending)
+        waiting = self._enqueue(ticket, pending, together)
         try:
-            return await self._wait(ticket.pool, waiting)
+            return await waiting.placed
         except BaseException:
             # Placed in the very moment in which its wait ended otherwise.
-            if waiting.placed.done() and not waiting.placed.cancelled():
+            if waiting.placed.done() and not waiting.placed.cancelled() and waiting.placed.exception() is None:
                 waiting.placed.result().release()
                 self.wake()
             raise
         finally:
             self._leave(ticket.pool, waiting)
 
-    def _enqueue(self, ticket: Ticket, pending: Pending) -> _Waiting:
+    def _enqueue(self, ticket: Ticket, pending: Pending, together: Together | None) -> _Waiting:
         self._num_entries += 1
         rank = (-ticket.priority, ticket.number, self._num_entries)
-        waiting = _Waiting(rank, pending, asyncio.get_running_loop().create_future(), time.monotonic())
+        loop, now = asyncio.get_running_loop(), time.monotonic()
+        waiting = _Waiting(rank, pending, loop.create_future(), now, now, together)
         insort(self._queues[ticket.pool], waiting, key=_by_rank)
-        self._on_length(self.length)
+        self._length += 1
+        if self._look is None:
+            self._look = loop.call_later(self._look_interval_s, self._end_waits)
         self.wake()
         return waiting
 
     def _leave(self, pool: PoolKey, waiting: _Waiting) -> None:
         queue = self._queues[pool]
-        if _take_out(waiting, queue):
-            self._on_length(self.length)
+        if self._take_out(waiting, queue):
             # Its fence falls: others may fit now.
             self.wake()
         if not queue:
             del self._queues[pool]
 
-    async def _wait(self, pool: PoolKey, waiting: _Waiting) -> Reservation:
-        end = waiting.since + self._config.queue_timeout_s
-        ready_at = waiting.since
-        while not waiting.placed.done():
-            now = time.monotonic()
-            if self._table.has_ready_decode(pool, now):
-                ready_at = now
-            give_up_at = min(end, ready_at + self._config.unavailable_timeout_s)
-            if now >= give_up_at:
-                raise self._give_up_error(is_ready=now == ready_at)
-            # Readiness changes without a word to this waiter: look again now and then.
-            await asyncio.wait([waiting.placed], timeout=min(give_up_at - now, 1.0))
-        return waiting.placed.result()
+    def _end_waits(self) -> None:
+        """Look who has waited for too long. One look at all now and then costs less than a timer for each."""
+        self._look, now = None, time.monotonic()
+        for pool, queue in self._queues.items():
+            is_ready = self._table.has_ready_decode(pool, now)
+            for waiting in queue:
+                if is_ready:
+                    waiting.ready_at = now
+                is_too_long = now - waiting.since >= self._config.queue_timeout_s
+                is_too_long |= now - waiting.ready_at >= self._config.unavailable_timeout_s
+                if is_too_long and not waiting.placed.done():
+                    waiting.placed.set_exception(self._give_up_error(is_ready=is_ready))
+        if self._length:
+            self._look = asyncio.get_running_loop().call_later(self._look_interval_s, self._end_waits)
 
     def _give_up_error(self, *, is_ready: bool) -> ServingError:
         if is_ready:
@@ -180,18 +196,28 @@ class Admission:
         for pool, queue in list(self._queues.items()):
             head = [waiting for waiting in queue[:MAX_ASSIGNED_TOGETHER] if not waiting.placed.done()]
             placements = self._policy.assign([waiting.pending for waiting in head], self._table.snapshot(pool, now))
-            for waiting, placement in zip(head, placements, strict=True):
-                if placement is not None:
-                    waited_s = now - waiting.since
-                    waiting.placed.set_result(self._table.book(placement, waiting.pending, waited_s=waited_s))
-                    _take_out(waiting, queue)
-        self._on_length(self.length)
+            placed = list(zip(head, placements, strict=True))
+            # Those of which one has to wait.
+            torn = {waiting.together for waiting, placement in placed if placement is None} - {None}
+            for waiting, placement in placed:
+                together = waiting.together
+                if together in torn and together is not None and (placement is not None or together.holds_room):
+                    waiting.placed.set_exception(PlaceTooLargeError("there is no room for all choices at once"))
+                elif placement is not None:
+                    self._place(waiting, placement, now)
+                    self._take_out(waiting, queue)
 
+    def _place(self, waiting: _Waiting, placement: Placement, now: float) -> None:
+        reservation = self._table.book(placement, waiting.pending, waited_s=now - waiting.since)
+        waiting.placed.set_result(reservation)
+        if waiting.together is not None:
+            waiting.together.booked(reservation)
 
-def _take_out(waiting: _Waiting, queue: list[_Waiting]) -> bool:
-    """Take ``waiting`` out of the sorted ``queue``; return whether it was in there."""
-    index = bisect_left(queue, waiting.rank, key=_by_rank)
-    if index == len(queue) or queue[index] is not waiting:
-        return False
-    del queue[index]
-    return True
+    def _take_out(self, waiting: _Waiting, queue: list[_Waiting]) -> bool:
+        """Take ``waiting`` out of the sorted ``queue``; return whether it was in there."""
+        index = bisect_left(queue, waiting.rank, key=_by_rank)
+        if index == len(queue) or queue[index] is not waiting:
+            return False
+        del queue[index]
+        self._length -= 1
+        return True

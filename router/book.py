@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from quartet.events.load import PlacementProgress
+from router.placed_book import PlacedBooking, PlacedBookings, PlacedShare
 from router.policy.base import Placement
+
+_NO_PLACEMENTS = PlacementProgress()
 
 
 def numbering(router_id: str, epoch: int) -> str:
@@ -36,6 +40,9 @@ class WorkerBook:
     A booking counts in full until a load report names it as included; from then on only with what it may still take,
     since the report's ``used`` holds the rest. Tokens reach the router before the report that counts their blocks as
     used. So what a booking holds is taken off its promise one report late: no block is ever counted nowhere.
+
+    Attributes:
+        placed: starts that were placed for clients; they have numbers of their own.
     """
 
     def __init__(self, data_parallel_size: int, block_size: int, *, epoch: int = 0) -> None:
@@ -47,7 +54,13 @@ class WorkerBook:
         self._unreported: deque[Booking] = deque()
         self._grown: list[Booking] = []  # since the last report
         self._settling: list[Booking] = []  # before it
-        self.num_requests = 0
+        self._num_booked = 0
+        self.placed = PlacedBookings()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests booked here, placed ones included."""
+        return self._num_booked + self.placed.num_booked
 
     def account(self, rank: int) -> RankAccount:
         """The sums of one data-parallel rank."""
@@ -56,11 +69,12 @@ class WorkerBook:
     def book(self, rank: int, *, num_reserved_tokens: int = 0, num_queued_tokens: int = 0) -> Booking:
         """Reserve room for ``num_reserved_tokens`` and count ``num_queued_tokens`` to prefill."""
         num_blocks = -(-num_reserved_tokens // self._block_size) if num_reserved_tokens else 0
-        self.num_requests += 1
+        self._num_booked += 1
         return Booking(self, self._accounts[rank], self._block_size, num_blocks, num_queued_tokens)
 
-    def reported(self, number: int) -> None:
-        """A load report came; it counts in all starts up to ``number``."""
+    def reported(self, number: int, placements: PlacementProgress = _NO_PLACEMENTS) -> None:
+        """A load report came; it counts in all starts up to ``number``, and tells of ``placements``."""
+        self.placed.reported(placements)
         for booking in self._settling:
             booking.settle()
         for booking in self._grown:
@@ -68,6 +82,10 @@ class WorkerBook:
         self._settling, self._grown = self._grown, []
         while self._unreported and self._unreported[0].number <= number:
             self._unreported.popleft().count_in()
+
+    def released(self) -> None:
+        """A booking is no more."""
+        self._num_booked -= 1
 
     def grew(self, booking: Booking) -> None:
         """``booking`` holds more than at the last report; told once between two."""
@@ -103,19 +121,47 @@ class Booking:
         """The life of the worker that it is for."""
         return self._book.epoch
 
+    @property
+    def is_released(self) -> bool:
+        """Whether it counts no more."""
+        return self._is_released
+
     def send(self) -> int:
         """The start goes out now: its ``router_request_number``."""
         self.number = self._book.next_number(self)
         return self.number
 
-    def hold(self, num_tokens: int) -> None:
-        """The place now has the KV of ``num_tokens`` tokens of the request."""
+    def place(
+        self, request_id: str, choice: int, *, num_first_tokens: int, lapses_at: float, ends_at: float
+    ) -> PlacedBooking:
+        """Book the same once more, for a client that may bring the start; this booking is released as ever.
+
+        ``num_first_tokens`` are those whose KV it has from its first step on; the rest is as in ``PlacedShare``.
+        """
+        share = PlacedShare(
+            request_id=request_id,
+            choice=choice,
+            num_reserved_blocks=self._num_reserved,
+            num_first_blocks=-(-num_first_tokens // self._block_size),
+            num_queued_tokens=self._num_queued_tokens,
+            lapses_at=lapses_at,
+            ends_at=ends_at,
+        )
+        return self._book.placed.add(share, self._account)
+
+    def hold(self, num_tokens: int) -> int:
+        """The place now has the KV of ``num_tokens`` tokens of the request.
+
+        Returns:
+            Up to so many there is nothing new to say.
+        """
         num_held = -(-num_tokens // self._block_size)
         if num_held != self._num_held:
             self._num_held = num_held
             if not self._has_grown:
                 self._has_grown = True
                 self._book.grew(self)
+        return num_held * self._block_size
 
     def begin_settling(self) -> None:
         """A report came: the next one surely counts in what is held now."""
@@ -137,7 +183,7 @@ class Booking:
         """The request is no longer there. May be called twice."""
         if not self._is_released:
             self._is_released = True
-            self._book.num_requests -= 1
+            self._book.released()
             self._promise()
             self._drop_queued()
 
@@ -164,6 +210,11 @@ class Reservation:
     prefill: Booking | None
     decode: Booking
     waited_s: float = field(default=0.0, kw_only=True)  # in the router's queue
+
+    @property
+    def is_released(self) -> bool:
+        """Whether its room at the decode place was let go of."""
+        return self.decode.is_released
 
     def release(self) -> None:
         """Let go of what is left of it. May be called twice."""

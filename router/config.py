@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 from quartet.discovery.create import DiscoveryConfig
 from quartet.errors import ConfigError
+from quartet.rpc.seal import MAX_SEAL_TTL_S
 from quartet.rpc.server import ServerConfig
+from quartet.rpc.session import SessionLimits
 from quartet.telemetry.logging import LogConfig
 from router.admission import AdmissionConfig
-from router.attempts import AttemptConfig
+from router.attempt_tools import AttemptConfig
 
 
 class PolicyName(StrEnum):
@@ -32,7 +35,10 @@ class RouterConfig:
             while there is a prefill worker.
         max_request_timeout_s: caps every request's time.
         heartbeat_timeout_s: a worker silent for longer gets nothing new.
-        stall_timeout_s: a client that takes nothing for so long loses its request.
+        stall_timeout_s: a client that takes nothing for so long loses its request, or its session.
+        session: bounds of each session.
+        seal_keys_file: keys that seal placements (see ``quartet.rpc.seal_keys``); ``None``: Place is not offered.
+        seal_ttl_s: a placement must be taken up within it. Less where a hand-off's lease is shorter.
         trusted_gateways: names of client identities whose ``tenant`` is believed.
         drain_timeout_s: running requests get this long to end after SIGTERM.
     """
@@ -47,6 +53,9 @@ class RouterConfig:
     max_request_timeout_s: float = 600.0
     heartbeat_timeout_s: float = 30.0
     stall_timeout_s: float = 30.0
+    session: SessionLimits = field(default_factory=SessionLimits)
+    seal_keys_file: Path | None = None
+    seal_ttl_s: float = 20.0
     trusted_gateways: tuple[str, ...] = ()
     drain_timeout_s: float = 30.0
     log: LogConfig = field(default_factory=LogConfig)
@@ -58,4 +67,6 @@ class RouterConfig:
         for name in ("max_request_timeout_s", "heartbeat_timeout_s", "stall_timeout_s", "drain_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
+        if not 0 < self.seal_ttl_s < MAX_SEAL_TTL_S:
+            raise ConfigError(f"seal_ttl_s: must be above 0 and below {MAX_SEAL_TTL_S:g}")
         self.server.check_beside(self.http_address, "http_address")

@@ -27,14 +27,16 @@ from quartet.events.subscriber import LoadSubscriber
 from quartet.kvcache.layout import HandOff
 from quartet.rpc.channels import create_channel
 from quartet.rpc.fleet import WorkerState
-from quartet.rpc.inner import InnerStart
+from quartet.rpc.inner import DecodeSink, InnerStart
 from quartet.rpc.inner_client import DecodeCall, PrefillCall
+from quartet.rpc.text_cache import MAX_FILES_BYTES
 from quartet.rpc.tls import TlsConfig
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.transfer.config import TransferConfig
+from quartet.transfer.grpc.lease import HandOffLease
 from quartet.transfer.grpc.puller import TransferPuller
 from router.connections import WorkerConnection
-from router.model_texts import MAX_FILES_BYTES, FetchedTexts
+from router.model_texts import FetchedTexts
 from router.worker import PoolKey
 from router.worker_table import WorkerTable
 
@@ -68,7 +70,7 @@ class Fleet:
         self._must_look = asyncio.Event()
         self._is_draining = False
         self._shown_states: Counter[tuple[Role, WorkerState]] = Counter()
-        # Only to let go of hand-offs: it has no pool to pull into.
+        # Only to keep hand-offs and to let go of them: it has no pool to pull into.
         self._puller = TransferPuller(
             lambda address: create_channel(address, tls), host=host_identity(), config=TransferConfig()
         )
@@ -79,9 +81,13 @@ class Fleet:
         """Start a prefill. Raises ``WorkerUnavailableError`` when the worker is gone."""
         return self._connection(Role.PREFILL, place).prefill(start)
 
-    def decode(self, place: Place, start: InnerStart) -> DecodeCall:
+    def decode(self, place: Place, start: InnerStart, sink: DecodeSink) -> DecodeCall:
         """Start a decode. Raises ``WorkerUnavailableError`` when the worker is gone."""
-        return self._connection(Role.DECODE, place).decode(start)
+        return self._connection(Role.DECODE, place).decode(start, sink)
+
+    def keep(self, hand_off: HandOff) -> HandOffLease:
+        """Renew the lease of ``hand_off`` until told to stop. Raises ``TransferError`` when closing."""
+        return self._puller.keep(hand_off)
 
     def drop(self, hand_off: HandOff) -> None:
         """Let the source know that nobody will take ``hand_off``; what can't be told is left to the lease."""
@@ -107,7 +113,7 @@ class Fleet:
             for record in self._table.to_probe(now):
                 self._probe(record)
             self.texts.keep({pool.key for pool in self._table.pools(now)})
-            self._table.tick()
+            self._table.tick(now)
             self._show_states(now)
             self._must_look.clear()
             try:
@@ -152,7 +158,7 @@ class Fleet:
             self._leave(known.record)
         if record.key not in self._connections:
             logger.info("worker %s at %s, epoch %x", record.worker_id, record.grpc_address, record.epoch)
-            self._connections[record.key] = WorkerConnection(record, self._tls, self._broken, self.drop)
+            self._connections[record.key] = WorkerConnection(record, self._tls, self._broken, self._lost, self.drop)
             self._listen(record)
         self._must_look.set()
 
@@ -184,6 +190,9 @@ class Fleet:
         logger.log(level, "the stream to worker %s broke: %s", record.worker_id, error)
         self._table.broken(record.key, record.epoch)
         self._must_look.set()
+
+    def _lost(self, record: WorkerRecord) -> None:
+        self._table.cut(record.key, record.epoch, time.monotonic())
 
     def _take_load(self, load: WorkerLoad) -> None:
         self._table.report(load, time.monotonic())
@@ -224,7 +233,11 @@ class Fleet:
                 continue
             try:
                 return await connection.client.model_files(
-                    names, max_size_bytes=MAX_FILES_BYTES, timeout_s=_FILES_TIMEOUT_S
+                    names,
+                    # What is known of it may be old: another worker may listen there by now.
+                    model_fingerprint=pool.fingerprint,
+                    max_size_bytes=MAX_FILES_BYTES,
+                    timeout_s=_FILES_TIMEOUT_S,
                 )
             except ServingError as error:
                 last = error

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from quartet.discovery.place import Place
 from quartet.kvcache.layout import HandOff
-from quartet.rpc.inner import DecodeProgress, InnerStart, PrefillOutcome
+from quartet.rpc.inner import DecodeFinished, DecodeSink, InnerStart, PrefillOutcome
 from quartet.text.model_text import ModelText
 from router.worker import PoolKey
 
@@ -26,12 +26,25 @@ class PrefillHop(Protocol):
 class DecodeHop(Protocol):
     """One decode under way."""
 
-    async def next(self) -> DecodeProgress:
-        """Wait for more; the last one has ``finished`` set. Raises ``ServingError`` when it ended badly."""
+    @property
+    def heard_at(self) -> float | None:
+        """When the worker last said something of it, monotonic seconds; ``None`` before its first word."""
+        ...
+
+    async def outcome(self) -> DecodeFinished | None:
+        """Wait for its end; ``None``: the sink wanted no more. Raises ``ServingError`` when it ended badly."""
         ...
 
     def cancel(self) -> None:
         """End it early; harmless when it has ended."""
+        ...
+
+
+class KeptHandOff(Protocol):
+    """A hand-off whose lease is renewed."""
+
+    def stop(self) -> None:
+        """Renew no more; what is left of the lease is left. May be called twice."""
         ...
 
 
@@ -42,8 +55,12 @@ class Hops(Protocol):
         """Start a prefill. Raises ``WorkerUnavailableError`` when the worker is gone."""
         ...
 
-    def decode(self, place: Place, start: InnerStart) -> DecodeHop:
-        """Start a decode. Raises ``WorkerUnavailableError`` when the worker is gone."""
+    def decode(self, place: Place, start: InnerStart, sink: DecodeSink) -> DecodeHop:
+        """Start a decode, whose outputs go to ``sink``. Raises ``WorkerUnavailableError`` when the worker is gone."""
+        ...
+
+    def keep(self, hand_off: HandOff) -> KeptHandOff:
+        """Renew the lease of a hand-off until told to stop. Raises ``TransferError`` when this is closing."""
         ...
 
     def drop(self, hand_off: HandOff) -> None:

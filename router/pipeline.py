@@ -1,139 +1,158 @@
-"""One way for a request: prepared, placed, prefilled, decoded, choice by choice; the client reads the parts."""
+"""One way for a request: prepared, placed, prefilled, decoded, choice by choice; its sink takes the answer."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 
 from quartet.engine.base import FinishReason
-from quartet.errors import RequestCancelledError, RequestTimeoutError, ServingError
-from quartet.rpc.check_start import check_start
+from quartet.errors import NoSealKeyError, RequestCancelledError, RequestTimeoutError, ServingError
+from quartet.rpc.answer import AnswerSink
+from quartet.rpc.check_start import check_resume, check_start
+from quartet.rpc.choice_output import ChoiceOutput, OutputSettings
 from quartet.rpc.edge import (
     Accepted,
-    AnswerPart,
     ChoiceFinished,
     ChoicePlacement,
     GenerateStart,
+    Resume,
     TimeBreakdown,
     Usage,
 )
-from router.answer import Answer
-from router.attempts import AttemptTools, ChoiceRun
-from router.choice_output import ChoiceOutput
-from router.hops import ModelTexts
+from quartet.rpc.placement import PlacedRequest
+from quartet.text.text_stream import TextStream
+from router.attempts import ChoiceRun
+from router.pipeline_tools import PipelineTools
+from router.place import PlaceRun
 from router.policy.base import Placement
-from router.prepared import prepare
-from router.request_log import RequestLog
-from router.worker_table import WorkerTable
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineTools:
-    """What requests run on; ``max_timeout_s`` caps the time of each."""
-
-    table: WorkerTable
-    texts: ModelTexts
-    attempts: AttemptTools
-    max_timeout_s: float
+from router.prepared import PreparedRequest, prepare
+from router.request_log import RequestLog, first_error, outcome_of
 
 
 class Pipeline:
     """Runs requests."""
 
     def __init__(self, tools: PipelineTools) -> None:
+        """Nothing runs yet."""
         self._tools = tools
-        self._running: set[GenerateRun] = set()
+        self._running: set[GenerateRun | PlaceRun] = set()
 
     @property
     def num_running(self) -> int:
         """Requests between arrival and end."""
         return len(self._running)
 
-    def generate(self, start: GenerateStart, *, traceparent: str = "") -> GenerateRun:
-        """A request that begins when its parts are first asked for."""
-        return GenerateRun(start, traceparent, self._tools, self._running)
+    def generate(
+        self, start: GenerateStart, sink: AnswerSink, *, resume: Resume | None = None, traceparent: str = ""
+    ) -> GenerateRun:
+        """Run a request; what it is answered with goes to ``sink``, its failure too."""
+        run = GenerateRun(start, resume, traceparent, self._tools, sink)
+        self._begun(run)
+        run.begin(self._ended)
+        return run
+
+    async def place(
+        self, start: GenerateStart, *, resume: Resume | None = None, traceparent: str = ""
+    ) -> PlacedRequest:
+        """Run a request as far as its prefill, for a client that fetches the tokens itself.
+
+        Raises:
+            NoSealKeyError: this router has no key.
+            ServingError: it failed, and nothing is left of it.
+        """
+        tools = self._tools
+        if tools.sealer is None:
+            raise NoSealKeyError("this router has no key to seal placements with")
+        run = PlaceRun(start, resume, traceparent, tools, tools.sealer)
+        self._begun(run)
+        try:
+            return await run.run()
+        finally:
+            self._ended(run)
 
     def abort_all(self, error: ServingError) -> None:
         """End every running request with ``error``."""
         for run in tuple(self._running):
             run.abort(error)
 
+    def _begun(self, run: GenerateRun | PlaceRun) -> None:
+        self._running.add(run)
+
+    def _ended(self, run: GenerateRun | PlaceRun) -> None:
+        self._running.discard(run)
+
 
 class GenerateRun:
     """One request, from arrival to the end of all its choices."""
 
-    def __init__(self, start: GenerateStart, traceparent: str, tools: PipelineTools, running: set[GenerateRun]) -> None:
-        """The run is among ``running`` while it runs."""
+    def __init__(
+        self, start: GenerateStart, resume: Resume | None, traceparent: str, tools: PipelineTools, sink: AnswerSink
+    ) -> None:
+        """``begin`` begins it."""
         self._start = start
+        self._resume = resume
         self._traceparent = traceparent
         self._tools = tools
-        self._all_running = running
+        self._sink = sink
         self._arrived_at = time.monotonic()
-        self._request_id = secrets.token_hex(16)
-        self._answer = Answer()
+        self._request_id = secrets.token_hex(16) if resume is None else resume.request_id
+        self._choices = range(start.num_choices) if resume is None else (resume.choice,)
         self._log = RequestLog(self._request_id, start, tools.attempts.metrics)
-        self._outputs: list[ChoiceOutput] = []
+        self._outputs: dict[int, ChoiceOutput] = {}
+        self._is_accepted = False
         self._placed_choices: set[int] = set()
-        self._finished: dict[int, ChoiceFinished] = {}
+        self._finished: set[int] = set()
         self._num_prompt_tokens = 0
+        self._model_fingerprint = ""
         self._seed = start.seed or 0
         self._work: asyncio.Task[None] | None = None
+        self._on_end: Callable[[GenerateRun], None] = _nothing
         self._is_cancelled = False
         self._abort_error: ServingError | None = None
+
+    def begin(self, on_end: Callable[[GenerateRun], None]) -> None:
+        """Run; ``on_end`` is told when it has ended and holds nothing any more."""
+        self._on_end = on_end
+        self._work = asyncio.create_task(self._run(), name=f"request-{self._request_id}")
+        self._work.add_done_callback(self._settle)
 
     def cancel(self) -> None:
         """End it early: each choice that has not ended gets its end, CANCELLED."""
         self._is_cancelled = True
-        if self._work is not None:
-            self._work.cancel()
+        assert self._work is not None, "it has begun"
+        self._work.cancel()
 
     def abort(self, error: ServingError) -> None:
         """End it with ``error``."""
         self._abort_error = error
-        if self._work is not None:
-            self._work.cancel()
+        assert self._work is not None, "it has begun"
+        self._work.cancel()
 
-    async def parts(self) -> AsyncGenerator[AnswerPart, None]:
-        """The answer: accepted, placements, deltas and an end for each choice. Closing it early frees all it holds.
-
-        Raises:
-            ServingError: the request failed.
-        """
-        self._work = asyncio.create_task(self._run(), name=f"request-{self._request_id}")
-        self._work.add_done_callback(self._settle)
-        self._all_running.add(self)
-        self._tools.attempts.metrics.set_running_requests(len(self._all_running))
-        if self._is_cancelled or self._abort_error is not None:
+    async def drop(self) -> None:
+        """Nobody wants the answer any more: end it, and wait until it holds nothing. Harmless once it has ended."""
+        assert self._work is not None, "it has begun"
+        if not self._work.done():
             self._work.cancel()
-        try:
-            async for part in self._answer.parts():
-                yield part
-        finally:
-            self._work.cancel()
-            try:
-                await asyncio.wait([self._work])
-            finally:  # whoever reads may be cancelled once more just here
-                self._all_running.discard(self)
-                self._tools.attempts.metrics.set_running_requests(len(self._all_running))
-                self._log.write(time.monotonic() - self._arrived_at)
+            await asyncio.wait([self._work])
 
     def _settle(self, work: asyncio.Task[None]) -> None:
-        """Tell the client how the work ended."""
+        """Tell the sink how the work ended."""
         if not work.cancelled():
             error = work.exception()
-            self._answer.end() if error is None else self._fail(error)
+            self._sink.end() if error is None else self._fail(error)
         elif self._is_cancelled and self._abort_error is None:
             self._end_cancelled()
         else:
             # Most likely nobody reads any more.
             self._fail(self._abort_error or RequestCancelledError("the request was dropped"))
+        self._log.write(time.monotonic() - self._arrived_at)
+        self._on_end(self)
 
     async def _run(self) -> None:
-        check_start(self._start)
+        self._check()
         timeout_s = min(self._start.timeout_s or self._tools.max_timeout_s, self._tools.max_timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
@@ -141,31 +160,68 @@ class GenerateRun:
         except TimeoutError as error:
             raise RequestTimeoutError(f"the request did not end within {timeout_s:g} s") from error
 
+    def _check(self) -> None:
+        check_start(self._start)
+        if self._resume is not None:
+            check_resume(self._resume, self._start)
+
     async def _generate(self, deadline: float) -> None:
         request = await prepare(
             self._start,
             self._tools.table,
             self._tools.texts,
             request_id=self._request_id,
+            resume=self._resume,
             traceparent=self._traceparent,
             arrived_at=self._arrived_at,
             deadline=deadline,
         )
         self._num_prompt_tokens, self._seed = len(request.prompt_token_ids), request.seed
-        metrics = self._tools.attempts.metrics.for_model(request.pool.key.model_name)
+        self._model_fingerprint = request.pool.key.fingerprint
+        self._make_outputs(request)
         ticket = self._tools.attempts.admission.ticket(request.pool.key, self._start.priority)
-        self._outputs = [
-            ChoiceOutput(request, choice, metrics, self._answer) for choice in range(self._start.num_choices)
+        works = [
+            self._run_choice(
+                choice, ChoiceRun(request, choice, output, self._tools.attempts, ticket, partial(self._placed, choice))
+            )
+            for choice, output in self._outputs.items()
         ]
-        self._log.prepared(request, self._outputs)
+        if len(works) == 1:
+            await works[0]
+            return
         async with asyncio.TaskGroup() as group:
-            for choice, output in enumerate(self._outputs):
-                on_placed = partial(self._placed, choice)
-                run = ChoiceRun(request, choice, output, self._tools.attempts, ticket, on_placed)
-                group.create_task(self._run_choice(run))
+            for work in works:
+                group.create_task(work)
 
-    async def _run_choice(self, run: ChoiceRun) -> None:
-        self._finish(await run.run())
+    def _make_outputs(self, request: PreparedRequest) -> None:
+        metrics = self._tools.attempts.metrics.for_model(request.pool.key.model_name)
+        options = self._start.text_options
+        settings = OutputSettings(
+            num_prompt_tokens=self._num_prompt_tokens,
+            arrived_at=self._arrived_at,
+            tokenize_s=request.tokenize_s,
+            omits_token_ids=options.omit_token_ids,
+            ttft=metrics.ttft,
+            itl=metrics.itl,
+        )
+        for choice in self._choices:
+            text = TextStream(
+                None if options.omit_text else request.text.tokenizer,
+                options.stop_strings,
+                include_stop=options.include_stop_string,
+                skip_special_tokens=not options.show_special_tokens,
+                prompt_tail=request.prompt_tail,
+            )
+            self._outputs[choice] = ChoiceOutput(settings, choice, text, self._sink)
+        self._log.prepared(request, tuple(self._outputs.values()))
+        if self._resume is not None:
+            self._outputs[self._resume.choice].resume(self._resume)
+
+    async def _run_choice(self, choice: int, run: ChoiceRun) -> None:
+        reason = await run.run()
+        if not self._is_accepted:
+            self._accept()  # resumed where nothing was left to do
+        self._finish(self._outputs[choice].finish(reason))
 
     def _placed(self, choice: int, placement: Placement) -> None:
         self._log.placed(placement)
@@ -173,35 +229,40 @@ class GenerateRun:
             return  # a later attempt: the client was told where the first one went
         self._placed_choices.add(choice)
         told = ChoicePlacement(choice=choice, prefill=placement.prefill, decode=placement.decode)
-        if self._answer.is_accepted:
-            self._answer.place(told)
+        if self._is_accepted:
+            self._sink.place(told)
         else:
             self._accept(told)
 
     def _accept(self, *choices: ChoicePlacement) -> None:
+        self._is_accepted = True
         accepted = Accepted(
-            request_id=self._request_id, choices=choices, num_prompt_tokens=self._num_prompt_tokens, seed=self._seed
+            request_id=self._request_id,
+            choices=choices,
+            num_prompt_tokens=self._num_prompt_tokens,
+            seed=self._seed,
+            model_fingerprint=self._model_fingerprint,
         )
-        self._answer.accept(accepted)
+        self._sink.accept(accepted)
 
     def _finish(self, finished: ChoiceFinished) -> None:
-        self._finished[finished.choice] = finished
+        self._finished.add(finished.choice)
         self._log.finished(finished)
-        self._answer.finish(finished)
+        self._sink.finish(finished)
 
     def _end_cancelled(self) -> None:
         """The client cancelled, maybe before anything was placed: it still gets an ``accepted`` first."""
         try:
-            check_start(self._start)  # it may not have been looked at yet
+            self._check()  # it may not have been looked at yet
         except ServingError as error:
             self._fail(error)
             return
-        if not self._answer.is_accepted:
+        if not self._is_accepted:
             self._accept()
-        for choice in range(self._start.num_choices):
+        for choice in self._choices:
             if choice not in self._finished:
                 self._finish(self._cancelled(choice))
-        self._answer.end()
+        self._sink.end()
 
     def _cancelled(self, choice: int) -> ChoiceFinished:
         if self._outputs:
@@ -212,13 +273,10 @@ class GenerateRun:
         return ChoiceFinished(choice=choice, reason=FinishReason.CANCELLED, usage=usage, time=time_breakdown)
 
     def _fail(self, error: BaseException) -> None:
-        first = _first_error(error)
-        self._log.failed(first.reason.lower() if isinstance(first, ServingError) else "internal")
-        self._answer.end(first)
+        first = first_error(error)
+        self._log.failed(outcome_of(first))
+        self._sink.end(first)
 
 
-def _first_error(error: BaseException) -> BaseException:
-    """Of a group, the error that ended the others."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+def _nothing(_run: GenerateRun) -> None:
+    """Nobody is to be told of the end."""

@@ -7,13 +7,14 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from quartet.engine.sampling import MAX_STOP_IDS, Sampling
-from quartet.errors import InvalidRequestError, ModelNotFoundError
-from quartet.rpc.edge import ChatPrompt, GenerateStart, Prompt, TextPrompt
+from quartet.errors import InvalidRequestError, ModelNotFoundError, WorkerUnavailableError
+from quartet.rpc.edge import ChatPrompt, GenerateStart, Prompt, Resume, TextPrompt
 from quartet.text.model_text import ModelText
 from router.hops import ModelTexts
-from router.validation import check_pool, check_tokens, max_sequence_tokens
+from router.validation import check_generated, check_pool, check_tokens, max_sequence_tokens
 from router.worker_table import Pool, WorkerTable
 
 # Below so many characters tokenizing costs less than handing it to a thread.
@@ -51,7 +52,7 @@ class PreparedRequest:
         """The prompt's last few tokens where the answer's text continues it; a chat's answer stands alone."""
         return () if isinstance(self.start.prompt, ChatPrompt) else self.prompt_token_ids[-_TAIL_TOKENS:]
 
-    @property
+    @cached_property
     def sampling(self) -> Sampling:
         """What workers are told: everything that ends the answer, so that it ends alike wherever it is generated.
 
@@ -81,32 +82,36 @@ async def prepare(
     texts: ModelTexts,
     *,
     request_id: str,
+    resume: Resume | None = None,
     traceparent: str,
     arrived_at: float,
     deadline: float,
 ) -> PreparedRequest:
-    """Check and tokenize ``start``, which passed ``check_start``.
+    """Check and tokenize ``start``, which passed ``check_start``, and what it resumes, which passed ``check_resume``.
 
     No worker is asked for anything but, once for each model, its text files.
 
     Raises:
         InvalidRequestError: an impossible or unsupported field, named.
         ModelNotFoundError: no pool serves the model.
+        WorkerUnavailableError: none serves the very model that gave the tokens to go on after.
         ServingError: the model's text files can't be had.
     """
-    pool = _find_pool(start, table)
+    pool = _find_pool(start, table, resume)
     check_pool(start, pool)
     text = await texts.model_text(pool.key)
     began = time.monotonic()
     token_ids = await _tokenize(start.prompt, text)
     check_tokens(start, token_ids, text.vocab_size, pool)
+    if resume is not None:
+        check_generated(resume, text.vocab_size, max_sequence_tokens(pool) - len(token_ids))
     return PreparedRequest(
         request_id=request_id,
         start=start,
         pool=pool,
         text=text,
         prompt_token_ids=token_ids,
-        seed=secrets.randbits(64) if start.seed is None else start.seed,
+        seed=_seed(start, resume),
         traceparent=traceparent,
         arrived_at=arrived_at,
         deadline=deadline,
@@ -115,7 +120,15 @@ async def prepare(
     )
 
 
-def _find_pool(start: GenerateStart, table: WorkerTable) -> Pool:
+def _seed(start: GenerateStart, resume: Resume | None) -> int:
+    if resume is not None:
+        return resume.seed
+    return secrets.randbits(64) if start.seed is None else start.seed
+
+
+def _find_pool(start: GenerateStart, table: WorkerTable, resume: Resume | None) -> Pool:
+    if resume is not None and resume.model_fingerprint:
+        return _find_same_pool(start.model, resume.model_fingerprint, table)
     pool = table.pool(start.model, time.monotonic())
     if pool is not None:
         return pool
@@ -124,6 +137,14 @@ def _find_pool(start: GenerateStart, table: WorkerTable) -> Pool:
     if table.pools(time.monotonic()):
         raise InvalidRequestError("several models are served: name one", field="model")
     raise ModelNotFoundError("no worker serves any model yet", field="model")
+
+
+def _find_same_pool(model_name: str, fingerprint: str, table: WorkerTable) -> Pool:
+    """The pool of that very model: while a new version is rolled out, several serve one name."""
+    for pool in table.pools(time.monotonic()):
+        if pool.key.fingerprint == fingerprint and model_name in ("", pool.key.model_name):
+            return pool
+    raise WorkerUnavailableError("the model that gave the tokens to go on after is served no more")
 
 
 async def _tokenize(prompt: Prompt, text: ModelText) -> Sequence[int]:

@@ -13,19 +13,22 @@ from prometheus_client import CollectorRegistry
 
 from quartet.discovery.create import create_registry
 from quartet.errors import DrainingError
+from quartet.rpc.seal_keys import SealKeys
 from quartet.rpc.server import RpcServer
 from quartet.rpc.stalled_calls import StalledCalls
 from quartet.telemetry.event_loop_lag import monitor_event_loop_lag
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics
 from router.admission import Admission
-from router.attempts import AttemptTools
+from router.attempt_tools import AttemptTools
 from router.config import PolicyName, RouterConfig
 from router.fleet import Fleet
-from router.pipeline import Pipeline, PipelineTools
+from router.pipeline import Pipeline
+from router.pipeline_tools import PipelineTools
 from router.policy.base import Policy
 from router.policy.least_loaded import LeastLoadedPolicy
 from router.policy.round_robin import RoundRobinPolicy
+from router.sealing import Sealer
 from router.servicer import RouterServicer, router_service
 from router.worker_table import WorkerTable
 
@@ -39,11 +42,12 @@ class RouterProcess:
     """One router, from the start to the end of ``run``."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """Nothing is opened before ``run``."""
+        """No port is opened before ``run``. Raises ``ConfigError``: there are no keys in the file for them."""
         self._config = config
         self._registry = CollectorRegistry()
         self._metrics = RouterMetrics(self._registry)
         self._stalled = StalledCalls(config.stall_timeout_s)
+        self._seal_keys = None if config.seal_keys_file is None else SealKeys(config.seal_keys_file)
         self._is_ready = False
         #: ``host:port`` of gRPC once ``run`` serves.
         self.address = ""
@@ -73,6 +77,7 @@ class RouterProcess:
                 stalled=self._stalled,
                 is_loopback=config.server.is_loopback,
                 trusted_gateways=config.trusted_gateways,
+                session_limits=config.session,
             )
             server = RpcServer(config.server, [router_service(servicer)])
             self.address = f"{config.server.address.rpartition(':')[0]}:{await server.start()}"
@@ -126,14 +131,23 @@ class RouterProcess:
 
     def _pipeline(self, table: WorkerTable, fleet: Fleet) -> Pipeline:
         config = self._config
-        admission = Admission(table, self._policy(), config.admission, on_length=self._metrics.set_queued_requests)
+        admission = Admission(table, self._policy(), config.admission)
         table.listen(admission.wake)
         attempts = AttemptTools(
             router_id=table.router_id, admission=admission, hops=fleet, config=config.attempts, metrics=self._metrics
         )
-        return Pipeline(
-            PipelineTools(table=table, texts=fleet.texts, attempts=attempts, max_timeout_s=config.max_request_timeout_s)
+        keys = self._seal_keys
+        pipeline = Pipeline(
+            PipelineTools(
+                table=table,
+                texts=fleet.texts,
+                attempts=attempts,
+                max_timeout_s=config.max_request_timeout_s,
+                sealer=None if keys is None else Sealer(keys, table, ttl_s=config.seal_ttl_s),
+            )
         )
+        self._metrics.watch_requests(lambda: admission.length, lambda: pipeline.num_running)
+        return pipeline
 
     def _policy(self) -> Policy:
         max_tokens = self._config.local_prefill_max_tokens

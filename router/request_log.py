@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 
+from quartet.errors import ServingError
+from quartet.rpc.choice_output import ChoiceOutput
 from quartet.rpc.edge import ChoiceFinished, GenerateStart, TimeBreakdown, Usage
+from quartet.rpc.placement import PlacedChoice
 from quartet.telemetry.logging import FinishedRequest, log_request
 from quartet.telemetry.metrics import RouterMetrics
-from router.choice_output import ChoiceOutput
 from router.policy.base import Placement
 from router.prepared import PreparedRequest
 
 logger = logging.getLogger(__name__)
 
+# The outcome of a choice that goes on without the router.
+_PLACED = "placed"
+
 
 class RequestLog:
     """Notes what happens to one request; writes when it has ended."""
 
-    def __init__(self, request_id: str, start: GenerateStart, metrics: RouterMetrics) -> None:
+    def __init__(self, request_id: str, start: GenerateStart, metrics: RouterMetrics, *, path: str = "") -> None:
+        """``path``: how its client gets the tokens, where that is not by the call itself."""
+        self._path = path
         self._request_id = request_id
         self._start = start
         self._metrics = metrics
@@ -26,6 +34,7 @@ class RequestLog:
         self._placement: Placement | None = None
         self._outputs: Sequence[ChoiceOutput] = ()
         self._finished: list[ChoiceFinished] = []
+        self._num_given_to_client = 0
         self._failure = ""
 
     def prepared(self, request: PreparedRequest, outputs: Sequence[ChoiceOutput]) -> None:
@@ -42,26 +51,39 @@ class RequestLog:
         """One choice ended."""
         self._finished.append(finished)
 
+    def placed_for_client(self, placed: PlacedChoice) -> None:
+        """Its client was told how one choice ended, or where to go on with it."""
+        if isinstance(placed.next, ChoiceFinished):
+            self.finished(placed.next)
+        else:
+            self._num_given_to_client += 1
+
     def failed(self, outcome: str) -> None:
         """The request ended badly; ``outcome`` is the error's reason in lower case."""
         self._failure = outcome
 
     def write(self, total_s: float) -> None:
         """Write the line and count; called once, at the end."""
-        usages = [output.usage() for output in self._outputs]
-        times = [output.time_breakdown() for output in self._outputs]
+        if len(self._finished) == len(self._outputs):  # what they ended with says it all
+            usages = [finished.usage for finished in self._finished]
+            times = [finished.time for finished in self._finished]
+        else:
+            usages = [output.usage() for output in self._outputs]
+            times = [output.time_breakdown() for output in self._outputs]
         self._count_outcomes()
         if self._request is not None:
             self._count_use(self._request, usages, times)
         if self._failure:
             outcome = self._failure
         else:
-            outcome = ",".join(sorted({finished.reason.value for finished in self._finished}))
+            reasons = {finished.reason.value for finished in self._finished}
+            outcome = ",".join(sorted(reasons | ({_PLACED} if self._num_given_to_client else set())))
         placement, request = self._placement, self._request
         line = FinishedRequest(
             request_id=self._request_id,
             outcome=outcome or "cancelled",
             model="" if request is None else request.pool.key.model_name,
+            path=self._path,
             tenant=self._start.tenant,
             client_request_id=self._start.client_request_id,
             prefill_worker="" if placement is None or placement.prefill is None else placement.prefill.worker_id,
@@ -85,10 +107,12 @@ class RequestLog:
     def _count_outcomes(self) -> None:
         for finished in self._finished:
             self._metrics.count_request(finished.reason.value)
+        for _ in range(self._num_given_to_client):
+            self._metrics.count_request(_PLACED)
         if not self._failure:
             return
         # Before it was prepared, its number of choices is only a client's word.
-        num_failed = 1 if self._request is None else self._start.num_choices - len(self._finished)
+        num_failed = 1 if self._request is None else len(self._outputs) - len(self._finished)
         for _ in range(num_failed):
             self._metrics.count_request(self._failure)
 
@@ -100,11 +124,26 @@ class RequestLog:
             model.cached_tokens.inc(max(usage.num_cached_tokens for usage in usages))
         for usage, time in zip(usages, times, strict=True):
             model.output_tokens.inc(usage.num_output_tokens)
-            model.duration.observe(time.total_s or 0.0)
+            if not self._num_given_to_client:  # else its end is not seen here
+                model.duration.observe(time.total_s or 0.0)
+
+
+def first_error(error: BaseException) -> BaseException:
+    """Of a group, the error that ended the others."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def outcome_of(error: BaseException) -> str:
+    """How a request ended that ended with ``error``, in a word."""
+    if isinstance(error, ServingError):
+        return error.reason.lower()
+    return "cancelled" if isinstance(error, asyncio.CancelledError) else "internal"
 
 
 def _longest(durations: Iterable[float | None]) -> float | None:
-    return max((duration for duration in durations if duration is not None), default=None)
+    return max([duration for duration in durations if duration is not None], default=None)
 
 
 def _most(counts: Iterable[int]) -> int | None:

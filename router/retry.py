@@ -8,19 +8,9 @@ from enum import StrEnum
 from quartet import errors
 from quartet.discovery.place import Place
 from quartet.errors import ServingError
+from quartet.rpc.retry import FINAL, pause_s
 from router.policy.base import Placement
 
-#: Trying again elsewhere would end the same way, or nobody waits any more.
-_FINAL = (
-    errors.InvalidRequestError,
-    errors.ProtocolError,
-    errors.MessageTooLargeError,
-    errors.ModelNotFoundError,
-    errors.PermissionDeniedError,
-    errors.UnauthenticatedError,
-    errors.UnimplementedError,
-    errors.RequestTimeoutError,
-)
 #: The blocks did not come over; the decode worker itself is fine.
 _TRANSFER = (
     errors.TransferError,
@@ -28,10 +18,6 @@ _TRANSFER = (
     errors.HandOffStateError,
     errors.StaleEpochError,
 )
-#: No room just now.
-_CAPACITY = (errors.OutOfBlocksError, errors.QueueFullError)
-
-_FIRST_PAUSE_S, _PAUSE_GROWTH, _MAX_PAUSE_S = 0.02, 4.0, 1.0
 
 
 class Hop(StrEnum):
@@ -81,11 +67,11 @@ class RetryHints:
             self._note_transfer(placement.prefill)
         else:
             self.avoid.add(placement.decode.worker_id)
-        return self._pause_s(error)
+        return pause_s(error, self._num_failures)
 
     def _is_final(self, failure: HopFailedError, placement: Placement) -> bool:
         if not isinstance(failure.error, errors.PromptTooLongError):
-            return isinstance(failure.error, _FINAL)
+            return isinstance(failure.error, FINAL)
         # Places differ in size. Whoever is asked though it is to be avoided is the last one that there is.
         place = placement.prefill if failure.hop is Hop.PREFILL else placement.decode
         return place is not None and place.worker_id in self.avoid
@@ -96,10 +82,3 @@ class RetryHints:
             self.prefer_prefill = prefill
         else:
             self.avoid.add(prefill.worker_id)
-
-    def _pause_s(self, error: ServingError) -> float:
-        if error.retry_delay_s is not None and isinstance(error, _CAPACITY):
-            return min(error.retry_delay_s, _MAX_PAUSE_S)
-        # The first move elsewhere is free, unless everybody may be short of the same thing.
-        num_pauses = self._num_failures - (0 if isinstance(error, _CAPACITY) else 1)
-        return min(_FIRST_PAUSE_S * _PAUSE_GROWTH ** (num_pauses - 1), _MAX_PAUSE_S) if num_pauses else 0.0

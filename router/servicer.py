@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Collection, Coroutine
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
 from quartet.discovery.base import Role
-from quartet.errors import DrainingError, ModelNotFoundError, ProtocolError, ServingError, UnimplementedError
+from quartet.errors import DrainingError, ModelNotFoundError, ProtocolError, ServingError
+from quartet.rpc.answer import AnswerSink
 from quartet.rpc.audience import caller_identity
-from quartet.rpc.convert.edge_answer import to_generate_response
 from quartet.rpc.convert.edge_start import from_generate_start
 from quartet.rpc.convert.fleet import to_model, to_worker_status
+from quartet.rpc.convert.place import from_place_request, to_place_response
 from quartet.rpc.edge import GenerateStart
 from quartet.rpc.fleet import Model, WorkerStatus
+from quartet.rpc.generate_answer import GenerateAnswer
 from quartet.rpc.server import Service
+from quartet.rpc.session import SessionLimits, SessionStart
+from quartet.rpc.session_stream import SessionStream
 from quartet.rpc.stalled_calls import StalledCalls
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import router_pb2_grpc
@@ -49,6 +52,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         stalled: StalledCalls,
         is_loopback: bool,
         trusted_gateways: Collection[str] = (),
+        session_limits: SessionLimits | None = None,
     ) -> None:
         """Answers are written through ``stalled``, which ends those that nobody reads.
 
@@ -62,34 +66,59 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._stalled = stalled
         self._is_loopback = is_loopback
         self._trusted_gateways = frozenset(trusted_gateways)
+        self._session_limits = session_limits or SessionLimits()
+        self._sessions: set[SessionStream] = set()
         self._closing = asyncio.Event()
 
     def close(self) -> None:
         """End the streams that would never end by themselves."""
         self._closing.set()
+        for session in self._sessions:
+            session.drain()
 
     async def Generate(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.GenerateRequest], context: _Context
     ) -> None:
         """As router.proto says."""
-        run = self._pipeline.generate(await self._read_start(context), traceparent=_traceparent(context))
+        start = await self._read_start(context)
+        answer = GenerateAnswer()
+        run = self._pipeline.generate(start, answer, traceparent=_traceparent(context))
         listener = asyncio.create_task(_listen(context, run))
         try:
-            async with aclosing(run.parts()) as parts:
-                async for part in parts:
-                    await self._stalled.write(context, to_generate_response(part))
+            with self._stalled.watch() as watched:
+                while (message := await answer.next()) is not None:
+                    watched.began()
+                    await context.write(message)
+                    watched.ended()
         finally:
             listener.cancel()
+            await run.drop()
 
     async def Place(self, request: pb.PlaceRequest, context: _Context) -> pb.PlaceResponse:
         """As router.proto says."""
-        raise UnimplementedError("this router does not offer Place")
+        start, resume = from_place_request(request)
+        start = replace(start, tenant=self._tenant(start.tenant, context))
+        placed = await self._pipeline.place(start, resume=resume, traceparent=_traceparent(context))
+        return to_place_response(placed)
 
     async def Session(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: _Context
     ) -> None:
         """As router.proto says."""
-        raise UnimplementedError("this router does not offer Session")
+        traceparent = _traceparent(context)
+
+        def begin(asked: SessionStart, sink: AnswerSink) -> GenerateRun:
+            start = replace(asked.start, tenant=self._tenant(asked.start.tenant, context))
+            own = valid_traceparent(asked.traceparent)
+            return self._pipeline.generate(start, sink, resume=asked.resume, traceparent=own or traceparent)
+
+        session = SessionStream(begin, self._session_limits)
+        self._sessions.add(session)
+        try:
+            with self._stalled.watch() as watched:
+                await session.serve(context, watched)
+        finally:
+            self._sessions.discard(session)
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: _Context) -> pb.ListWorkersResponse:
         """As router.proto says."""

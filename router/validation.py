@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from quartet.errors import InvalidRequestError, PromptTooLongError, UnsupportedFieldError
 from quartet.rpc.check_start import prompt_field
-from quartet.rpc.edge import GenerateStart
+from quartet.rpc.edge import GenerateStart, Resume
 from router.worker_table import Pool
 
 # W3C Trace Context, section 3.2: version, trace id, parent id, flags; later versions may add fields.
@@ -45,6 +45,14 @@ def check_tokens(start: GenerateStart, prompt_token_ids: Sequence[int], vocab_si
     if num_prompt_tokens + start.sampling.min_tokens > limit:
         message = f"{num_prompt_tokens} prompt tokens leave room for {limit - num_prompt_tokens} more"
         raise PromptTooLongError(message, field="sampling.min_tokens")
+
+
+def check_generated(resume: Resume, vocab_size: int, max_tokens: int) -> None:
+    """Refuse tokens that no answer of ``max_tokens`` at most can have given. Raises ``InvalidRequestError``."""
+    field = "resume.generated_token_ids"
+    _check_ids(resume.generated_token_ids, vocab_size, field)
+    if len(resume.generated_token_ids) > max_tokens:
+        raise InvalidRequestError(f"the prompt leaves room for {max_tokens} generated tokens", field=field)
 
 
 def valid_traceparent(header: str) -> str:

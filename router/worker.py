@@ -29,6 +29,7 @@ class KnownWorker:
         is_listed: discovery has its record.
         is_connected: it answered since its stream last broke.
         has_joined: it ever answered.
+        cut_at: when the connection to it was lost; ``None``: it was heard since.
     """
 
     record: WorkerRecord
@@ -39,6 +40,7 @@ class KnownWorker:
     is_listed: bool = True
     is_connected: bool = False
     has_joined: bool = False
+    cut_at: float | None = None
 
     def __post_init__(self) -> None:
         self.book = WorkerBook(self.record.data_parallel_size, max(self.record.block_size, 1), epoch=self.record.epoch)
@@ -59,7 +61,8 @@ class KnownWorker:
         if not self.has_joined:
             return WorkerState.JOINING
         is_well = self.load is None or self.load.is_healthy
-        if self.is_connected and is_well and self.silence_s(now) <= heartbeat_timeout_s:
+        is_reached = self.is_connected and self.cut_at is None
+        if is_reached and is_well and self.silence_s(now) <= heartbeat_timeout_s:
             return WorkerState.READY
         return WorkerState.SUSPECT
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from quartet.discovery.base import Role, WorkerKey, WorkerRecord
-from quartet.events.load import WorkerLoad
+from quartet.discovery.place import Place
+from quartet.errors import WorkerUnavailableError
+from quartet.events.load import PlacementProgress, WorkerLoad
 from quartet.rpc.fleet import WorkerState, WorkerStatus
 from router.book import Booking, Reservation, numbering
 from router.policy.base import Pending, Placement, Snapshot
@@ -14,6 +16,9 @@ from router.worker import KnownWorker, PoolKey
 
 #: Roles whose workers hold a model's KV: encoders serve no requests of their own.
 _MODEL_ROLES = frozenset({Role.PREFILL, Role.DECODE})
+_NO_PLACEMENTS = PlacementProgress()
+# A worker's last reports may come after its end was noticed, but not later than that.
+_LAST_REPORTS_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +93,7 @@ class WorkerTable:
         worker = self._life(key, load.epoch)
         if worker is not None:
             worker.is_connected = worker.has_joined = True
+            worker.cut_at = None
             self._pools = None
             self._take(worker, load, now)
 
@@ -96,6 +102,13 @@ class WorkerTable:
         worker = self._life(key, epoch)
         if worker is not None and worker.is_connected:
             worker.is_connected = False
+            self._changed()
+
+    def cut(self, key: WorkerKey, epoch: int, now: float) -> None:
+        """The connection to the worker was lost, and nothing of ours was on it: suspect until it is heard again."""
+        worker = self._life(key, epoch)
+        if worker is not None:
+            worker.cut_at = now
             self._changed()
 
     def is_draining(self, key: WorkerKey, epoch: int) -> bool:
@@ -111,8 +124,10 @@ class WorkerTable:
                 self._take(worker, load, now)
                 return
 
-    def tick(self) -> None:
-        """Time has passed: states that hang on silence may have changed."""
+    def tick(self, now: float) -> None:
+        """Time has passed: states that hang on silence may have changed, and placements may have lapsed."""
+        for worker in self._workers.values():
+            worker.book.placed.look(now)
         self._changed()
 
     # What others want to know.
@@ -163,18 +178,31 @@ class WorkerTable:
         )
         return Reservation(placement, prefill, decode, waited_s=waited_s)
 
+    def ready_decode(self, place: Place, epoch: int, now: float) -> WorkerRecord:
+        """The record of that life of a decode worker. Raises ``WorkerUnavailableError`` unless it is ready."""
+        worker = self._life(WorkerKey(role=Role.DECODE, worker_id=place.worker_id), epoch)
+        if worker is None or not self._is_ready(worker, now):
+            raise WorkerUnavailableError(f"worker {place.worker_id} takes nothing any more")
+        return worker.record
+
+    def placed_at(self, request_id: str, choice: int) -> frozenset[str]:
+        """Ids of workers where that choice of that request was placed for its client, and has not ended."""
+        books = ((worker.record.worker_id, worker.book) for worker in self._workers.values())
+        return frozenset(worker_id for worker_id, book in books if book.placed.has(request_id, choice))
+
     def statuses(self, now: float) -> list[WorkerStatus]:
         """All workers, sorted by role and id."""
         timeout_s = self._heartbeat_timeout_s
         return [worker.status(now, timeout_s) for _key, worker in sorted(self._workers.items())]
 
     def to_probe(self, now: float) -> list[WorkerRecord]:
-        """Workers that should be asked how they are: not connected or listed, or silent for half of what is allowed."""
+        """Workers that should be asked how they are: not connected, cut or not listed, or silent for half the limit."""
         limit_s = self._heartbeat_timeout_s / 2
         return [
             worker.record
             for worker in self._workers.values()
-            if not (worker.is_connected and worker.is_listed) or worker.silence_s(now) > limit_s
+            if not (worker.is_connected and worker.cut_at is None and worker.is_listed)
+            or worker.silence_s(now) > limit_s
         ]
 
     def _life(self, key: WorkerKey, epoch: int) -> KnownWorker | None:
@@ -184,7 +212,10 @@ class WorkerTable:
     def _take(self, worker: KnownWorker, load: WorkerLoad, now: float) -> None:
         state, num_tokens = worker.state(now, self._heartbeat_timeout_s), _num_place_tokens(worker)
         worker.load, worker.load_at = load, now
-        worker.book.reported(load.router_progress.get(numbering(self.router_id, load.epoch), 0))
+        if worker.cut_at is not None and now - worker.cut_at > _LAST_REPORTS_S:
+            worker.cut_at = None
+        name = numbering(self.router_id, load.epoch)
+        worker.book.reported(load.router_progress.get(name, 0), load.placements.get(name, _NO_PLACEMENTS))
         # Reports come by the dozen a second; few of them change what a pool is.
         is_same = (state, num_tokens) == (worker.state(now, self._heartbeat_timeout_s), _num_place_tokens(worker))
         self._changed(keep_pools=is_same)

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import signal
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from quartet.errors import ConfigError
 from services.child import Child, start_child
 from services.local_etcd import etcd_answers, etcd_command, free_port, own_etcd
 from services.plan import ProcessPlan, plan_router, plan_workers
+from services.seal_key import draw_seal_key
 from services.tools import find_etcd
 from services.topology import DEFAULT_MODEL_PATH, Topology
 
@@ -67,12 +68,23 @@ class LaunchObserver(Protocol):
 class LocalTopology:
     """The processes of one topology. Start it once; whatever happens, ``stop`` it."""
 
-    def __init__(self, topology: Topology, environment: Environment, observer: LaunchObserver) -> None:
-        """Nothing is started yet; a router port of 0 becomes a free one."""
+    def __init__(
+        self,
+        topology: Topology,
+        environment: Environment,
+        observer: LaunchObserver,
+        *,
+        adapt: Callable[[ProcessPlan], ProcessPlan] = lambda plan: plan,
+    ) -> None:
+        """Nothing is started yet; a router port of 0 becomes a free one.
+
+        ``adapt`` may change what each worker runs, as to give it another engine, but not its name.
+        """
         port = topology.router.port or free_port()
         self._topology = topology.with_router_port(port)
         self._environment = environment
         self._observer = observer
+        self._adapt = adapt
         self._children: list[Child] = []
 
     @property
@@ -101,7 +113,9 @@ class LocalTopology:
         await self._provide_models({str(plan.settings["model_path"]) for plan in plans})
         if self._topology.discovery.kind is DiscoveryKind.ETCD:
             await self._provide_etcd()
-        # Planned again: now it is known where etcd is.
+        if self._topology.seal_keys_file is None:
+            self._topology = self._topology.with_seal_keys(draw_seal_key(self._environment.run_dir))
+        # Planned again: now it is known where etcd and the keys are.
         plans = [*self._plan_workers(), plan_router(self._topology)]
         self._observer.progress(f"starting {', '.join(plan.name for plan in plans)}")
         for plan in plans:
@@ -127,7 +141,7 @@ class LocalTopology:
             child.send(signal.SIGKILL)
 
     def _plan_workers(self) -> list[ProcessPlan]:
-        return plan_workers(self._topology, num_cores=self._environment.num_cores)
+        return [self._adapt(plan) for plan in plan_workers(self._topology, num_cores=self._environment.num_cores)]
 
     async def _provide_models(self, paths: Collection[str]) -> None:
         for path in sorted(paths):

@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 
 from quartet.config import build
+from quartet.discovery.base import Role
 from quartet.rpc.server import ServerConfig
 from services.topology import Topology, WorkerGroup
 from services.workers.config import EngineKind, WorkerConfig
@@ -55,6 +56,7 @@ def plan_router(topology: Topology) -> ProcessPlan:
     base = {
         "server": {"address": f"{_LOOPBACK}:{topology.router.port}", "namespace": topology.namespace},
         "discovery": to_settings(topology.namespaced_discovery),
+        "seal_keys_file": to_settings(topology.seal_keys_file),
         "drain_timeout_s": topology.drain_timeout_s,
     }
     return ProcessPlan(name="router", module="router", settings=merge(base, topology.router.overrides))
@@ -89,6 +91,7 @@ def _worker_config(topology: Topology, group: WorkerGroup, where: str) -> Worker
         engine=topology.engine,
         server=ServerConfig(namespace=topology.namespace),
         discovery=topology.namespaced_discovery,
+        seal_keys_file=topology.seal_keys_file if group.role is Role.DECODE else None,
         drain_timeout_s=topology.drain_timeout_s,
     )
     settings = to_settings(base)

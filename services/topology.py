@@ -83,6 +83,8 @@ class Topology:
         namespace: separates it from others that share its discovery.
         engine: of every worker.
         discovery: the topology's namespace replaces the one in it.
+        seal_keys_file: keys for Place, for the router and the decode workers, unless their overrides say otherwise;
+            ``None``: one is drawn at each start.
         drain_timeout_s: running requests get this long to end when the topology is stopped.
         start_timeout_s: everything must serve within it.
     """
@@ -93,6 +95,7 @@ class Topology:
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     router: RouterGroup = field(default_factory=RouterGroup)
     workers: tuple[WorkerGroup, ...]
+    seal_keys_file: Path | None = None
     drain_timeout_s: float = 3.0
     start_timeout_s: float = 120.0
 
@@ -118,6 +121,10 @@ class Topology:
     def with_etcd(self, etcd: EtcdConfig) -> Topology:
         """The same with another etcd."""
         return replace(self, discovery=replace(self.discovery, etcd=etcd))
+
+    def with_seal_keys(self, file: Path) -> Topology:
+        """The same with these keys."""
+        return replace(self, seal_keys_file=file)
 
     def with_router_port(self, port: int) -> Topology:
         """The same with the router at ``port``. Raises ``ConfigError``."""

@@ -2,6 +2,7 @@
 
 from quartet.client.client import QuartetClient
 from quartet.client.completion import CompletedChoice, Completion
+from quartet.client.path import RequestPath
 from quartet.client.request import GenerateFields
 from quartet.client.stream import GenerateStream
 from quartet.discovery.place import Place
@@ -36,6 +37,7 @@ __all__ = [
     "Place",
     "Placed",
     "QuartetClient",
+    "RequestPath",
     "Sampling",
     "TimeBreakdown",
     "TokenLogprobs",

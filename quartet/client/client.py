@@ -9,10 +9,16 @@ from typing import Self, Unpack
 import grpc
 
 from quartet.client.completion import Completion, CompletionBuilder
+from quartet.client.direct import DirectRequest
+from quartet.client.direct_tools import DirectTools
+from quartet.client.generate import GenerateRequest
+from quartet.client.path import RequestPath, to_path
 from quartet.client.request import GenerateFields, make_start
 from quartet.client.routers import Router, Routers
-from quartet.client.stream import GenerateStream
+from quartet.client.session import SessionRequest, Sessions
+from quartet.client.stream import ClientRequest, GenerateStream
 from quartet.rpc.convert.fleet import from_model, from_worker_status
+from quartet.rpc.edge import GenerateStart
 from quartet.rpc.fleet import Model, WorkerStatus
 from quartet.rpc.tls import TlsConfig
 from quartet.v1 import router_pb2
@@ -41,19 +47,36 @@ class QuartetClient:
             ConfigError: an address is malformed, or a file of ``tls`` can't be used.
         """
         self._routers = Routers([target] if isinstance(target, str) else target, tls)
+        self._sessions = Sessions()
+        self._direct = DirectTools(self._routers, tls)
 
-    def generate(self, prompt: str | None = None, **fields: Unpack[GenerateFields]) -> GenerateStream:
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        path: RequestPath | str = RequestPath.GENERATE,
+        **fields: Unpack[GenerateFields],
+    ) -> GenerateStream:
         """Stream the answer to ``prompt``, ``messages`` or ``token_ids``; arguments are ``GenerateFields``.
+
+        ``path``: ``generate``, ``session`` or ``direct``. The answer is the same on all three; on the last two, which
+        carry many requests on one stream, one whose reader lets 65,536 tokens and characters wait is ended.
 
         Raises:
             InvalidRequestError: naming the field, already here where no router could take it.
         """
-        return GenerateStream(self._routers, make_start(prompt, **fields))
+        return GenerateStream(self._request(to_path(path), make_start(prompt, **fields)))
 
-    async def complete(self, prompt: str | None = None, **fields: Unpack[GenerateFields]) -> Completion:
+    async def complete(
+        self,
+        prompt: str | None = None,
+        *,
+        path: RequestPath | str = RequestPath.GENERATE,
+        **fields: Unpack[GenerateFields],
+    ) -> Completion:
         """The whole answer, when it is complete; arguments and errors are those of ``generate``."""
         builder = CompletionBuilder()
-        async with self.generate(prompt, **fields) as stream:
+        async with self.generate(prompt, path=path, **fields) as stream:
             async for part in stream:
                 builder.add(part)
         return builder.build(stream.router)
@@ -94,6 +117,8 @@ class QuartetClient:
 
     async def close(self) -> None:
         """End all requests and connections."""
+        await self._sessions.close()
+        await self._direct.close()
         await self._routers.close()
 
     async def __aenter__(self) -> Self:
@@ -103,6 +128,15 @@ class QuartetClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    def _request(self, path: RequestPath, start: GenerateStart) -> ClientRequest:
+        match path:
+            case RequestPath.GENERATE:
+                return GenerateRequest(self._routers, start)
+            case RequestPath.SESSION:
+                return SessionRequest(self._routers, self._sessions, start)
+            case RequestPath.DIRECT:
+                return DirectRequest(self._direct, start)
 
     async def _get_models(self, name: str) -> list[Model]:
         async def call(router: Router) -> list[Model]:

@@ -26,6 +26,10 @@ class GenerateFields(TypedDict, total=False):
         logprobs: alternatives to report at each position, 0 to 20; ``None``: no log probabilities.
         seed: unsigned 64 bit; ``None``: the router draws one and tells it.
         timeout_s: seconds for the whole request; ``None``: the router's limit.
+        include_stop_string: show the string that ended the answer.
+        omit_text: token ids only; not together with ``stop``.
+        omit_token_ids: text only.
+        show_special_tokens: as text.
     """
 
     messages: Sequence[ChatMessage] | None
@@ -37,6 +41,10 @@ class GenerateFields(TypedDict, total=False):
     logprobs: int | None
     seed: int | None
     timeout_s: float | None
+    include_stop_string: bool
+    omit_text: bool
+    omit_token_ids: bool
+    show_special_tokens: bool
 
 
 def make_start(
@@ -51,6 +59,10 @@ def make_start(
     logprobs: int | None = None,
     seed: int | None = None,
     timeout_s: float | None = None,
+    include_stop_string: bool = False,
+    omit_text: bool = False,
+    omit_token_ids: bool = False,
+    show_special_tokens: bool = False,
 ) -> GenerateStart:
     """The request that ``GenerateFields`` describe, with exactly one of ``prompt``, ``messages`` and ``token_ids``.
 
@@ -66,7 +78,13 @@ def make_start(
         sampling=sampling,
         seed=seed,
         output=OutputOptions(logprobs=logprobs),
-        text_options=TextOptions(stop_strings=tuple(stop)),
+        text_options=TextOptions(
+            stop_strings=tuple(stop),
+            include_stop_string=include_stop_string,
+            omit_text=omit_text,
+            omit_token_ids=omit_token_ids,
+            show_special_tokens=show_special_tokens,
+        ),
         timeout_s=timeout_s,
         num_choices=num_choices,
     )

@@ -17,9 +17,28 @@ from quartet.v1 import router_pb2_grpc
 #: Seconds in which a router must take a connection; name resolution and TLS included.
 CONNECT_TIMEOUT_S = 3.0
 
+#: A router ends a request at its timeout and says so; only one that no longer does is cut off, so much later.
+DEADLINE_GRACE_S = 2.0
+
+#: Tokens and characters of one choice that may wait for whoever reads slowly: one stream carries many requests, so it
+#: is always read on.
+MAX_UNREAD = 1 << 16
+
+#: What gRPC makes up where a router refuses a stream before the first message is written.
+MADE_UP_DETAILS = "Internal error from Core"
+#: Times to ask again then: nothing was sent, and the router's own word tells more.
+MAX_OPENINGS = 5
+
 _MAX_DETAILS_LENGTH = 200
 
 ResultT = TypeVar("ResultT")
+
+
+class ClientClosedError(RouterUnavailableError):
+    """The client was closed: nobody is asked any more."""
+
+    def __init__(self) -> None:
+        super().__init__("the client was closed")
 
 
 class Router:
@@ -31,11 +50,19 @@ class Router:
         if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
             raise ConfigError(f"a router's address is host:port, not {address!r}")
         self.address = address
+        self.is_closed = False
         self._channel = create_channel(address, tls)
         self.stub: router_pb2_grpc.RouterServiceAsyncStub = router_pb2_grpc.RouterServiceStub(self._channel)
 
     async def connect(self) -> None:
-        """Return once calls are sent, or fail at once. Raises ``RouterUnavailableError`` where that takes too long."""
+        """Return once calls are sent, or fail at once.
+
+        Raises:
+            RouterUnavailableError: that takes too long.
+            ClientClosedError: the client was closed.
+        """
+        if self.is_closed:
+            raise ClientClosedError
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await self._connect()
@@ -45,6 +72,8 @@ class Router:
 
     def error(self, error: grpc.aio.AioRpcError, *, is_begun: bool) -> ServingError:
         """What a call here failed with; ``is_begun``: after the router had answered something."""
+        if error.details() == MADE_UP_DETAILS:
+            return RouterUnavailableError(f"the router at {self.address} ended the call before it was sent")
         is_from_router = DETAILS_KEY in dict(error.trailing_metadata() or ())
         if error.code() is not grpc.StatusCode.UNAVAILABLE or is_from_router:
             return from_rpc_error(error)
@@ -53,7 +82,8 @@ class Router:
         return RouterUnavailableError(f"{what} {self.address}: {why}")
 
     async def close(self) -> None:
-        """End all calls and the connection."""
+        """End all calls and the connection, for good."""
+        self.is_closed = True
         await self._channel.close()
 
     async def _connect(self) -> None:
@@ -112,6 +142,6 @@ def go_on_or_raise(error: ServingError) -> ServingError:
 
 def raise_all(failures: Sequence[ServingError]) -> NoReturn:
     """Raise one error for what every router failed with."""
-    if len(failures) == 1:
-        raise failures[0]
+    if len(failures) == 1 or isinstance(failures[-1], ClientClosedError):
+        raise failures[-1]
     raise RouterUnavailableError("; ".join(failure.message for failure in failures))

@@ -1,27 +1,28 @@
-"""The answer to one request, from whichever router takes it."""
+"""The answer to one request, whichever way it comes."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import AsyncGenerator
-from typing import TypeAlias
+from collections.abc import AsyncGenerator, Awaitable
+from typing import Protocol
 
-import grpc
+from quartet.rpc.edge import AnswerPart
 
-from quartet.client.routers import Router, Routers, go_on_or_raise, raise_all
-from quartet.errors import ProtocolError, RouterUnavailableError, ServingError
-from quartet.rpc.convert.edge_answer import from_generate_response
-from quartet.rpc.convert.edge_start import to_generate_start
-from quartet.rpc.edge import AnswerPart, ChoiceFinished, GenerateStart
-from quartet.v1 import router_pb2, types_pb2
 
-# The router ends a request at its timeout and says so; only a router that no longer does is cut off.
-_DEADLINE_GRACE_S = 2.0
-_MADE_UP_DETAILS = "Internal error from Core"
-_MAX_OPENINGS = 5
+class ClientRequest(Protocol):
+    """One request on its way; each path has its own."""
 
-_Call: TypeAlias = "grpc.aio.StreamStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateResponse]"
+    @property
+    def router(self) -> str | None:
+        """``host:port`` of the router that took it; ``None`` until one has."""
+        ...
+
+    def parts(self) -> AsyncGenerator[AnswerPart, None]:
+        """Send it and give its answer, part by part; the generator's end, whatever way it comes, ends the request."""
+        ...
+
+    async def cancel(self) -> None:
+        """Ask for an early end; may come before ``parts`` is iterated, and twice."""
+        ...
 
 
 class GenerateStream:
@@ -33,20 +34,22 @@ class GenerateStream:
     part is asked for. Until the first part has come, another router takes over from one that can't be reached.
 
     Raises, while it is iterated:
-        ServingError: of the type that the router failed with; ``RouterUnavailableError`` where none answers.
+        ServingError: of the type that the router failed with; ``RouterUnavailableError`` where none answers;
+            ``StalledStreamError`` where too much was left unread.
     """
 
-    def __init__(self, routers: Routers, start: GenerateStart) -> None:
-        """Raises ``InvalidRequestError``: a field that its message can't hold."""
-        self._request = _Request(routers, start)
-        # Nobody else may hold it: its end, which also comes when it is dropped, cancels the call.
-        self._parts = self._request.parts()
+    def __init__(self, request: ClientRequest) -> None:
+        """Made by ``QuartetClient.generate``."""
+        self._request = request
+        # Nobody else may hold it: its end, which also comes when it is dropped, cancels the request.
+        self._parts = request.parts()
 
     def __aiter__(self) -> GenerateStream:
         return self
 
-    async def __anext__(self) -> AnswerPart:
-        return await anext(self._parts)
+    def __anext__(self) -> Awaitable[AnswerPart]:
+        # Not a coroutine of its own around it, which would cost something for each token.
+        return self._parts.__anext__()
 
     @property
     def router(self) -> str | None:
@@ -66,78 +69,3 @@ class GenerateStream:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
-
-
-class _Request:
-    def __init__(self, routers: Routers, start: GenerateStart) -> None:
-        self.router: str | None = None
-        self._routers = routers
-        self._start = router_pb2.GenerateRequest(start=to_generate_start(start))
-        self._num_choices = start.num_choices
-        self._deadline_s = None if start.timeout_s is None else start.timeout_s + _DEADLINE_GRACE_S
-        self._call: _Call | None = None
-        self._is_cancelled = False
-
-    async def cancel(self) -> None:
-        self._is_cancelled = True
-        if self._call is not None:
-            await _write(self._call, router_pb2.GenerateRequest(cancel=types_pb2.Cancel()))
-
-    async def parts(self) -> AsyncGenerator[AnswerPart, None]:
-        failures: list[ServingError] = []
-        for router in self._routers.in_order():
-            is_begun = False
-            try:
-                await router.connect()
-                # Closed here and now, also when this generator is: its end cancels the call.
-                async with contextlib.aclosing(self._parts_from(router)) as parts:
-                    async for part in parts:
-                        is_begun = True
-                        yield part
-            except RouterUnavailableError as error:
-                failures.append(error)
-            except grpc.aio.AioRpcError as error:
-                failure = router.error(error, is_begun=is_begun)
-                if is_begun:
-                    raise failure from error
-                failures.append(go_on_or_raise(failure))
-            else:
-                return
-        raise_all(failures)
-
-    async def _parts_from(self, router: Router) -> AsyncGenerator[AnswerPart, None]:
-        num_finished = 0
-        try:
-            call = await self._open(router)
-            if self._is_cancelled:
-                await self.cancel()
-            async for message in call:
-                self._routers.prefer(router)
-                self.router = router.address
-                part = from_generate_response(message)
-                num_finished += isinstance(part, ChoiceFinished)
-                yield part
-        finally:
-            if self._call is not None:
-                self._call.cancel()
-        if num_finished != self._num_choices:
-            raise ProtocolError(f"the router ended the answer after {num_finished} of {self._num_choices} choices")
-
-    async def _open(self, router: Router) -> _Call:
-        """Open the call and send the start.
-
-        A router that refuses at once ends the call while the start is on its way out, and where the write loses that
-        race gRPC puts a status of its own making over the router's. Nothing was sent then: asking again tells more.
-        """
-        for _ in range(_MAX_OPENINGS):
-            call = self._call = router.stub.Generate(timeout=self._deadline_s)
-            await _write(call, self._start)
-            if not (call.done() and await call.details() == _MADE_UP_DETAILS):
-                break
-        return call
-
-
-async def _write(call: _Call, message: router_pb2.GenerateRequest) -> None:
-    # Where the call has ended, whoever reads it learns how.
-    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        await call.write(message)

@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 from quartet.client.client import QuartetClient
 from quartet.client.completion import Completion
+from quartet.client.path import RequestPath
 from quartet.client.request import GenerateFields
 from quartet.client.stream import GenerateStream
 from quartet.rpc.edge import AnswerPart
@@ -35,13 +36,25 @@ class SyncClient:
             self._loop.close()
             raise
 
-    def generate(self, prompt: str | None = None, **fields: Unpack[GenerateFields]) -> SyncGenerateStream:
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        path: RequestPath | str = RequestPath.GENERATE,
+        **fields: Unpack[GenerateFields],
+    ) -> SyncGenerateStream:
         """Stream the answer to ``prompt``, ``messages`` or ``token_ids``; see ``QuartetClient.generate``."""
-        return SyncGenerateStream(self._client.generate(prompt, **fields), self._loop)
+        return SyncGenerateStream(self._client.generate(prompt, path=path, **fields), self._loop)
 
-    def complete(self, prompt: str | None = None, **fields: Unpack[GenerateFields]) -> Completion:
+    def complete(
+        self,
+        prompt: str | None = None,
+        *,
+        path: RequestPath | str = RequestPath.GENERATE,
+        **fields: Unpack[GenerateFields],
+    ) -> Completion:
         """The whole answer, when it is complete; see ``QuartetClient.complete``."""
-        return self._loop.run(self._client.complete(prompt, **fields))
+        return self._loop.run(self._client.complete(prompt, path=path, **fields))
 
     def list_workers(self, model: str = "") -> list[WorkerStatus]:
         """The workers that the router knows, by role and id."""

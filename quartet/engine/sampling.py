@@ -74,7 +74,7 @@ class Sampling:
 
     def changed_fields(self) -> frozenset[str]:
         """Names of the fields that differ from their defaults: what the caller asks an engine to honour."""
-        return frozenset(item.name for item in fields(self) if getattr(self, item.name) != getattr(_DEFAULT, item.name))
+        return frozenset(name for name, default in _DEFAULTS if getattr(self, name) != default)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,4 +116,4 @@ def _check_range(
         raise InvalidRequestError(f"{name} must be in {bracket}{low}, {high}], not {value}", field=f"{prefix}.{name}")
 
 
-_DEFAULT = Sampling()
+_DEFAULTS = tuple((item.name, getattr(Sampling(), item.name)) for item in fields(Sampling))

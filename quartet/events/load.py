@@ -35,6 +35,19 @@ class RankLoad:
         return self.num_in_use_blocks + self.num_held_blocks
 
 
+@dataclass(frozen=True)
+class PlacementProgress:
+    """What became, within the last seconds, of the starts that one router placed for clients, by their numbers.
+
+    Attributes:
+        started: those counted in the ranks' load since.
+        ended: those that are in it no more, or never were.
+    """
+
+    started: tuple[int, ...] = ()
+    ended: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerLoad:
     """A worker's report.
@@ -44,6 +57,7 @@ class WorkerLoad:
         epoch: of which of its lives.
         ranks: one entry a data-parallel rank, in order.
         router_progress: by router id, the last ``router_request_number`` of it that ``ranks`` counts in.
+        placements: by router id, what became of its placements; a router without news is left out.
         is_draining: nothing new is taken.
         is_healthy: false once health is NOT_SERVING for another reason than draining.
     """
@@ -52,6 +66,7 @@ class WorkerLoad:
     epoch: int
     ranks: tuple[RankLoad, ...]
     router_progress: Mapping[str, int] = field(default_factory=dict)
+    placements: Mapping[str, PlacementProgress] = field(default_factory=dict)
     is_draining: bool = False
     is_healthy: bool = True
 

@@ -65,46 +65,55 @@ class LoadPacer:
         self,
         sample: Callable[[], WorkerLoad],
         publish: Callable[[WorkerLoad], None],
+        count_queued_tokens: Callable[[], int],
         *,
         min_interval_s: float = MIN_INTERVAL_S,
         heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
     ) -> None:
-        """Report what ``sample`` returns to ``publish``; both are called on the event loop."""
+        """Report what ``sample`` returns to ``publish``, but not all of it; all are called on the event loop.
+
+        ``count_queued_tokens`` gives the sample's ``num_queued_prefill_tokens`` alone: it is asked at many a poke.
+        """
         self._sample = sample
         self._publish = publish
+        self._count_queued_tokens = count_queued_tokens
         self._min_interval_s = min_interval_s
         self._heartbeat_interval_s = heartbeat_interval_s
-        self._poked = asyncio.Event()
+        self._last: WorkerLoad | None = None
+        self._sent_at = 0.0
+        self._is_change_due = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_due = asyncio.Event()
 
     def poke(self) -> None:
         """Something may have changed: call it after each step and each arrival; it costs next to nothing."""
-        self._poked.set()
+        if self._last is None:
+            return
+        if self._last.num_queued_prefill_tokens and not self._count_queued_tokens():
+            self._is_due.set()
+        elif not self._is_change_due:
+            self._is_change_due = True
+            self._look_at(self._sent_at + self._min_interval_s)
 
     async def run(self) -> None:
         """Report until cancelled."""
-        while True:
-            load = self._sample()
-            self._publish(load)
-            await self._wait_due(load, time.monotonic())
-
-    async def _wait_due(self, last: WorkerLoad, sent_at: float) -> None:
-        """Return when the report after ``last`` is due."""
-        due_at = sent_at + self._heartbeat_interval_s
-        while (now := time.monotonic()) < due_at:
-            if not await self._wait_poke(due_at - now):
-                return
-            load = self._sample()
-            if last.num_queued_prefill_tokens and not load.num_queued_prefill_tokens:
-                return
-            if load != last:
-                due_at = sent_at + self._min_interval_s
-
-    async def _wait_poke(self, timeout_s: float) -> bool:
-        """Whether somebody poked within ``timeout_s``."""
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._poked.wait()
-        except TimeoutError:
-            return False
-        self._poked.clear()
-        return True
+            while True:
+                self._is_due.clear()
+                self._is_change_due = False
+                load, now = self._sample(), time.monotonic()
+                if load != self._last or now >= self._sent_at + self._heartbeat_interval_s:
+                    self._publish(load)
+                    self._last, self._sent_at = load, now
+                self._look_at(self._sent_at + self._heartbeat_interval_s)
+                await self._is_due.wait()
+        finally:
+            self._last = None
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _look_at(self, when: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        delay_s = max(when - time.monotonic(), 0.0)
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._is_due.set)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
 
-from quartet.events.load import RankLoad, WorkerLoad
+from quartet.events.load import PlacementProgress, RankLoad, WorkerLoad
 from quartet.v1 import kv_events_pb2 as pb
 
 #: Topic of ``WorkerLoad`` frames.
@@ -14,6 +14,7 @@ LOAD_TOPIC = b"load"
 
 _NUM_FRAMES = 3
 _NUMBER_BYTES = 8
+_NO_PLACEMENTS = PlacementProgress()
 
 
 class MalformedFrameError(Exception):
@@ -44,10 +45,7 @@ def to_worker_load(load: WorkerLoad) -> pb.WorkerLoad:
         worker_id=load.worker_id,
         epoch=load.epoch,
         ranks=[_to_rank_load(rank) for rank in load.ranks],
-        routers=[
-            pb.RouterProgress(router_id=router_id, router_request_number=number)
-            for router_id, number in load.router_progress.items()
-        ],
+        routers=[_to_router_progress(load, router_id) for router_id in {**load.router_progress, **load.placements}],
         is_draining=load.is_draining,
         is_healthy=load.is_healthy,
     )
@@ -60,8 +58,23 @@ def from_worker_load(message: pb.WorkerLoad) -> WorkerLoad:
         epoch=message.epoch,
         ranks=tuple(_from_rank_load(rank) for rank in message.ranks),
         router_progress={entry.router_id: entry.router_request_number for entry in message.routers},
+        placements={
+            entry.router_id: PlacementProgress(tuple(entry.started_placements), tuple(entry.ended_placements))
+            for entry in message.routers
+            if entry.started_placements or entry.ended_placements
+        },
         is_draining=message.is_draining,
         is_healthy=message.is_healthy,
+    )
+
+
+def _to_router_progress(load: WorkerLoad, router_id: str) -> pb.RouterProgress:
+    placements = load.placements.get(router_id, _NO_PLACEMENTS)
+    return pb.RouterProgress(
+        router_id=router_id,
+        router_request_number=load.router_progress.get(router_id, 0),
+        started_placements=placements.started,
+        ended_placements=placements.ended,
     )
 
 

@@ -39,10 +39,15 @@ class KvLayout:
 
 @dataclass(frozen=True)
 class BlocksPayload:
-    """KV blocks of the first ``num_tokens`` tokens; piece ``i`` holds tokens ``[i * block_size, ...)``."""
+    """KV blocks of the first ``num_tokens`` tokens; piece ``i`` holds tokens ``[i * block_size, ...)``.
+
+    Attributes:
+        block_ids: which block of the source's pool holds each piece; empty where the source does not say.
+    """
 
     layout: KvLayout
     num_tokens: int
+    block_ids: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def num_pieces(self) -> int:

@@ -76,8 +76,8 @@ AUDIENCES: Mapping[str, frozenset[Audience]] = {
     "/quartet.v1.RouterService/ListWorkers": _OPERATORS,
     "/quartet.v1.RouterService/WatchWorkers": _OPERATORS,
     "/quartet.v1.PrefillService/Prefill": _PEERS,
-    # An unsealed start runs whatever it says, so it takes a peer.
-    "/quartet.v1.DecodeService/Decode": _PEERS,
+    # On it, a start that no router sealed takes a peer (see `is_peer`): it runs whatever it says.
+    "/quartet.v1.DecodeService/Decode": _EVERYBODY,
     "/quartet.v1.TransferService/Pull": _PEERS,
     "/quartet.v1.WorkerService/GetInfo": _PEERS | _OPERATORS,
     "/quartet.v1.WorkerService/GetModelFiles": _EVERYBODY,
@@ -112,6 +112,12 @@ def caller_identity(auth_context: Mapping[str, Iterable[bytes]]) -> Identity | N
     if len(found) > 1:
         raise UnauthenticatedError("the certificate names more than one identity")
     return next(iter(found), None)
+
+
+def is_peer(auth_context: Mapping[str, Iterable[bytes]]) -> bool:
+    """Whether the caller is a router or a worker; ``Gate`` has let it in, so it is one of this deployment."""
+    identity = caller_identity(auth_context)
+    return identity is not None and identity.audience is Audience.PEER
 
 
 @dataclass(frozen=True, kw_only=True)

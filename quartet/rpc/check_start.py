@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 from quartet.errors import InvalidRequestError
-from quartet.rpc.edge import ChatPrompt, GenerateStart, Prompt, TextPrompt
+from quartet.rpc.context import is_request_id
+from quartet.rpc.edge import ChatPrompt, GenerateStart, Prompt, Resume, TextPrompt
 
 _MAX_CHOICES = 64
+_MAX_ATTEMPT = 2**31
 _MAX_STOP_STRINGS, _MAX_STOP_STRING_BYTES = 16, 1024
 _MAX_CLIENT_REQUEST_ID_BYTES = 128
 _MAX_NAME_LENGTH = 256
@@ -32,6 +34,19 @@ def check_start(start: GenerateStart) -> None:
     _check_text_options(start)
     if _is_empty(start.prompt):
         raise InvalidRequestError("the prompt is empty", field=prompt_field(start.prompt))
+
+
+def check_resume(resume: Resume, start: GenerateStart) -> None:
+    """Refuse to go on with what never was. Raises ``InvalidRequestError`` naming the field."""
+    if not is_request_id(resume.request_id):
+        message = "request_id is not 32 lower-case hexadecimal digits"
+        raise InvalidRequestError(message, field="resume.request_id")
+    if not 1 <= resume.attempt <= _MAX_ATTEMPT:
+        raise InvalidRequestError(f"attempt must be in [1, {_MAX_ATTEMPT}]", field="resume.attempt")
+    if resume.choice >= start.num_choices:
+        raise InvalidRequestError("the request has no such choice", field="resume.choice")
+    if start.seed is not None and resume.seed != start.seed:
+        raise InvalidRequestError("resume and start name different seeds", field="resume.seed")
 
 
 def prompt_field(prompt: Prompt) -> str:

@@ -43,9 +43,14 @@ class RequestContext:
     router_request_number: int = 0
 
     def __post_init__(self) -> None:
-        if self.request_id and not _REQUEST_ID.fullmatch(self.request_id):
+        if self.request_id and not is_request_id(self.request_id):
             raise InvalidRequestError("request_id is not 32 lower-case hexadecimal digits", field="context.request_id")
         for name in ("traceparent", "tenant", "session_key", "router_id"):
             if len(getattr(self, name)) > _MAX_NAME_LENGTH:
                 message = f"{name} is longer than {_MAX_NAME_LENGTH} characters"
                 raise InvalidRequestError(message, field=f"context.{name}")
+
+
+def is_request_id(text: str) -> bool:
+    """Whether ``text`` is 32 lower-case hexadecimal digits."""
+    return _REQUEST_ID.fullmatch(text) is not None

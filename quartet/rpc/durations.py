@@ -15,10 +15,18 @@ _MAX_SECONDS = 315_576_000_000
 
 def to_duration(seconds: float) -> Duration:
     """``seconds`` to the nanosecond; what the message cannot hold becomes the most that it can."""
+    duration = Duration()
+    put_duration(duration, seconds)
+    return duration
+
+
+def put_duration(into: Duration, seconds: float) -> None:
+    """Set ``into``, which may be a field not present yet, as ``to_duration`` would."""
     nanos = round(max(-_MAX_SECONDS, min(_MAX_SECONDS, seconds)) * _NANOS)
     whole, rest = divmod(abs(nanos), _NANOS)
     sign = -1 if nanos < 0 else 1
-    return Duration(seconds=sign * whole, nanos=sign * rest)
+    into.seconds = sign * whole
+    into.nanos = sign * rest
 
 
 def to_seconds(duration: Duration) -> float:

@@ -88,6 +88,28 @@ class GenerateStart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Resume:
+    """Goes on with a request after an attempt that broke.
+
+    Attributes:
+        request_id, seed: those that the first placement told.
+        attempt: the new attempt's number, above the last one's, so at least 1.
+        choice: the one that broke; only it runs.
+        generated_token_ids: the tokens that it already gave.
+        num_text_bytes: UTF-8 bytes of the text that it already gave.
+        model_fingerprint: names the model that gave them, and that alone may go on; empty: any of that name.
+    """
+
+    request_id: str
+    attempt: int
+    seed: int
+    choice: int = 0
+    generated_token_ids: Sequence[int] = field(default=(), repr=False)
+    num_text_bytes: int = 0
+    model_fingerprint: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChoicePlacement:
     """Where one choice runs.
 
@@ -110,12 +132,14 @@ class Accepted:
         request_id: names the request in every log of the system.
         choices: those placed so far, in their order; empty where the request was cancelled before.
         seed: the seed in use: with it the same request gives the same tokens.
+        model_fingerprint: names the model that answers; empty where the request was cancelled before one was found.
     """
 
     request_id: str
     choices: tuple[ChoicePlacement, ...]
     num_prompt_tokens: int
     seed: int
+    model_fingerprint: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +149,9 @@ class Placed:
     placement: ChoicePlacement
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Delta:
-    """More of one choice.
+    """More of one choice. Not frozen, unlike the others: there is one for each token, and freezing doubles its price.
 
     Attributes:
         token_offset: number of the first of ``token_ids`` within the output.
@@ -169,7 +193,7 @@ class TimeBreakdown:
         tokenize_s: template and tokenizer.
         router_queue_s: waiting in the router for room.
         prefill_s: the prefill hop, the worker's queue (``prefill_queue_s``) included.
-        decode_queue_s: waiting in the decode worker, the transfer (``transfer_s``) included.
+        decode_queue_s: waiting in the decode worker, less ``transfer_s``, which is moving blocks there.
         first_token_s: from arrival to the first token.
         total_s: from arrival to the end.
     """

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Protocol
 
 from quartet.engine.base import FinishReason, Generation
 from quartet.engine.sampling import TokenLogprobs
@@ -19,11 +20,16 @@ MAX_OPAQUE_STATE_BYTES = MAX_INNER_MESSAGE_BYTES - (128 << 10)
 
 @dataclass(frozen=True, kw_only=True)
 class InnerStart:
-    """One answer to prefill or decode on a worker; ``hand_off`` only for decode."""
+    """One answer to prefill or decode on a worker; ``hand_off`` and ``is_sealed`` only for decode.
+
+    Attributes:
+        is_sealed: it came from a client, under a router's seal: its number is that of a placement.
+    """
 
     context: RequestContext
     generation: Generation
     hand_off: HandOff | None = None
+    is_sealed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,28 +63,25 @@ class DecodeFinished:
     num_output_tokens: int
 
 
-@dataclass(kw_only=True, slots=True)
-class DecodeProgress:
-    """All that has gathered for one decode since it was last looked at.
+class DecodeSink(Protocol):
+    """Takes what one decode gives, as it comes. Called on the event loop; nothing here waits.
 
-    ``token_ids[0]`` is output token number ``token_offset``.
+    A call, not a wake-up: a task that is woken for each token costs more than all else that is done with it.
     """
 
-    token_offset: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    started: DecodeStarted | None = None
-    finished: DecodeFinished | None = None
+    def started(self, started: DecodeStarted) -> None:
+        """It joined the running batch."""
+        ...
 
-    def merge_tokens(self, offset: int, token_ids: Sequence[int]) -> None:
-        """Append tokens that begin at ``offset``; those that are here already are dropped.
+    def take(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:
+        """Take tokens, the first of which is output token number ``offset``; some may have come before.
+
+        ``logprobs`` is empty or has one entry a token; ``now`` is monotonic seconds.
+
+        Returns:
+            Whether more is wanted: else the decode is cancelled.
 
         Raises:
-            IndexError: tokens between what is here and ``offset`` are missing.
+            ServingError: tokens are missing, or make no sense: the decode ends with it.
         """
-        if not self.token_ids:
-            self.token_offset = offset
-        end = self.token_offset + len(self.token_ids)
-        if offset > end:
-            raise IndexError(f"output tokens {end} to {offset - 1} are missing")
-        self.token_ids.extend(token_ids[end - offset :])
+        ...

@@ -6,13 +6,16 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from quartet.engine.sampling import TokenLogprobs
-from quartet.errors import RequestCancelledError, ServingError, WorkerUnavailableError
+from quartet.errors import RequestCancelledError, ServingError
 from quartet.kvcache.layout import HandOff
-from quartet.rpc.inner import DecodeFinished, DecodeProgress, DecodeStarted, PrefillOutcome
+from quartet.rpc.inner import DecodeFinished, DecodeSink, DecodeStarted, PrefillOutcome
 
 
 class InnerCall:
     """What both kinds share. ``is_over``: nothing that still comes for it matters."""
+
+    # There are thousands, and each token touches one after long: without a dictionary they lie closer together.
+    __slots__ = ("_error", "_is_cancelled", "_send_cancel", "_waiter", "is_over")
 
     def __init__(self, send_cancel: Callable[[], None]) -> None:
         """``send_cancel`` asks the worker to end it."""
@@ -51,71 +54,67 @@ class InnerCall:
 
 
 class DecodeCall(InnerCall):
-    """One decode: ``next`` gives what has gathered. For one reader."""
+    """One decode: what it gives goes to its sink, and ``outcome`` waits for its end.
 
-    def __init__(self, send_cancel: Callable[[], None]) -> None:
-        """Begin with nothing gathered."""
+    Attributes:
+        heard_at: when the worker last said something of it, monotonic seconds; ``None`` before its first word.
+    """
+
+    __slots__ = ("_outcome", "_sink", "heard_at")
+
+    def __init__(self, send_cancel: Callable[[], None], sink: DecodeSink) -> None:
+        """Nothing has come yet."""
         super().__init__(send_cancel)
-        self._progress = DecodeProgress()
-        self._has_progress = False
+        self.heard_at: float | None = None
+        self._sink = sink
+        self._outcome: DecodeFinished | None = None
 
-    async def next(self) -> DecodeProgress:
-        """Wait for more; the last one has ``finished`` set. Cancelled here, it loses nothing.
+    async def outcome(self) -> DecodeFinished | None:
+        """Wait for the end; ``None``: the sink wanted no more. For one reader; cancelled here, it loses nothing.
 
         Raises:
-            ServingError: it ended badly; tokens that came before are given out first.
+            ServingError: it ended badly, after all tokens that came before have gone to the sink.
         """
-        while not self._has_progress:
-            if self._error is not None:
-                raise self._error
-            assert not self.is_over, "nothing comes after the end"
+        while not self.is_over:
             await self._wait()
-        progress, self._progress, self._has_progress = self._progress, DecodeProgress(), False
-        return progress
+        if self._error is not None:
+            raise self._error
+        return self._outcome
 
-    def take_tokens(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        """Gather tokens that begin at ``offset``, the list included; a hole ends this attempt, not the stream."""
-        if self.is_over or not token_ids:
+    def take_tokens(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], now: float) -> None:
+        """Bring tokens that begin at ``offset`` to the sink. What it makes no sense of ends this decode, not others."""
+        if self.is_over:
             return
-        progress = self._progress
-        if progress.token_ids:
-            self._merge(offset, token_ids, logprobs)
-        else:
-            progress.token_offset, progress.token_ids = offset, token_ids
-            progress.logprobs.extend(logprobs)
-        self._tell_progress()
+        self.heard_at = now
+        try:
+            is_enough = not self._sink.take(offset, token_ids, logprobs, now)
+        except ServingError as error:
+            self.cancel()
+            self.fail(error)
+            return
+        if is_enough:
+            self.cancel()
+            self.is_over = True
+            self._wake()
 
-    def start(self, started: DecodeStarted) -> None:
+    def start(self, started: DecodeStarted, now: float) -> None:
         """It joined the running batch."""
-        self._progress.started = started
-        self._tell_progress()
+        if not self.is_over:
+            self.heard_at = now
+            self._sink.started(started)
 
     def finish(self, finished: DecodeFinished) -> None:
         """End it well, unless it is over."""
         if not self.is_over:
-            self._progress.finished = finished
+            self._outcome = finished
             self.is_over = True
-            self._tell_progress()
-
-    def _merge(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        num_known = len(self._progress.token_ids)
-        try:
-            self._progress.merge_tokens(offset, token_ids)
-        except IndexError as hole:
-            self.cancel()
-            self.fail(WorkerUnavailableError(f"the worker lost tokens: {hole}"))
-            return
-        num_new = len(self._progress.token_ids) - num_known
-        if logprobs and num_new:
-            self._progress.logprobs.extend(logprobs[-num_new:])
-
-    def _tell_progress(self) -> None:
-        self._has_progress = True
-        self._wake()
+            self._wake()
 
 
 class PrefillCall(InnerCall):
     """One prefill: ``outcome`` gives its one output. A hand-off that nobody took goes to ``drop``."""
+
+    __slots__ = ("_drop", "_is_taken", "_outcome")
 
     def __init__(self, send_cancel: Callable[[], None], drop: Callable[[HandOff], None]) -> None:
         """``drop`` is given the hand-off when it comes after nobody waits any more."""

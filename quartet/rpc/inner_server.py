@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import grpc
@@ -13,11 +13,12 @@ from google.protobuf.message import Message
 
 from quartet.errors import (
     ConfigError,
+    NoSealKeyError,
+    PermissionDeniedError,
     ProtocolError,
     RequestCancelledError,
     ServingError,
     StalledStreamError,
-    UnimplementedError,
 )
 from quartet.rpc import convert
 from quartet.rpc.chunked_starts import ChunkedStarts, StartMessage
@@ -29,6 +30,8 @@ OutboxT = TypeVar("OutboxT", bound=Outbox[Message])
 OutboxT_contra = TypeVar("OutboxT_contra", contravariant=True)
 
 _Request: TypeAlias = decode_pb2.DecodeRequest | prefill_pb2.PrefillRequest
+# A reader that takes what it started takes these at once: a few hundred kB. Past them nothing more is read.
+_MAX_OWED_ENDS = 4096
 # Of either RPC; what it reads and writes is checked where it is read and made.
 _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 
@@ -79,19 +82,41 @@ class StreamLimits:
                 raise ConfigError(f"{name}: must be above 0")
 
 
+class Seals(Protocol):
+    """Opens sealed starts (``quartet.rpc.seal.SealOpener``)."""
+
+    def open(self, message: decode_pb2.SealedDecodeStart) -> decode_pb2.DecodeStart:
+        """The start inside, in the message's slot. Raises ``ServingError``: it is refused."""
+        ...
+
+
 class InnerStream(Generic[OutboxT]):
     """Serves one call of Decode or Prefill until both sides are done."""
 
-    def __init__(self, work: Work[OutboxT], outbox: OutboxT, limits: StreamLimits) -> None:
-        """Serve with ``work``, which brings its outputs to ``outbox``."""
+    def __init__(
+        self,
+        work: Work[OutboxT],
+        outbox: OutboxT,
+        limits: StreamLimits,
+        *,
+        seals: Seals | None = None,
+        takes_unsealed: bool = True,
+    ) -> None:
+        """Serve with ``work``, which brings its outputs to ``outbox``.
+
+        ``seals`` opens sealed starts. ``takes_unsealed``: this caller may start whatever it likes.
+        """
         self._work = work
         self._outbox = outbox
         self._limits = limits
+        self._seals = seals
+        self._takes_unsealed = takes_unsealed
         self._ids: dict[int, int] = {}
         self._chunked = ChunkedStarts(
             timeout_s=limits.chunks_timeout_s, max_size_bytes=limits.max_prompt_bytes, on_failed=outbox.failed
         )
         self._is_half_closed = False
+        self._taken = asyncio.Event()
         self._writing_since: float | None = None
 
     async def serve(self, context: _Context) -> None:
@@ -114,6 +139,7 @@ class InnerStream(Generic[OutboxT]):
 
     async def _read(self, context: _Context) -> None:
         while True:
+            await self._room()
             request: object = await context.read()
             if not isinstance(request, _Request):
                 break  # end of stream
@@ -121,6 +147,12 @@ class InnerStream(Generic[OutboxT]):
         self._is_half_closed = True
         self._chunked.end_all(ProtocolError("the stream was half-closed within a chunked start"))
         self._outbox.ready.set()
+
+    async def _room(self) -> None:
+        # A refused start costs its caller next to nothing, its end here memory: who takes no ends starts no more.
+        while self._outbox.num_ended > _MAX_OWED_ENDS:
+            self._taken.clear()
+            await self._taken.wait()
 
     def _handle(self, request: _Request) -> None:
         match request.WhichOneof("message"):
@@ -134,9 +166,7 @@ class InnerStream(Generic[OutboxT]):
                 self._cancel(request.cancel.slot)
             case "sealed_start":
                 assert isinstance(request, decode_pb2.DecodeRequest), "only Decode has it"
-                self._check_unused(request.sealed_start.slot)
-                error = UnimplementedError("this worker has no key for sealed starts")
-                self._outbox.failed(request.sealed_start.slot, error)
+                self._start_sealed(request.sealed_start)
             case _:
                 raise ProtocolError("a message must hold a start, chunk, start_done or cancel", field="message")
 
@@ -147,20 +177,38 @@ class InnerStream(Generic[OutboxT]):
 
     def _start(self, start: StartMessage) -> None:
         self._check_unused(start.slot)
-        if start.chunked:
+        if not self._takes_unsealed:
+            # Chunks that follow are for a slot that is unknown by then: they are ignored like all such.
+            error = PermissionDeniedError("a start that no router sealed takes a router's or worker's identity")
+            self._outbox.failed(start.slot, error)
+        elif start.chunked:
             self._chunked.begin(start)
         else:
             self._submit(start)
+
+    def _start_sealed(self, sealed: decode_pb2.SealedDecodeStart) -> None:
+        self._check_unused(sealed.slot)
+        try:
+            if self._seals is None:
+                raise NoSealKeyError("this worker has no key for sealed starts")
+            start = self._seals.open(sealed)
+        except ServingError as error:
+            self._outbox.failed(sealed.slot, error)
+        else:
+            self._submit(start, is_sealed=True)
 
     def _complete(self, slot: int) -> None:
         start = self._chunked.complete(slot)
         if start is not None:
             self._submit(start)
 
-    def _submit(self, start: StartMessage) -> None:
+    def _submit(self, start: StartMessage, *, is_sealed: bool = False) -> None:
         slot = start.slot
         try:
-            id = self._work.submit(_parse(start), self._outbox, slot, lambda: self._ended(slot))
+            parsed = _parse(start)
+            if is_sealed:
+                parsed = replace(parsed, is_sealed=True)
+            id = self._work.submit(parsed, self._outbox, slot, lambda: self._ended(slot))
         except ServingError as error:
             self._outbox.failed(slot, error)
         else:
@@ -181,6 +229,7 @@ class InnerStream(Generic[OutboxT]):
         while not (self._is_half_closed and not self._ids and not self._outbox.ready.is_set()):
             await self._outbox.ready.wait()
             while (message := self._outbox.take()) is not None:
+                self._taken.set()
                 self._writing_since = time.monotonic()
                 await context.write(message)
                 self._writing_since = None

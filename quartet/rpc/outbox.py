@@ -7,28 +7,27 @@ a slow stream gets fewer, larger messages, and memory stays bounded by the answe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol, TypeVar
 
 from google.protobuf.message import Message
 
-from quartet.engine.base import Finished, Prefilled, Started
+from quartet.engine.base import Finished, Started
 from quartet.engine.sampling import TokenLogprobs
-from quartet.errors import RequestCancelledError, ServingError
-from quartet.kvcache.layout import HandOff
+from quartet.errors import ServingError
 from quartet.rpc import convert
 from quartet.rpc.errors import to_failure
 from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES
-from quartet.v1 import decode_pb2, prefill_pb2
+from quartet.v1 import decode_pb2
 
 ResponseT_co = TypeVar("ResponseT_co", bound=Message, covariant=True)
 EndT = TypeVar("EndT", decode_pb2.SlotStarted, decode_pb2.SlotFinished, decode_pb2.SlotFailure)
 
 # Upper bounds of serialized sizes; a varint of 32 bits has at most 5 bytes.
-_ROOM_BYTES = MAX_INNER_MESSAGE_BYTES - 64  # less tags and lengths of the four packed columns
-_ENTRY_BYTES = 4  # tag and length of an entry of a repeated message, up to 2 MiB
+ROOM_BYTES = MAX_INNER_MESSAGE_BYTES - 64  # less tags and lengths of the four packed columns
+ENTRY_BYTES = 4  # tag and length of an entry of a repeated message, up to 2 MiB
 _SLOT_BYTES = 32  # one slot's part of the columns, and the frame of its log probabilities
 _TOKEN_BYTES = 5
 _LOGPROB_BYTES = 24  # of one token, and 9 more for each alternative
@@ -39,6 +38,11 @@ class Outbox(Protocol[ResponseT_co]):
     """Pending outputs of one stream."""
 
     ready: asyncio.Event
+
+    @property
+    def num_ended(self) -> int:
+        """Terminal outputs that are here, not taken yet."""
+        ...
 
     def owes(self, slot: int) -> bool:
         """Whether the terminal output of ``slot`` is here, not taken yet."""
@@ -71,17 +75,47 @@ class _Pending:
     logprobs: list[TokenLogprobs]
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One engine step's columns; a slot comes once."""
+
+    slots: Sequence[int]
+    num_tokens: Sequence[int]
+    offsets: Sequence[int]
+    token_ids: Sequence[int]
+
+    def put(self, message: decode_pb2.DecodeResponse) -> None:
+        """Append them to those of ``message``."""
+        message.slots.extend(self.slots)
+        message.num_tokens.extend(self.num_tokens)
+        message.token_offsets.extend(self.offsets)
+        message.token_ids.extend(self.token_ids)
+
+    def parts(self) -> Iterator[tuple[int, int, Sequence[int]]]:
+        """Slot, offset and tokens of each."""
+        begin = 0
+        for slot, num_tokens, offset in zip(self.slots, self.num_tokens, self.offsets, strict=True):
+            yield slot, offset, self.token_ids[begin : begin + num_tokens]
+            begin += num_tokens
+
+
 class DecodeOutbox:
     """Pending columns and side messages of a Decode stream."""
 
     def __init__(self) -> None:
         """Start with nothing pending."""
         self.ready = asyncio.Event()
-        self._tokens: dict[int, _Pending] = {}
+        self._step: _Step | None = None  # all tokens that are pending, or
+        self._tokens: dict[int, _Pending] = {}  # those of several steps by slot
         self._tokens_size_bytes = 0
         self._started: dict[int, decode_pb2.SlotStarted] = {}
         self._finished: dict[int, decode_pb2.SlotFinished] = {}
         self._failures: dict[int, decode_pb2.SlotFailure] = {}
+
+    @property
+    def num_ended(self) -> int:
+        """Terminal outputs that are here, not taken yet."""
+        return len(self._finished) + len(self._failures)
 
     def owes(self, slot: int) -> bool:
         """Whether the terminal output of ``slot`` is here, not taken yet."""
@@ -92,6 +126,7 @@ class DecodeOutbox:
 
         ``logprobs`` is empty or has one entry a token, the same each time.
         """
+        self._spill()
         pending = self._tokens.get(slot)
         if pending is None:
             self._tokens[slot] = _Pending(offset, list(token_ids), list(logprobs))
@@ -101,6 +136,18 @@ class DecodeOutbox:
             pending.logprobs.extend(logprobs)
         self._tokens_size_bytes += _size_bytes(token_ids, logprobs) if logprobs else _TOKEN_BYTES * len(token_ids)
         self.ready.set()
+
+    def step(
+        self, slots: Sequence[int], num_tokens: Sequence[int], offsets: Sequence[int], token_ids: Sequence[int]
+    ) -> None:
+        """Add a step's tokens without log probabilities, in the columns of the message: no loop over them here."""
+        if self._step is None and not self._tokens:
+            self._step = _Step(slots, num_tokens, offsets, token_ids)
+            self._tokens_size_bytes = _SLOT_BYTES * len(slots) + _TOKEN_BYTES * len(token_ids)
+            self.ready.set()
+            return
+        for slot, offset, part in _Step(slots, num_tokens, offsets, token_ids).parts():
+            self.tokens(slot, offset, part, ())
 
     def started(self, slot: int, started: Started) -> None:
         """Tell that ``slot`` joined the running batch."""
@@ -126,11 +173,11 @@ class DecodeOutbox:
 
     def take(self) -> decode_pb2.DecodeResponse | None:
         """The next message: starts, then tokens up to the size limit, then ends of slots with nothing left."""
-        if not (self._tokens or self._started or self._finished or self._failures):
+        if not (self._step or self._tokens or self._started or self._finished or self._failures):
             self.ready.clear()
             return None
         message = decode_pb2.DecodeResponse()
-        started, room = _first(self._started, (), _ROOM_BYTES)
+        started, room = _first(self._started, (), ROOM_BYTES)
         message.started.extend(started)
         if self._started:
             return message  # an end must not overtake a start
@@ -145,15 +192,25 @@ class DecodeOutbox:
         """The stream is gone: forget everything."""
         for pending in (self._tokens, self._started, self._finished, self._failures):
             pending.clear()
+        self._step = None
         self._tokens_size_bytes = 0
+
+    def _spill(self) -> None:
+        """More comes before the step was taken: sort it by slot, to be merged."""
+        if self._step is not None:
+            step, self._step = self._step, None
+            self._tokens = {slot: _Pending(offset, list(part), []) for slot, offset, part in step.parts()}
 
     def _take_tokens(self, message: decode_pb2.DecodeResponse, room: int) -> int:
         if self._tokens_size_bytes <= room:
             room -= self._tokens_size_bytes
+            if self._step is not None:
+                self._step.put(message)
             _add_columns(message, self._tokens)
-            self._tokens = {}
+            self._step, self._tokens = None, {}
             self._tokens_size_bytes = 0
             return room
+        self._spill()
         parts: dict[int, _Pending] = {}
         for slot, pending in self._tokens.items():
             part = _split(pending, room - _SLOT_BYTES)
@@ -168,68 +225,6 @@ class DecodeOutbox:
                 self._tokens_size_bytes -= _SLOT_BYTES
         _add_columns(message, parts)
         return room
-
-
-class PrefillOutbox:
-    """Pending outputs of a Prefill stream."""
-
-    def __init__(self, withdraw: Callable[[int], None]) -> None:
-        """Start with nothing pending; ``withdraw`` ends the hand-off of an engine id that nobody was told of."""
-        self.ready = asyncio.Event()
-        self._withdraw = withdraw
-        self._outputs: dict[int, prefill_pb2.PrefillOutput] = {}
-        self._holders: dict[int, int] = {}
-        self._being_written: list[int] = []
-
-    def owes(self, slot: int) -> bool:
-        """Whether the output of ``slot`` is here, not taken yet."""
-        return slot in self._outputs
-
-    def prefilled(self, slot: int, prefilled: Prefilled, hand_off: HandOff | None) -> None:
-        """Give ``slot`` its good end."""
-        result = convert.to_prefill_result(prefilled, hand_off)
-        self._outputs[slot] = prefill_pb2.PrefillOutput(slot=slot, result=result)
-        if hand_off is not None:
-            self._holders[slot] = prefilled.id
-        self.ready.set()
-
-    def failed(self, slot: int, error: ServingError) -> None:
-        """Give ``slot`` its bad end."""
-        self._outputs[slot] = prefill_pb2.PrefillOutput(slot=slot, failure=to_failure(error))
-        self.ready.set()
-
-    def recall(self, slot: int) -> None:
-        """Drop the hand-off of ``slot`` if it was not sent yet; the slot fails then."""
-        holder = self._holders.pop(slot, None)
-        if holder is not None:
-            self._withdraw(holder)
-            self.failed(slot, RequestCancelledError("cancelled by the caller"))
-
-    def take(self) -> prefill_pb2.PrefillResponse | None:
-        """The next message."""
-        self._being_written = []
-        if not self._outputs:
-            self.ready.clear()
-            return None
-        message = prefill_pb2.PrefillResponse()
-        room = _ROOM_BYTES
-        for slot, output in list(self._outputs.items()):
-            # One that is too long by itself was refused when it was offered.
-            room -= output.ByteSize() + _ENTRY_BYTES
-            if message.outputs and room < 0:
-                break
-            message.outputs.append(self._outputs.pop(slot))
-            if slot in self._holders:
-                self._being_written.append(self._holders.pop(slot))
-        return message
-
-    def close(self) -> None:
-        """The stream is gone: end the hand-offs that nobody was told of."""
-        for holder in (*self._being_written, *self._holders.values()):
-            self._withdraw(holder)
-        self._being_written = []
-        self._holders.clear()
-        self._outputs.clear()
 
 
 def _size_bytes(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> int:
@@ -271,11 +266,13 @@ def _add_columns(message: decode_pb2.DecodeResponse, tokens: dict[int, _Pending]
 def _first(entries: dict[int, EndT], blocked: Container[int], room: int) -> tuple[list[EndT], int]:
     """Take entries of slots not in ``blocked`` that fit into ``room`` bytes; those, and the room left."""
     taken: list[EndT] = []
-    for slot, entry in list(entries.items()):
-        size_bytes = entry.ByteSize() + _ENTRY_BYTES
+    for slot, entry in entries.items():
+        size_bytes = entry.ByteSize() + ENTRY_BYTES
         if size_bytes > room:
             break
         if slot not in blocked:
-            taken.append(entries.pop(slot))
+            taken.append(entry)
             room -= size_bytes
+    for entry in taken:
+        del entries[entry.slot]
     return taken, room

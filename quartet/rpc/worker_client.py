@@ -41,15 +41,22 @@ class WorkerClient:
             raise from_rpc_error(error) from None
         return WorkerReport(convert.from_worker_record(response.record), convert.from_worker_load(response.load))
 
-    async def model_files(self, allowed: Collection[str], *, max_size_bytes: int, timeout_s: float) -> dict[str, bytes]:
+    async def model_files(
+        self, allowed: Collection[str], *, model_fingerprint: str = "", max_size_bytes: int, timeout_s: float
+    ) -> dict[str, bytes]:
         """The small files of its model, of those that are ``allowed``; others are not kept.
 
+        ``model_fingerprint`` names the model whose files are wanted, as the worker may have been replaced meanwhile;
+        empty: whatever it serves.
+
         Raises:
+            ModelMismatchError: it serves another model.
             ModelFilesError: all together are longer than ``max_size_bytes``, or a file is not what was announced.
             ServingError: the call failed.
         """
         receiver = _FileReceiver(allowed, max_size_bytes)
-        call = self._stub.GetModelFiles(worker_pb2.GetModelFilesRequest(), timeout=timeout_s)
+        request = worker_pb2.GetModelFilesRequest(model_fingerprint=model_fingerprint)
+        call = self._stub.GetModelFiles(request, timeout=timeout_s)
         try:
             async for response in call:
                 receiver.take(response)

@@ -46,6 +46,7 @@ class FinishedRequest:
         request_id: its name in every message, log line and span.
         outcome: its finish reasons, or its error's reason, in lower case.
         model: the pool that served it.
+        path: how its client gets the tokens, where that is not by the call itself.
         client_request_id: the client's own name for it.
         prefill_worker: the worker that computed the prompt last; left out where that was the decode worker.
         decode_worker: the worker that decoded last.
@@ -55,8 +56,8 @@ class FinishedRequest:
         router_queue_s: waiting in the router for room.
         prefill_s: the prefill hop, the worker's queue included.
         prefill_queue_s: of that, waiting in the worker.
-        decode_queue_s: waiting in the decode worker, the transfer included.
-        transfer_s: of that, moving blocks.
+        decode_queue_s: waiting in the decode worker, less ``transfer_s``.
+        transfer_s: moving blocks to the decode worker.
         first_token_s: from arrival to the first token.
         total_s: from arrival to the end.
     """
@@ -64,6 +65,7 @@ class FinishedRequest:
     request_id: str
     outcome: str
     model: str = ""
+    path: str = ""
     tenant: str = ""
     client_request_id: str = ""
     prefill_worker: str = ""
@@ -83,6 +85,9 @@ class FinishedRequest:
     total_s: float | None = None
 
 
+_REQUEST_FIELDS = tuple(item.name for item in fields(FinishedRequest))
+
+
 def configure(config: LogConfig, stream: TextIO | None = None) -> None:
     """Make all loggers of the process write to ``stream`` (standard error) as ``config`` says; replaces what was."""
     handler = logging.StreamHandler(stream or sys.stderr)
@@ -92,13 +97,14 @@ def configure(config: LogConfig, stream: TextIO | None = None) -> None:
 
 def log_request(logger: logging.Logger, request: FinishedRequest) -> None:
     """Write the one INFO line about a request that ended."""
-    named = ((item.name, getattr(request, item.name)) for item in fields(request))
-    shown = {name: _rounded(value) for name, value in named if value not in (None, "")}
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    shown: dict[str, FieldValue] = {}
+    for name in _REQUEST_FIELDS:
+        value = getattr(request, name)
+        if value is not None and value != "":
+            shown[name] = round(value, 6) if isinstance(value, float) else value
     logger.info("request finished", extra={_FIELDS_KEY: shown})
-
-
-def _rounded(value: FieldValue) -> FieldValue:
-    return round(value, 6) if isinstance(value, float) else value
 
 
 class _PlainFormatter(logging.Formatter):

@@ -16,6 +16,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from quartet.telemetry.engine_figures import EngineFigures
+from quartet.telemetry.fast_histogram import FastHistogram, FastHistogramChild
 
 # They double a counter's lines in every scrape.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -72,9 +73,9 @@ class ModelMetrics:
         output_tokens: shown to clients.
     """
 
-    ttft: Histogram
-    itl: Histogram
-    duration: Histogram
+    ttft: FastHistogramChild
+    itl: FastHistogramChild
+    duration: FastHistogramChild
     prompt_tokens: Counter
     cached_tokens: Counter
     output_tokens: Counter
@@ -86,7 +87,7 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._models: dict[str, ModelMetrics] = {}
         self._ttft, self._itl, self._duration = (
-            Histogram(name, text, ["model"], buckets=buckets, registry=registry)
+            FastHistogram(name, text, "model", buckets, registry)
             for name, text, buckets in (
                 ("quartet_router_ttft_seconds", "From arrival to the first token.", _FIRST_TOKEN_BUCKETS_S),
                 ("quartet_router_itl_seconds", "From one token to the next.", _TOKEN_BUCKETS_S),
@@ -141,13 +142,13 @@ class RouterMetrics:
         """An attempt begins: ``first``, or the lower-case reason of the error that ended the one before."""
         self._attempts.labels(cause).inc()
 
-    def set_queued_requests(self, num_requests: int) -> None:
-        """So many requests wait for room."""
-        self._queued.set(num_requests)
+    def watch_requests(self, num_queued: Callable[[], int], num_running: Callable[[], int]) -> None:
+        """Tell at each scrape how many requests wait for room, and how many are between arrival and end.
 
-    def set_running_requests(self, num_requests: int) -> None:
-        """So many requests are between arrival and end."""
-        self._running.set(num_requests)
+        Both are called on the scrape's thread and may not block.
+        """
+        self._queued.set_function(num_queued)
+        self._running.set_function(num_running)
 
     def observe_queue(self, duration_s: float) -> None:
         """A request waited for room."""
@@ -176,6 +177,9 @@ class WorkerMetrics:
         )
         self._hand_offs = Counter(
             "quartet_worker_hand_offs", "Hand-offs that ended, by outcome.", ["outcome"], registry=registry
+        )
+        self._sealed_starts = Counter(
+            "quartet_worker_sealed_starts", "Sealed starts that came, by outcome.", ["outcome"], registry=registry
         )
         self._queue_time = Histogram(
             "quartet_worker_queue_seconds", "From arrival to the batch.", buckets=_WAIT_BUCKETS_S, registry=registry
@@ -211,6 +215,10 @@ class WorkerMetrics:
     def count_hand_off(self, outcome: str) -> None:
         """A hand-off that was held here ended: ``released``, ``expired``, ``cancelled``."""
         self._hand_offs.labels(outcome).inc()
+
+    def count_sealed_start(self, outcome: str) -> None:
+        """A client came with a sealed start: ``opened``, or the lower-case reason of its refusal."""
+        self._sealed_starts.labels(outcome).inc()
 
     def observe_queue(self, duration_s: float) -> None:
         """A request joined the running batch so long after it arrived."""

@@ -54,6 +54,11 @@ class ShmPools:
         """False once ``owner``'s pool could not be had, as across network namespaces: offer another way then."""
         return owner not in self._refused
 
+    def mapped(self, owner: PoolOwner) -> memoryview | None:
+        """The bytes of ``owner``'s pool as ``open`` gives them, where it is mapped already."""
+        mapped = self._pools.get(owner)
+        return None if mapped is None else mapped.view
+
     async def open(self, owner: PoolOwner, pool: SharedPool, *, timeout_s: float) -> memoryview:
         """The bytes of ``owner``'s pool, read-only, valid for as long as the view is referenced.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from quartet.errors import DrainingError, HandOffNotFoundError
@@ -78,6 +78,8 @@ class TransferSource:
             raise DrainingError("the worker is closing and hands nothing off")
         assert self._address, "an address is advertised before anything is offered"
         assert not isinstance(payload, BlocksPayload) or len(block_ids) == payload.num_pieces, "one block a piece"
+        if isinstance(payload, BlocksPayload) and self.memory is not None:
+            payload = replace(payload, block_ids=tuple(block_ids))
         entry = self._table.offer(holder, tuple(block_ids), payload, now=self._loop.time())
         self._holders.add(holder)
         self._arm()
@@ -109,8 +111,13 @@ class TransferSource:
         return self._lease
 
     def finish(self, ticket: HandOffTicket) -> None:
-        """End a pull: only when this returns does what was read count. Raises as ``HandOffTable.finish`` does."""
-        self._tell(self._table.finish(ticket.hand_off_id, ticket.secret, ticket.epoch, now=self._loop.time()))
+        """End a pull: only when this returns does what was read count. Raises as ``HandOffTable.finish`` does.
+
+        ``on_end`` is called soon: the puller, who waits for the answer, goes first.
+        """
+        ended = self._table.finish(ticket.hand_off_id, ticket.secret, ticket.epoch, now=self._loop.time())
+        self._holders.remove(ended.holder)
+        self._loop.call_soon(self._on_end, ended.holder, ended.state)
 
     def abort(self, ticket: HandOffTicket) -> None:
         """End a hand-off that nobody will take. Raises as ``HandOffTable.abort`` does."""

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aquartet/v1/kv_events.proto\x12\nquartet.v1\"\xa9\x01\n\nWorkerLoad\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12#\n\x05ranks\x18\x03 \x03(\x0b\x32\x14.quartet.v1.RankLoad\x12+\n\x07routers\x18\x04 \x03(\x0b\x32\x1a.quartet.v1.RouterProgress\x12\x13\n\x0bis_draining\x18\x05 \x01(\x08\x12\x12\n\nis_healthy\x18\x06 \x01(\x08\"\xec\x01\n\x08RankLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12!\n\x19num_queued_prefill_tokens\x18\x03 \x01(\x04\x12\x19\n\x11num_in_use_blocks\x18\x04 \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x05 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x06 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x07 \x01(\r\x12\x18\n\x10num_total_blocks\x18\x08 \x01(\r\x12\x11\n\tnum_steps\x18\t \x01(\x04\"B\n\x0eRouterProgress\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x1d\n\x15router_request_number\x18\x02 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aquartet/v1/kv_events.proto\x12\nquartet.v1\"\xa9\x01\n\nWorkerLoad\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12#\n\x05ranks\x18\x03 \x03(\x0b\x32\x14.quartet.v1.RankLoad\x12+\n\x07routers\x18\x04 \x03(\x0b\x32\x1a.quartet.v1.RouterProgress\x12\x13\n\x0bis_draining\x18\x05 \x01(\x08\x12\x12\n\nis_healthy\x18\x06 \x01(\x08\"\xec\x01\n\x08RankLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12!\n\x19num_queued_prefill_tokens\x18\x03 \x01(\x04\x12\x19\n\x11num_in_use_blocks\x18\x04 \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x05 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x06 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x07 \x01(\r\x12\x18\n\x10num_total_blocks\x18\x08 \x01(\r\x12\x11\n\tnum_steps\x18\t \x01(\x04\"x\n\x0eRouterProgress\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x1d\n\x15router_request_number\x18\x02 \x01(\x04\x12\x1a\n\x12started_placements\x18\x03 \x03(\x04\x12\x18\n\x10\x65nded_placements\x18\x04 \x03(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,5 +36,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RANKLOAD']._serialized_start=215
   _globals['_RANKLOAD']._serialized_end=451
   _globals['_ROUTERPROGRESS']._serialized_start=453
-  _globals['_ROUTERPROGRESS']._serialized_end=519
+  _globals['_ROUTERPROGRESS']._serialized_end=573
 # @@protoc_insertion_point(module_scope)

@@ -128,6 +128,8 @@ class RouterProgress(_message.Message):
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     ROUTER_REQUEST_NUMBER_FIELD_NUMBER: _builtins.int
+    STARTED_PLACEMENTS_FIELD_NUMBER: _builtins.int
+    ENDED_PLACEMENTS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """The router. Always set."""
     router_request_number: _builtins.int
@@ -135,15 +137,27 @@ class RouterProgress(_message.Message):
     when it arrives: its tokens are. A decode is when it joins the running batch: the blocks of one that waits are in
     no figure, so whoever placed it goes on booking them.
     """
+    @_builtins.property
+    def started_placements(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Starts that it placed for clients (RouterService.Place) come in any order or never, so they have numbers of their
+        own. Of these, those counted in within the last seconds; each is told several times. Empty: none.
+        """
+
+    @_builtins.property
+    def ended_placements(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of these, those that ended within the last seconds; each is told several times. Empty: none."""
+
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
         router_request_number: _builtins.int = ...,
+        started_placements: _abc.Iterable[_builtins.int] | None = ...,
+        ended_placements: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id", "router_request_number", b"router_request_number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_placements", b"ended_placements", "router_id", b"router_id", "router_request_number", b"router_request_number", "started_placements", b"started_placements"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -444,12 +444,15 @@ class Accepted(_message.Message):
     CHOICES_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the request in every log and span. Always set."""
     num_prompt_tokens: _builtins.int
     """Tokens of the prompt. 0: it was cancelled before they were counted."""
     seed: _builtins.int
     """The seed in use: with it the same request gives the same tokens. Always set."""
+    model_fingerprint: _builtins.str
+    """Fingerprint of the model that answers, as in WorkerRecord. Empty: it was cancelled before one was found."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoicePlacement]:
         """Where the choices placed so far run, in the order of choices. Empty: it was cancelled before any was placed."""
@@ -461,10 +464,11 @@ class Accepted(_message.Message):
         choices: _abc.Iterable[Global___ChoicePlacement] | None = ...,
         num_prompt_tokens: _builtins.int = ...,
         seed: _builtins.int = ...,
+        model_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "model_fingerprint", b"model_fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -660,11 +664,11 @@ class TimeBreakdown(_message.Message):
 
     @_builtins.property
     def decode_queue(self) -> _duration_pb2.Duration:
-        """Time of waiting in the decode worker, the transfer included. Absent: it never joined a batch."""
+        """Time of waiting in the decode worker, less `transfer`. Absent: it never joined a batch."""
 
     @_builtins.property
     def transfer(self) -> _duration_pb2.Duration:
-        """Of that, time of moving blocks. Absent: nothing was moved."""
+        """Time of moving blocks to the decode worker. Absent: nothing was moved."""
 
     @_builtins.property
     def first_token(self) -> _duration_pb2.Duration:
@@ -726,7 +730,10 @@ Global___PlaceRequest: _TypeAlias = PlaceRequest  # noqa: Y015
 
 @_typing.final
 class Resume(_message.Message):
-    """Goes on with a request after an attempt that broke."""
+    """Goes on with a request after an attempt that broke. It waits for room like a new request, and a full queue refuses it
+    too (RESOURCE_EXHAUSTED, with RetryInfo: ask again then): nothing proves that there ever was a first attempt, so any
+    request could pass the queue's limit by it. Retries that the router makes itself always get in.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -735,6 +742,8 @@ class Resume(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     GENERATED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NUM_TEXT_BYTES_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Its name, from the first placement. Required."""
     attempt: _builtins.int
@@ -743,6 +752,12 @@ class Resume(_message.Message):
     """The seed, from the first placement. Required."""
     choice: _builtins.int
     """The choice that broke. Default 0."""
+    num_text_bytes: _builtins.int
+    """UTF-8 bytes of the text that it already gave: only what follows is sent. Place makes no text and ignores it. 0: none."""
+    model_fingerprint: _builtins.str
+    """The model that gave them, from the first placement: no other goes on with it. UNAVAILABLE: it is served no more.
+    Empty: whatever serves the name now.
+    """
     @_builtins.property
     def generated_token_ids(self) -> Global___TokenIds:
         """The tokens that it already gave. Absent: none."""
@@ -755,10 +770,12 @@ class Resume(_message.Message):
         seed: _builtins.int = ...,
         choice: _builtins.int = ...,
         generated_token_ids: Global___TokenIds | None = ...,
+        num_text_bytes: _builtins.int = ...,
+        model_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["generated_token_ids", b"generated_token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "generated_token_ids", b"generated_token_ids", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "generated_token_ids", b"generated_token_ids", "model_fingerprint", b"model_fingerprint", "num_text_bytes", b"num_text_bytes", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -775,17 +792,33 @@ class PlaceResponse(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    PROMPT_TAIL_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOKENIZE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the request in every log and span. Always set."""
     attempt: _builtins.int
-    """This attempt's number. 0: the first."""
+    """The highest number among the choices' attempts: whoever resumes one takes a higher. 0: the first."""
     seed: _builtins.int
     """The seed in use. Always set."""
     num_prompt_tokens: _builtins.int
     """Tokens of the prompt. Always set."""
+    model: _builtins.str
+    """The model that answers. Always set."""
+    model_fingerprint: _builtins.str
+    """Its fingerprint, as in WorkerRecord: names the files that GetModelFiles of the decode worker gives. Always set."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedChoice]:
         """One entry a choice; of a resumed request, the one that broke. Always at least one."""
+
+    @_builtins.property
+    def prompt_tail_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The prompt's last few tokens, which the text of the answer continues. Empty: that text stands alone."""
+
+    @_builtins.property
+    def tokenize(self) -> _duration_pb2.Duration:
+        """Time in template and tokenizer. Always set."""
 
     def __init__(
         self,
@@ -795,10 +828,14 @@ class PlaceResponse(_message.Message):
         seed: _builtins.int = ...,
         num_prompt_tokens: _builtins.int = ...,
         choices: _abc.Iterable[Global___PlacedChoice] | None = ...,
+        model: _builtins.str = ...,
+        model_fingerprint: _builtins.str = ...,
+        prompt_tail_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        tokenize: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tokenize", b"tokenize"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choices", b"choices", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choices", b"choices", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "prompt_tail_token_ids", b"prompt_tail_token_ids", "request_id", b"request_id", "seed", b"seed", "tokenize", b"tokenize"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -816,15 +853,26 @@ class PlacedChoice(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    ROUTER_QUEUE_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    PREFILL_QUEUE_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """Its number, from 0. Always set."""
+    num_cached_tokens: _builtins.int
+    """Of the prompt's tokens, those whose KV was cached where it was prefilled. 0: none, or it is prefilled by `stream`."""
+    num_attempts: _builtins.int
+    """Attempts this placement took at the router. 0: nothing was left to do."""
     @_builtins.property
     def placement(self) -> Global___ChoicePlacement:
-        """Where it runs. Always set."""
+        """Where it runs. Absent: it was resumed where nothing was left to do."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The first token, where it was prefilled remotely: one entry at most. Empty: it comes by `stream`."""
+        """The first token, where it was prefilled remotely; one more for each attempt that broke after its prefill. Empty:
+        the first comes by `stream`, or nothing was left to do.
+        """
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]:
@@ -836,7 +884,19 @@ class PlacedChoice(_message.Message):
 
     @_builtins.property
     def finished(self) -> Global___ChoiceFinished:
-        """The first token ended it."""
+        """The first token ended it, or it had ended before."""
+
+    @_builtins.property
+    def router_queue(self) -> _duration_pb2.Duration:
+        """Time of waiting in the router for room. Absent: it was never queued."""
+
+    @_builtins.property
+    def prefill(self) -> _duration_pb2.Duration:
+        """Time of the prefill hop, the worker's queue included. Absent: it is prefilled by `stream`."""
+
+    @_builtins.property
+    def prefill_queue(self) -> _duration_pb2.Duration:
+        """Of that, time of waiting in the worker. Absent: it is prefilled by `stream`."""
 
     def __init__(
         self,
@@ -847,10 +907,15 @@ class PlacedChoice(_message.Message):
         logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
         stream: Global___SealedPlacement | None = ...,
         finished: Global___ChoiceFinished | None = ...,
+        num_cached_tokens: _builtins.int = ...,
+        num_attempts: _builtins.int = ...,
+        router_queue: _duration_pb2.Duration | None = ...,
+        prefill: _duration_pb2.Duration | None = ...,
+        prefill_queue: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "next", b"next", "placement", b"placement", "stream", b"stream"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "next", b"next", "placement", b"placement", "prefill", b"prefill", "prefill_queue", b"prefill_queue", "router_queue", b"router_queue", "stream", b"stream"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finished", b"finished", "logprobs", b"logprobs", "next", b"next", "placement", b"placement", "stream", b"stream", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finished", b"finished", "logprobs", b"logprobs", "next", b"next", "num_attempts", b"num_attempts", "num_cached_tokens", b"num_cached_tokens", "placement", b"placement", "prefill", b"prefill", "prefill_queue", b"prefill_queue", "router_queue", b"router_queue", "stream", b"stream", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_next: _TypeAlias = _typing.Literal["stream", "finished"]  # noqa: Y015
     _WhichOneofArgType_next: _TypeAlias = _typing.Literal["next", b"next"]  # noqa: Y015
@@ -933,8 +998,11 @@ class SessionStart(_message.Message):
     SLOT_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Chosen by the client; free again after the request's last terminal output. Default 0."""
+    traceparent: _builtins.str
+    """W3C trace context of this request. Empty: that of the stream, its `traceparent` metadata."""
     @_builtins.property
     def start(self) -> Global___GenerateStart:
         """The request. Required."""
@@ -949,10 +1017,11 @@ class SessionStart(_message.Message):
         slot: _builtins.int = ...,
         start: Global___GenerateStart | None = ...,
         resume: Global___Resume | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["resume", b"resume", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["resume", b"resume", "slot", b"slot", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["resume", b"resume", "slot", b"slot", "start", b"start", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -961,7 +1030,8 @@ Global___SessionStart: _TypeAlias = SessionStart  # noqa: Y015
 @_typing.final
 class SessionResponse(_message.Message):
     """What one tick brought for all requests of the session, in columns: entry i of `slots`, `choices`, `num_tokens`,
-    `token_offsets` and `texts` belong together, and `token_ids` is the concatenation.
+    `token_offsets` and `texts` belong together, and `token_ids` is the concatenation. Within a message, a request's
+    `accepted` and `placed` come before its columns, and those before its `finished` or `failures`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -976,9 +1046,10 @@ class SessionResponse(_message.Message):
     ACCEPTED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
+    PLACED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Requests that got more. Empty: none did."""
+        """Requests that got more; one may come several times, in order. Empty: none did."""
 
     @_builtins.property
     def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -1002,7 +1073,9 @@ class SessionResponse(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionLogprobs]:
-        """Log probabilities, where asked for. Empty: nobody asked."""
+        """Log probabilities, where asked for: an entry for each entry of the columns that has some, in their order. Empty:
+        nobody asked.
+        """
 
     @_builtins.property
     def accepted(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionAccepted]:
@@ -1015,6 +1088,10 @@ class SessionResponse(_message.Message):
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionFailure]:
         """Requests that ended badly, with all their choices. Empty: none did."""
+
+    @_builtins.property
+    def placed(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionPlaced]:
+        """Choices that were placed after their request's `accepted` had gone out. Empty: none was."""
 
     def __init__(
         self,
@@ -1029,10 +1106,11 @@ class SessionResponse(_message.Message):
         accepted: _abc.Iterable[Global___SessionAccepted] | None = ...,
         finished: _abc.Iterable[Global___SessionFinished] | None = ...,
         failures: _abc.Iterable[Global___SessionFailure] | None = ...,
+        placed: _abc.Iterable[Global___SessionPlaced] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "choices", b"choices", "failures", b"failures", "finished", b"finished", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "slots", b"slots", "texts", b"texts", "token_ids", b"token_ids", "token_offsets", b"token_offsets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "choices", b"choices", "failures", b"failures", "finished", b"finished", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "placed", b"placed", "slots", b"slots", "texts", b"texts", "token_ids", b"token_ids", "token_offsets", b"token_offsets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1097,6 +1175,34 @@ class SessionAccepted(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionAccepted: _TypeAlias = SessionAccepted  # noqa: Y015
+
+@_typing.final
+class SessionPlaced(_message.Message):
+    """One more choice of a session was placed; comes before its first tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    """The request. Always set."""
+    @_builtins.property
+    def placement(self) -> Global___ChoicePlacement:
+        """Where. Always set."""
+
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        placement: Global___ChoicePlacement | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionPlaced: _TypeAlias = SessionPlaced  # noqa: Y015
 
 @_typing.final
 class SessionFinished(_message.Message):

@@ -44,11 +44,17 @@ class RouterServiceStub:
     Half-closing after `start` is normal and cancels nothing; dropping the stream cancels.
     """
     Place: _grpc.UnaryUnaryMultiCallable[_router_pb2.PlaceRequest, _router_pb2.PlaceResponse]
-    """Tokenizes, prefills and places only; the client streams from Decode directly. FAILED_PRECONDITION: the
-    router has no key to seal with.
+    """Tokenizes, prefills and places only; the client streams from Decode directly, and resumes here what breaks. What
+    it does not take up ends by itself. FAILED_PRECONDITION: the router has no key to seal with, or has no room for all
+    choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit. INVALID_ARGUMENT: the start is too long
+    for one inner message (1 MiB, some 260,000 tokens).
     """
     Session: _grpc.StreamStreamMultiCallable[_router_pb2.SessionRequest, _router_pb2.SessionResponse]
-    """Many requests on one stream, for gateways; a request's failure is a `Failure` in its slot."""
+    """Many requests on one stream, for gateways; a request's failure is a `Failure` in its slot, and ends no other.
+    Half-closing after the last start is normal: the stream ends with its last request. Dropping it cancels them all. A
+    start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. A
+    request of which more gathers than the router keeps for a slow reader fails with RESOURCE_EXHAUSTED.
+    """
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListWorkersRequest, _router_pb2.ListWorkersResponse]
     """Lists the workers that the router knows."""
     WatchWorkers: _grpc.UnaryStreamMultiCallable[_router_pb2.WatchWorkersRequest, _router_pb2.WatchWorkersResponse]
@@ -72,11 +78,17 @@ class RouterServiceAsyncStub(RouterServiceStub):
     Half-closing after `start` is normal and cancels nothing; dropping the stream cancels.
     """
     Place: _aio.UnaryUnaryMultiCallable[_router_pb2.PlaceRequest, _router_pb2.PlaceResponse]  # type: ignore[assignment]
-    """Tokenizes, prefills and places only; the client streams from Decode directly. FAILED_PRECONDITION: the
-    router has no key to seal with.
+    """Tokenizes, prefills and places only; the client streams from Decode directly, and resumes here what breaks. What
+    it does not take up ends by itself. FAILED_PRECONDITION: the router has no key to seal with, or has no room for all
+    choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit. INVALID_ARGUMENT: the start is too long
+    for one inner message (1 MiB, some 260,000 tokens).
     """
     Session: _aio.StreamStreamMultiCallable[_router_pb2.SessionRequest, _router_pb2.SessionResponse]  # type: ignore[assignment]
-    """Many requests on one stream, for gateways; a request's failure is a `Failure` in its slot."""
+    """Many requests on one stream, for gateways; a request's failure is a `Failure` in its slot, and ends no other.
+    Half-closing after the last start is normal: the stream ends with its last request. Dropping it cancels them all. A
+    start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. A
+    request of which more gathers than the router keeps for a slow reader fails with RESOURCE_EXHAUSTED.
+    """
     ListWorkers: _aio.UnaryUnaryMultiCallable[_router_pb2.ListWorkersRequest, _router_pb2.ListWorkersResponse]  # type: ignore[assignment]
     """Lists the workers that the router knows."""
     WatchWorkers: _aio.UnaryStreamMultiCallable[_router_pb2.WatchWorkersRequest, _router_pb2.WatchWorkersResponse]  # type: ignore[assignment]
@@ -109,8 +121,10 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.PlaceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.PlaceResponse, _abc.Awaitable[_router_pb2.PlaceResponse]]:
-        """Tokenizes, prefills and places only; the client streams from Decode directly. FAILED_PRECONDITION: the
-        router has no key to seal with.
+        """Tokenizes, prefills and places only; the client streams from Decode directly, and resumes here what breaks. What
+        it does not take up ends by itself. FAILED_PRECONDITION: the router has no key to seal with, or has no room for all
+        choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit. INVALID_ARGUMENT: the start is too long
+        for one inner message (1 MiB, some 260,000 tokens).
         """
 
     @_abc_1.abstractmethod
@@ -119,7 +133,11 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_router_pb2.SessionRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_router_pb2.SessionResponse], _abc.AsyncIterator[_router_pb2.SessionResponse]]:
-        """Many requests on one stream, for gateways; a request's failure is a `Failure` in its slot."""
+        """Many requests on one stream, for gateways; a request's failure is a `Failure` in its slot, and ends no other.
+        Half-closing after the last start is normal: the stream ends with its last request. Dropping it cancels them all. A
+        start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. A
+        request of which more gathers than the router keeps for a slow reader fails with RESOURCE_EXHAUSTED.
+        """
 
     @_abc_1.abstractmethod
     def ListWorkers(

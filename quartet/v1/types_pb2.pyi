@@ -649,21 +649,29 @@ class BlocksPayload(_message.Message):
 
     LAYOUT_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     """Tokens whose KV is held, at least 1: prompt and given-out tokens, less the one just sampled. Required."""
     @_builtins.property
     def layout(self) -> Global___KvLayout:
         """Shape of each block; the partly filled last one has the same size. Required."""
 
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Which block of the source's pool holds each piece, by position. A puller that has the pool mapped begins to read
+        while its `begin` is on the way; what it read counts only after `finished`, as ever. Empty: the source does not say.
+        """
+
     def __init__(
         self,
         *,
         layout: Global___KvLayout | None = ...,
         num_tokens: _builtins.int = ...,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "layout", b"layout", "num_tokens", b"num_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

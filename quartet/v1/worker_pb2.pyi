@@ -210,6 +210,9 @@ class GetModelFilesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAMES_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    model_fingerprint: _builtins.str
+    """Fingerprint of the model whose files are wanted, as in WorkerRecord. Empty: of whatever is served."""
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names wanted. Empty: all on the allow-list."""
@@ -218,10 +221,11 @@ class GetModelFilesRequest(_message.Message):
         self,
         *,
         names: _abc.Iterable[_builtins.str] | None = ...,
+        model_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_fingerprint", b"model_fingerprint", "names", b"names"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

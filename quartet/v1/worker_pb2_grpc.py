@@ -65,7 +65,8 @@ class WorkerServiceServicer:
 
     def GetModelFiles(self, request, context):
         """Streams the small files of the model (tokenizer, template, configs; never weights, never code): a router
-        needs no shared disk. One `file`, then its `data`, file after file.
+        needs no shared disk. One `file`, then its `data`, file after file. FAILED_PRECONDITION: the worker serves another
+        model than the one asked for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

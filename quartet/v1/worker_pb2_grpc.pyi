@@ -37,7 +37,8 @@ class WorkerServiceStub:
     """Tells who the worker is, what it can do, and how it is."""
     GetModelFiles: _grpc.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _worker_pb2.GetModelFilesResponse]
     """Streams the small files of the model (tokenizer, template, configs; never weights, never code): a router
-    needs no shared disk. One `file`, then its `data`, file after file.
+    needs no shared disk. One `file`, then its `data`, file after file. FAILED_PRECONDITION: the worker serves another
+    model than the one asked for.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Takes nothing new, leaves discovery, lets running requests end, and answers when all have ended or the
@@ -53,7 +54,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Tells who the worker is, what it can do, and how it is."""
     GetModelFiles: _aio.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _worker_pb2.GetModelFilesResponse]  # type: ignore[assignment]
     """Streams the small files of the model (tokenizer, template, configs; never weights, never code): a router
-    needs no shared disk. One `file`, then its `data`, file after file.
+    needs no shared disk. One `file`, then its `data`, file after file. FAILED_PRECONDITION: the worker serves another
+    model than the one asked for.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes nothing new, leaves discovery, lets running requests end, and answers when all have ended or the
@@ -78,7 +80,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.GetModelFilesResponse], _abc.AsyncIterator[_worker_pb2.GetModelFilesResponse]]:
         """Streams the small files of the model (tokenizer, template, configs; never weights, never code): a router
-        needs no shared disk. One `file`, then its `data`, file after file.
+        needs no shared disk. One `file`, then its `data`, file after file. FAILED_PRECONDITION: the worker serves another
+        model than the one asked for.
         """
 
     @_abc_1.abstractmethod

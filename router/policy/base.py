@@ -16,7 +16,7 @@ class Pending:
     Attributes:
         num_tokens: tokens to prefill: prompt and already generated ones.
         num_reserved_tokens: tokens that its decode place must have room for: ``num_tokens`` and what it may
-            generate soon (see ``router.attempts.AttemptConfig.reserve_tokens``).
+            generate soon (see ``router.attempt_tools.AttemptConfig.reserve_tokens``).
         num_most_tokens: tokens that its decode place must be able to hold at all, which are those of its longest
             possible sequence; at least ``num_reserved_tokens``.
         adapter: the adapter that it needs; empty: none.

@@ -7,7 +7,8 @@ from typing import TypeAlias
 
 import grpc
 
-from quartet.rpc.inner_server import InnerStream, StreamLimits
+from quartet.rpc.audience import is_peer
+from quartet.rpc.inner_server import InnerStream, Seals, StreamLimits
 from quartet.rpc.server import Service
 from quartet.v1 import decode_pb2 as pb
 from quartet.v1 import decode_pb2_grpc
@@ -19,20 +20,33 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     """Serves Decode from one dispatcher."""
 
-    def __init__(self, dispatcher: DecodeDispatcher, limits: StreamLimits) -> None:
-        """``limits`` bound each stream."""
+    def __init__(
+        self, dispatcher: DecodeDispatcher, limits: StreamLimits, seals: Seals | None = None, *, has_tls: bool = False
+    ) -> None:
+        """``limits`` bound each stream; ``seals`` opens sealed starts. With TLS, others are for peers alone."""
         self._dispatcher = dispatcher
         self._limits = limits
+        self._seals = seals
+        self._has_tls = has_tls
 
     async def Decode(  # type: ignore[override]  # the stubs know only generators, and this one reads and writes
         self, request_iterator: AsyncIterator[pb.DecodeRequest], context: _Context
     ) -> None:
         """As decode.proto says."""
-        await InnerStream(self._dispatcher, self._dispatcher.new_outbox(), self._limits).serve(context)
+        stream = InnerStream(
+            self._dispatcher,
+            self._dispatcher.new_outbox(),
+            self._limits,
+            seals=self._seals,
+            takes_unsealed=not self._has_tls or is_peer(context.auth_context()),
+        )
+        await stream.serve(context)
 
 
-def decode_service(dispatcher: DecodeDispatcher, limits: StreamLimits) -> Service:
-    """DecodeService, for a server."""
-    servicer = DecodeServicer(dispatcher, limits)
+def decode_service(
+    dispatcher: DecodeDispatcher, limits: StreamLimits, seals: Seals | None = None, *, has_tls: bool = False
+) -> Service:
+    """DecodeService, for a server; see ``DecodeServicer``."""
+    servicer = DecodeServicer(dispatcher, limits, seals, has_tls=has_tls)
     add = decode_pb2_grpc.add_DecodeServiceServicer_to_server
     return Service("quartet.v1.DecodeService", lambda server: add(servicer, server))

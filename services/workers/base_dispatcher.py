@@ -21,12 +21,15 @@ from quartet.errors import (
     RequestTimeoutError,
     ServingError,
 )
+from quartet.events.load import PlacementProgress
 from quartet.rpc.context import RequestContext
 from quartet.rpc.convert import to_engine_request
 from quartet.rpc.inner import InnerStart
-from quartet.rpc.outbox import DecodeOutbox, PrefillOutbox
+from quartet.rpc.outbox import DecodeOutbox
+from quartet.rpc.prefill_outbox import PrefillOutbox
 from quartet.telemetry.logging import FinishedRequest, log_request
 from quartet.telemetry.metrics import WorkerMetrics
+from services.workers.counted_placements import CountedPlacements
 from services.workers.counted_starts import CountedStarts
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,7 @@ class _Running(Generic[OutboxT]):
 
     context: RequestContext
     num_prompt_tokens: int
+    is_sealed: bool
     slot: int
     outbox: OutboxT | None
     on_end: Callable[[], None]
@@ -63,6 +67,7 @@ class Dispatcher(Generic[OutboxT]):
         self._keys: set[tuple[str, int, int]] = set()
         self._next_id = itertools.count(1)
         self._counted = CountedStarts()
+        self._placements = CountedPlacements()
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_draining = False
@@ -77,6 +82,19 @@ class Dispatcher(Generic[OutboxT]):
         """By router, the last request number up to which the engine's load counts everything in."""
         return self._counted.watermarks()
 
+    @property
+    def placements(self) -> dict[str, PlacementProgress]:
+        """By router, what became lately of the starts that it placed for clients: all that is still known."""
+        return self._placements.progress()
+
+    def placement_news(self) -> dict[str, PlacementProgress]:
+        """As much of it as the next load is to tell; call ``placements_told`` once that is out."""
+        return self._placements.news()
+
+    def placements_told(self) -> None:
+        """The load with the last ``placement_news`` is out."""
+        self._placements.told()
+
     @abstractmethod
     def new_outbox(self) -> OutboxT:
         """An outbox for a new stream."""
@@ -90,16 +108,17 @@ class Dispatcher(Generic[OutboxT]):
             EngineError, WorkerUnavailableError: the engine is dead or closed.
         """
         context = start.context
-        self._counted.arrive(context.router_id, context.router_request_number)
+        if not start.is_sealed:
+            self._counted.arrive(context.router_id, context.router_request_number)
         try:
             id = self._submit(_named(context), start, outbox, slot, on_end)
         except ServingError:
-            # Also what is refused is counted in: the router must not keep it booked.
-            self._count_in(context)
+            # Also what is refused is counted in, and has ended: the router must not keep it booked.
+            self._count_end(context, is_sealed=start.is_sealed)
             raise
         if self._kind is RequestKind.PREFILL:
             # Nobody books blocks for a prefill, and the load has its tokens from the first moment on.
-            self._count_in(context)
+            self._counted.count_in(context.router_id, context.router_request_number)
         return id
 
     def cancel(self, id: int) -> None:
@@ -161,7 +180,8 @@ class Dispatcher(Generic[OutboxT]):
             raise DuplicateRequestError(f"request {context.request_id} attempt {context.attempt} runs already")
         id = next(self._next_id)
         self._engine.submit(to_engine_request(id, self._kind, start))
-        running = _Running(context, len(start.generation.prompt_token_ids), slot, outbox, on_end)
+        num_prompt_tokens = len(start.generation.prompt_token_ids)
+        running = _Running(context, num_prompt_tokens, start.is_sealed, slot, outbox, on_end)
         self._running[id] = running
         self._keys.add(key)
         self._idle.clear()
@@ -169,15 +189,21 @@ class Dispatcher(Generic[OutboxT]):
             running.timer = asyncio.get_running_loop().call_later(context.timeout_s, self._time_out, id)
         return id
 
-    def _count_in(self, context: RequestContext) -> None:
-        self._counted.count_in(context.router_id, context.router_request_number)
+    def _count_in(self, running: _Running[OutboxT]) -> None:
+        """The load shows it from now on."""
+        counted_in = self._placements.start if running.is_sealed else self._counted.count_in
+        counted_in(running.context.router_id, running.context.router_request_number)
+
+    def _count_end(self, context: RequestContext, *, is_sealed: bool) -> None:
+        counted_end = self._placements.end if is_sealed else self._counted.count_in
+        counted_end(context.router_id, context.router_request_number)
 
     def _end(self, id: int, outcome: str) -> _Running[OutboxT] | None:
         running = self._running.pop(id, None)
         if running is None:
             return None
         self._keys.discard(_key(running.context))
-        self._count_in(running.context)
+        self._count_end(running.context, is_sealed=running.is_sealed)
         if running.timer is not None:
             running.timer.cancel()
         if not self._running:

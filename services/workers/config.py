@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 from quartet.discovery.create import DiscoveryConfig
 from quartet.engine.scheduler import SchedulerConfig
@@ -59,6 +60,8 @@ class WorkerConfig:
             ``server`` listens on.
         http_address: ``host:port`` of /metrics, /livez and /readyz, in the clear.
         events_address: ``host:port`` that the ZMQ PUB socket binds, in the clear.
+        seal_keys_file: keys that verify sealed starts, for decode workers (see ``quartet.rpc.seal_keys``); ``None``:
+            none is taken.
         drain_timeout_s: running requests get this long to end after SIGTERM.
         stall_timeout_s: work in flight and no step for so long is NOT_SERVING.
     """
@@ -75,6 +78,7 @@ class WorkerConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     streams: StreamLimits = field(default_factory=StreamLimits)
     log: LogConfig = field(default_factory=LogConfig)
+    seal_keys_file: Path | None = None
     drain_timeout_s: float = 30.0
     stall_timeout_s: float = 30.0
 

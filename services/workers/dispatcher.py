@@ -8,7 +8,8 @@ from quartet.engine.base import Engine, Prefilled, RequestKind, Started, StepOut
 from quartet.errors import MessageTooLargeError, ServingError
 from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload
 from quartet.rpc.inner import MAX_OPAQUE_STATE_BYTES
-from quartet.rpc.outbox import DecodeOutbox, PrefillOutbox
+from quartet.rpc.outbox import DecodeOutbox
+from quartet.rpc.prefill_outbox import PrefillOutbox
 from quartet.telemetry.metrics import WorkerMetrics
 from services.workers.base_dispatcher import Dispatcher
 
@@ -50,12 +51,28 @@ class DecodeDispatcher(Dispatcher[DecodeOutbox]):
         if running is None:
             return
         # The blocks of a request that waits are in no figure of the load; from its first step on they all are.
-        self._count_in(running.context)
+        self._count_in(running)
         self._metrics.observe_queue(started.queue_s)
         if running.outbox is not None:
             running.outbox.started(running.slot, started)
 
     def _route_tokens(self, step: StepOutput) -> None:
+        if step.logprobs or not self._route_whole(step):
+            self._route_parts(step)
+
+    def _route_whole(self, step: StepOutput) -> bool:
+        """Bring all tokens to the one stream that has asked for them; false where it isn't that simple."""
+        if not step.ids:
+            return True
+        running = [self._running.get(id) for id in step.ids]
+        outbox = running[0].outbox if running[0] is not None else None
+        slots = [entry.slot for entry in running if entry is not None and entry.outbox is outbox]
+        if outbox is None or len(slots) < len(running):
+            return False
+        outbox.step(slots, step.num_tokens, step.token_offsets, step.token_ids)
+        return True
+
+    def _route_parts(self, step: StepOutput) -> None:
         logprobs = {entry.id: entry.tokens for entry in step.logprobs}
         begin = 0
         for id, num_tokens, offset in zip(step.ids, step.num_tokens, step.token_offsets, strict=True):

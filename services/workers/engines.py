@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 from quartet.engine.base import Engine, RequestKind
 from quartet.engine.core import StepEngine
 from quartet.engine.runner import ModelRunner
 from quartet.engine.torch import TorchEngineConfig, create_runner
 from quartet.transfer.base import Puller
 from services.workers.config import WorkerConfig
+
+#: Makes an engine, not started yet, that runs requests of one kind and pulls hand-offs by the puller.
+EngineFactory: TypeAlias = Callable[[WorkerConfig, RequestKind, Puller], Engine]
 
 
 def create_engine(config: WorkerConfig, kind: RequestKind, puller: Puller) -> Engine:

@@ -24,10 +24,13 @@ from quartet.discovery.create import create_registry
 from quartet.discovery.host import host_identity, new_epoch
 from quartet.engine.base import Engine, EngineCapabilities, RequestKind
 from quartet.errors import ConfigError, ServingError
+from quartet.events.load import WorkerLoad
 from quartet.events.publisher import LoadPacer, LoadPublisher
 from quartet.kvcache.hand_off import HandOffState
 from quartet.rpc.channels import create_channel
 from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES
+from quartet.rpc.seal import SealOpener
+from quartet.rpc.seal_keys import SealKeys
 from quartet.rpc.server import RpcServer, Service
 from quartet.telemetry.event_loop_lag import monitor_event_loop_lag
 from quartet.telemetry.http import Probes, TelemetryServer
@@ -45,7 +48,7 @@ from services.prefill.servicer import prefill_service
 from services.workers.addresses import Advertised
 from services.workers.config import WorkerConfig
 from services.workers.dispatcher import DecodeDispatcher, PrefillDispatcher
-from services.workers.engines import create_engine
+from services.workers.engines import EngineFactory, create_engine
 from services.workers.interruption import is_done_before
 from services.workers.servicer import WorkerServicer, worker_service
 from services.workers.worker import Worker
@@ -63,15 +66,22 @@ _RELEASE_SEEN_S = 0.02
 class WorkerProcess:
     """One worker, from ``start`` to the end of ``run``."""
 
-    def __init__(self, config: WorkerConfig, role: Role) -> None:
-        """Nothing is opened before ``run``; ``role`` is prefill or decode."""
+    def __init__(self, config: WorkerConfig, role: Role, engine_factory: EngineFactory | None = None) -> None:
+        """Nothing is opened before ``run``; ``role`` is prefill or decode. ``engine_factory``: as of ``main``."""
         self._config = config
+        self._engine_factory = engine_factory
         self._role = role
         self._worker_id = config.worker_id or f"{role}-{socket.gethostname()}-{os.getpid()}"
         self._epoch = new_epoch()
         self._host = host_identity()
         self._registry = CollectorRegistry()
         self._metrics = WorkerMetrics(self._registry)
+        self._seals = SealOpener(
+            None if config.seal_keys_file is None else SealKeys(config.seal_keys_file),
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            on_outcome=self._metrics.count_sealed_start,
+        )
         self._worker: Worker | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -87,7 +97,7 @@ class WorkerProcess:
             stack.push_async_callback(telemetry.close)
             puller = self._puller()
             stack.push_async_callback(puller.close)
-            engine = create_engine(self._config, self._kind, puller)
+            engine = (self._engine_factory or create_engine)(self._config, self._kind, puller)
             stack.push_async_callback(engine.close)
             if await is_done_before(stop, engine.start()):
                 await self._serve(stack, engine, http_port, stop)
@@ -127,7 +137,11 @@ class WorkerProcess:
         await self._run_worker(worker, publisher, stop)
 
     async def _run_worker(self, worker: Worker, publisher: LoadPublisher, stop: asyncio.Event) -> None:
-        pacer = LoadPacer(worker.sample_load, publisher.publish)
+        def publish(load: WorkerLoad) -> None:
+            publisher.publish(load)
+            worker.told()
+
+        pacer = LoadPacer(worker.next_load, publish, lambda: worker.num_queued_prefill_tokens)
         registry = create_registry(self._config.discovery)
         tasks = [
             asyncio.create_task(worker.consume(pacer), name="outputs"),
@@ -166,7 +180,7 @@ class WorkerProcess:
     def _puller(self) -> TransferPuller:
         tls = self._config.server.tls
         return TransferPuller(
-            lambda address: create_channel(address, tls),
+            lambda address: create_channel(address, tls, is_bulk=True),
             host=self._host,
             config=self._config.transfer,
             on_fetch=lambda result: self._metrics.observe_transfer(result.way, result.size_bytes, result.duration_s),
@@ -213,7 +227,8 @@ class WorkerProcess:
     def _own_service(self, dispatcher: DecodeDispatcher | PrefillDispatcher) -> Service:
         if isinstance(dispatcher, PrefillDispatcher):
             return prefill_service(dispatcher, self._config.streams)
-        return decode_service(dispatcher, self._config.streams)
+        has_tls = self._config.server.tls is not None
+        return decode_service(dispatcher, self._config.streams, self._seals, has_tls=has_tls)
 
     def _record(self, capabilities: EngineCapabilities, addresses: Advertised) -> WorkerRecord:
         config = self._config
@@ -239,8 +254,11 @@ class WorkerProcess:
         )
 
 
-def main(role: Role) -> None:
-    """Run one worker from the command line; exits with 1 and one line where it can't start or its engine died."""
+def main(role: Role, engine_factory: EngineFactory | None = None) -> None:
+    """Run one worker from the command line; exits with 1 and one line where it can't start or its engine died.
+
+    ``engine_factory`` puts another engine in the place of the one that the configuration names.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m services.{role}", description=f"Serve the {role} phase.")
     parser.add_argument("--config", type=Path, required=True, help="the worker's YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="NAME.NAME=VALUE", help="change one setting")
@@ -253,7 +271,7 @@ def main(role: Role) -> None:
         configure(config.log)
         # The engine's thread runs Python too: with the default of 5 ms the loop lags behind it.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        uvloop.run(_run(config, role))
+        uvloop.run(_run(config, role, engine_factory))
     except (ConfigError, ServingError) as error:
         logger.error("%s: %s", role, error)
         _leave(1)
@@ -266,9 +284,9 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-async def _run(config: WorkerConfig, role: Role) -> None:
+async def _run(config: WorkerConfig, role: Role, engine_factory: EngineFactory | None) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await WorkerProcess(config, role).run(stop)
+    await WorkerProcess(config, role, engine_factory).run(stop)

@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 import grpc
 
 from quartet.discovery.base import WorkerRecord
-from quartet.errors import InvalidRequestError, WorkerUnavailableError
+from quartet.errors import InvalidRequestError, ModelMismatchError, WorkerUnavailableError
 from quartet.events.load import WorkerLoad
 from quartet.rpc import convert
 from quartet.rpc.durations import to_duration, to_non_negative_seconds
@@ -80,6 +80,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: pb.GetModelFilesRequest, context: _Context
     ) -> AsyncIterator[pb.GetModelFilesResponse]:
         """As worker.proto says."""
+        wanted = request.model_fingerprint
+        if wanted and wanted != self._required().record.model_fingerprint:
+            raise ModelMismatchError("this worker serves another model")
         files = await asyncio.to_thread(self._read_files)
         for name in request.names:
             if name not in files:

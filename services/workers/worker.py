@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from typing import Protocol
 
 from quartet.discovery.base import Registration, WorkerRecord
 from quartet.engine.base import Engine
-from quartet.events.load import WorkerLoad
+from quartet.events.load import PlacementProgress, WorkerLoad
 from quartet.rpc import convert
 from quartet.rpc.server import RpcServer
 from quartet.transfer.source import TransferSource
@@ -100,13 +101,30 @@ class Worker:
             )
             await asyncio.sleep(self._look_interval_s)
 
+    @property
+    def num_queued_prefill_tokens(self) -> int:
+        """That of the load alone, which is asked for far more often."""
+        return sum(rank.num_queued_prefill_tokens for rank in self._engine.stats())
+
     def sample_load(self) -> WorkerLoad:
-        """The load now."""
+        """The load now, for one who asks."""
+        return self._load(self._dispatcher.placements)
+
+    def next_load(self) -> WorkerLoad:
+        """The load now, for those who listen: ``told`` is called if it goes out."""
+        return self._load(self._dispatcher.placement_news())
+
+    def told(self) -> None:
+        """The last ``next_load`` is out."""
+        self._dispatcher.placements_told()
+
+    def _load(self, placements: Mapping[str, PlacementProgress]) -> WorkerLoad:
         return WorkerLoad(
             worker_id=self.record.worker_id,
             epoch=self.record.epoch,
             ranks=tuple(convert.rank_load(stats) for stats in self._engine.stats()),
             router_progress=self._dispatcher.router_progress,
+            placements=placements,
             is_draining=self._draining is not None,
             is_healthy=self._is_healthy,
         )

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.report import Report, read_commit, read_machine, write_report
+from benchmarks.report import Report, write_report
+from quartet.telemetry.provenance import read_commit, read_machine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from quartet.client import RequestPath
 from quartet.errors import InvalidRequestError, QueueFullError
 from tests.cli.conftest import RunCli
 from tests.client.conftest import StartRouter
@@ -25,6 +26,18 @@ async def test_the_answers_text_is_printed(router: FakeRouter, start_router: Sta
     [start] = router.starts
     assert start.text == "Hi"
     assert not start.HasField("seed")
+
+
+@pytest.mark.parametrize("path", list(RequestPath))
+async def test_every_path_prints_the_same(
+    router: FakeRouter, start_router: StartRouter, run_cli: RunCli, path: RequestPath
+) -> None:
+    result = await run_cli("generate", "Hi", "--path", path, "--router", await start_router(router))
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "one two three\n", "")
+    assert (router.num_sessions, router.worker.num_streams) == (
+        int(path is RequestPath.SESSION),
+        int(path is RequestPath.DIRECT),
+    )
 
 
 async def test_options_become_the_requests_fields(

@@ -17,8 +17,10 @@ from quartet.client import (
     ChoiceFinished,
     Delta,
     FinishReason,
+    GenerateStream,
     Placed,
     QuartetClient,
+    RequestPath,
     Sampling,
     WorkerState,
 )
@@ -39,10 +41,19 @@ from quartet.v1 import router_pb2, worker_pb2
 from tests.client.conftest import StartRouter
 from tests.client.fake_router import REQUEST_ID, FakeRouter, worker_status
 
+# Paths on which the router itself streams the answer.
+_BY_ROUTER = (RequestPath.GENERATE, RequestPath.SESSION)
+
 
 @pytest.fixture
 def router() -> FakeRouter:
     return FakeRouter()
+
+
+@pytest.fixture(params=list(RequestPath))
+def path(request: pytest.FixtureRequest) -> RequestPath:
+    """Tests that take it run over every path."""
+    return RequestPath(request.param)
 
 
 @pytest.fixture
@@ -52,6 +63,11 @@ def silent_address() -> Iterator[str]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
+async def _read(stream: GenerateStream) -> None:
+    async for _ in stream:
+        pass
+
+
 async def is_answered(client: QuartetClient) -> bool:
     try:
         return bool(await client.list_models())
@@ -59,10 +75,12 @@ async def is_answered(client: QuartetClient) -> bool:
         return False
 
 
-async def test_an_answer_is_accepted_then_streamed_then_finished(router: FakeRouter, start_router: StartRouter) -> None:
+async def test_an_answer_is_accepted_then_streamed_then_finished(
+    router: FakeRouter, start_router: StartRouter, path: RequestPath
+) -> None:
     address = await start_router(router)
     async with QuartetClient(address) as client:
-        stream = client.generate("Hi", seed=5)
+        stream = client.generate("Hi", path=path, seed=5)
         router_before = stream.router
         events = [event async for event in stream]
 
@@ -75,17 +93,28 @@ async def test_an_answer_is_accepted_then_streamed_then_finished(router: FakeRou
     assert isinstance(finished, ChoiceFinished)
     assert finished.reason is FinishReason.LENGTH
     assert finished.stop_string is None
-    assert (finished.time.first_token_s, finished.time.total_s, finished.time.transfer_s) == (0.25, 0.5, None)
+    assert finished.usage.num_output_tokens == 3
+    if path is not RequestPath.DIRECT:
+        assert (finished.time.first_token_s, finished.time.total_s, finished.time.transfer_s) == (0.25, 0.5, None)
 
 
-async def test_a_request_says_what_the_caller_said(router: FakeRouter, start_router: StartRouter) -> None:
+async def test_a_request_says_what_the_caller_said(
+    router: FakeRouter, start_router: StartRouter, path: RequestPath
+) -> None:
     async with QuartetClient(await start_router(router)) as client:
         messages = [ChatMessage("system", "Be brief."), ChatMessage("user", "Hi")]
         sampling = Sampling(temperature=0.0, max_tokens=3)
         await client.complete(
-            messages=messages, model="tiny", sampling=sampling, stop=["."], num_choices=2, logprobs=1, timeout_s=2.5
+            path=path,
+            messages=messages,
+            model="tiny",
+            sampling=sampling,
+            stop=["."],
+            num_choices=2,
+            logprobs=1,
+            timeout_s=2.5,
         )
-        await client.complete(token_ids=[1, 2, 3])
+        await client.complete(path=path, token_ids=[1, 2, 3])
 
     chat, ids = router.starts
     assert [(entry.role, entry.content) for entry in chat.chat.messages] == [("system", "Be brief."), ("user", "Hi")]
@@ -93,14 +122,17 @@ async def test_a_request_says_what_the_caller_said(router: FakeRouter, start_rou
     assert chat.sampling.HasField("temperature") and chat.sampling.temperature == 0.0
     assert chat.sampling.max_tokens == 3
     assert list(chat.text_options.stop_strings) == ["."]
-    assert chat.timeout.ToTimedelta().total_seconds() == 2.5
+    # By Place it is what is left of it.
+    assert 2.0 < chat.timeout.ToTimedelta().total_seconds() <= 2.5
     assert list(ids.token_ids.ids) == [1, 2, 3]
     assert not ids.HasField("timeout") and not ids.HasField("seed")
 
 
-async def test_a_completion_holds_every_choice_whole(router: FakeRouter, start_router: StartRouter) -> None:
+async def test_a_completion_holds_every_choice_whole(
+    router: FakeRouter, start_router: StartRouter, path: RequestPath
+) -> None:
     async with QuartetClient(await start_router(router)) as client:
-        completion = await client.complete("Hi", num_choices=3)
+        completion = await client.complete("Hi", path=path, num_choices=3)
     assert [choice.text for choice in completion.choices] == ["one two three"] * 3
     assert completion.choices[2].token_ids == (100, 101, 102)
     assert completion.choices[1].finished.usage.num_output_tokens == 3
@@ -108,40 +140,45 @@ async def test_a_completion_holds_every_choice_whole(router: FakeRouter, start_r
     assert [placed.decode.worker_id for placed in completion.accepted.choices] == ["decode-0", "decode-1", "decode-2"]
 
 
+@pytest.mark.parametrize("path", _BY_ROUTER)
 async def test_choices_that_are_placed_later_are_told_when_they_are(
-    router: FakeRouter, start_router: StartRouter
+    router: FakeRouter, start_router: StartRouter, path: RequestPath
 ) -> None:
     async with QuartetClient(await start_router(router)) as client:
-        accepted, placed, *_rest = [event async for event in client.generate("Hi", num_choices=2)]
+        accepted, placed, *_rest = [event async for event in client.generate("Hi", path=path, num_choices=2)]
     assert isinstance(accepted, Accepted) and [choice.choice for choice in accepted.choices] == [0]
     assert isinstance(placed, Placed) and (placed.placement.choice, placed.placement.decode) == (1, Place("decode-1"))
 
 
 @pytest.mark.parametrize("drop", ["break", "aclose", "cancel the task"])
-async def test_dropping_an_answer_cancels_the_request(router: FakeRouter, start_router: StartRouter, drop: str) -> None:
-    router.hold_after = 1
+async def test_dropping_an_answer_cancels_the_request(
+    router: FakeRouter, start_router: StartRouter, drop: str, path: RequestPath
+) -> None:
+    router.hold(1)
     async with QuartetClient(await start_router(router)) as client:
         if drop == "break":
-            async for event in client.generate("Hi"):
+            async for event in client.generate("Hi", path=path):
                 if isinstance(event, Delta):
                     break
             gc.collect()
         elif drop == "aclose":
-            stream = client.generate("Hi")
+            stream = client.generate("Hi", path=path)
             await anext(stream)
             await stream.aclose()
         else:
-            task = asyncio.create_task(client.complete("Hi"))
+            task = asyncio.create_task(client.complete("Hi", path=path))
             await router.holding.wait()
             task.cancel()
         async with asyncio.timeout(5):
             await router.dropped.wait()
 
 
-async def test_cancel_ends_every_choice_in_order(router: FakeRouter, start_router: StartRouter) -> None:
-    router.hold_after = 1
+async def test_cancel_ends_every_choice_in_order(
+    router: FakeRouter, start_router: StartRouter, path: RequestPath
+) -> None:
+    router.hold(1)
     async with QuartetClient(await start_router(router)) as client:
-        stream = client.generate("Hi", num_choices=2)
+        stream = client.generate("Hi", path=path, num_choices=2)
         events: list[AnswerPart] = []
         async for event in stream:
             events.append(event)
@@ -152,13 +189,16 @@ async def test_cancel_ends_every_choice_in_order(router: FakeRouter, start_route
         (0, FinishReason.CANCELLED),
         (1, FinishReason.CANCELLED),
     ]
-    assert not router.dropped.is_set()
+    # On the other paths both are said in the same way.
+    assert path is not RequestPath.GENERATE or not router.dropped.is_set()
 
 
-async def test_cancel_before_the_first_event_counts_too(router: FakeRouter, start_router: StartRouter) -> None:
-    router.hold_after = 0
+async def test_cancel_before_the_first_event_counts_too(
+    router: FakeRouter, start_router: StartRouter, path: RequestPath
+) -> None:
+    router.hold(0)
     async with QuartetClient(await start_router(router)) as client:
-        stream = client.generate("Hi")
+        stream = client.generate("Hi", path=path)
         await stream.cancel()
         events = [event async for event in stream]
         await stream.cancel()
@@ -166,14 +206,16 @@ async def test_cancel_before_the_first_event_counts_too(router: FakeRouter, star
     assert events[-1].reason is FinishReason.CANCELLED
 
 
-async def test_the_routers_error_comes_as_its_own_type(router: FakeRouter, start_router: StartRouter) -> None:
+async def test_the_routers_error_comes_as_its_own_type(
+    router: FakeRouter, start_router: StartRouter, path: RequestPath
+) -> None:
     router.error = InvalidRequestError("top_p must be in (0, 1]", field="sampling.top_p")
     async with QuartetClient(await start_router(router)) as client:
         with pytest.raises(InvalidRequestError, match="top_p must be") as raised:
-            await client.complete("Hi")
+            await client.complete("Hi", path=path)
         router.error = QueueFullError("the queue is full", retry_delay_s=1.5)
         with pytest.raises(QueueFullError) as full:
-            await client.complete("Hi")
+            await client.complete("Hi", path=path)
     assert raised.value.field == "sampling.top_p"
     assert full.value.retry_delay_s == 1.5
 
@@ -214,62 +256,69 @@ async def test_addresses_that_are_none_are_refused(addresses: list[str]) -> None
 
 
 async def test_the_next_router_takes_over_when_one_cannot_be_reached(
-    router: FakeRouter, start_router: StartRouter, free_port: Callable[[], int]
+    router: FakeRouter, start_router: StartRouter, free_port: Callable[[], int], path: RequestPath
 ) -> None:
     address = await start_router(router)
     async with QuartetClient([f"127.0.0.1:{free_port()}", address]) as client:
-        assert (await client.complete("Hi")).router == address
+        assert (await client.complete("Hi", path=path)).router == address
         assert [model.name for model in await client.list_models()] == ["tiny"]
 
 
-async def test_the_next_router_takes_over_from_one_that_drains(router: FakeRouter, start_router: StartRouter) -> None:
+async def test_the_next_router_takes_over_from_one_that_drains(
+    router: FakeRouter, start_router: StartRouter, path: RequestPath
+) -> None:
     draining = FakeRouter()
     draining.error = DrainingError("the router drains")
     async with QuartetClient([await start_router(draining), await start_router(router)]) as client:
-        await client.complete("Hi")
-        await client.complete("Hi")
+        await client.complete("Hi", path=path)
+        await client.complete("Hi", path=path)
     assert (len(draining.starts), len(router.starts)) == (1, 2)
 
 
 async def test_a_router_without_workers_is_not_asked_again_elsewhere(
-    router: FakeRouter, start_router: StartRouter
+    router: FakeRouter, start_router: StartRouter, path: RequestPath
 ) -> None:
     bare = FakeRouter()
     bare.error = WorkerUnavailableError("no worker")
     async with QuartetClient([await start_router(bare), await start_router(router)]) as client:
         with pytest.raises(WorkerUnavailableError, match="no worker"):
-            await client.complete("Hi")
+            await client.complete("Hi", path=path)
     assert router.starts == []
 
 
+@pytest.mark.parametrize("path", _BY_ROUTER)
 async def test_no_other_router_takes_over_once_something_was_shown(
-    router: FakeRouter, start_router: StartRouter
+    router: FakeRouter, start_router: StartRouter, path: RequestPath
 ) -> None:
     breaking = FakeRouter()
     breaking.error_at_end = DrainingError("cut by the drain")
     async with QuartetClient([await start_router(breaking), await start_router(router)]) as client:
         with pytest.raises(DrainingError, match="cut by the drain"):
-            await client.complete("Hi")
+            await client.complete("Hi", path=path)
     assert router.starts == []
 
 
 @pytest.mark.parametrize("call", ["complete", "list_workers"])
-async def test_nobody_there_is_told_soon_and_by_address(free_port: Callable[[], int], call: str) -> None:
+async def test_nobody_there_is_told_soon_and_by_address(
+    free_port: Callable[[], int], call: str, path: RequestPath
+) -> None:
     addresses = [f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"]
     began = time.monotonic()
     async with QuartetClient(addresses) as client:
         with pytest.raises(RouterUnavailableError) as raised:
-            await (client.complete("Hi") if call == "complete" else client.list_workers())
+            await (client.complete("Hi", path=path) if call == "complete" else client.list_workers())
     assert all(address in raised.value.message for address in addresses)
     assert "refused" in raised.value.message
     assert time.monotonic() - began < 5
 
 
-async def test_somebody_who_takes_connections_and_says_nothing_is_told_soon(silent_address: str) -> None:
+async def test_somebody_who_takes_connections_and_says_nothing_is_told_soon(
+    silent_address: str, path: RequestPath
+) -> None:
     began = time.monotonic()
     async with QuartetClient(silent_address) as client:
         with pytest.raises(RouterUnavailableError, match=silent_address):
-            await client.complete("Hi")
+            await client.complete("Hi", path=path)
     assert time.monotonic() - began < 5
 
 
@@ -293,6 +342,33 @@ async def test_an_answer_that_ends_without_its_finished_is_an_error(
     async with QuartetClient(await start_router(router)) as client:
         with pytest.raises(ProtocolError, match="1 of 2 choices"):
             await client.complete("Hi", num_choices=2)
+
+
+async def test_closing_the_client_ends_what_runs_and_says_so(
+    router: FakeRouter, start_router: StartRouter, path: RequestPath
+) -> None:
+    router.hold(1)
+    client = QuartetClient(await start_router(router))
+    stream = client.generate("Hi", path=path)
+    await anext(stream)
+    await router.holding.wait()
+    reading = asyncio.create_task(_read(stream))
+    await asyncio.sleep(0)
+    await client.close()
+    async with asyncio.timeout(5):
+        with pytest.raises(ServingError):
+            await reading
+        await router.dropped.wait()
+
+
+async def test_a_client_that_was_closed_says_so(
+    router: FakeRouter, start_router: StartRouter, path: RequestPath
+) -> None:
+    client = QuartetClient(await start_router(router))
+    await client.complete("Hi", path=path)
+    await client.close()
+    with pytest.raises(RouterUnavailableError, match="closed"):
+        await client.complete("Hi", path=path)
 
 
 async def test_workers_are_listed_with_their_load(router: FakeRouter, start_router: StartRouter) -> None:
@@ -327,8 +403,10 @@ async def test_a_model_is_found_by_name_or_not(router: FakeRouter, start_router:
             await client.get_model("huge")
 
 
-async def test_whatever_fails_is_a_serving_error(router: FakeRouter, start_router: StartRouter) -> None:
+async def test_whatever_fails_is_a_serving_error(
+    router: FakeRouter, start_router: StartRouter, path: RequestPath
+) -> None:
     router.words = ["\ud800"]  # makes the fake break
     async with QuartetClient(await start_router(router)) as client:
         with pytest.raises(ServingError, match="internal error"):
-            await client.complete("Hi")
+            await client.complete("Hi", path=path)

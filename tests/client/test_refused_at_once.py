@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
+from quartet.client.generate import GenerateRequest
 from quartet.client.request import make_start
 from quartet.client.stream import GenerateStream
 from quartet.errors import PermissionDeniedError, ServingError
@@ -41,7 +42,8 @@ class EndedCall:
         return False
 
     async def __aiter__(self) -> AsyncIterator[Any]:
-        raise self._error
+        if self.done():
+            raise self._error
         yield
 
 
@@ -77,7 +79,7 @@ class OneRouter:
 
 
 async def _ask(router: RefusingRouter) -> None:
-    async for _ in GenerateStream(OneRouter(router), make_start("hello")):  # type: ignore[arg-type]
+    async for _ in GenerateStream(GenerateRequest(OneRouter(router), make_start("hello"))):  # type: ignore[arg-type]
         pass
 
 

@@ -9,7 +9,18 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from quartet.client import Accepted, AnswerPart, ChoiceFinished, ChoicePlacement, Delta, Place, QuartetClient, Sampling
+from quartet.client import (
+    Accepted,
+    AnswerPart,
+    ChoiceFinished,
+    ChoicePlacement,
+    Delta,
+    Place,
+    Placed,
+    QuartetClient,
+    RequestPath,
+    Sampling,
+)
 
 _VOCAB = range(10, 640)
 
@@ -21,15 +32,41 @@ class Ask:
     token_ids: tuple[int, ...]
     sampling: Sampling
     seed: int
+    stop: tuple[str, ...] = ()
+    num_choices: int = 1
+
+
+@dataclass
+class Choice:
+    """What one choice has got so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finished: ChoiceFinished | None = None
+
+    @property
+    def shown(self) -> tuple[object, ...]:
+        """What of it must be the same whatever happened meanwhile."""
+        assert self.finished is not None, "it ended"
+        return (tuple(self.token_ids), self.text, self.finished.reason, self.finished.stop_string)
 
 
 @dataclass
 class Answer:
-    """What one request has got so far."""
+    """What one request has got so far; ``placement`` is where its first choice was placed at first."""
 
-    token_ids: list[int] = field(default_factory=list)
+    choices: list[Choice]
     placement: ChoicePlacement | None = None
-    finished: ChoiceFinished | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The first choice's."""
+        return self.choices[0].token_ids
+
+    @property
+    def finished(self) -> ChoiceFinished | None:
+        """The end of the first choice, once all of them have ended."""
+        return self.choices[0].finished if all(choice.finished for choice in self.choices) else None
 
 
 def mixed_asks(name: str, count: int, *, num_prompt_tokens: range, num_tokens: range) -> list[Ask]:
@@ -56,11 +93,19 @@ def endless_asks(name: str, count: int) -> list[Ask]:
 class Crowd:
     """Requests that run while the block does; those that still do at its end are dropped."""
 
-    def __init__(self, client: QuartetClient, asks: Sequence[Ask], *, timeout_s: float = 60.0) -> None:
-        self.answers = [Answer() for _ in asks]
+    def __init__(
+        self,
+        client: QuartetClient,
+        asks: Sequence[Ask],
+        *,
+        timeout_s: float = 60.0,
+        path: RequestPath = RequestPath.GENERATE,
+    ) -> None:
+        self.answers = [Answer([Choice() for _ in range(ask.num_choices)]) for ask in asks]
         self._client = client
         self._asks = asks
         self._timeout_s = timeout_s
+        self._path = path
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -76,13 +121,19 @@ class Crowd:
 
     @property
     def token_ids(self) -> list[list[int]]:
-        """The tokens so far, in the order of the requests."""
+        """The tokens so far of each first choice, in the order of the requests."""
         return [answer.token_ids for answer in self.answers]
 
     @property
+    def shown(self) -> list[tuple[object, ...]]:
+        """Tokens, text and end of each choice, in the order of the requests. All have ended."""
+        return [choice.shown for answer in self.answers for choice in answer.choices]
+
+    @property
     def num_attempts(self) -> list[int]:
-        """Attempts that each request took."""
-        return [answer.finished.usage.num_attempts for answer in self.answers if answer.finished is not None]
+        """Attempts that each choice took that has ended."""
+        ends = [choice.finished for answer in self.answers for choice in answer.choices]
+        return [finished.usage.num_attempts for finished in ends if finished is not None]
 
     def at(self, worker_id: str) -> list[Answer]:
         """Unfinished requests that were placed at a worker at first."""
@@ -111,9 +162,17 @@ class Crowd:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _run(self, ask: Ask, answer: Answer) -> None:
-        fields = {"token_ids": ask.token_ids, "sampling": ask.sampling, "seed": ask.seed}
         try:
-            async with self._client.generate(None, timeout_s=self._timeout_s, **fields) as stream:  # type: ignore[arg-type]
+            stream = self._client.generate(
+                path=self._path,
+                token_ids=ask.token_ids,
+                sampling=ask.sampling,
+                seed=ask.seed,
+                stop=ask.stop,
+                num_choices=ask.num_choices,
+                timeout_s=self._timeout_s,
+            )
+            async with stream:
                 async for event in stream:
                     async with self._changed:
                         _take(answer, event)
@@ -133,9 +192,13 @@ class Crowd:
 def _take(answer: Answer, event: AnswerPart) -> None:
     match event:
         case Accepted():
-            answer.placement = event.choices[0]
+            answer.placement = next((placed for placed in event.choices if placed.choice == 0), None)
+        case Placed():
+            answer.placement = event.placement if event.placement.choice == 0 else answer.placement
         case Delta():
-            assert event.token_offset == len(answer.token_ids), "tokens are missing or came twice"
-            answer.token_ids += event.token_ids
+            choice = answer.choices[event.choice]
+            assert event.token_offset == len(choice.token_ids), "tokens are missing or came twice"
+            choice.token_ids += event.token_ids
+            choice.text += event.text
         case ChoiceFinished():
-            answer.finished = event
+            answer.choices[event.choice].finished = event

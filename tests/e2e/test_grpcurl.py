@@ -244,7 +244,27 @@ async def test_an_impossible_request_shows_code_and_field(
         assert answer.field == field
 
 
-async def test_place_and_session_are_told_to_be_missing(router: Grpcurl) -> None:
-    for method in ("Place", "Session"):
-        answer = await router.call(f"quartet.v1.RouterService/{method}", {})
-        assert answer.status["code"] == 12, method
+async def test_a_session_answers_as_generate_does(router: Grpcurl) -> None:
+    wanted = await generate(router, started())
+    answer = await router.call("quartet.v1.RouterService/Session", {"start": {"slot": 3, **started()}})
+    assert answer.code == 0, answer.err
+    assert [token_id for message in answer.messages for token_id in message.get("token_ids", [])] == token_ids(wanted)
+    assert "".join(text for message in answer.messages for text in message.get("texts", [])) == text_of(wanted)
+    finished = [entry for message in answer.messages for entry in message.get("finished", [])]
+    assert [entry["slot"] for entry in finished] == [3]
+
+
+async def test_what_place_seals_is_streamed_from_its_decode_worker(router: Grpcurl, grpcurl: Path) -> None:
+    wanted = await generate(router, started())
+    answer = await router.call("quartet.v1.RouterService/Place", started())
+    assert answer.code == 0, answer.err
+    [choice] = answer.messages[0]["choices"]
+    address = choice["stream"].pop("address")
+    sealed = {"sealed_start": choice["stream"]}
+    decode = Grpcurl(grpcurl, address)
+    rest = await decode.call("quartet.v1.DecodeService/Decode", sealed)
+    ids = [token_id for message in rest.messages for token_id in message.get("token_ids", [])]
+    assert choice["token_ids"] + ids == token_ids(wanted)
+    again = await decode.call("quartet.v1.DecodeService/Decode", sealed)
+    [failure] = [entry["failure"] for message in again.messages for entry in message.get("failures", [])]
+    assert failure["reason"] == "SEAL_USED"

@@ -14,7 +14,7 @@ import grpc
 import pytest
 import yaml
 
-from quartet.client import QuartetClient, Sampling
+from quartet.client import QuartetClient, RequestPath, Sampling
 from quartet.errors import PermissionDeniedError, ServingError
 from quartet.rpc.tls import TlsConfig
 from quartet.v1 import (
@@ -30,6 +30,7 @@ from quartet.v1 import (
     worker_pb2_grpc,
 )
 from tests.certificates import CertificateAuthority
+from tests.e2e import placed
 from tests.e2e.conftest import StartStack
 from tests.e2e.stack import Stack, StackConfig
 
@@ -124,14 +125,18 @@ def get_info(channel: grpc.Channel) -> Any:
     return worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=_TIMEOUT_S)
 
 
-async def test_a_client_generates_through_prefill_and_decode(tls_stack: Stack, identities: Identities) -> None:
+async def test_a_client_generates_through_prefill_and_decode_on_every_path(
+    tls_stack: Stack, identities: Identities
+) -> None:
     async with QuartetClient(tls_stack.router_address, tls=identities.client) as client:
         sampling = Sampling(temperature=0.0, max_tokens=16, ignore_eos=True)
-        completion = await client.complete(token_ids=range(40, 140), sampling=sampling)
-    assert len(completion.choices[0].token_ids) == 16
-    assert completion.choices[0].finished.usage.num_attempts == 1
+        for path in RequestPath:
+            completion = await client.complete(token_ids=range(40, 140), sampling=sampling, path=path)
+            assert len(completion.choices[0].token_ids) == 16 and completion.text
+            assert completion.choices[0].finished.usage.num_attempts == 1
     # The blocks crossed, so the workers have let each other in.
-    assert tls_stack.metrics("prefill-0").value("quartet_worker_requests_total", outcome="prefilled") == 1
+    prefilled = tls_stack.metrics("prefill-0").value("quartet_worker_requests_total", outcome="prefilled")
+    assert prefilled == len(RequestPath)
     assert tls_stack.metrics("decode-0").value("quartet_worker_transfer_bytes_total", way="grpc") > 0
     await asyncio.to_thread(tls_stack.wait_blocks_returned, timeout_s=10)
 
@@ -139,7 +144,6 @@ async def test_a_client_generates_through_prefill_and_decode(tls_stack: Stack, i
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        ("decode-0", decode),
         ("prefill-0", prefill),
         ("prefill-0", pull),
         ("decode-0", drain),
@@ -158,9 +162,27 @@ def test_each_gets_what_is_theirs(call: Callable[..., grpc.StatusCode], identiti
     assert call("router", identities.operator, list_workers) is grpc.StatusCode.OK
     assert call("decode-0", identities.operator, get_info) is grpc.StatusCode.OK
     # Let in, and told that the message says nothing.
+    assert call("decode-0", identities.client, decode) is grpc.StatusCode.INVALID_ARGUMENT
     assert call("decode-0", identities.servers["router"], decode) is grpc.StatusCode.INVALID_ARGUMENT
     assert call("prefill-0", identities.servers["decode-0"], pull) is grpc.StatusCode.INVALID_ARGUMENT
     assert call("decode-0", identities.servers["prefill-0"], drain) is grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_a_client_decodes_what_a_router_sealed_and_nothing_else(tls_stack: Stack, identities: Identities) -> None:
+    with tls_stack.channel("router", identities.client) as router:
+        choice = placed.place(router)
+        expected = placed.generate(router)
+    with tls_stack.channel("decode-0", identities.client) as worker:
+        [refused] = placed.decode(worker, placed.unsealed_start()).failures
+        decoded = placed.decode(worker, placed.sealed_start(choice.stream))
+    assert isinstance(refused, PermissionDeniedError)
+    assert [*choice.token_ids, *decoded.token_ids] == expected
+    with tls_stack.channel("decode-0", identities.servers["router"]) as worker:
+        assert placed.decode(worker, placed.unsealed_start()).token_ids == expected
+    with tls_stack.channel("decode-0", identities.operator) as worker:
+        [refused] = placed.decode(worker, placed.unsealed_start()).failures
+    assert isinstance(refused, PermissionDeniedError)
+    tls_stack.wait_blocks_returned(timeout_s=10)
 
 
 async def test_who_belongs_to_another_deployment_is_refused(tls_stack: Stack, identities: Identities) -> None:

@@ -19,9 +19,11 @@ class Reports:
 
     def __init__(self) -> None:
         self.now = make_load()
+        self.num_samples = 0
         self.sent: asyncio.Queue[WorkerLoad] = asyncio.Queue()
 
     def sample(self) -> WorkerLoad:
+        self.num_samples += 1
         return self.now
 
     async def next(self) -> WorkerLoad:
@@ -33,7 +35,11 @@ class Reports:
 async def pacing(*, min_interval_s: float, heartbeat_s: float) -> AsyncIterator[tuple[LoadPacer, Reports]]:
     reports = Reports()
     pacer = LoadPacer(
-        reports.sample, reports.sent.put_nowait, min_interval_s=min_interval_s, heartbeat_interval_s=heartbeat_s
+        reports.sample,
+        reports.sent.put_nowait,
+        lambda: reports.now.num_queued_prefill_tokens,
+        min_interval_s=min_interval_s,
+        heartbeat_interval_s=heartbeat_s,
     )
     task = asyncio.create_task(pacer.run())
     try:
@@ -93,3 +99,14 @@ async def test_an_emptied_prefill_queue_is_told_at_once() -> None:
         pacer.poke()
         assert (await reports.next()).num_queued_prefill_tokens == 0
         assert time.monotonic() - began < 0.05
+
+
+async def test_pokes_take_no_samples_while_prefill_tokens_are_queued() -> None:
+    async with pacing(min_interval_s=0.001, heartbeat_s=60) as (pacer, reports):
+        reports.now = make_load(queued=100)
+        pacer.poke()
+        await reports.next()
+        num_samples = reports.num_samples
+        for _ in range(100):
+            pacer.poke()
+        assert reports.num_samples == num_samples

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 import zlib
 from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,14 +19,27 @@ from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import RequestCancelledError, ServingError
 from quartet.kvcache.layout import HandOff, OpaquePayload
-from quartet.rpc.edge import Accepted, AnswerPart, ChoiceFinished, ChoicePlacement, Placed
-from quartet.rpc.inner import DecodeFinished, DecodeProgress, DecodeStarted, InnerStart, PrefillOutcome
+from quartet.rpc.answer import Answer
+from quartet.rpc.edge import (
+    Accepted,
+    AnswerPart,
+    ChoiceFinished,
+    ChoicePlacement,
+    GenerateStart,
+    Placed,
+    Resume,
+)
+from quartet.rpc.inner import DecodeFinished, DecodeSink, DecodeStarted, InnerStart, PrefillOutcome
+from quartet.rpc.seal_keys import SealKey
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.text.model_text import ModelText
 from router.admission import Admission, AdmissionConfig
-from router.attempts import AttemptConfig, AttemptTools
-from router.pipeline import GenerateRun, Pipeline, PipelineTools
+from router.attempt_tools import AttemptConfig, AttemptTools
+from router.pipeline import Pipeline
+from router.pipeline_tools import PipelineTools
+from router.policy.base import Pending, Placement, Snapshot
 from router.policy.least_loaded import LeastLoadedPolicy
+from router.sealing import Sealer
 from router.worker import PoolKey
 from router.worker_table import WorkerTable
 from tests.router.records import make_load, make_record
@@ -62,6 +77,7 @@ class Plan:
         hang_after: tokens after which nothing comes any more.
         overlap: tokens that are sent again at the beginning.
         has_hole: leaves out its first token.
+        gate: a prefill waits for it first.
     """
 
     error: ServingError | None = None
@@ -69,6 +85,7 @@ class Plan:
     hang_after: int | None = None
     overlap: int = 0
     has_hole: bool = False
+    gate: asyncio.Event | None = None
 
 
 @dataclass
@@ -88,6 +105,7 @@ class FakeHops:
         calls: everything that was started.
         num_open: calls that neither ended nor were cancelled.
         held: hand-offs that nobody took, dropped or ended.
+        kept: those whose lease is renewed.
         tokens_per_step: tokens of each progress.
         eos_at: output position at which the model ends.
     """
@@ -96,10 +114,12 @@ class FakeHops:
     calls: list[Call] = field(default_factory=list)
     num_open: int = 0
     held: set[bytes] = field(default_factory=set)
+    kept: set[bytes] = field(default_factory=set)
     tokens_per_step: int = 1
     eos_at: int | None = None
     called: asyncio.Event = field(default_factory=asyncio.Event)
     hung: asyncio.Event = field(default_factory=asyncio.Event)
+    keeping: asyncio.Event = field(default_factory=asyncio.Event)
 
     def plan(self, kind: str, *plans: Plan) -> None:
         self.plans[kind].extend(plans)
@@ -107,8 +127,15 @@ class FakeHops:
     def prefill(self, place: Place, start: InnerStart) -> FakePrefill:
         return FakePrefill(self, *self._note("prefill", place, start))
 
-    def decode(self, place: Place, start: InnerStart) -> FakeDecode:
-        return FakeDecode(self, *self._note("decode", place, start))
+    def decode(self, place: Place, start: InnerStart, sink: DecodeSink) -> FakeDecode:
+        place, start, plan = self._note("decode", place, start)
+        return FakeDecode(self, place, start, sink, plan)
+
+    def keep(self, hand_off: HandOff) -> FakeKept:
+        assert hand_off.hand_off_id in self.held
+        self.kept.add(hand_off.hand_off_id)
+        self.keeping.set()
+        return FakeKept(self, hand_off.hand_off_id)
 
     def drop(self, hand_off: HandOff) -> None:
         self.held.discard(hand_off.hand_off_id)
@@ -132,6 +159,15 @@ class FakeHops:
         return place, start, self.plans[kind].popleft() if self.plans[kind] else Plan()
 
 
+@dataclass
+class FakeKept:
+    hops: FakeHops
+    hand_off_id: bytes
+
+    def stop(self) -> None:
+        self.hops.kept.discard(self.hand_off_id)
+
+
 class FakePrefill:
     def __init__(self, hops: FakeHops, place: Place, start: InnerStart, plan: Plan) -> None:
         self._hops, self._place, self._start, self._plan = hops, place, start, plan
@@ -143,6 +179,9 @@ class FakePrefill:
             if self._plan.hang_after is not None:
                 self._hops.hung.set()
                 await asyncio.Event().wait()
+            if self._plan.gate is not None:
+                self._hops.hung.set()
+                await self._plan.gate.wait()
             if self._plan.error is not None:
                 raise self._plan.error
             return self._succeed()
@@ -177,8 +216,11 @@ class FakePrefill:
 
 
 class FakeDecode:
-    def __init__(self, hops: FakeHops, place: Place, start: InnerStart, plan: Plan) -> None:
-        self._hops, self._start, self._plan = hops, start, plan
+    """Gives its tokens to the sink, a step a turn of the event loop, from when its end is first waited for."""
+
+    def __init__(self, hops: FakeHops, place: Place, start: InnerStart, sink: DecodeSink, plan: Plan) -> None:
+        self.heard_at: float | None = None
+        self._hops, self._start, self._sink, self._plan = hops, start, sink, plan
         self._token_ids = list(start.generation.generated_token_ids)
         self._num_given = 0
         self._is_over = False
@@ -190,17 +232,23 @@ class FakeDecode:
             self._end()
             self._wake.set()
 
-    async def next(self) -> DecodeProgress:
-        await asyncio.sleep(0)
-        if self._plan.error is not None and self._num_given >= self._plan.fail_after:
-            self._end()
-            raise self._plan.error
-        if self._plan.hang_after is not None and self._num_given >= self._plan.hang_after:
-            self._hops.hung.set()
-            await self._wake.wait()
-            raise RequestCancelledError("cancelled")
-        started = self._take_hand_off() if self._num_given == 0 else None
-        return self._step(started)
+    async def outcome(self) -> DecodeFinished | None:
+        while not self._is_over:
+            await asyncio.sleep(0)
+            if self._plan.error is not None and self._num_given >= self._plan.fail_after:
+                self._end()
+                raise self._plan.error
+            if self._plan.hang_after is not None and self._num_given >= self._plan.hang_after:
+                self._hops.hung.set()
+                await self._wake.wait()
+                raise RequestCancelledError("cancelled")
+            reason, is_enough = self._step()
+            if reason is not None:
+                self._end()
+                return DecodeFinished(reason=reason, num_output_tokens=len(self._token_ids))
+            if is_enough:
+                return None
+        raise RequestCancelledError("cancelled")
 
     def _take_hand_off(self) -> DecodeStarted:
         if self._start.hand_off is not None:
@@ -208,7 +256,9 @@ class FakeDecode:
             self._hops.held.discard(self._start.hand_off.hand_off_id)
         return DecodeStarted(num_cached_tokens=3, queue_s=0.03, transfer_s=0.004, transfer_bytes=1)
 
-    def _step(self, started: DecodeStarted | None) -> DecodeProgress:
+    def _step(self) -> tuple[FinishReason | None, bool]:
+        if self._num_given == 0:
+            self._sink.started(self._take_hand_off())
         first = len(self._token_ids)
         reason = None
         while reason is None and len(self._token_ids) < first + self._hops.tokens_per_step:
@@ -220,15 +270,9 @@ class FakeDecode:
         self._num_given += len(self._token_ids) - first
         token_ids = self._token_ids[offset:]
         wants_logprobs = self._start.generation.output.logprobs is not None
-        if reason is not None:
-            self._end()
-        return DecodeProgress(
-            token_offset=offset,
-            token_ids=token_ids,
-            logprobs=[TokenLogprobs(token_id, -1.0) for token_id in token_ids] if wants_logprobs else [],
-            started=started,
-            finished=reason and DecodeFinished(reason=reason, num_output_tokens=len(self._token_ids)),
-        )
+        logprobs = [TokenLogprobs(token_id, -1.0) for token_id in token_ids] if wants_logprobs else []
+        self.heard_at = time.monotonic()
+        return reason, not self._sink.take(offset, token_ids, logprobs, self.heard_at)
 
     def _end(self) -> None:
         self._is_over = True
@@ -251,6 +295,29 @@ class FakeTexts:
         return MODEL_TEXT
 
 
+class OneKey:
+    """A key in memory."""
+
+    sealing_key = SealKey(key_id="test", secret=bytes(32))
+
+    def find(self, key_id: str) -> SealKey | None:
+        return self.sealing_key if key_id == self.sealing_key.key_id else None
+
+
+class NotingPolicy(LeastLoadedPolicy):
+    """``kept_waiting`` is set once a request was kept in the queue."""
+
+    def __init__(self, local_prefill_max_tokens: int, rng: random.Random) -> None:
+        super().__init__(local_prefill_max_tokens, rng)
+        self.kept_waiting = asyncio.Event()
+
+    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> list[Placement | None]:
+        placements = super().assign(waiting, snapshot)
+        if None in placements:
+            self.kept_waiting.set()
+        return placements
+
+
 class Fleet:
     """A pipeline over fake hops to workers of the given ids."""
 
@@ -266,10 +333,11 @@ class Fleet:
         self.hops, self.texts = FakeHops(), FakeTexts()
         self.registry = CollectorRegistry()
         metrics = RouterMetrics(self.registry)
-        policy = LeastLoadedPolicy(LOCAL_PREFILL_MAX_TOKENS, random.Random(0))
-        self.admission = Admission(self.table, policy, admission or AdmissionConfig())
+        self.policy = NotingPolicy(LOCAL_PREFILL_MAX_TOKENS, random.Random(0))
+        self.admission = Admission(self.table, self.policy, admission or AdmissionConfig())
         self.table.listen(self.admission.wake)
         self.pauses: list[float] = []
+        self.on_pause: Callable[[], None] = lambda: None
         tools = AttemptTools(
             router_id="router-a",
             admission=self.admission,
@@ -279,10 +347,19 @@ class Fleet:
             sleep=self._sleep,
         )
         self.pipeline = Pipeline(
-            PipelineTools(table=self.table, texts=self.texts, attempts=tools, max_timeout_s=max_timeout_s)
+            PipelineTools(
+                table=self.table,
+                texts=self.texts,
+                attempts=tools,
+                max_timeout_s=max_timeout_s,
+                sealer=Sealer(OneKey(), self.table, ttl_s=20.0, clock=lambda: 0.0),
+            )
         )
         for worker_id in worker_ids:
             self.join(worker_id, **record)
+
+    def generate(self, start: GenerateStart, *, resume: Resume | None = None, traceparent: str = "") -> Request:
+        return Request(self.pipeline, start, resume=resume, traceparent=traceparent)
 
     def join(self, worker_id: str, **changes: object) -> None:
         record = make_record(worker_id, **changes)
@@ -297,7 +374,7 @@ class Fleet:
     def assert_nothing_left(self) -> None:
         """Nothing is booked, queued, running or held any more."""
         assert self.hops.num_open == 0
-        assert self.hops.held == set()
+        assert self.hops.held == self.hops.kept == set()
         assert self.admission.length == 0
         assert self.pipeline.num_running == 0
         for status in self.table.statuses(0.0):
@@ -309,6 +386,7 @@ class Fleet:
 
     async def _sleep(self, duration_s: float) -> None:
         self.pauses.append(duration_s)
+        self.on_pause()
         await asyncio.sleep(0)
 
 
@@ -346,7 +424,25 @@ class Collected:
         self.logprobs.setdefault(part.choice, []).extend(part.logprobs)
 
 
-async def collect(run: GenerateRun, into: Collected | None = None) -> Collected:
+class Request:
+    """One request of a pipeline, and its answer."""
+
+    def __init__(self, pipeline: Pipeline, start: GenerateStart, *, resume: Resume | None, traceparent: str) -> None:
+        self._answer = Answer()
+        self._run = pipeline.generate(start, self._answer, resume=resume, traceparent=traceparent)
+        self.cancel = self._run.cancel
+        self.abort = self._run.abort
+
+    async def parts(self) -> AsyncGenerator[AnswerPart, None]:
+        """The answer, as a handler reads it: who stops reading drops the request."""
+        try:
+            async for part in self._answer.parts():
+                yield part
+        finally:
+            await self._run.drop()
+
+
+async def collect(run: Request, into: Collected | None = None) -> Collected:
     """Read the whole answer."""
     collected = Collected() if into is None else into
     async with asyncio.timeout(TIMEOUT_S), aclosing(run.parts()) as parts:

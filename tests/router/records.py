@@ -49,7 +49,7 @@ def make_record(worker_id: str = "decode-0", **changes: object) -> WorkerRecord:
 
 def make_load(record: WorkerRecord, *, router_progress: dict[str, int] | None = None, **changes: object) -> WorkerLoad:
     """A load report of ``record``'s worker; ``changes`` are to its ranks or, where it has them, to itself."""
-    own = {name: changes.pop(name) for name in ("is_draining", "is_healthy") if name in changes}
+    own = {name: changes.pop(name) for name in ("is_draining", "is_healthy", "placements") if name in changes}
     rank = RankLoad(num_total_blocks=record.num_blocks, **changes)
     return WorkerLoad(
         worker_id=record.worker_id,

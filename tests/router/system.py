@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -66,11 +67,13 @@ class System:
 
     Attributes:
         gates: by worker id: where given, each step of its engine takes one permit.
+        worker_settings: of every worker that is started from now on.
         runners: by worker id.
     """
 
     directory: Path
     gates: dict[str, threading.Semaphore] = field(default_factory=dict)
+    worker_settings: Mapping[str, Any] = field(default_factory=dict)
     runners: dict[str, FakeRunner] = field(default_factory=dict)
     workers: dict[str, Running] = field(default_factory=dict)
     engines: dict[str, StepEngine] = field(default_factory=dict)
@@ -81,6 +84,14 @@ class System:
     def discovery(self) -> DiscoveryConfig:
         files = FileConfig(directory=self.directory / "discovery", poll_interval_s=0.02, ttl_s=60)
         return DiscoveryConfig(kind=DiscoveryKind.FILE, file=files)
+
+    @property
+    def seal_keys_file(self) -> Path:
+        file = self.directory / "seal_keys"
+        if not file.exists():
+            file.touch(mode=0o600)
+            file.write_text(f"test {'5e' * 32}\n")
+        return file
 
     def write_model(self) -> Path:
         model = self.directory / "model"
@@ -110,14 +121,22 @@ class System:
             model_name="tiny",
             model_path=str(self.write_model()),
             discovery=self.discovery,
+            seal_keys_file=self.seal_keys_file,
             drain_timeout_s=2.0,
+            **self.worker_settings,
         )
         stop = asyncio.Event()
         process = worker_process.WorkerProcess(config, Role(worker_id.split("-", maxsplit=1)[0]))
         self.workers[worker_id] = Running(asyncio.create_task(process.run(stop)), stop)
 
     async def start_router(self, **changes: object) -> None:
-        settings = {"server": ServerConfig(), "discovery": self.discovery, "drain_timeout_s": 2.0, **changes}
+        settings: dict[str, Any] = {
+            "server": ServerConfig(),
+            "discovery": self.discovery,
+            "seal_keys_file": self.seal_keys_file,
+            "drain_timeout_s": 2.0,
+            **changes,
+        }
         process = RouterProcess(RouterConfig(**settings))
         stop = asyncio.Event()
         self.router = Running(asyncio.create_task(process.run(stop)), stop)
@@ -169,10 +188,16 @@ class System:
 
 @asynccontextmanager
 async def running_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *worker_ids: str, gated: tuple[str, ...] = (), **router: object
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *worker_ids: str,
+    gated: tuple[str, ...] = (),
+    worker: Mapping[str, Any] | None = None,
+    **router: object,
 ) -> AsyncIterator[tuple[System, Stub]]:
-    """A system whose workers are all ready, and a stub for its router."""
-    system = System(tmp_path, gates={worker_id: threading.Semaphore(0) for worker_id in gated})
+    """A system whose workers are all ready, and a stub for its router; ``worker``: settings of every worker."""
+    gates = {worker_id: threading.Semaphore(0) for worker_id in gated}
+    system = System(tmp_path, gates=gates, worker_settings=worker or {})
     monkeypatch.setattr(worker_process, "create_engine", system.create_engine)
     try:
         for worker_id in worker_ids:

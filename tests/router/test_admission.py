@@ -26,9 +26,8 @@ class Desk:
 
     def __init__(self, **config: object) -> None:
         self.table = WorkerTable("router-a", heartbeat_timeout_s=10**9)
-        self.lengths: list[int] = []
         policy = RoundRobinPolicy(10**9)
-        self.admission = Admission(self.table, policy, AdmissionConfig(**config), on_length=self.lengths.append)
+        self.admission = Admission(self.table, policy, AdmissionConfig(**config))
         self.table.listen(self.admission.wake)
         self.table.put(_RECORD, 0.0)
         self.table.connected(_RECORD.key, make_load(_RECORD), 0.0)
@@ -208,6 +207,6 @@ async def test_the_length_of_the_queue_is_told(desk: Desk) -> None:
     await desk.settle()
     desk.ask("waiting", 10)
     await desk.settle()
-    assert desk.lengths[-1] == 1
+    assert desk.admission.length == 1
     await desk.release(full)
-    assert desk.lengths[-1] == 0
+    assert desk.admission.length == 0

@@ -13,17 +13,21 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from quartet.discovery.memory import MemoryRegistry
+from quartet.errors import ServingError
 from quartet.events.wire import LOAD_TOPIC
 from quartet.rpc.errors import from_rpc_error
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import types_pb2
-from router.attempts import AttemptConfig
+from router.attempt_tools import AttemptConfig
 from router.fleet import Fleet
+from router.worker import PoolKey
 from router.worker_table import WorkerTable
 from tests.router.records import make_record
 from tests.router.system import TIMEOUT_S, Stub, System, expected, running_system
 from tests.router.test_servicer import PROMPT, generate, make_start, read_all, token_ids_of
+from tests.services.test_model_files import FakeWorker, serving
+from tests.text.builders import byte_level_backend
 
 
 async def open_until_token(
@@ -277,6 +281,25 @@ async def test_events_that_make_no_sense_are_counted() -> None:
             while not metrics.get_sample_value("quartet_router_malformed_events_total"):
                 socket.send_multipart([LOAD_TOPIC, b"short", b""])
                 await asyncio.sleep(0.005)
+    await discovery.close()
+    await watching
+    await fleet.close()
+
+
+async def test_the_text_files_of_another_model_are_not_taken_for_those_of_the_pool() -> None:
+    worker, old = FakeWorker(make_record(model_fingerprint="0b" * 32)), "0a" * 32
+    table, discovery = WorkerTable("router-a", heartbeat_timeout_s=30), MemoryRegistry()
+    fleet = Fleet(table, RouterMetrics(CollectorRegistry()), None)
+    adopted = asyncio.Event()
+    table.listen(adopted.set)
+    watching = asyncio.create_task(fleet.watch(discovery.watch()))
+    files = {"tokenizer.json": byte_level_backend().to_str().encode()}
+    async with serving(worker, files) as address, asyncio.timeout(TIMEOUT_S):
+        # As discovery knows it; another worker listens there by now.
+        await discovery.register(make_record(grpc_address=address, model_fingerprint=old))
+        await adopted.wait()
+        with pytest.raises(ServingError, match="another model"):
+            await fleet.texts.model_text(PoolKey("tiny", old))
     await discovery.close()
     await watching
     await fleet.close()

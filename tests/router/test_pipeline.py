@@ -23,7 +23,7 @@ def make_start(**changes: object) -> GenerateStart:
 
 async def test_a_long_prompt_is_prefilled_and_decoded_in_two_places() -> None:
     fleet = Fleet("prefill-0", "decode-0")
-    answer = await collect(fleet.pipeline.generate(make_start()))
+    answer = await collect(fleet.generate(make_start()))
     [placement] = answer.accepted.choices
     assert (placement.prefill, placement.decode) == (Place("prefill-0"), Place("decode-0"))
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
@@ -37,7 +37,7 @@ async def test_a_long_prompt_is_prefilled_and_decoded_in_two_places() -> None:
 
 async def test_a_short_prompt_is_prefilled_where_it_is_decoded() -> None:
     fleet = Fleet("prefill-0", "decode-0")
-    answer = await collect(fleet.pipeline.generate(make_start(prompt=TokenPrompt((1, 2, 3)))))
+    answer = await collect(fleet.generate(make_start(prompt=TokenPrompt((1, 2, 3)))))
     assert answer.token_ids[0] == expected_tokens(5, 0, 3, 12)
     assert [call.kind for call in fleet.hops.calls] == ["decode"]
     assert answer.finished[0].usage.num_cached_tokens == 3
@@ -46,7 +46,7 @@ async def test_a_short_prompt_is_prefilled_where_it_is_decoded() -> None:
 
 async def test_without_prefill_workers_it_is_aggregated() -> None:
     fleet = Fleet("decode-0")
-    answer = await collect(fleet.pipeline.generate(make_start()))
+    answer = await collect(fleet.generate(make_start()))
     assert answer.accepted.choices[0].prefill is None
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
 
@@ -54,7 +54,7 @@ async def test_without_prefill_workers_it_is_aggregated() -> None:
 async def test_the_first_token_waits_for_no_decode_worker() -> None:
     fleet = Fleet("prefill-0", "decode-0")
     fleet.hops.plan("decode", Plan(hang_after=0))
-    parts = fleet.pipeline.generate(make_start()).parts()
+    parts = fleet.generate(make_start()).parts()
     async with asyncio.timeout(10):
         await anext(parts)
         assert (await anext(parts)).token_ids == tuple(expected_tokens(5, 0, 20, 1))
@@ -64,7 +64,7 @@ async def test_the_first_token_waits_for_no_decode_worker() -> None:
 
 async def test_a_first_token_that_ends_it_needs_no_decode_worker() -> None:
     fleet = Fleet("prefill-0", "decode-0")
-    answer = await collect(fleet.pipeline.generate(make_start(sampling=Sampling(max_tokens=1))))
+    answer = await collect(fleet.generate(make_start(sampling=Sampling(max_tokens=1))))
     assert answer.finished[0].reason is FinishReason.LENGTH
     assert [call.kind for call in fleet.hops.calls] == ["prefill"]
     fleet.assert_nothing_left()
@@ -73,7 +73,7 @@ async def test_a_first_token_that_ends_it_needs_no_decode_worker() -> None:
 async def test_an_end_of_sequence_ends_it() -> None:
     fleet = Fleet("prefill-0", "decode-0")
     fleet.hops.eos_at = 3
-    answer = await collect(fleet.pipeline.generate(make_start()))
+    answer = await collect(fleet.generate(make_start()))
     assert answer.token_ids[0] == [*expected_tokens(5, 0, 20, 3), EOS_ID]
     assert answer.texts[0] == text_of(expected_tokens(5, 0, 20, 3))
     assert (answer.finished[0].reason, answer.finished[0].usage.num_output_tokens) == (FinishReason.STOP_ID, 4)
@@ -81,7 +81,7 @@ async def test_an_end_of_sequence_ends_it() -> None:
 
 async def test_choices_are_answers_of_their_own() -> None:
     fleet = Fleet("prefill-0", "decode-0", "decode-1", num_blocks=1000)
-    answer = await collect(fleet.pipeline.generate(make_start(num_choices=5)))
+    answer = await collect(fleet.generate(make_start(num_choices=5)))
     assert answer.token_ids == {choice: expected_tokens(5, choice, 20, 12) for choice in range(5)}
     assert answer.finished.keys() == set(range(5))
     assert [placement.choice for placement in answer.accepted.choices] == list(range(5))
@@ -91,7 +91,7 @@ async def test_choices_are_answers_of_their_own() -> None:
 async def test_more_choices_than_there_is_room_for_run_one_after_the_other() -> None:
     # Each takes 4 blocks of 7: prompt of 20 tokens and 12 more, 10 a block.
     fleet = Fleet("prefill-0", "decode-0", num_blocks=7)
-    answer = await collect(fleet.pipeline.generate(make_start(num_choices=4)))
+    answer = await collect(fleet.generate(make_start(num_choices=4)))
     assert answer.token_ids == {choice: expected_tokens(5, choice, 20, 12) for choice in range(4)}
     assert [placement.choice for placement in answer.accepted.choices] == [0]
     assert answer.placements.keys() == set(range(4))
@@ -101,7 +101,7 @@ async def test_more_choices_than_there_is_room_for_run_one_after_the_other() -> 
 async def test_the_first_choice_is_shown_while_others_wait_for_room() -> None:
     fleet = Fleet("decode-0", num_blocks=7)
     fleet.hops.plan("decode", Plan(hang_after=2))
-    run = fleet.pipeline.generate(make_start(num_choices=3))
+    run = fleet.generate(make_start(num_choices=3))
     answer = Collected()
     async with asyncio.timeout(TIMEOUT_S), aclosing(run.parts()) as parts:
         async for part in parts:
@@ -120,7 +120,7 @@ async def test_text_that_is_held_back_is_no_first_token_until_it_leaves() -> Non
     text = text_of(expected_tokens(5, 0, 20, 12))
     fleet.hops.plan("decode", Plan(hang_after=2))
     options = TextOptions(stop_strings=(text[:3] + "#",))
-    reading = asyncio.create_task(collect(fleet.pipeline.generate(make_start(text_options=options))))
+    reading = asyncio.create_task(collect(fleet.generate(make_start(text_options=options))))
     async with asyncio.timeout(TIMEOUT_S):
         await fleet.hops.hung.wait()
     assert fleet.registry.get_sample_value("quartet_router_ttft_seconds_count", {"model": "tiny"}) == 0
@@ -140,7 +140,7 @@ async def test_a_stop_string_ends_it_and_what_follows_is_neither_shown_nor_count
     stop = text[5:7]
     assert text.index(stop) == 5
     options = TextOptions(stop_strings=(stop, "never"), include_stop_string=include_stop)
-    answer = await collect(fleet.pipeline.generate(make_start(text_options=options)))
+    answer = await collect(fleet.generate(make_start(text_options=options)))
     num_shown = 7 if include_stop else 5
     assert answer.texts[0] == text[:num_shown]
     assert answer.token_ids[0] == tokens[:num_shown]
@@ -153,7 +153,7 @@ async def test_a_stop_string_ends_it_and_what_follows_is_neither_shown_nor_count
 async def test_a_stop_string_in_the_first_token_drops_the_hand_off() -> None:
     fleet = Fleet("prefill-0", "decode-0")
     options = TextOptions(stop_strings=(text_of(expected_tokens(5, 0, 20, 1)),))
-    answer = await collect(fleet.pipeline.generate(make_start(text_options=options)))
+    answer = await collect(fleet.generate(make_start(text_options=options)))
     assert answer.finished[0].reason is FinishReason.STOP_STRING
     assert answer.token_ids.get(0, []) == []
     assert [call.kind for call in fleet.hops.calls] == ["prefill"]
@@ -162,10 +162,10 @@ async def test_a_stop_string_in_the_first_token_drops_the_hand_off() -> None:
 
 async def test_what_a_client_does_not_want_is_left_out() -> None:
     fleet = Fleet("decode-0")
-    no_text = await collect(fleet.pipeline.generate(make_start(text_options=TextOptions(omit_text=True))))
+    no_text = await collect(fleet.generate(make_start(text_options=TextOptions(omit_text=True))))
     assert (no_text.texts[0], len(no_text.token_ids[0])) == ("", 12)
     deltas = []
-    async for part in fleet.pipeline.generate(make_start(text_options=TextOptions(omit_token_ids=True))).parts():
+    async for part in fleet.generate(make_start(text_options=TextOptions(omit_token_ids=True))).parts():
         deltas.append(part)
     assert "".join(getattr(part, "text", "") for part in deltas) == text_of(expected_tokens(5, 0, 20, 12))
     assert not any(getattr(part, "token_ids", ()) for part in deltas)
@@ -175,13 +175,13 @@ async def test_what_a_client_does_not_want_is_left_out() -> None:
 async def test_log_probabilities_come_one_a_token_also_when_text_is_held_back() -> None:
     fleet = Fleet("prefill-0", "decode-0")
     options = TextOptions(stop_strings=(text_of(expected_tokens(5, 0, 20, 12))[3:6] + "#",))
-    answer = await collect(fleet.pipeline.generate(make_start(output=OutputOptions(logprobs=0), text_options=options)))
+    answer = await collect(fleet.generate(make_start(output=OutputOptions(logprobs=0), text_options=options)))
     assert [entry.token_id for entry in answer.logprobs[0]] == answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
 
 
 async def test_usage_and_times_are_measured() -> None:
     fleet = Fleet("prefill-0", "decode-0")
-    answer = await collect(fleet.pipeline.generate(make_start()))
+    answer = await collect(fleet.generate(make_start()))
     usage, time = answer.finished[0].usage, answer.finished[0].time
     assert (usage.num_prompt_tokens, usage.num_cached_tokens) == (20, 2)
     assert (usage.num_output_tokens, usage.num_attempts) == (12, 1)
@@ -192,15 +192,15 @@ async def test_usage_and_times_are_measured() -> None:
 
 async def test_without_max_tokens_an_answer_may_fill_the_model() -> None:
     fleet = Fleet("decode-0", max_model_len=60)
-    answer = await collect(fleet.pipeline.generate(make_start(sampling=Sampling())))
+    answer = await collect(fleet.generate(make_start(sampling=Sampling())))
     assert len(answer.token_ids[0]) == 40
     assert fleet.hops.calls[0].start.generation.sampling.max_tokens == 40
 
 
 async def test_without_a_seed_the_router_draws_one_and_tells_it() -> None:
     fleet = Fleet("decode-0")
-    first = await collect(fleet.pipeline.generate(make_start(seed=None)))
-    second = await collect(fleet.pipeline.generate(make_start(seed=None)))
+    first = await collect(fleet.generate(make_start(seed=None)))
+    second = await collect(fleet.generate(make_start(seed=None)))
     assert first.accepted.seed != second.accepted.seed
     assert first.token_ids[0] == expected_tokens(first.accepted.seed, 0, 20, 12)
 
@@ -208,7 +208,7 @@ async def test_without_a_seed_the_router_draws_one_and_tells_it() -> None:
 async def test_text_is_tokenized_short_or_long() -> None:
     fleet = Fleet("decode-0", max_model_len=10**6, num_blocks=10**6)
     for text in ("The quick brown fox", "The quick brown fox " * 500):
-        answer = await collect(fleet.pipeline.generate(make_start(prompt=TextPrompt(text))))
+        answer = await collect(fleet.generate(make_start(prompt=TextPrompt(text))))
         prompt = fleet.hops.calls[-1].start.generation.prompt_token_ids
         assert answer.accepted.num_prompt_tokens == len(prompt)
         assert text_of(list(prompt)) == text
@@ -217,7 +217,7 @@ async def test_text_is_tokenized_short_or_long() -> None:
 async def test_everybody_hears_who_asked_and_how_long_it_may_take() -> None:
     fleet = Fleet("prefill-0", "decode-0")
     start = make_start(tenant="acme", priority=3, session_key="chat-1", timeout_s=30.0)
-    await collect(fleet.pipeline.generate(start, traceparent="00-ab-cd-01"))
+    await collect(fleet.generate(start, traceparent="00-ab-cd-01"))
     for call in fleet.hops.calls:
         context = call.start.context
         assert (context.tenant, context.priority, context.session_key) == ("acme", 3, "chat-1")

@@ -11,7 +11,7 @@ from quartet.engine.base import FinishReason
 from quartet.engine.sampling import Sampling
 from quartet.errors import ServingError
 from quartet.rpc.edge import TextOptions
-from router.attempts import AttemptConfig
+from router.attempt_tools import AttemptConfig
 from tests.router.fakes import Collected, Fleet, Plan, collect, expected_tokens, text_of
 from tests.router.test_pipeline import make_start
 
@@ -45,7 +45,7 @@ def places(fleet: Fleet, kind: str) -> list[str]:
 async def test_a_failed_prefill_is_tried_elsewhere(error: ServingError) -> None:
     fleet = Fleet("prefill-0", "prefill-1", "decode-0")
     fleet.hops.plan("prefill", Plan(error=error))
-    answer = await collect(fleet.pipeline.generate(make_start()))
+    answer = await collect(fleet.generate(make_start()))
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
     assert sorted(places(fleet, "prefill")) == ["prefill-0", "prefill-1"]
     assert answer.finished[0].usage.num_attempts == 2
@@ -56,7 +56,7 @@ async def test_a_failed_prefill_is_tried_elsewhere(error: ServingError) -> None:
 async def test_after_a_failed_transfer_the_same_worker_prefills_again_then_another(error: ServingError) -> None:
     fleet = Fleet("prefill-0", "prefill-1", "decode-0")
     fleet.hops.plan("decode", Plan(error=error), Plan(error=error))
-    answer = await collect(fleet.pipeline.generate(make_start()))
+    answer = await collect(fleet.generate(make_start()))
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
     first, second, third = places(fleet, "prefill")
     assert first == second != third
@@ -68,7 +68,7 @@ async def test_after_a_failed_transfer_the_same_worker_prefills_again_then_anoth
 async def test_a_decode_worker_that_dies_is_replaced_and_the_answer_goes_on(fail_after: int) -> None:
     fleet = Fleet("prefill-0", "decode-0", "decode-1")
     fleet.hops.plan("decode", Plan(error=errors.WorkerUnavailableError("gone"), fail_after=fail_after))
-    answer = await collect(fleet.pipeline.generate(make_start()))
+    answer = await collect(fleet.generate(make_start()))
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
     assert answer.texts[0] == text_of(answer.token_ids[0])
     assert len(set(places(fleet, "decode"))) == 2
@@ -82,7 +82,7 @@ async def test_a_decode_worker_that_dies_is_replaced_and_the_answer_goes_on(fail
 async def test_tokens_sent_twice_are_shown_once() -> None:
     fleet = Fleet("prefill-0", "decode-0")
     fleet.hops.plan("decode", Plan(overlap=3))
-    answer = await collect(fleet.pipeline.generate(make_start()))
+    answer = await collect(fleet.generate(make_start()))
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
 
 
@@ -90,7 +90,7 @@ async def test_a_hole_in_the_tokens_is_a_broken_attempt() -> None:
     fleet = Fleet("prefill-0", "decode-0", "decode-1")
     fleet.hops.tokens_per_step = 3
     fleet.hops.plan("decode", Plan(has_hole=True))
-    answer = await collect(fleet.pipeline.generate(make_start()))
+    answer = await collect(fleet.generate(make_start()))
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
     assert answer.finished[0].usage.num_attempts == 2
     fleet.assert_nothing_left()
@@ -102,7 +102,7 @@ async def test_a_worker_lost_after_its_last_token_is_not_asked_for_more() -> Non
     fleet.hops.plan("decode", Plan(error=errors.WorkerUnavailableError("gone"), fail_after=11))
     start = make_start(sampling=Sampling(max_tokens=12))
     fleet.hops.finish_reason = lambda _start, _tokens: None  # its last word never comes
-    answer = await collect(fleet.pipeline.generate(start))
+    answer = await collect(fleet.generate(start))
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
     assert answer.finished[0].reason is FinishReason.LENGTH
     assert len(places(fleet, "decode")) == 1
@@ -113,7 +113,7 @@ async def test_a_worker_lost_after_an_end_of_sequence_is_not_asked_for_more() ->
     fleet.hops.eos_at = 4
     fleet.hops.plan("decode", Plan(error=errors.WorkerUnavailableError("gone"), fail_after=5))
     fleet.hops.finish_reason = lambda _start, _tokens: None
-    answer = await collect(fleet.pipeline.generate(make_start()))
+    answer = await collect(fleet.generate(make_start()))
     assert (answer.finished[0].reason, len(answer.token_ids[0])) == (FinishReason.STOP_ID, 5)
 
 
@@ -130,7 +130,7 @@ async def test_what_would_fail_anywhere_fails_at_once(error: ServingError) -> No
     fleet = Fleet("prefill-0", "prefill-1", "decode-0")
     fleet.hops.plan("prefill", Plan(error=error))
     with pytest.raises(type(error)) as caught:
-        await collect(fleet.pipeline.generate(make_start()))
+        await collect(fleet.generate(make_start()))
     assert caught.value.field == error.field
     assert len(fleet.hops.calls) == 1
     fleet.assert_nothing_left()
@@ -139,7 +139,7 @@ async def test_what_would_fail_anywhere_fails_at_once(error: ServingError) -> No
 async def test_a_worker_too_small_for_it_is_avoided() -> None:
     fleet = Fleet("prefill-0", "decode-0", "decode-1")
     fleet.hops.plan("decode", Plan(error=errors.PromptTooLongError("long", field="prompt")))
-    answer = await collect(fleet.pipeline.generate(make_start()))
+    answer = await collect(fleet.generate(make_start()))
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
     assert sorted(places(fleet, "decode")) == ["decode-0", "decode-1"]
     fleet.assert_nothing_left()
@@ -150,7 +150,7 @@ async def test_too_long_for_every_worker_is_too_long() -> None:
     too_long = errors.PromptTooLongError("long", field="prompt")
     fleet.hops.plan("decode", *(Plan(error=too_long) for _ in range(5)))
     with pytest.raises(errors.PromptTooLongError):
-        await collect(fleet.pipeline.generate(make_start()))
+        await collect(fleet.generate(make_start()))
     assert len(places(fleet, "decode")) == 3
     fleet.assert_nothing_left()
 
@@ -161,12 +161,12 @@ async def test_what_fits_only_the_largest_place_goes_there() -> None:
     fleet.join("decode-1", num_blocks=20)
     start = make_start(sampling=Sampling(max_tokens=30))
     for _ in range(5):
-        await collect(fleet.pipeline.generate(start))
+        await collect(fleet.generate(start))
     assert set(places(fleet, "decode")) == {"decode-1"}
     short = Fleet()
     short.join("decode-0", num_blocks=3)
     # The last token needs no room: 20 + 11 - 1 tokens are just those of 3 blocks.
-    assert (await collect(short.pipeline.generate(make_start(sampling=Sampling(max_tokens=11))))).finished
+    assert (await collect(short.generate(make_start(sampling=Sampling(max_tokens=11))))).finished
 
 
 async def test_attempts_are_bounded_and_the_last_error_is_told() -> None:
@@ -174,7 +174,7 @@ async def test_attempts_are_bounded_and_the_last_error_is_told() -> None:
     failures = [errors.EngineError("one"), errors.WorkerUnavailableError("two"), errors.OutOfBlocksError("three")]
     fleet.hops.plan("decode", *(Plan(error=error) for error in failures))
     with pytest.raises(errors.OutOfBlocksError, match="three"):
-        await collect(fleet.pipeline.generate(make_start()))
+        await collect(fleet.generate(make_start()))
     assert len(places(fleet, "decode")) == 3
     fleet.assert_nothing_left()
 
@@ -184,7 +184,7 @@ async def test_tokens_that_came_are_shown_before_the_failure() -> None:
     fleet.hops.plan("decode", Plan(error=errors.EngineError("broke"), fail_after=4))
     shown = Collected()
     with pytest.raises(errors.EngineError):
-        await collect(fleet.pipeline.generate(make_start()), shown)
+        await collect(fleet.generate(make_start()), shown)
     assert shown.token_ids[0] == expected_tokens(5, 0, 20, 4)
 
 
@@ -192,14 +192,14 @@ async def test_one_choice_that_fails_for_good_ends_all() -> None:
     fleet = Fleet("decode-0", attempts=AttemptConfig(max_attempts=1))
     fleet.hops.plan("decode", Plan(), Plan(error=errors.EngineError("broke"), fail_after=3), Plan(hang_after=1))
     with pytest.raises(errors.EngineError):
-        await collect(fleet.pipeline.generate(make_start(num_choices=3)))
+        await collect(fleet.generate(make_start(num_choices=3)))
     fleet.assert_nothing_left()
 
 
 async def test_short_of_room_everywhere_it_pauses_longer_each_time() -> None:
     fleet = Fleet("decode-0")
     fleet.hops.plan("decode", *(Plan(error=errors.OutOfBlocksError("full")) for _ in range(4)))
-    answer = await collect(fleet.pipeline.generate(make_start()))
+    answer = await collect(fleet.generate(make_start()))
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
     assert fleet.pauses == sorted(fleet.pauses) and 0 < fleet.pauses[0] < fleet.pauses[-1] <= 1
 
@@ -207,7 +207,7 @@ async def test_short_of_room_everywhere_it_pauses_longer_each_time() -> None:
 async def test_a_silent_prefill_worker_is_given_up() -> None:
     fleet = Fleet("prefill-0", "prefill-1", "decode-0", attempts=AttemptConfig(prefill_timeout_s=0.05))
     fleet.hops.plan("prefill", Plan(hang_after=0))
-    answer = await collect(fleet.pipeline.generate(make_start()))
+    answer = await collect(fleet.generate(make_start()))
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
     assert len(set(places(fleet, "prefill"))) == 2
     fleet.assert_nothing_left()
@@ -218,7 +218,7 @@ async def test_a_silent_decode_worker_is_given_up(hang_after: int) -> None:
     config = AttemptConfig(decode_start_timeout_s=0.05, decode_stall_timeout_s=0.05)
     fleet = Fleet("prefill-0", "decode-0", "decode-1", attempts=config)
     fleet.hops.plan("decode", Plan(hang_after=hang_after))
-    answer = await collect(fleet.pipeline.generate(make_start()))
+    answer = await collect(fleet.generate(make_start()))
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
     fleet.assert_nothing_left()
 
@@ -226,7 +226,7 @@ async def test_a_silent_decode_worker_is_given_up(hang_after: int) -> None:
 async def test_attempts_are_counted_by_cause() -> None:
     fleet = Fleet("prefill-0", "decode-0")
     fleet.hops.plan("decode", Plan(error=errors.TransferError("broke")))
-    await collect(fleet.pipeline.generate(make_start()))
+    await collect(fleet.generate(make_start()))
     for cause in ("first", "transfer_failed"):
         assert fleet.registry.get_sample_value("quartet_router_attempts_total", {"cause": cause}) == 1
 
@@ -266,7 +266,7 @@ async def test_whatever_breaks_the_client_sees_the_undisturbed_answer(
     fleet.hops.plan("decode", *decode_plans)
     whole = {choice: expected_tokens(5, choice, 20, 12) for choice in range(num_choices)}
     options = TextOptions(stop_strings=(text_of(whole[0])[4:6],) if has_stop else ())
-    answer = await collect(fleet.pipeline.generate(make_start(num_choices=num_choices, text_options=options)))
+    answer = await collect(fleet.generate(make_start(num_choices=num_choices, text_options=options)))
     assert answer.finished.keys() == whole.keys()
     for choice, tokens in whole.items():
         text = text_of(tokens)

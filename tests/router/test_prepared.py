@@ -19,7 +19,7 @@ from tests.router.test_pipeline import make_start
 async def stop_token_ids(sampling: Sampling, **record: object) -> tuple[int, ...]:
     """Those that both workers are told."""
     fleet = Fleet("prefill-0", "decode-0", **record)
-    await collect(fleet.pipeline.generate(make_start(sampling=sampling)))
+    await collect(fleet.generate(make_start(sampling=sampling)))
     [told] = {call.start.generation.sampling.stop_token_ids for call in fleet.hops.calls}
     return told
 
@@ -72,5 +72,5 @@ async def test_before_min_tokens_an_end_of_sequence_is_a_token_like_any_other_al
     fleet.hops.eos_at = 3
     if is_lost:
         fleet.hops.plan("decode", Plan(error=errors.WorkerUnavailableError("gone"), fail_after=4))
-    answer = await collect(fleet.pipeline.generate(make_start(sampling=Sampling(max_tokens=8, min_tokens=4))))
+    answer = await collect(fleet.generate(make_start(sampling=Sampling(max_tokens=8, min_tokens=4))))
     assert (answer.finished[0].reason, len(answer.token_ids[0])) == (FinishReason.LENGTH, 8)

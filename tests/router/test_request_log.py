@@ -9,9 +9,9 @@ from contextlib import aclosing
 import pytest
 
 from quartet.errors import DrainingError, InvalidRequestError, QueueFullError, WorkerUnavailableError
-from quartet.rpc.edge import TokenPrompt
+from quartet.rpc.edge import Resume, TokenPrompt
 from router.admission import AdmissionConfig
-from router.attempts import AttemptConfig
+from router.attempt_tools import AttemptConfig
 from tests.router.fakes import TIMEOUT_S, Collected, Fleet, Plan, collect
 from tests.router.records import make_load
 from tests.router.test_pipeline import make_start
@@ -34,7 +34,7 @@ def _info(caplog: pytest.LogCaptureFixture) -> None:
 
 async def test_one_line_is_logged_for_a_request(caplog: pytest.LogCaptureFixture) -> None:
     fleet = Fleet("prefill-0", "decode-0")
-    answer = await collect(fleet.pipeline.generate(make_start(client_request_id="mine", num_choices=2)))
+    answer = await collect(fleet.generate(make_start(client_request_id="mine", num_choices=2)))
     said = said_in(caplog)
     assert said["request_id"] == answer.accepted.request_id
     assert (said["client_request_id"], said["outcome"], said["num_output_tokens"]) == ("mine", "length", 24)
@@ -43,7 +43,7 @@ async def test_one_line_is_logged_for_a_request(caplog: pytest.LogCaptureFixture
 
 async def test_metrics_count_tokens_and_outcomes() -> None:
     fleet = Fleet("prefill-0", "decode-0")
-    await collect(fleet.pipeline.generate(make_start()))
+    await collect(fleet.generate(make_start()))
     assert value(fleet, "quartet_router_output_tokens_total") == 12
     assert value(fleet, "quartet_router_ttft_seconds_count") == 1
     assert value(fleet, "quartet_router_itl_seconds_count") == 11
@@ -56,7 +56,7 @@ async def test_a_failed_request_tells_where_its_time_went_and_what_it_gave(caplo
     fleet = Fleet("prefill-0", "decode-0", attempts=AttemptConfig(max_attempts=1))
     fleet.hops.plan("decode", Plan(error=WorkerUnavailableError("gone"), fail_after=4))
     with pytest.raises(WorkerUnavailableError):
-        await collect(fleet.pipeline.generate(make_start()))
+        await collect(fleet.generate(make_start()))
     said = said_in(caplog)
     assert (said["outcome"], said["num_output_tokens"], said["num_attempts"]) == ("worker_unavailable", 5, 1)
     assert (said["prefill_queue_s"], said["decode_queue_s"], said["transfer_s"]) == (0.01, 0.03, 0.004)
@@ -70,7 +70,7 @@ async def test_a_failed_request_tells_where_its_time_went_and_what_it_gave(caplo
 async def test_choices_that_end_differently_are_all_counted(caplog: pytest.LogCaptureFixture) -> None:
     fleet = Fleet("decode-0")
     fleet.hops.plan("decode", Plan(), Plan(hang_after=3), Plan())
-    run = fleet.pipeline.generate(make_start(num_choices=3))
+    run = fleet.generate(make_start(num_choices=3))
     answer = Collected()
     with pytest.raises(DrainingError):
         async with asyncio.timeout(TIMEOUT_S), aclosing(run.parts()) as parts:
@@ -88,7 +88,7 @@ async def test_choices_that_end_differently_are_all_counted(caplog: pytest.LogCa
 
 async def test_a_prompt_counts_once_however_many_its_choices() -> None:
     fleet = Fleet("prefill-0", "decode-0", num_blocks=1000)
-    await collect(fleet.pipeline.generate(make_start(num_choices=3)))
+    await collect(fleet.generate(make_start(num_choices=3)))
     assert value(fleet, "quartet_router_prompt_tokens_total") == 20
     assert value(fleet, "quartet_router_cached_tokens_total") == 2
     assert value(fleet, "quartet_router_output_tokens_total") == 36
@@ -99,7 +99,7 @@ async def test_what_found_no_room_tells_how_long_it_waited(caplog: pytest.LogCap
     for status in fleet.table.statuses(0.0):
         fleet.table.report(make_load(status.record, num_in_use_blocks=status.record.num_blocks), 0.0)
     with pytest.raises(QueueFullError):
-        await collect(fleet.pipeline.generate(make_start()))
+        await collect(fleet.generate(make_start()))
     said = said_in(caplog)
     assert said["router_queue_s"] >= 0.05
     assert (said["num_attempts"], said["num_output_tokens"]) == (0, 0)
@@ -110,6 +110,15 @@ async def test_what_found_no_room_tells_how_long_it_waited(caplog: pytest.LogCap
 async def test_what_was_refused_at_once_counts_once_whatever_it_claims(caplog: pytest.LogCaptureFixture) -> None:
     fleet = Fleet("decode-0")
     with pytest.raises(InvalidRequestError):
-        await collect(fleet.pipeline.generate(make_start(prompt=TokenPrompt(()), num_choices=9)))
+        await collect(fleet.generate(make_start(prompt=TokenPrompt(()), num_choices=9)))
     assert said_in(caplog)["outcome"] == "invalid_field"
     assert value(fleet, "quartet_router_requests_total", outcome="invalid_field") == 1
+
+
+async def test_a_resume_that_fails_counts_once_however_many_choices_its_request_has() -> None:
+    fleet = Fleet("decode-0", attempts=AttemptConfig(max_attempts=1))
+    fleet.hops.plan("decode", Plan(error=WorkerUnavailableError("gone")))
+    resume = Resume(request_id="ab" * 16, attempt=1, seed=5, choice=2)
+    with pytest.raises(WorkerUnavailableError):
+        await collect(fleet.generate(make_start(num_choices=5), resume=resume))
+    assert value(fleet, "quartet_router_requests_total", outcome="worker_unavailable") == 1

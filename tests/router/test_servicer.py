@@ -239,17 +239,6 @@ async def test_a_late_request_is_deadline_exceeded(tmp_path: Path, monkeypatch: 
         await system.wait_idle()
 
 
-async def test_what_comes_later_says_so(served: tuple[System, Stub]) -> None:
-    _system, stub = served
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Place(pb.PlaceRequest(start=make_start()))
-    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in stub.Session(iter([pb.SessionRequest()])):
-            pass
-    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
-
-
 async def test_workers_and_models_are_listed(served: tuple[System, Stub]) -> None:
     _system, stub = served
     workers = (await stub.ListWorkers(pb.ListWorkersRequest())).workers

@@ -57,7 +57,7 @@ async def test_what_is_impossible_is_refused(
 ) -> None:
     fleet = Fleet("prefill-0", "decode-0")
     with pytest.raises(kind) as caught:
-        await collect(fleet.pipeline.generate(make_start(**changes)))
+        await collect(fleet.generate(make_start(**changes)))
     assert type(caught.value) is kind
     assert caught.value.field == field
     assert fleet.hops.calls == []
@@ -76,7 +76,7 @@ async def test_a_field_that_a_pool_lacks_is_refused_not_ignored(changes: dict[st
     fleet = Fleet("prefill-0", "decode-0")
     fleet.join("decode-1", sampling_fields=_NARROW)
     with pytest.raises(errors.UnsupportedFieldError) as caught:
-        await collect(fleet.pipeline.generate(make_start(**changes)))
+        await collect(fleet.generate(make_start(**changes)))
     assert caught.value.field == field
     assert fleet.hops.calls == []
 
@@ -84,7 +84,7 @@ async def test_a_field_that_a_pool_lacks_is_refused_not_ignored(changes: dict[st
 async def test_the_longest_possible_request_is_taken() -> None:
     # 100 blocks of 10 hold all tokens but the last, to which nothing attends.
     fleet = Fleet("decode-0")
-    answer = await collect(fleet.pipeline.generate(make_start(sampling=Sampling(max_tokens=981))))
+    answer = await collect(fleet.generate(make_start(sampling=Sampling(max_tokens=981))))
     assert len(answer.token_ids[0]) == 981
 
 
@@ -92,13 +92,13 @@ async def test_without_a_name_several_models_are_too_many() -> None:
     fleet = Fleet("decode-0")
     fleet.join("decode-1", model_name="other")
     with pytest.raises(InvalidRequestError, match="name one"):
-        await collect(fleet.pipeline.generate(make_start()))
-    assert (await collect(fleet.pipeline.generate(make_start(model="other")))).finished
+        await collect(fleet.generate(make_start()))
+    assert (await collect(fleet.generate(make_start(model="other")))).finished
 
 
 async def test_before_any_worker_came_there_is_no_model() -> None:
     with pytest.raises(errors.ModelNotFoundError):
-        await collect(Fleet().pipeline.generate(make_start()))
+        await collect(Fleet().generate(make_start()))
 
 
 _TRACE = f"{'0af7' * 8}-{'b7ad' * 4}"

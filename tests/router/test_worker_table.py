@@ -6,6 +6,8 @@ import pytest
 
 from quartet.discovery.base import Role, WorkerKey, WorkerRecord
 from quartet.discovery.place import Place
+from quartet.errors import WorkerUnavailableError
+from quartet.events.load import PlacementProgress
 from quartet.rpc.fleet import WorkerState
 from router.book import numbering
 from router.policy.base import Pending, Placement
@@ -66,6 +68,61 @@ def test_a_broken_stream_makes_a_worker_suspect_until_it_answers_again(scene: Sc
     scene.table.connected(record.key, make_load(record), scene.now)
     assert scene.state() is WorkerState.READY
     assert scene.table.to_probe(scene.now) == []
+
+
+def test_a_lost_connection_makes_a_worker_suspect_until_it_is_heard_again(scene: Scene) -> None:
+    record = make_record()
+    scene.join(record)
+    scene.table.cut(record.key, record.epoch, scene.now)
+    scene.table.report(make_load(record), scene.now + 0.1)  # sent before it died, perhaps
+    assert scene.state() is WorkerState.SUSPECT
+    assert scene.table.to_probe(scene.now) == [record]
+    scene.table.unlist(record.key)
+    assert scene.table.forget_gone(scene.now) == []
+    scene.now += 1
+    scene.table.report(make_load(record), scene.now)
+    assert scene.state() is WorkerState.READY
+    scene.table.cut(record.key, record.epoch + 1, scene.now)
+    assert scene.state() is WorkerState.READY
+    scene.table.cut(record.key, record.epoch, scene.now)
+    scene.table.connected(record.key, make_load(record), scene.now)
+    assert scene.state() is WorkerState.READY
+
+
+def test_only_a_ready_life_of_a_decode_worker_is_placed_at(scene: Scene) -> None:
+    record = make_record()
+    scene.join(record)
+    place = Place("decode-0", 0)
+    assert scene.table.ready_decode(place, record.epoch, scene.now) == record
+    for epoch, other in ((record.epoch + 1, place), (record.epoch, Place("decode-1", 0))):
+        with pytest.raises(WorkerUnavailableError):
+            scene.table.ready_decode(other, epoch, scene.now)
+    scene.table.broken(record.key, record.epoch)
+    with pytest.raises(WorkerUnavailableError):
+        scene.table.ready_decode(place, record.epoch, scene.now)
+
+
+def test_a_placement_lapses_as_time_goes_by(scene: Scene) -> None:
+    record = make_record()
+    scene.join(record)
+    pending = Pending(num_tokens=50, num_reserved_tokens=100, num_most_tokens=100)
+    reservation = scene.table.book(Placement(None, Place("decode-0", 0)), pending)
+    placed = reservation.decode.place(
+        "ab" * 16, 0, num_first_tokens=50, lapses_at=scene.now + 5, ends_at=scene.now + 60
+    )
+    reservation.release()
+    assert (scene.candidate(record).num_promised_blocks, scene.candidate(record).num_queued_tokens) == (10, 50)
+    name = numbering("router-a", record.epoch)
+    progress = PlacementProgress(started=(placed.number,))
+    scene.table.report(make_load(record, placements={name: progress}), scene.now)
+    assert (scene.candidate(record).num_promised_blocks, scene.candidate(record).num_queued_tokens) == (5, 0)
+    changes = []
+    scene.table.listen(lambda: changes.append(scene.candidate(record).num_promised_blocks))
+    assert scene.table.placed_at("ab" * 16, 0) == {"decode-0"}
+    assert scene.table.placed_at("ab" * 16, 1) == scene.table.placed_at("cd" * 16, 0) == set()
+    scene.table.tick(scene.now + 60)
+    assert changes == [0]
+    assert scene.table.placed_at("ab" * 16, 0) == set()
 
 
 def test_silence_makes_a_worker_suspect_and_a_report_ends_it(scene: Scene) -> None:
@@ -233,7 +290,7 @@ def test_listeners_hear_of_changes_until_they_stop(scene: Scene) -> None:
     num_heard = len(heard)
     assert num_heard >= 2
     stop()
-    scene.table.tick()
+    scene.table.tick(scene.now)
     assert len(heard) == num_heard
 
 

@@ -64,7 +64,12 @@ GENERATE_STARTS = st.builds(
 PLACES = st.builds(Place, TEXT, U32)
 PLACEMENTS = st.builds(ChoicePlacement, choice=U32, prefill=st.none() | PLACES, decode=PLACES, num_matched_tokens=U32)
 ACCEPTED = st.builds(
-    Accepted, request_id=TEXT, choices=st.lists(PLACEMENTS, max_size=3).map(tuple), num_prompt_tokens=U32, seed=U64
+    Accepted,
+    request_id=TEXT,
+    choices=st.lists(PLACEMENTS, max_size=3).map(tuple),
+    num_prompt_tokens=U32,
+    seed=U64,
+    model_fingerprint=TEXT,
 )
 DELTAS = st.builds(
     Delta,

@@ -89,7 +89,7 @@ HAND_OFFS = st.builds(
     epoch=U64,
     address=NAME,
     lease=st.integers(0, 10**12).map(lambda micros: timedelta(microseconds=micros)),
-    payload=st.builds(BlocksPayload, LAYOUTS, st.integers(1, 2**32 - 1))
+    payload=st.builds(BlocksPayload, LAYOUTS, st.integers(1, 2**32 - 1), st.lists(U32, max_size=5).map(tuple))
     | st.builds(OpaquePayload, TEXT, st.binary(max_size=50)),
 )
 LOGPROB = floats(-(2.0**100), 0)

@@ -20,6 +20,7 @@ from quartet.rpc.audience import (
     IdentityKind,
     audiences_of,
     caller_identity,
+    is_peer,
     parse_identity,
 )
 
@@ -31,6 +32,7 @@ OURS = [
 ]
 FILES = [*OURS, health_pb2, reflection_pb2, channelz_pb2]
 DECODE = "/quartet.v1.DecodeService/Decode"
+PREFILL = "/quartet.v1.PrefillService/Prefill"
 GENERATE = "/quartet.v1.RouterService/Generate"
 
 
@@ -84,7 +86,8 @@ def test_two_identities_in_one_certificate_are_refused() -> None:
 @pytest.mark.parametrize(
     ("uri", "method"),
     [
-        ("quartet://prod/router/r", DECODE),
+        ("quartet://prod/router/r", PREFILL),
+        ("quartet://prod/client/c", DECODE),
         ("quartet://prod/worker/w", "/quartet.v1.TransferService/Pull"),
         ("quartet://prod/client/c", GENERATE),
         ("quartet://prod/operator/o", "/quartet.v1.WorkerService/Drain"),
@@ -98,7 +101,7 @@ def test_the_audience_of_a_method_gets_in(uri: str, method: str) -> None:
 @pytest.mark.parametrize(
     ("uri", "method"),
     [
-        ("quartet://prod/client/c", DECODE),
+        ("quartet://prod/client/c", PREFILL),
         ("quartet://prod/client/c", "/quartet.v1.TransferService/Pull"),
         ("quartet://prod/worker/w", "/quartet.v1.WorkerService/Drain"),
         ("quartet://test/router/r", DECODE),
@@ -113,8 +116,9 @@ def test_others_are_refused(uri: str, method: str) -> None:
 def test_without_a_certificate_one_is_a_client_where_that_is_allowed() -> None:
     open_gate = Gate(namespace="prod", allow_anonymous=True)
     open_gate.check(GENERATE, {})
+    open_gate.check(DECODE, {})
     with pytest.raises(UnauthenticatedError):
-        open_gate.check(DECODE, {})
+        open_gate.check(PREFILL, {})
     with pytest.raises(UnauthenticatedError):
         Gate(namespace="prod", allow_anonymous=False).check(GENERATE, {})
 
@@ -122,6 +126,20 @@ def test_without_a_certificate_one_is_a_client_where_that_is_allowed() -> None:
 def test_a_certificate_without_an_identity_of_ours_is_not_anonymous() -> None:
     with pytest.raises(UnauthenticatedError):
         Gate(namespace="prod", allow_anonymous=True).check(GENERATE, auth())
+
+
+@pytest.mark.parametrize(
+    ("uris", "expected"),
+    [
+        (["quartet://prod/router/r"], True),
+        (["quartet://prod/worker/w"], True),
+        (["quartet://prod/client/c"], False),
+        (["quartet://prod/operator/o"], False),
+        ([], False),
+    ],
+)
+def test_routers_and_workers_are_peers(uris: list[str], expected: bool) -> None:
+    assert is_peer(auth(*uris)) is expected
 
 
 def test_each_kind_counts_as_one_audience() -> None:

@@ -23,6 +23,7 @@ from quartet.rpc.inner_calls import DecodeCall, PrefillCall
 from quartet.rpc.inner_client import DecodeClient
 from quartet.v1 import decode_pb2, types_pb2
 from tests.rpc.conftest import StartServer
+from tests.rpc.pulled import PulledDecode, PullingDecodeClient
 from tests.rpc.services import generic_service
 
 WAIT_S = 10.0
@@ -45,6 +46,8 @@ OUTCOME = PrefillOutcome(
     queue_s=0.0,
     compute_s=0.0,
 )
+
+FINISHED = DecodeFinished(reason=FinishReason.LENGTH, num_output_tokens=0)
 
 
 class ScriptedWorker:
@@ -97,20 +100,20 @@ def broken() -> list[ServingError]:
 @pytest.fixture
 async def client(
     worker: ScriptedWorker, broken: list[ServingError], start_server: StartServer
-) -> AsyncIterator[DecodeClient]:
+) -> AsyncIterator[PullingDecodeClient]:
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "Decode": grpc.stream_stream_rpc_method_handler(worker.serve)
     }
     _server, address = await start_server([generic_service("quartet.v1.DecodeService", handlers)])
     channel = create_channel(address, None)
-    client = DecodeClient("w", channel, broken.append)
+    client = PullingDecodeClient(DecodeClient("w", channel, broken.append))
     yield client
     await client.close()
     await channel.close()
 
 
 async def test_a_slot_is_used_again_only_after_its_terminal_output(
-    worker: ScriptedWorker, client: DecodeClient
+    worker: ScriptedWorker, client: PullingDecodeClient
 ) -> None:
     first, second = client.start(START), client.start(START)
     slots = [(await worker.request()).start.slot for _ in range(2)]
@@ -131,7 +134,7 @@ async def test_a_slot_is_used_again_only_after_its_terminal_output(
     assert not third.is_over
 
 
-async def test_a_hole_ends_that_attempt_only(worker: ScriptedWorker, client: DecodeClient) -> None:
+async def test_a_hole_ends_that_attempt_only(worker: ScriptedWorker, client: PullingDecodeClient) -> None:
     torn, whole = client.start(START), client.start(START)
     await worker.request()
     await worker.request()
@@ -149,7 +152,7 @@ async def test_a_hole_ends_that_attempt_only(worker: ScriptedWorker, client: Dec
     assert token_ids == [7, 8]
 
 
-async def test_tokens_that_came_before_are_dropped(worker: ScriptedWorker, client: DecodeClient) -> None:
+async def test_tokens_that_came_before_are_dropped(worker: ScriptedWorker, client: PullingDecodeClient) -> None:
     call = client.start(START)
     await worker.request()
     worker.answer(slots=[0, 0], num_tokens=[2, 3], token_offsets=[0, 0], token_ids=[1, 2, 1, 2, 3])
@@ -169,7 +172,7 @@ async def test_tokens_that_came_before_are_dropped(worker: ScriptedWorker, clien
     ],
 )
 async def test_nonsense_breaks_the_stream_and_the_next_start_opens_another(
-    nonsense: bytes, worker: ScriptedWorker, client: DecodeClient, broken: list[ServingError]
+    nonsense: bytes, worker: ScriptedWorker, client: PullingDecodeClient, broken: list[ServingError]
 ) -> None:
     calls = [client.start(START), client.start(START)]
     await worker.request()
@@ -191,7 +194,7 @@ async def test_nonsense_breaks_the_stream_and_the_next_start_opens_another(
 
 
 async def test_a_worker_that_ends_its_stream_fails_the_calls(
-    worker: ScriptedWorker, client: DecodeClient, broken: list[ServingError]
+    worker: ScriptedWorker, client: PullingDecodeClient, broken: list[ServingError]
 ) -> None:
     call = client.start(START)
     await worker.request()
@@ -206,7 +209,7 @@ async def test_a_worker_that_ends_its_stream_fails_the_calls(
 
 async def test_a_worker_that_is_not_there_is_unavailable(broken: list[ServingError]) -> None:
     channel = create_channel("127.0.0.1:1", None)
-    client = DecodeClient("w", channel, broken.append)
+    client = PullingDecodeClient(DecodeClient("w", channel, broken.append))
     async with asyncio.timeout(WAIT_S):
         with pytest.raises(WorkerUnavailableError):
             await client.start(START).next()
@@ -214,7 +217,9 @@ async def test_a_worker_that_is_not_there_is_unavailable(broken: list[ServingErr
     await channel.close()
 
 
-async def test_a_long_start_goes_in_chunks_and_arrives_whole(worker: ScriptedWorker, client: DecodeClient) -> None:
+async def test_a_long_start_goes_in_chunks_and_arrives_whole(
+    worker: ScriptedWorker, client: PullingDecodeClient
+) -> None:
     generation = Generation(prompt_token_ids=range(600_000), generated_token_ids=range(10))
     client.start(replace(START, generation=generation))
     prompt = bytearray()
@@ -264,22 +269,39 @@ async def test_a_cancelled_wait_drops_what_comes_later() -> None:
     assert dropped == [HAND_OFF]
 
 
-async def test_a_cancelled_wait_for_tokens_loses_none() -> None:
-    call = DecodeCall(lambda: None)
-    waiting = asyncio.create_task(call.next())
+async def test_a_cancelled_wait_for_the_end_loses_nothing() -> None:
+    pulled = PulledDecode()
+    call = pulled.call = DecodeCall(lambda: None, pulled)
+    waiting = asyncio.create_task(call.outcome())
     await asyncio.sleep(0)
-    call.take_tokens(0, [1], ())
+    call.take_tokens(0, [1], (), 1.0)
+    call.finish(FINISHED)
     waiting.cancel()
     await asyncio.wait([waiting])
-    if waiting.cancelled():
-        assert (await call.next()).token_ids == [1]
-    else:
-        assert waiting.result().token_ids == [1]
+    assert await call.outcome() == FINISHED
+    assert (await pulled.next()).token_ids == [1]
+    assert call.heard_at == 1.0
+
+
+async def test_a_sink_that_wants_no_more_ends_its_decode() -> None:
+    class Contented(PulledDecode):
+        def take(self, offset: int, token_ids: list[int], logprobs: object, now: float) -> bool:
+            taken.append(token_ids)
+            return False
+
+    taken: list[list[int]] = []
+    cancels: list[None] = []
+    call = DecodeCall(lambda: cancels.append(None), Contented())
+    call.take_tokens(0, [1], (), 1.0)
+    call.take_tokens(1, [2], (), 2.0)
+    call.fail(RequestCancelledError("as asked"))
+    assert await call.outcome() is None
+    assert (taken, len(cancels)) == ([[1]], 1)
 
 
 async def test_the_first_end_counts() -> None:
-    call = DecodeCall(lambda: pytest.fail("it is over"))
-    call.finish(DecodeFinished(reason=FinishReason.LENGTH, num_output_tokens=0))
+    call = DecodeCall(lambda: pytest.fail("it is over"), PulledDecode())
+    call.finish(FINISHED)
     call.fail(InvalidRequestError("too late"))
     call.cancel()
-    assert (await call.next()).finished is not None
+    assert await call.outcome() == FINISHED

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet.engine.base import Finished, FinishReason
-from quartet.errors import ConfigError, EngineError, RequestCancelledError, ServingError
-from quartet.rpc import convert
+from quartet.errors import ConfigError, EngineError, RequestCancelledError, SealError, ServingError
+from quartet.rpc import convert, inner_server
 from quartet.rpc.inner import InnerStart
-from quartet.rpc.inner_server import InnerStream, StreamLimits
+from quartet.rpc.inner_server import InnerStream, Seals, StreamLimits
 from quartet.rpc.outbox import DecodeOutbox
 from quartet.v1 import decode_pb2, types_pb2
 from tests.rpc.strategies import INNER_STARTS
@@ -37,6 +37,10 @@ class FakeContext:
 
     def send(self, request: object) -> None:
         self._requests.put_nowait(request)
+
+    @property
+    def num_unread(self) -> int:
+        return self._requests.qsize()
 
     async def send_initial_metadata(self, metadata: object) -> None:
         return
@@ -118,9 +122,13 @@ def cancel(slot: int) -> decode_pb2.DecodeRequest:
 class Serving:
     """A stream being served."""
 
-    def __init__(self, limits: StreamLimits | None = None) -> None:
+    def __init__(
+        self, limits: StreamLimits | None = None, *, seals: Seals | None = None, takes_unsealed: bool = True
+    ) -> None:
         self.work, self.context = FakeWork(), FakeContext()
-        stream = InnerStream(self.work, DecodeOutbox(), limits or StreamLimits())
+        stream = InnerStream(
+            self.work, DecodeOutbox(), limits or StreamLimits(), seals=seals, takes_unsealed=takes_unsealed
+        )
         self.task = asyncio.create_task(stream.serve(self.context))  # type: ignore[arg-type]
 
     async def settle(self) -> None:
@@ -289,11 +297,68 @@ async def test_chunks_are_bounded_in_size_number_and_time() -> None:
     await serving.end()
 
 
-async def test_a_sealed_start_fails_in_its_slot() -> None:
+def sealed(slot: int, prompt: bytes = b"\1\0\0\0") -> decode_pb2.DecodeRequest:
+    """A start that `FakeSeals` opens."""
+    content = start_message(0, prompt).start.SerializeToString()
+    return decode_pb2.DecodeRequest(sealed_start=decode_pb2.SealedDecodeStart(slot=slot, sealed_start=content))
+
+
+class FakeSeals:
+    """Opens what is not empty."""
+
+    def open(self, message: decode_pb2.SealedDecodeStart) -> decode_pb2.DecodeStart:
+        if not message.sealed_start:
+            raise SealError("altered")
+        start = decode_pb2.DecodeStart.FromString(message.sealed_start)
+        start.slot = message.slot
+        return start
+
+
+async def test_without_a_key_a_sealed_start_fails_in_its_slot() -> None:
     serving = Serving()
-    await serving.send(decode_pb2.DecodeRequest(sealed_start=decode_pb2.SealedDecodeStart(slot=5)))
+    await serving.send(sealed(5))
     await serving.end()
-    assert serving.context.terminals == {5: ["UNIMPLEMENTED"]}
+    assert serving.context.terminals == {5: ["NO_SEAL_KEY"]}
+
+
+async def test_a_sealed_start_runs_as_such_in_the_slot_of_its_message() -> None:
+    serving = Serving(seals=FakeSeals())
+    await serving.send(sealed(5), start_message(6))
+    assert [start.is_sealed for start in serving.work.starts] == [True, False]
+    serving.work.finish(5)
+    serving.work.finish(6)
+    await serving.end()
+    assert serving.context.terminals == {5: ["finished"], 6: ["finished"]}
+
+
+async def test_refused_seals_fail_in_their_slots_alone() -> None:
+    serving = Serving(seals=FakeSeals())
+    refused = decode_pb2.DecodeRequest(sealed_start=decode_pb2.SealedDecodeStart(slot=1))
+    await serving.send(refused, sealed(2), sealed(3, b"\1\0"))
+    serving.work.finish(2)
+    await serving.end()
+    assert serving.context.terminals == {1: ["SEAL_INVALID"], 2: ["finished"], 3: ["INVALID_FIELD"]}
+
+
+async def test_a_sealed_start_in_a_used_slot_ends_the_stream() -> None:
+    serving = Serving(seals=FakeSeals())
+    await serving.send(start_message(1), sealed(1))
+    assert (await serving.error()).field == "start.slot"
+
+
+async def test_who_is_no_peer_starts_only_what_is_sealed_and_may_cancel() -> None:
+    serving = Serving(seals=FakeSeals(), takes_unsealed=False)
+    await serving.send(start_message(1), start_message(2, chunked=True), chunk(2, b"\2\0\0\0"), done(2))
+    await serving.send(sealed(3), sealed(4), cancel(3), cancel(9))
+    serving.work.finish(4)
+    await serving.end()
+    assert serving.context.terminals == {
+        1: ["PERMISSION_DENIED"],
+        2: ["PERMISSION_DENIED"],
+        3: ["CANCELLED"],
+        4: ["finished"],
+    }
+    assert all(start.is_sealed for start in serving.work.starts)
 
 
 async def test_a_reader_that_takes_nothing_loses_its_requests() -> None:
@@ -303,6 +368,29 @@ async def test_a_reader_that_takes_nothing_loses_its_requests() -> None:
     serving.work.finish(1)
     assert (await serving.error()).reason == "STREAM_STALLED"
     assert serving.work.abandoned == [2]
+
+
+async def test_who_takes_no_ends_starts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inner_server, "_MAX_OWED_ENDS", 3)
+    serving = Serving(takes_unsealed=False)
+    serving.context.may_write.clear()
+    await serving.send(start_message(0))  # the writer is stuck with this one
+    await serving.send(*(start_message(slot) for slot in range(1, 21)))
+    for _ in range(30):
+        await serving.settle()
+    assert serving.context.num_unread == 20 - 4
+    serving.context.may_write.set()
+    await serving.end()
+    assert serving.context.terminals == {slot: ["PERMISSION_DENIED"] for slot in range(21)}
+
+
+async def test_who_takes_no_ends_at_all_loses_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inner_server, "_MAX_OWED_ENDS", 3)
+    serving = Serving(StreamLimits(stall_timeout_s=0.1), takes_unsealed=False)
+    serving.context.may_write.clear()
+    await serving.send(*(start_message(slot) for slot in range(21)))
+    assert (await serving.error()).reason == "STREAM_STALLED"
+    assert serving.context.num_unread > 0
 
 
 @pytest.mark.parametrize("name", ["stall_timeout_s", "chunks_timeout_s", "max_prompt_bytes"])

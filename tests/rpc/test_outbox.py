@@ -13,7 +13,8 @@ from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import EngineError
 from quartet.kvcache.layout import HandOff, OpaquePayload
 from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES, MAX_OPAQUE_STATE_BYTES
-from quartet.rpc.outbox import DecodeOutbox, PrefillOutbox
+from quartet.rpc.outbox import DecodeOutbox
+from quartet.rpc.prefill_outbox import PrefillOutbox
 from quartet.v1 import decode_pb2, prefill_pb2
 
 BIG = 2**32 - 1
@@ -218,3 +219,55 @@ def test_a_recalled_prefill_fails_as_cancelled() -> None:
     assert message is not None
     [output] = message.outputs
     assert output.failure.reason == "CANCELLED"
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.dictionaries(st.integers(0, 4), st.lists(st.integers(0, 9), min_size=1, max_size=3), max_size=5),
+            st.booleans(),
+            st.booleans(),
+        )
+    )
+)
+def test_whole_steps_and_single_requests_mix_and_every_slot_gets_its_tokens_in_order(
+    steps: list[tuple[dict[int, list[int]], bool, bool]],
+) -> None:
+    outbox = DecodeOutbox()
+    given_out: dict[int, list[int]] = {}
+    got: dict[int, list[int]] = {}
+
+    def read() -> None:
+        while (message := outbox.take()) is not None:
+            begin = 0
+            for slot, num_tokens, offset in zip(message.slots, message.num_tokens, message.token_offsets, strict=True):
+                assert offset == len(got.setdefault(slot, []))
+                got[slot] += message.token_ids[begin : begin + num_tokens]
+                begin += num_tokens
+            assert begin == len(message.token_ids)
+
+    for tokens, is_whole, reads in steps:
+        offsets = [len(given_out.get(slot, [])) for slot in tokens]
+        if is_whole and tokens:
+            flat = [token_id for part in tokens.values() for token_id in part]
+            outbox.step(list(tokens), [len(part) for part in tokens.values()], offsets, flat)
+        else:
+            for (slot, part), offset in zip(tokens.items(), offsets, strict=True):
+                outbox.tokens(slot, offset, part, ())
+        for slot, part in tokens.items():
+            given_out.setdefault(slot, []).extend(part)
+        if reads:
+            read()
+    read()
+    assert got == given_out
+
+
+def test_a_step_that_is_too_long_for_a_message_is_split() -> None:
+    outbox = DecodeOutbox()
+    num_slots, num_tokens = 4, 100_000
+    outbox.step(range(num_slots), [num_tokens] * num_slots, [0] * num_slots, [2**31] * (num_slots * num_tokens))
+    total = 0
+    while (message := outbox.take()) is not None:
+        assert message.ByteSize() <= MAX_INNER_MESSAGE_BYTES
+        total += len(message.token_ids)
+    assert total == num_slots * num_tokens

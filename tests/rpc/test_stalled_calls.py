@@ -29,8 +29,11 @@ class Chatter:
     async def talk(self, _request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """The handler."""
         try:
-            while True:
-                await self._stalled.write(context, _PART)
+            with self._stalled.watch() as watched:
+                while True:
+                    watched.began()
+                    await context.write(_PART)
+                    watched.ended()
         except BaseException as error:
             self.ended.put_nowait(error)
             raise

@@ -21,8 +21,8 @@ from quartet.errors import ServingError
 from quartet.kvcache.layout import HandOff
 from quartet.rpc.channels import create_channel
 from quartet.rpc.context import RequestContext
-from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES, DecodeProgress, InnerStart
-from quartet.rpc.inner_client import DecodeCall, DecodeClient, PrefillClient
+from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES, InnerStart
+from quartet.rpc.inner_client import DecodeClient, PrefillClient
 from quartet.rpc.inner_server import StreamLimits
 from quartet.rpc.server import RpcServer, ServerConfig, Service
 from quartet.telemetry.metrics import WorkerMetrics
@@ -36,6 +36,7 @@ from services.decode.servicer import decode_service
 from services.prefill.servicer import prefill_service
 from services.workers.dispatcher import DecodeDispatcher, PrefillDispatcher
 from tests.engine.fakes import FakeRunner, expected_output
+from tests.rpc.pulled import DecodeProgress, PulledDecode, PullingDecodeClient
 
 WAIT_S = 10.0
 EPOCH = 7
@@ -82,9 +83,9 @@ class InnerWorker:
         """Until no request runs and no block is used or held."""
         await until(self.is_clean)
 
-    def decodes(self) -> DecodeClient:
+    def decodes(self) -> PullingDecodeClient:
         """A new stream of decodes."""
-        return DecodeClient("worker", self.channel, self.broken.append)
+        return PullingDecodeClient(DecodeClient("worker", self.channel, self.broken.append))
 
     def prefills(self) -> PrefillClient:
         """A new stream of prefills; the hand-offs that it drops are aborted, as a router does."""
@@ -223,7 +224,7 @@ def expected(start: InnerStart, max_len: int = 256) -> list[int]:
     return expected_output(start.generation, max_len=max_len)
 
 
-async def collect_all(call: DecodeCall) -> DecodeProgress:
+async def collect_all(call: PulledDecode) -> DecodeProgress:
     """All that comes for the call until its good end, merged."""
     merged = DecodeProgress()
     async with asyncio.timeout(WAIT_S):
@@ -238,6 +239,6 @@ async def collect_all(call: DecodeCall) -> DecodeProgress:
     return merged
 
 
-async def collect(call: DecodeCall) -> list[int]:
+async def collect(call: PulledDecode) -> list[int]:
     """The call's tokens until its good end."""
     return (await collect_all(call)).token_ids

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from prometheus_client import CollectorRegistry
 
 from quartet.engine.base import Failed, FinishReason, Prefilled, Started, StepOutput
 from quartet.errors import DrainingError, EngineError, RequestCancelledError
+from quartet.events.load import PlacementProgress
 from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload
-from quartet.rpc.inner import MAX_OPAQUE_STATE_BYTES
+from quartet.rpc.inner import MAX_OPAQUE_STATE_BYTES, InnerStart
 from quartet.telemetry.metrics import WorkerMetrics
 from services.workers.counted_starts import CountedStarts
 from services.workers.dispatcher import DecodeDispatcher, PrefillDispatcher
@@ -165,3 +169,33 @@ def test_a_quiet_router_is_forgotten_but_not_while_a_start_of_its_own_is_uncount
     assert counted.watermarks() == {}
     counted.arrive("quiet", 7)
     assert counted.watermarks() == {"quiet": 6}
+
+
+def test_a_placed_start_is_told_by_its_own_number_and_holds_no_other_back() -> None:
+    decodes = DecodeDispatcher(StubEngine(), metrics())
+    outbox = decodes.new_outbox()
+    first, second = (decodes.submit(_placed(number), outbox, number, _nothing) for number in (7, 3))
+    decodes.submit(make_start([1], router_id="r", router_request_number=1), outbox, 9, _nothing)
+    assert decodes.router_progress == {"r": 0}
+    assert decodes.placements == {}
+    decodes.route(StepOutput(started=[Started(second, 0, 0.0)]))
+    assert decodes.placements == {"r": PlacementProgress(started=(3,))}
+    decodes.route(StepOutput(failed=[Failed(id, RequestCancelledError("cancelled")) for id in (first, second)]))
+    whole = {"r": PlacementProgress(started=(3,), ended=(3, 7))}
+    assert [decodes.placements, decodes.placement_news()] == [whole, whole]
+    assert decodes.router_progress == {"r": 0}
+
+
+def test_a_placed_start_that_is_refused_has_ended() -> None:
+    decodes = DecodeDispatcher(StubEngine(), metrics())
+    decodes.drain()
+    with pytest.raises(DrainingError):
+        decodes.submit(_placed(4), decodes.new_outbox(), 1, _nothing)
+    assert decodes.placements == {"r": PlacementProgress(ended=(4,))}
+
+
+def _placed(number: int) -> InnerStart:
+    return replace(make_start([1], router_id="r", router_request_number=number), is_sealed=True)
+
+
+def _nothing() -> None: ...

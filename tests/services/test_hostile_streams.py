@@ -28,6 +28,7 @@ from quartet.v1 import decode_pb2, types_pb2
 from services.decode.servicer import decode_service
 from services.workers.dispatcher import DecodeDispatcher
 from tests.engine.fakes import FakeRunner, fake_layout
+from tests.rpc.pulled import PullingDecodeClient
 from tests.services.inner_workers import (
     DECODE_METHOD,
     PREFILL_METHOD,
@@ -269,7 +270,7 @@ async def test_a_reader_that_takes_nothing_is_ended_and_others_are_not() -> None
     await stuck.write(decode_request(0))
     await until(lambda: dispatcher.num_running == 1)
     broken: list[ServingError] = []
-    client = DecodeClient("worker", channel, broken.append)
+    client = PullingDecodeClient(DecodeClient("worker", channel, broken.append))
     call = client.start(make_start(PROMPT))
     await until(lambda: dispatcher.num_running == 2)
     logprobs = (TokenLogprobs(1, -1.0, tuple(range(20)), (-1.0,) * 20),) * 1000

@@ -74,6 +74,19 @@ def test_every_process_gets_the_whole_of_its_settings(tmp_path: Path) -> None:
     assert settings["server"] == {"address": "127.0.0.1:6000", "namespace": "here", "reflection": False}
 
 
+def test_keys_go_to_the_router_and_to_those_who_decode(tmp_path: Path) -> None:
+    text = """
+        router: {overrides: {seal_keys_file: own/keys}}
+        workers: [{role: decode}, {role: prefill}, {role: decode, overrides: {seal_keys_file: other/keys}}]
+    """
+    topology = load_topology(write(tmp_path, text)).with_seal_keys(Path("drawn/keys"))
+    files = [plan.settings["seal_keys_file"] for plan in plan_workers(topology, num_cores=1)]
+    assert files == ["drawn/keys", None, "other/keys"]
+    assert plan_router(topology).settings["seal_keys_file"] == "own/keys"
+    without = load_topology(write(tmp_path, "workers: [{role: decode}]")).with_seal_keys(Path("drawn/keys"))
+    assert plan_router(without).settings["seal_keys_file"] == "drawn/keys"
+
+
 def test_torch_workers_share_the_cores(tmp_path: Path) -> None:
     text = "workers: [{role: decode, replicas: 3}, {role: prefill, overrides: {engine: {num_threads: 7}}}]"
     topology = load_topology(write(tmp_path, text))

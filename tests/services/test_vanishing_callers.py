@@ -147,8 +147,7 @@ async def test_with_hand_offs_that_were_not_sent_yet() -> None:
         stream = InnerStream(worker.dispatcher, worker.dispatcher.new_outbox(), StreamLimits())
         context = StuckContext([prefill_request(slot) for slot in range(3)])
         serving = asyncio.create_task(stream.serve(context))  # type: ignore[arg-type]
-        await until(lambda: worker.source.counts.held == 3)
-        assert len(context.written) == 1
+        await until(lambda: worker.source.counts.held == 3 and len(context.written) == 1)
         serving.cancel()
         await asyncio.wait([serving], timeout=WAIT_S)
         await worker.wait_clean()

@@ -13,7 +13,7 @@ from quartet.engine.base import EngineStats
 from quartet.telemetry.event_loop_lag import monitor_event_loop_lag
 from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, WorkerMetrics
 
-UNITS = "seconds|tokens|requests|blocks|bytes|steps|events|preemptions|attempts|hand_offs|workers"
+UNITS = "seconds|tokens|requests|blocks|bytes|steps|events|preemptions|attempts|hand_offs|workers|starts"
 
 
 @pytest.fixture
@@ -101,8 +101,7 @@ def test_outcomes_and_queues_of_the_router_show(registry: CollectorRegistry) -> 
     router = RouterMetrics(registry)
     router.count_request("queue_full")
     router.count_attempt("first")
-    router.set_queued_requests(4)
-    router.set_running_requests(5)
+    router.watch_requests(lambda: 4, lambda: 5)
     router.observe_queue(0.2)
     router.observe_tokenize(0.001)
     assert registry.get_sample_value("quartet_router_requests_total", {"outcome": "queue_full"}) == 1

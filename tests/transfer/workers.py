@@ -59,6 +59,8 @@ class SourceWorker:
         )
         self.shm = ShmServer(self.memory)
         self.servicer = TransferServicer(self.source, host=host, config=config, shm=self.shm)
+        service = Service("quartet.v1.TransferService", lambda server: add_transfer_servicer(self.servicer, server))
+        self.server = RpcServer(ServerConfig(), [service])
         self.address = ""
 
     def offer(self, holder: int, block_ids: Sequence[int]) -> HandOff:
@@ -84,15 +86,13 @@ async def source_worker(
 ) -> AsyncIterator[SourceWorker]:
     """A source that serves on a free port."""
     worker = SourceWorker(layout, config, host or host_identity(), epoch)
-    service = Service("quartet.v1.TransferService", lambda server: add_transfer_servicer(worker.servicer, server))
-    server = RpcServer(ServerConfig(), [service])
-    worker.address = f"127.0.0.1:{await server.start()}"
+    worker.address = f"127.0.0.1:{await worker.server.start()}"
     worker.source.advertise(worker.address)
     await worker.shm.start()
     try:
         yield worker
     finally:
-        await server.drain(0.0)
+        await worker.server.drain(0.0)
         await worker.shm.close()
         worker.source.close()
         worker.memory.close()

@@ -17,19 +17,22 @@ _Ids = npt.NDArray[np.int64]
 # Decode rows whose sequences differ by more than this factor in blocks are not padded to one length.
 _MAX_PADDING = 1.5
 
+_NUM_PROBE_TOKENS = 8
+
 
 @dataclass(frozen=True)
 class KvSpan:
     """The part of the KV cache that one segment attends to, under one window.
 
     Attributes:
-        first_rows: ``[num_seqs * num_blocks]`` int64: row of each block's layer 0 in the pool, padded.
+        rows: for each layer, ``[2 * num_seqs * num_blocks]`` int64: pool rows to read (``KvPool.gather``), padded.
         first_token: tokens to cut off at the begin of what those blocks hold.
         end_token: where to cut them off at the end.
-        mask: ``[num_seqs, 1, num_queries, num_tokens]``, true where a query attends; ``None``: it attends to all.
+        mask: ``[num_seqs, 1, num_queries, num_tokens]`` of the model's dtype, to be added to scores: 0 where a query
+            attends, else minus infinity; ``None``: it attends to all.
     """
 
-    first_rows: torch.Tensor
+    rows: Sequence[torch.Tensor]
     first_token: int
     end_token: int
     mask: torch.Tensor | None
@@ -86,22 +89,29 @@ class Segment:
         for row, table, first, num in zip(rows, self.block_tables, first_blocks, num_blocks, strict=True):
             row[:num] = table[first : first + num]
             row[num:] = row[num - 1]  # padding repeats a block of its own: nobody else's bytes are touched
-        first_rows = torch.from_numpy(rows.ravel() * (self.layout.num_layers * 2)).to(self.device)
+        pool_rows = self._pool_rows(rows)
         starts = first_blocks * block_size
         if self.num_seqs > 1:
             end_token = rows.shape[1] * block_size
-            return KvSpan(first_rows, 0, end_token, self._mask(starts, end_token, window))
+            return KvSpan(pool_rows, 0, end_token, self._mask(starts, end_token, window))
         first_token, end_token = int(first_tokens[0] - starts[0]), int(lengths[0] - starts[0])
         mask = self._mask(first_tokens, end_token - first_token, window) if self.num_queries > 1 else None
-        return KvSpan(first_rows, first_token, end_token, mask)
+        return KvSpan(pool_rows, first_token, end_token, mask)
+
+    def _pool_rows(self, block_ids: _Ids) -> Sequence[torch.Tensor]:
+        num_layers = self.layout.num_layers
+        of_keys = block_ids.ravel() * (num_layers * 2)
+        of_both = np.concatenate((of_keys, of_keys + 1))
+        return _tensor(of_both + np.arange(0, num_layers * 2, 2)[:, None], self.device).unbind()
 
     def _mask(self, starts: _Ids, num_tokens: int, window: int | None) -> torch.Tensor:
         queries = (self.first_positions[:, None] + np.arange(self.num_queries))[:, None, :, None]
         keys = (starts[:, None] + np.arange(num_tokens))[:, None, None, :]
-        mask = keys <= queries
+        is_hidden = keys > queries
         if window is not None:
-            mask &= keys > queries - window
-        return torch.from_numpy(mask).to(self.device)
+            is_hidden |= keys <= queries - window
+        mask = torch.zeros(is_hidden.shape, dtype=getattr(torch, self.layout.dtype), device=self.device)
+        return mask.masked_fill_(torch.from_numpy(is_hidden).to(self.device), float("-inf"))
 
 
 @dataclass(frozen=True)
@@ -111,13 +121,13 @@ class FlatBatch:
     Attributes:
         token_ids: ``[1, T]`` int64.
         positions: ``[1, T]`` int64.
-        slots: ``[T]`` int64: where each token's keys go in layer 0 (``KvPool.write``).
+        slots: for each layer, ``[2, T]`` int64: where each token's keys go, and its values (``KvPool.write``).
         last_rows: ``[S]`` int64: row of the last token of each chunk that samples, in the order of the chunks.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    slots: torch.Tensor
+    slots: Sequence[torch.Tensor]
     last_rows: torch.Tensor
     segments: tuple[Segment, ...]
 
@@ -126,23 +136,25 @@ def build_batch(chunks: Sequence[ScheduledChunk], layout: KvLayout, device: torc
     """Lay out a step: single tokens first, from the shortest sequence on, then the longer chunks."""
     order = sorted(range(len(chunks)), key=lambda i: (chunks[i].num_tokens > 1, chunks[i].first_position))
     ordered = [chunks[i] for i in order]
-    tables = [np.asarray(chunk.running.seq.block_table, dtype=np.int64) for chunk in ordered]
-    sizes = np.asarray([chunk.num_tokens for chunk in ordered])
+    tables = [np.array(chunk.running.seq.block_table, dtype=np.int64) for chunk in ordered]
+    first_positions = np.array([chunk.first_position for chunk in ordered], dtype=np.int64)
+    sizes = np.array([chunk.num_tokens for chunk in ordered], dtype=np.int64)
     ends = np.cumsum(sizes)
-    positions = [np.arange(chunk.first_position, chunk.first_position + chunk.num_tokens) for chunk in ordered]
-    last_row_of = dict(zip(order, ends - 1, strict=True))
-    last_rows = [last_row_of[i] for i, chunk in enumerate(chunks) if chunk.samples]
+    positions = np.arange(ends[-1]) + np.repeat(first_positions - ends + sizes, sizes)
+    last_row_of = dict(zip(order, (ends - 1).tolist(), strict=True))
     return FlatBatch(
-        token_ids=_tensor(np.concatenate([_token_ids(chunk) for chunk in ordered]), device)[None],
-        positions=_tensor(np.concatenate(positions), device)[None],
-        slots=_tensor(np.concatenate([_slots(*item, layout) for item in zip(tables, positions, strict=True)]), device),
-        last_rows=_tensor(np.asarray(last_rows, dtype=np.int64), device),
+        token_ids=_tensor(_token_ids(ordered), device)[None],
+        positions=_tensor(positions, device)[None],
+        slots=_slots(_blocks_of_tokens(ordered, tables, positions, layout), positions, layout, device),
+        last_rows=_tensor(
+            np.array([last_row_of[i] for i, chunk in enumerate(chunks) if chunk.samples], dtype=np.int64), device
+        ),
         segments=tuple(
             Segment(
                 begin=int(ends[first] - sizes[first]),
                 num_queries=int(sizes[first]),
                 block_tables=tables[first:end],
-                first_positions=np.asarray([chunk.first_position for chunk in ordered[first:end]], dtype=np.int64),
+                first_positions=first_positions[first:end],
                 layout=layout,
                 device=device,
             )
@@ -151,15 +163,47 @@ def build_batch(chunks: Sequence[ScheduledChunk], layout: KvLayout, device: torc
     )
 
 
-def _token_ids(chunk: ScheduledChunk) -> _Ids:
-    end = chunk.first_position + chunk.num_tokens
-    return np.asarray(chunk.running.seq.token_ids[chunk.first_position : end], dtype=np.int64)
+def probe_batch(layout: KvLayout, vocab_size: int, device: torch.device) -> FlatBatch:
+    """A few tokens of one sequence in block 0, all of whose logits are wanted: to try a model out."""
+    positions = np.arange(min(_NUM_PROBE_TOKENS, layout.block_size))
+    block_0, first = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    return FlatBatch(
+        token_ids=_tensor((positions + 1) * vocab_size // (len(positions) + 1), device)[None],
+        positions=_tensor(positions, device)[None],
+        slots=_slots(np.zeros_like(positions), positions, layout, device),
+        last_rows=_tensor(positions, device),
+        segments=(Segment(0, len(positions), [block_0], first, layout, device),),
+    )
 
 
-def _slots(table: _Ids, positions: _Ids, layout: KvLayout) -> _Ids:
-    blocks, offsets = np.divmod(positions, layout.block_size)
-    slots: _Ids = table[blocks] * (layout.num_layers * 2 * layout.block_size) + offsets
-    return slots
+def _token_ids(chunks: Sequence[ScheduledChunk]) -> _Ids:
+    token_ids: list[int] = []
+    for chunk in chunks:
+        first = chunk.first_position
+        token_ids += chunk.running.seq.token_ids[first : first + chunk.num_tokens]
+    return np.array(token_ids, dtype=np.int64)
+
+
+def _blocks_of_tokens(
+    chunks: Sequence[ScheduledChunk], tables: Sequence[_Ids], positions: _Ids, layout: KvLayout
+) -> _Ids:
+    """``[T]``: the block that each token's KV goes to."""
+    blocks = np.empty_like(positions)
+    indices = positions // layout.block_size
+    first = 0
+    for chunk, table in zip(chunks, tables, strict=True):
+        rows = slice(first, first + chunk.num_tokens)
+        blocks[rows] = table[indices[rows]]
+        first = rows.stop
+    return blocks
+
+
+def _slots(blocks: _Ids, positions: _Ids, layout: KvLayout, device: torch.device) -> Sequence[torch.Tensor]:
+    """As ``FlatBatch.slots``; row ``((block * num_layers + layer) * 2 + is_value) * block_size + offset``."""
+    block_size, num_layers = layout.block_size, layout.num_layers
+    in_first_layer = blocks * (num_layers * 2 * block_size) + positions % block_size
+    parts = np.arange(num_layers * 2).reshape(num_layers, 2, 1) * block_size
+    return _tensor(in_first_layer + parts, device).unbind()
 
 
 def _group(ordered: Sequence[ScheduledChunk], block_size: int) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quartet.engine.torch.buffers import Buffers
 from quartet.kvcache.layout import KvLayout
 from quartet.transfer.base import PoolMemory
 
@@ -41,42 +42,31 @@ class KvPool:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
         # Row (block * num_layers + layer) * 2 holds a block's keys of a layer, the next one its values.
         self._blocks = self.tensor.view(num_blocks * layout.num_layers * 2, -1)
-        self._tokens = self.tensor.view(self._blocks.shape[0] * layout.block_size, -1)
+        self._tokens = self.tensor.view(-1, layout.num_kv_heads, layout.head_dim)
+        self._buffers = Buffers(self.tensor)
 
-    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new tokens.
+    def write(self, slots: torch.Tensor, keys_values: torch.Tensor) -> None:
+        """Store a layer's new tokens.
 
         Args:
-            layer: which one's.
-            slots: ``[T]`` int64: row of each token's keys in layer 0: ``block * num_layers * 2 * block_size + offset``.
-            keys: ``[num_kv_heads, T, head_dim]``.
-            values: the same.
+            slots: ``[2, T]`` int64: where their keys go, and their values, as rows of ``[num_kv_heads, head_dim]``.
+            keys_values: ``[2, T, num_kv_heads, head_dim]``.
         """
-        block_size = self.layout.block_size
-        key_rows = slots + layer * 2 * block_size
-        self._tokens.index_copy_(0, key_rows, _by_token(keys))
-        self._tokens.index_copy_(0, key_rows + block_size, _by_token(values))
+        self._tokens[slots] = keys_values
 
-    def gather(self, layer: int, first_rows: torch.Tensor, num_seqs: int) -> KeysValues:
-        """Read whole blocks.
+    def gather(self, rows: torch.Tensor, num_seqs: int) -> KeysValues:
+        """Read whole blocks, into memory that the next call writes over.
 
         Args:
-            layer: which one's.
-            first_rows: ``[num_seqs * num_blocks]`` int64: row of each block's layer 0, sequence after sequence.
+            rows: ``[2 * num_seqs * num_blocks]`` int64: pool rows of all keys, sequence after sequence, then values.
             num_seqs: how many sequences, of as many blocks each.
         """
-        key_rows = first_rows + 2 * layer
-        return KeysValues(self._read(key_rows, num_seqs), self._read(key_rows + 1, num_seqs))
+        blocks = self._buffers.take("blocks", rows.shape[0], self._blocks.shape[1])
+        torch.index_select(self._blocks, 0, rows, out=blocks)
+        both = blocks.view(2, num_seqs, -1, self.layout.num_kv_heads, self.layout.head_dim).transpose(2, 3)
+        return KeysValues(both[0], both[1])
 
     def close(self) -> None:
         """Give the memory back."""
         if self.memory is not None:
             self.memory.close()
-
-    def _read(self, rows: torch.Tensor, num_seqs: int) -> torch.Tensor:
-        blocks = self._blocks.index_select(0, rows)
-        return blocks.view(num_seqs, -1, self.layout.num_kv_heads, self.layout.head_dim).transpose(1, 2)
-
-
-def _by_token(states: torch.Tensor) -> torch.Tensor:
-    return states.transpose(0, 1).reshape(states.shape[1], -1)

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
+from transformers import PreTrainedModel
 
 from quartet.engine.fingerprint import model_fingerprint
 from quartet.engine.runner import SampledToken
 from quartet.engine.running import ScheduledChunk
 from quartet.engine.torch.attention import PagedStep
-from quartet.engine.torch.batch import FlatBatch, build_batch
+from quartet.engine.torch.batch import build_batch, probe_batch
 from quartet.engine.torch.config import TorchEngineConfig
+from quartet.engine.torch.fuse import fuse
 from quartet.engine.torch.loader import load_model
 from quartet.engine.torch.pool import KvPool
 from quartet.engine.torch.sampler import Sampler
 from quartet.errors import InvalidRequestError
 from quartet.kvcache.layout import KvLayout
 from quartet.transfer.base import PoolMemory
+
+_LOG = logging.getLogger(__name__)
+
+# Writes a step's KV to the pool; logits ``[S, V]`` of the rows that sample.
+_Compute: TypeAlias = Callable[[PagedStep], torch.Tensor]
 
 
 class TorchRunner:
@@ -58,10 +68,9 @@ class TorchRunner:
         self.vocab_size = loaded.vocab_size
         self.max_model_len = loaded.max_model_len
         self._device = torch.device(config.device)
-        self._model = loaded.model
         self._pool = KvPool(self.layout, config.num_blocks, self._device)
         self._sampler = Sampler()
-        self._warm_up()
+        self._compute = self._choose(loaded.model)
 
     @property
     def memory(self) -> PoolMemory | None:
@@ -74,32 +83,56 @@ class TorchRunner:
             return []
         requests = [chunk.running for chunk in chunks if chunk.samples]
         with torch.inference_mode():
-            logits = self._forward(build_batch(chunks, self.layout, self._device))
-            return self._sampler.sample(logits, requests) if requests else []
+            logits = self._compute(PagedStep(self._pool, build_batch(chunks, self.layout, self._device)))
+            # Some models pad the vocabulary of their output layer: those tokens do not exist.
+            return self._sampler.sample(logits[:, : self.vocab_size], requests) if requests else []
 
     def close(self) -> None:
         """Give the model and the pool back."""
         self._pool.close()
-        del self._model, self._pool
+        del self._compute, self._pool
 
-    def _forward(self, batch: FlatBatch) -> torch.Tensor:
-        """Logits ``[S, V]`` of the rows that sample."""
+    @torch.inference_mode()
+    def _choose(self, model: PreTrainedModel) -> _Compute:
+        """Run a few tokens through block 0, which holds nothing yet, by both ways: by hand if that is right.
+
+        What is set up on first use must not cost a request, so this warms up, too.
+        """
+        by_modules = _Modules(model)
+        step = PagedStep(self._pool, probe_batch(self.layout, self.vocab_size, self._device))
+        expected = by_modules(step)
+        decoder = fuse(model, step.layers, self.layout)
+        if decoder is None:
+            return by_modules
+        if not _is_close(decoder(step), expected):
+            _LOG.warning("layers of %s differ when run by hand: they are run as they are", type(model).__name__)
+            return by_modules
+        return decoder
+
+
+class _Modules:
+    """A model run by transformers' own modules."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def __call__(self, step: PagedStep) -> torch.Tensor:
         logits: torch.Tensor = self._model(
-            input_ids=batch.token_ids,
-            position_ids=batch.positions,
+            input_ids=step.batch.token_ids,
+            position_ids=step.batch.positions,
             use_cache=False,  # else a cache of its own is built and filled
-            logits_to_keep=batch.last_rows,
-            paged=PagedStep(self._pool, batch),
+            logits_to_keep=step.batch.last_rows,
+            paged=step,
         ).logits
-        # Some models pad the vocabulary of their output layer: those tokens do not exist.
-        return logits[0, :, : self.vocab_size]
+        return logits[0]
 
-    def _warm_up(self) -> None:
-        """One token through block 0, which holds nothing yet: what is set up on first use must not cost a request."""
-        zero = torch.zeros(1, dtype=torch.long, device=self._device)
-        batch = FlatBatch(zero[None], zero[None], slots=zero, last_rows=zero, segments=())
-        with torch.inference_mode():
-            self._forward(batch)
+
+def _is_close(logits: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether they differ by rounding only, which adds up over layers; a wrong layer differs by all there is."""
+    # Norms and rotary embedding are float32 also where all else is float64.
+    epsilon = max(torch.finfo(dtype).eps for dtype in (expected.dtype, torch.float32))
+    tolerance = math.sqrt(epsilon) * float(expected.abs().max())
+    return float((logits - expected).abs().max()) <= tolerance
 
 
 def _check_device(device: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 from quartet.discovery.place import Place
+from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import ProtocolError
 from quartet.rpc.convert.generation import (
     from_finish_reason,
@@ -12,7 +14,7 @@ from quartet.rpc.convert.generation import (
     to_finish_reason,
     to_token_logprobs,
 )
-from quartet.rpc.durations import to_duration, to_seconds
+from quartet.rpc.durations import put_duration, to_seconds
 from quartet.rpc.edge import (
     Accepted,
     AnswerPart,
@@ -34,46 +36,51 @@ def to_generate_response(part: AnswerPart) -> router_pb2.GenerateResponse:
     if isinstance(part, Delta):
         return router_pb2.GenerateResponse(delta=_to_delta(part))
     if isinstance(part, ChoiceFinished):
-        return router_pb2.GenerateResponse(finished=_to_choice_finished(part))
+        return router_pb2.GenerateResponse(finished=to_choice_finished(part))
     if isinstance(part, Placed):
-        return router_pb2.GenerateResponse(placed=_to_choice_placement(part.placement))
-    return router_pb2.GenerateResponse(accepted=_to_accepted(part))
+        return router_pb2.GenerateResponse(placed=to_choice_placement(part.placement))
+    return router_pb2.GenerateResponse(accepted=to_accepted(part))
 
 
 def from_generate_response(message: router_pb2.GenerateResponse) -> AnswerPart:
     """The part of the answer that one message tells."""
     match message.WhichOneof("message"):
         case "accepted":
-            return _from_accepted(message.accepted)
+            return from_accepted(message.accepted)
         case "placed":
-            return Placed(placement=_from_choice_placement(message.placed))
+            return Placed(placement=from_choice_placement(message.placed))
         case "delta":
             return _from_delta(message.delta)
         case "finished":
-            return _from_choice_finished(message.finished)
+            return from_choice_finished(message.finished)
         case _:
             raise ProtocolError("the router sent a message that says nothing")
 
 
-def _to_accepted(accepted: Accepted) -> router_pb2.Accepted:
+def to_accepted(accepted: Accepted) -> router_pb2.Accepted:
+    """The message."""
     return router_pb2.Accepted(
         request_id=accepted.request_id,
-        choices=map(_to_choice_placement, accepted.choices),
+        choices=map(to_choice_placement, accepted.choices),
         num_prompt_tokens=accepted.num_prompt_tokens,
         seed=accepted.seed,
+        model_fingerprint=accepted.model_fingerprint,
     )
 
 
-def _from_accepted(message: router_pb2.Accepted) -> Accepted:
+def from_accepted(message: router_pb2.Accepted) -> Accepted:
+    """What a router accepted."""
     return Accepted(
         request_id=message.request_id,
-        choices=tuple(map(_from_choice_placement, message.choices)),
+        choices=tuple(map(from_choice_placement, message.choices)),
         num_prompt_tokens=message.num_prompt_tokens,
         seed=message.seed,
+        model_fingerprint=message.model_fingerprint,
     )
 
 
-def _to_choice_placement(placement: ChoicePlacement) -> router_pb2.ChoicePlacement:
+def to_choice_placement(placement: ChoicePlacement) -> router_pb2.ChoicePlacement:
+    """The message."""
     return router_pb2.ChoicePlacement(
         choice=placement.choice,
         prefill=None if placement.prefill is None else _to_place(placement.prefill),
@@ -82,7 +89,8 @@ def _to_choice_placement(placement: ChoicePlacement) -> router_pb2.ChoicePlaceme
     )
 
 
-def _from_choice_placement(message: router_pb2.ChoicePlacement) -> ChoicePlacement:
+def from_choice_placement(message: router_pb2.ChoicePlacement) -> ChoicePlacement:
+    """Where a choice runs."""
     return ChoicePlacement(
         choice=message.choice,
         prefill=_from_place(message.prefill) if message.HasField("prefill") else None,
@@ -99,14 +107,19 @@ def _from_place(message: types_pb2.Place) -> Place:
     return Place(message.worker_id, message.data_parallel_rank)
 
 
+def put_delta(into: router_pb2.Delta, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]) -> None:
+    """Append to a delta of one choice, in place: there is one for each token."""
+    into.token_ids.extend(token_ids)
+    if text:
+        into.text += text
+    if logprobs:
+        into.logprobs.extend([to_token_logprobs(entry) for entry in logprobs])
+
+
 def _to_delta(delta: Delta) -> router_pb2.Delta:
-    return router_pb2.Delta(
-        choice=delta.choice,
-        token_offset=delta.token_offset,
-        token_ids=delta.token_ids,
-        text=delta.text,
-        logprobs=[to_token_logprobs(entry) for entry in delta.logprobs],
-    )
+    message = router_pb2.Delta(choice=delta.choice, token_offset=delta.token_offset)
+    put_delta(message, delta.token_ids, delta.text, delta.logprobs)
+    return message
 
 
 def _from_delta(message: router_pb2.Delta) -> Delta:
@@ -119,7 +132,8 @@ def _from_delta(message: router_pb2.Delta) -> Delta:
     )
 
 
-def _to_choice_finished(finished: ChoiceFinished) -> router_pb2.ChoiceFinished:
+def to_choice_finished(finished: ChoiceFinished) -> router_pb2.ChoiceFinished:
+    """The message."""
     return router_pb2.ChoiceFinished(
         choice=finished.choice,
         reason=to_finish_reason(finished.reason),
@@ -129,7 +143,8 @@ def _to_choice_finished(finished: ChoiceFinished) -> router_pb2.ChoiceFinished:
     )
 
 
-def _from_choice_finished(message: router_pb2.ChoiceFinished) -> ChoiceFinished:
+def from_choice_finished(message: router_pb2.ChoiceFinished) -> ChoiceFinished:
+    """How a choice ended. Raises ``ProtocolError`` for a reason that is none."""
     return ChoiceFinished(
         choice=message.choice,
         reason=from_finish_reason(message.reason),
@@ -162,7 +177,7 @@ def _to_time_breakdown(time: TimeBreakdown) -> router_pb2.TimeBreakdown:
     for ours, theirs in _TIMES.items():
         seconds = getattr(time, ours)
         if seconds is not None:
-            getattr(message, theirs).CopyFrom(to_duration(seconds))
+            put_duration(getattr(message, theirs), seconds)
     return message
 
 

@@ -50,8 +50,10 @@ def to_hand_off(hand_off: HandOff) -> types_pb2.HandOff:
         lease=to_duration(hand_off.lease.total_seconds()),
     )
     match hand_off.payload:
-        case BlocksPayload(layout, num_tokens):
-            message.blocks.CopyFrom(types_pb2.BlocksPayload(layout=to_kv_layout(layout), num_tokens=num_tokens))
+        case BlocksPayload(layout, num_tokens, block_ids):
+            message.blocks.CopyFrom(
+                types_pb2.BlocksPayload(layout=to_kv_layout(layout), num_tokens=num_tokens, block_ids=block_ids)
+            )
         case OpaquePayload(engine, state):
             message.opaque.CopyFrom(types_pb2.OpaquePayload(engine=engine, state=state))
     return message
@@ -82,7 +84,7 @@ def _from_payload(message: types_pb2.HandOff) -> BlocksPayload | OpaquePayload:
             if message.blocks.num_tokens < 1:
                 raise InvalidRequestError("num_tokens must be at least 1", field="hand_off.blocks.num_tokens")
             layout = from_kv_layout(message.blocks.layout, "hand_off.blocks.layout")
-            return BlocksPayload(layout, message.blocks.num_tokens)
+            return BlocksPayload(layout, message.blocks.num_tokens, tuple(message.blocks.block_ids))
         case "opaque":
             return OpaquePayload(message.opaque.engine, message.opaque.state)
         case _:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
 
-import grpc
-
 from quartet.discovery.base import HostIdentity
 from quartet.errors import LayoutMismatchError, TransferError, TransferTimeoutError, WorkerUnavailableError
-from quartet.kvcache.layout import HandOff, KvLayout
+from quartet.kvcache.layout import BlocksPayload, HandOff, KvLayout
 from quartet.transfer.base import PieceCopy, PoolMemory, TransferWay
 from quartet.transfer.block_copy import copy_runs, merge_runs
 from quartet.transfer.config import TransferConfig
-from quartet.transfer.grpc.messages import WAY_FROM_PB, WAY_TO_PB, host_to_pb, ticket_to_pb
+from quartet.transfer.grpc.messages import WAY_FROM_PB, WAY_TO_PB, PullMessage, host_to_pb, ticket_to_pb
 from quartet.transfer.grpc.pull_stream import PullStream
 from quartet.transfer.piece_frame import PiecePart
 from quartet.transfer.piece_receiver import PieceReceiver
@@ -64,10 +63,12 @@ class Fetch:
         """Bytes that move."""
         return len(self._copies) * self._pool.layout.piece_size_bytes if self._pool is not None else 0
 
-    async def run(self, channel: grpc.aio.Channel) -> TransferWay:
-        """Move everything and let the source go; returns the way taken. Raises as ``Claim.fetch`` does."""
+    async def run(self, stream: PullStream) -> TransferWay:
+        """Move everything and let the source go, over ``stream``, which stays the caller's to end.
+
+        Returns the way taken. Raises as ``Claim.fetch`` does.
+        """
         max_pull_s = self._config.max_pull_s
-        stream = PullStream(channel, timeout_s=max_pull_s, stall_timeout_s=self._config.stall_timeout_s)
         try:
             async with asyncio.timeout(max_pull_s):
                 return await self._run(stream)
@@ -76,18 +77,16 @@ class Fetch:
         except WorkerUnavailableError as error:
             # Unavailable is the source, not the worker that says so: whoever sent the hand-off must not blame that one.
             raise TransferError(f"the source cannot be reached: {error.message}") from None
-        finally:
-            stream.cancel()
 
     async def _run(self, stream: PullStream) -> TransferWay:
         await stream.send(pb.PullRequest(begin=self._begin()))
-        granted = _expect(await stream.receive(), "granted", pb.PullGranted)
+        async with _awaited(stream.receive()) as answer:
+            copied_from = await self._copy_ahead()
+            granted = _expect(await answer, "granted", pb.PullGranted)
         way = self._check(granted)
-        if self._copies:
+        if self._copies and not (way is TransferWay.SHM and copied_from == list(granted.shm.offsets)):
             await self._move(stream, way, granted)
-        await stream.send(pb.PullRequest(finish=pb.PullFinish()))
-        _expect(await stream.receive(), "finished", pb.PullFinished)
-        await stream.end()
+        _expect(await stream.ask(pb.PullRequest(finish=pb.PullFinish())), "finished", pb.PullFinished)
         return way
 
     def _begin(self) -> pb.PullBegin:
@@ -120,15 +119,49 @@ class Fetch:
             while not receiver.is_complete:
                 receiver.accept(_expect_part(await stream.receive()))
 
+    async def _copy_ahead(self) -> list[int] | None:
+        """Copy while `begin` is on the way, where the source's pool is mapped and the hand-off says where in it.
+
+        A source that grants has held the blocks since it made the hand-off, so what is read meanwhile is right.
+
+        Returns:
+            The offsets that were read; ``None`` where nothing was.
+        """
+        payload, source = self._hand_off.payload, self._shm_pools.mapped(self._owner)
+        if self._pool is None or source is None or not self._copies or not isinstance(payload, BlocksPayload):
+            return None
+        if self._copies[-1].piece >= len(payload.block_ids):
+            return None
+        size = self._pool.layout.piece_size_bytes
+        offsets = [payload.block_ids[copy.piece] * size for copy in self._copies]
+        await self._copy_from(self._pool, source, offsets)
+        return offsets
+
     async def _copy_shared(self, pool: LocalPool, shm: pb.ShmDescriptor) -> None:
         shared = SharedPool(shm.socket_path, shm.token, shm.pool_size_bytes)
         source = await self._shm_pools.open(self._owner, shared, timeout_s=self._config.stall_timeout_s)
+        await self._copy_from(pool, source, list(shm.offsets))
+
+    async def _copy_from(self, pool: LocalPool, source: memoryview, offsets: list[int]) -> None:
+        """Copy the pieces, which are at ``offsets`` of ``source``. Raises ``TransferError``: they are outside it."""
         size = pool.layout.piece_size_bytes
-        runs = merge_runs(list(shm.offsets), [copy.block_id * size for copy in self._copies], size)
+        runs = merge_runs(offsets, [copy.block_id * size for copy in self._copies], size)
         try:
             await copy_runs(source, pool.memory.view, runs, self._executor)
         except ValueError as error:
             raise TransferError(f"the source's offsets are wrong: {error}") from None
+
+
+@contextlib.asynccontextmanager
+async def _awaited(receiving: Coroutine[object, object, PullMessage]) -> AsyncIterator[asyncio.Task[PullMessage]]:
+    """Have the answer received within the block while that does something else; nothing of it stays behind."""
+    answer = asyncio.create_task(receiving)
+    await asyncio.sleep(0)  # it begins before the block does, which may keep the event loop
+    try:
+        yield answer
+    finally:
+        answer.cancel()  # does nothing to what is done
+        await asyncio.gather(answer, return_exceptions=True)
 
 
 def _expect(message: pb.PullResponse | PiecePart, name: str, message_type: type[_Part]) -> _Part:

@@ -79,7 +79,6 @@ class HandOffLease:
         with self._channels.use(self.hand_off.address) as channel:
             stream = PullStream(channel, timeout_s=timeout_s, stall_timeout_s=timeout_s)
             try:
-                await stream.send(request)
-                await stream.receive()
+                await stream.ask(request)
             finally:
                 stream.cancel()

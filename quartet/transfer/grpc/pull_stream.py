@@ -25,15 +25,24 @@ class PullStream:
         """Open the stream, for ``timeout_s`` in all and ``stall_timeout_s`` for each step."""
         self._stall_timeout_s = stall_timeout_s
         self._call = open_pull(channel, timeout_s)
+        self._writing: asyncio.Future[None] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not ended yet, as far as is known here."""
+        return not self._call.done()
 
     async def send(self, request: pb.PullRequest) -> None:
-        """Send one message. Raises as ``receive`` does."""
-        async with self._bounded(self._stall_timeout_s):
-            try:
-                await self._call.write(request)
-            except asyncio.InvalidStateError:  # the stream has ended; reading tells why
-                await self._call.read()
-                raise TransferError("the source ended the stream early") from None
+        """Begin to send one message. Nothing comes of a failure but what ``receive`` raises then."""
+        # Nobody waits for the write's own end: that would be one more turn of two threads before reading begins.
+        self._writing = asyncio.ensure_future(self._call.write(request))
+        self._writing.add_done_callback(_ignore_outcome)
+        await asyncio.sleep(0)  # it begins now, also when the caller goes on to something that takes long
+
+    async def ask(self, request: pb.PullRequest) -> PullMessage:
+        """Send one message and wait for the next one that comes. Raises as ``receive`` does."""
+        await self.send(request)
+        return await self.receive()
 
     async def receive(self) -> PullMessage:
         """The next message.
@@ -60,6 +69,8 @@ class PullStream:
     def cancel(self) -> None:
         """Give up; the source takes that for a lost stream. Does nothing to a stream that has ended."""
         self._call.cancel()
+        if self._writing is not None:
+            self._writing.cancel()
 
     @contextlib.asynccontextmanager
     async def _bounded(self, timeout_s: float) -> AsyncIterator[None]:
@@ -76,3 +87,8 @@ class PullStream:
             if task is not None and task.cancelling():
                 raise
             raise TransferError("the channel to the source was closed") from None
+
+
+def _ignore_outcome(task: asyncio.Future[None]) -> None:
+    if not task.cancelled():
+        task.exception()

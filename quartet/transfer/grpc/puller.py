@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +17,15 @@ from quartet.kvcache.layout import BlocksPayload, HandOff, KvLayout
 from quartet.transfer.base import FetchResult, PieceCopy, PoolMemory
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.fetch import Fetch, LocalPool
+from quartet.transfer.grpc.heap import keep_freed_memory
 from quartet.transfer.grpc.lease import HandOffLease
 from quartet.transfer.grpc.peer_channels import PeerChannels
+from quartet.transfer.grpc.pull_stream import PullStream
+from quartet.transfer.grpc.spare_streams import SpareStreams
 from quartet.transfer.shm_pools import ShmPools
 
+#: By then whoever fetched goes on, and the engine's thread wants nothing of the time that the event loop takes.
+_REST_S = 0.005
 #: One thread comes near a core's memory bandwidth; the second is for another fetch, not for more of one.
 _NUM_COPY_THREADS = 2
 
@@ -54,7 +60,10 @@ class TransferPuller:
         self._copy_threads = ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="kv-copy")
         self._pool: LocalPool | None = None
         self._leases: set[HandOffLease] = set()
-        self._is_closed = False
+        self._spares = SpareStreams(self._open)
+        self._endings: set[asyncio.Task[None]] = set()
+        self._closing = asyncio.Event()
+        keep_freed_memory()
 
     def attach(self, memory: PoolMemory, layout: KvLayout) -> None:
         """Name the pool that is fetched into; called once, before the first ``claim``."""
@@ -71,7 +80,9 @@ class TransferPuller:
         """
         if isinstance(hand_off.payload, BlocksPayload):
             _check_layout(hand_off.payload.layout, self._pool)
-        return PullClaim(self, self.keep(hand_off))
+        lease = self.keep(hand_off)
+        self._prepare(hand_off)
+        return PullClaim(self, lease)
 
     def keep(self, hand_off: HandOff) -> HandOffLease:
         """Renew the lease of ``hand_off`` for somebody else, whatever its payload.
@@ -79,7 +90,7 @@ class TransferPuller:
         Raises:
             TransferError: the puller is closed.
         """
-        if self._is_closed:
+        if self._closing.is_set():
             raise TransferError("the puller is closed")
         lease = HandOffLease(hand_off, self._channels, call_timeout_s=self._config.stall_timeout_s)
         self._leases.add(lease)
@@ -88,9 +99,11 @@ class TransferPuller:
 
     async def close(self) -> None:
         """End every renewal, mapping and channel; fetches under way end with ``TransferError``."""
-        self._is_closed = True
+        self._closing.set()
         for lease in list(self._leases):
             lease.stop()
+        self._spares.close()
+        await asyncio.gather(*self._endings)
         await self._channels.close()
         await asyncio.to_thread(self._copy_threads.shutdown)
         self._shm_pools.close()
@@ -98,7 +111,8 @@ class TransferPuller:
     async def fetch(self, hand_off: HandOff, copies: Sequence[PieceCopy]) -> FetchResult:
         """Take over ``hand_off``; see ``Claim.fetch``."""
         started = time.monotonic()
-        with self._channels.use(hand_off.address) as channel:
+        with self._channels.use(hand_off.address):
+            stream = self._spares.take(hand_off.address) or self._open(hand_off.address)
             fetch = Fetch(
                 hand_off,
                 sorted(copies, key=lambda copy: copy.piece),
@@ -108,10 +122,42 @@ class TransferPuller:
                 shm_pools=self._shm_pools,
                 executor=self._copy_threads,
             )
-            way = await fetch.run(channel)
+            try:
+                way = await fetch.run(stream)
+            except BaseException:
+                stream.cancel()
+                raise
+            self._end(stream, hand_off)
         result = FetchResult(way, fetch.size_bytes, time.monotonic() - started)
         self._on_fetch(result)
         return result
+
+    def _prepare(self, hand_off: HandOff) -> None:
+        """Have a stream ready for ``hand_off``, or the next one of its source."""
+        # Well before the source, which waits for a lease, ends what says nothing.
+        self._spares.prepare(hand_off.address, hand_off.lease.total_seconds() / 3)
+
+    def _open(self, address: str, max_idle_s: float = 0.0) -> PullStream:
+        with self._channels.use(address) as channel:
+            return PullStream(
+                channel,
+                timeout_s=max_idle_s + self._config.max_pull_s,
+                stall_timeout_s=self._config.stall_timeout_s,
+            )
+
+    def _end(self, stream: PullStream, hand_off: HandOff) -> None:
+        """End a stream in order and open the next, soon: what counts has come, and whoever waits for it goes first."""
+        task = asyncio.create_task(self._replace(stream, hand_off), name="end-pull")
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
+
+    async def _replace(self, stream: PullStream, hand_off: HandOff) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REST_S):
+                await self._closing.wait()
+        await stream.end()
+        if not self._closing.is_set():
+            self._prepare(hand_off)
 
 
 class PullClaim:

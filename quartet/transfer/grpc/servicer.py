@@ -14,6 +14,7 @@ from quartet.kvcache.hand_off import HandOffEntry
 from quartet.kvcache.layout import BlocksPayload
 from quartet.transfer.base import TransferWay
 from quartet.transfer.config import TransferConfig
+from quartet.transfer.grpc.heap import keep_freed_memory
 from quartet.transfer.grpc.messages import (
     SERVICE,
     WAY_FROM_PB,
@@ -48,6 +49,7 @@ class TransferServicer:
         self._host = host
         self._config = config
         self._shm = shm if TransferWay.SHM in config.ways else None
+        keep_freed_memory()
 
     async def Pull(self, request_iterator: AsyncIterator[pb.PullRequest], context: _Context) -> None:
         """As transfer.proto says."""

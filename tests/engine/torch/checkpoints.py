@@ -49,6 +49,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen2": ("Qwen2Config", {}),
+    "mistral": ("MistralConfig", {"sliding_window": SLIDING_WINDOW}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
     "gemma3": ("Gemma3TextConfig", {"head_dim": 16, "query_pre_attn_scalar": 32, **_SLIDING}),
     "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 16, **_MOE}),
@@ -72,7 +74,7 @@ def make_checkpoint(
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_config(config).to(dtype)
     for name, parameter in model.named_parameters():
-        if name.endswith("sinks"):  # zero at first: they would not be tested
+        if name.endswith(("sinks", "_proj.bias")):  # zero at first: they would not be tested
             torch.nn.init.normal_(parameter, std=1.0)
     model.save_pretrained(directory, **saving)
     return directory

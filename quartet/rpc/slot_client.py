@@ -1,4 +1,4 @@
-"""The router's end of an inner stream: one RPC to a worker, any number of requests on it by slot."""
+"""The opener's end of a stream of many requests: one RPC, any number of requests on it by slot."""
 
 from __future__ import annotations
 
@@ -6,23 +6,32 @@ import asyncio
 import logging
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import grpc
 
 from quartet.errors import DrainingError, ProtocolError, ServingError, WorkerUnavailableError
 from quartet.rpc.errors import from_rpc_error
-from quartet.rpc.inner import InnerStart
-from quartet.rpc.inner_calls import InnerCall
-from quartet.v1 import decode_pb2, prefill_pb2
+from quartet.v1 import decode_pb2, prefill_pb2, router_pb2
 
 logger = logging.getLogger(__name__)
 
-RequestT = TypeVar("RequestT", decode_pb2.DecodeRequest, prefill_pb2.PrefillRequest)
-ResponseT = TypeVar("ResponseT", decode_pb2.DecodeResponse, prefill_pb2.PrefillResponse)
-CallT = TypeVar("CallT", bound=InnerCall)
+RequestT = TypeVar("RequestT", decode_pb2.DecodeRequest, prefill_pb2.PrefillRequest, router_pb2.SessionRequest)
+ResponseT = TypeVar("ResponseT", decode_pb2.DecodeResponse, prefill_pb2.PrefillResponse, router_pb2.SessionResponse)
+
+
+class SlotCall(Protocol):
+    """One request on the stream."""
+
+    def fail(self, error: ServingError) -> None:
+        """End it badly, unless it is over."""
+        ...
+
+
+CallT = TypeVar("CallT", bound=SlotCall)
 
 _Rpc: TypeAlias = "grpc.aio.StreamStreamCall[RequestT, ResponseT]"
 
@@ -48,22 +57,36 @@ class _Stream(Generic[RequestT, CallT]):
         return self.num_slots - 1
 
 
-class InnerClient(Generic[RequestT, ResponseT, CallT]):
+class SlotClient(Generic[RequestT, ResponseT, CallT]):
     """A multiplexed stream that opens at the first start, and again at the next one after a break."""
 
     def __init__(
-        self, worker_id: str, response_type: type[ResponseT], on_broken: Callable[[ServingError], None]
+        self,
+        peer: str,
+        response_type: type[ResponseT],
+        on_broken: Callable[[ServingError], None],
+        *,
+        lost_error: type[ServingError] = WorkerUnavailableError,
     ) -> None:
-        """``on_broken`` hears of every end of the stream, ``close`` included, after its calls have failed."""
-        self._worker_id = worker_id
+        """``on_broken`` hears of every end of the stream, ``close`` included, after its calls have failed.
+
+        ``peer`` says whom it leads to, in messages; ``lost_error`` is what its calls fail with when it breaks.
+        """
+        self._peer = peer
+        self._lost_error = lost_error
         self._response_type: type[ResponseT] = response_type
         self._on_broken = on_broken
         self._stream: _Stream[RequestT, CallT] | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a stream now, whose break will be told."""
+        return self._stream is not None
+
     async def close(self) -> None:
-        """Break the stream for good: the worker ends its requests, and calls fail with ``WorkerUnavailableError``."""
+        """Break the stream for good: the peer ends its requests, and calls fail."""
         self._is_closed = True
         task, stream = self._task, self._stream
         if task is not None:
@@ -81,25 +104,24 @@ class InnerClient(Generic[RequestT, ResponseT, CallT]):
         """Bring one message to its calls. Raises ``LookupError``, ``ValueError``, ``ServingError`` for nonsense."""
 
     @abstractmethod
-    def _messages(self, slot: int, start: InnerStart) -> list[RequestT]:
-        """The start as one message, or in chunks. Raises ``MessageTooLargeError``."""
-
-    @abstractmethod
     def _cancel_message(self, slot: int) -> RequestT:
         """The message that ends a slot early."""
 
-    def _begin(self, make_call: Callable[[Callable[[], None]], CallT], start: InnerStart) -> CallT:
+    def _begin(
+        self, make_call: Callable[[Callable[[], None]], CallT], make_messages: Callable[[int], list[RequestT]]
+    ) -> CallT:
+        """Start a request: ``make_call`` is given a way to cancel it, ``make_messages`` its slot, or fails for it."""
         if self._is_closed:
             call = make_call(_nothing)
             call.fail(self._closed_error())
             return call
         if self._stream is None:
             self._stream = _Stream()
-            self._task = asyncio.create_task(self._run(self._stream), name=f"stream to {self._worker_id}")
+            self._task = asyncio.create_task(self._run(self._stream), name=f"stream to {self._peer}")
         stream, slot = self._stream, self._stream.take_slot()
         call = make_call(lambda: self._cancel_slot(stream, slot, call))
         try:
-            messages = self._messages(slot, start)
+            messages = make_messages(slot)
         except ServingError as error:
             stream.free_slots.append(slot)
             call.fail(error)
@@ -108,9 +130,13 @@ class InnerClient(Generic[RequestT, ResponseT, CallT]):
         stream.send(messages)
         return call
 
-    def _call(self, slot: int) -> CallT:
+    def _calls(self) -> Mapping[int, CallT]:
+        """The calls by slot."""
         assert self._stream is not None, "called while a message is received"
-        return self._stream.calls[slot]
+        return self._stream.calls
+
+    def _call(self, slot: int) -> CallT:
+        return self._calls()[slot]
 
     def _end(self, slot: int) -> CallT:
         """The call whose terminal output came; its slot is free again."""
@@ -125,19 +151,21 @@ class InnerClient(Generic[RequestT, ResponseT, CallT]):
 
     async def _run(self, stream: _Stream[RequestT, CallT]) -> None:
         error = self._closed_error()
-        rpc = self._open()
-        writer = asyncio.create_task(_write(rpc, stream))
         try:
-            await self._read(rpc)
-            error = WorkerUnavailableError(f"worker {self._worker_id} ended its stream")
+            with ExitStack() as ends:
+                rpc = self._open()
+                ends.callback(rpc.cancel)
+                ends.callback(asyncio.create_task(_write(rpc, stream)).cancel)
+                await self._read(rpc)
+            error = self._lost_error(f"{self._peer} ended its stream")
         except grpc.aio.AioRpcError as rpc_error:
-            error = self._stream_error(from_rpc_error(rpc_error))
+            error = self._stream_error(rpc_error)
         except (LookupError, ValueError, ServingError) as nonsense:
-            logger.warning("worker %s broke the protocol: %s", self._worker_id, nonsense)
-            error = WorkerUnavailableError(f"worker {self._worker_id} broke the protocol of its stream")
+            logger.warning("%s broke the protocol: %s", self._peer, nonsense)
+            error = self._lost_error(f"{self._peer} broke the protocol of its stream")
+        except grpc.aio.UsageError:  # the channel was closed before it could be opened
+            logger.debug("the channel to %s is closed", self._peer)
         finally:
-            rpc.cancel()
-            writer.cancel()
             self._break(stream, error)
 
     async def _read(self, rpc: _Rpc[RequestT, ResponseT]) -> None:
@@ -157,13 +185,14 @@ class InnerClient(Generic[RequestT, ResponseT, CallT]):
         self._on_broken(error)
 
     def _closed_error(self) -> ServingError:
-        return WorkerUnavailableError(f"the stream to worker {self._worker_id} was closed")
+        return self._lost_error(f"the stream to {self._peer} was closed")
 
-    def _stream_error(self, error: ServingError) -> ServingError:
+    def _stream_error(self, rpc_error: grpc.aio.AioRpcError) -> ServingError:
         """A broken stream says nothing about any one request: all of them may try elsewhere."""
-        if isinstance(error, WorkerUnavailableError | DrainingError):
+        error = from_rpc_error(rpc_error)
+        if isinstance(error, (self._lost_error, DrainingError)):
             return error
-        return WorkerUnavailableError(f"the stream to worker {self._worker_id} broke: {error.message}")
+        return self._lost_error(f"the stream to {self._peer} broke: {error.message}")
 
 
 async def _write(rpc: _Rpc[RequestT, ResponseT], stream: _Stream[RequestT, CallT]) -> None:

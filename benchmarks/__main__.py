@@ -1,0 +1,141 @@
+"""Runs the short forms of all benchmarks, one after the other, and makes the tables of docs/performance.md from them.
+
+    python -m benchmarks
+
+The long forms, and ``overload``, ``profile``, are run by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.report import Report, write_report
+from benchmarks.table import PAGE, RESULTS, fill_page
+
+_TIME_LIMIT_S = 300.0
+# For one that is interrupted to end the servers that it started.
+_CLEAN_UP_S = 15.0
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A module of this package, and what makes it run its short form.
+
+    Attributes:
+        module: what is run, where that is another one.
+    """
+
+    name: str
+    options: tuple[str, ...] = ()
+    module: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What came of one benchmark.
+
+    Attributes:
+        is_done: it ended in order, within its time.
+        is_written: it wrote results, which one that found something wrong does too.
+    """
+
+    name: str
+    duration_s: float
+    is_done: bool
+    is_written: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Total:
+    """All of them, in the order in which they ran."""
+
+    runs: Sequence[Run]
+
+
+BENCHMARKS = (
+    Benchmark("relay", ("--short",)),
+    Benchmark("many_streams", ("--short",)),
+    Benchmark("transfer"),
+    Benchmark("disagg"),
+    Benchmark("engine", ("--short",)),
+)
+
+
+def run_all(benchmarks: Sequence[Benchmark], results: Path, page: Path, *, time_limit_s: float = _TIME_LIMIT_S) -> int:
+    """Run them and fill ``page``; the exit code is 1 where one failed, after the others have run.
+
+    The directory ``results`` takes their JSON files, and ``total.json``: how long each took. Whichever takes longer
+    than ``time_limit_s`` is ended, and has failed.
+    """
+    report, began = Report("total", arguments=[]), time.monotonic()
+    runs = [_run(benchmark, results, time_limit_s) for benchmark in benchmarks]
+    finished: Mapping[str, object] = report.finish(Total(runs=runs)) | {"command": "python -m benchmarks"}
+    write_report(finished, str(results / "total.json"))
+    fill_page(page, results)
+    for run in runs:
+        if not run.is_done:
+            print(f"failed: {run.name}; {_what_is_shown(run, results)}", file=sys.stderr)
+    print(f"== all after {time.monotonic() - began:.0f} s", file=sys.stderr)
+    return int(not all(run.is_done for run in runs))
+
+
+def _run(benchmark: Benchmark, results: Path, time_limit_s: float) -> Run:
+    print(f"== {benchmark.name}", file=sys.stderr, flush=True)
+    began = time.monotonic()
+    written = results / f"{benchmark.name}.json"
+    before = _written_at(written)
+    module = benchmark.module or f"benchmarks.{benchmark.name}"
+    is_done = _execute(
+        [sys.executable, "-m", module, "--json", os.path.relpath(written), *benchmark.options], time_limit_s
+    )
+    took_s = time.monotonic() - began
+    print(f"== {benchmark.name} {'done' if is_done else 'failed'} after {took_s:.0f} s", file=sys.stderr, flush=True)
+    return Run(
+        name=benchmark.name, duration_s=took_s, is_done=is_done, is_written=_written_at(written) not in (None, before)
+    )
+
+
+def _execute(command: Sequence[str], time_limit_s: float) -> bool:
+    """Whether it ends in order, in time; where it doesn't, it is stopped, with what it started."""
+    process = subprocess.Popen(command, process_group=0)
+    try:
+        return process.wait(time_limit_s) == 0
+    except subprocess.TimeoutExpired:
+        print(f"not done within {time_limit_s:g} s", file=sys.stderr)
+        return False
+    finally:
+        if process.poll() is None:
+            _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_CLEAN_UP_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _written_at(file: Path) -> int | None:
+    return file.stat().st_mtime_ns if file.exists() else None
+
+
+def _what_is_shown(run: Run, results: Path) -> str:
+    if run.is_written:
+        return "its table shows what it measured"
+    if (results / f"{run.name}.json").exists():
+        return "its table shows what was measured before"
+    return "it has no figures"
+
+
+if __name__ == "__main__":
+    sys.exit(run_all(BENCHMARKS, RESULTS, PAGE))

@@ -1,0 +1,78 @@
+"""One request at a time to one router, and where its time went."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from google.protobuf.duration_pb2 import Duration
+
+from quartet.v1 import router_pb2, router_pb2_grpc, types_pb2
+
+#: The first comes from wherever the prompt was prefilled, the second from Decode, and ends it.
+NUM_OUTPUT_TOKENS = 2
+
+# Ids of the small random model below these are special tokens.
+_FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 640
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """One request. All in milliseconds; ``None``: it did not happen.
+
+    Attributes:
+        ttft_ms, second_token_ms: from sending the request, as the client saw it.
+        first_token_ms, total_ms: from arrival, as the router saw it; the second token ends the request.
+        prefill_ms: the prefill hop.
+        decode_queue_ms: in the decode worker until the batch, the transfer included.
+        transfer_ms: moving blocks.
+    """
+
+    ttft_ms: float
+    second_token_ms: float
+    first_token_ms: float
+    total_ms: float
+    prefill_ms: float | None
+    decode_queue_ms: float
+    transfer_ms: float | None
+
+
+async def ask(stub: router_pb2_grpc.RouterServiceAsyncStub, rng: random.Random, num_tokens: int) -> Answered:
+    """Send a prompt of ``num_tokens`` random ids, which shares nothing with any other.
+
+    Raises:
+        grpc.aio.AioRpcError: it ended badly.
+        RuntimeError: not as many tokens came as were asked for.
+    """
+    ids = rng.choices(range(_FIRST_TOKEN_ID, _END_TOKEN_ID), k=num_tokens)
+    sampling = types_pb2.Sampling(max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
+    start = router_pb2.GenerateStart(token_ids=router_pb2.TokenIds(ids=ids), sampling=sampling)
+    request = router_pb2.GenerateRequest(start=start)
+    came_at: list[float] = []
+    began = time.perf_counter()
+    async for response in stub.Generate(_one(request), timeout=_TIMEOUT_S):
+        came_at += [time.perf_counter()] * len(response.delta.token_ids)
+        if response.HasField("finished"):
+            times = response.finished.time
+    if len(came_at) != NUM_OUTPUT_TOKENS:
+        raise RuntimeError(f"{len(came_at)} tokens came, not {NUM_OUTPUT_TOKENS}")
+    return Answered(
+        ttft_ms=1e3 * (came_at[0] - began),
+        second_token_ms=1e3 * (came_at[1] - began),
+        first_token_ms=_ms(times.first_token),
+        total_ms=_ms(times.total),
+        prefill_ms=_ms(times.prefill) if times.HasField("prefill") else None,
+        decode_queue_ms=_ms(times.decode_queue),
+        transfer_ms=_ms(times.transfer) if times.HasField("transfer") else None,
+    )
+
+
+def _ms(duration: Duration) -> float:
+    return 1e3 * duration.seconds + duration.nanos / 1e6
+
+
+async def _one(request: router_pb2.GenerateRequest) -> AsyncIterator[router_pb2.GenerateRequest]:
+    yield request

@@ -1,0 +1,107 @@
+"""From single requests to figures: what disaggregation costs one request, and which part of the way takes it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.disagg_client import Answered
+from benchmarks.disagg_stack import Side
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """The same kind of prompt once by each side, one right after the other.
+
+    Attributes:
+        copy_ms: a plain copy of as many bytes as were moved, block by block, in the benchmark's own process.
+    """
+
+    agg: Answered
+    disagg: Answered
+    copy_ms: float
+
+    def of(self, side: Side) -> Answered:
+        """That side's request."""
+        return self.agg if side is Side.AGG else self.disagg
+
+    @property
+    def overhead_ms(self) -> float:
+        """How much later the second token came disaggregated, less what moving the bytes takes at memory's speed.
+
+        Both sides compute the prompt in as many steps and the second token in one more, so those cancel out.
+        """
+        return self.disagg.second_token_ms - self.agg.second_token_ms - self.copy_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthFigures:
+    """Medians over all rounds with prompts of one length, in milliseconds.
+
+    Attributes:
+        ttft_ms, second_token_ms: by side, as the client saw them.
+        parts_ms: by side, what the second token's time is made of; see ``split``.
+        transfer_bytes: moved for each request.
+        copy_ms: a plain copy of as many bytes.
+        overhead_ms: see ``Round.overhead_ms``; ``None`` where computing takes now more, now less time, and hides it.
+        overhead_ms_p10: a tenth of the rounds was at or below this.
+    """
+
+    ttft_ms: Mapping[str, float]
+    second_token_ms: Mapping[str, float]
+    parts_ms: Mapping[str, Mapping[str, float]]
+    transfer_bytes: int
+    copy_ms: float
+    overhead_ms: float | None
+    overhead_ms_p10: float | None
+
+
+def summarize(rounds: Sequence[Round], transfer_bytes: int, *, is_paced: bool) -> LengthFigures:
+    """Medians of ``rounds``, of which there are at least two. ``is_paced``: every step took the same time."""
+    overheads = [item.overhead_ms for item in rounds]
+    return LengthFigures(
+        ttft_ms=_by_side(rounds, lambda answered: answered.ttft_ms),
+        second_token_ms=_by_side(rounds, lambda answered: answered.second_token_ms),
+        parts_ms={side: _median_parts([split(item.of(side)) for item in rounds]) for side in Side},
+        transfer_bytes=transfer_bytes,
+        copy_ms=statistics.median(item.copy_ms for item in rounds),
+        overhead_ms=statistics.median(overheads) if is_paced else None,
+        overhead_ms_p10=statistics.quantiles(overheads, n=10, method="inclusive")[0] if is_paced else None,
+    )
+
+
+def split(answered: Answered) -> Mapping[str, float]:
+    """The parts of ``second_token_ms``, in the order in which they come; they add up to it.
+
+    Disaggregated: ``route`` (in the router until the prefill begins), ``prefill`` (that hop, computing included),
+    ``transfer``, ``join`` (in the decode worker, until the batch), ``first_message`` (the rest of the decode hop, one
+    step included). Aggregated: ``first_token`` (all until then but ``join``), ``join``, ``step`` (until the second).
+    Both: ``edge`` (between client and router).
+    """
+    edge_ms = answered.second_token_ms - answered.total_ms
+    after_first_ms = answered.total_ms - answered.first_token_ms
+    if answered.prefill_ms is None:
+        return {
+            "first_token": answered.first_token_ms - answered.decode_queue_ms,
+            "join": answered.decode_queue_ms,
+            "step": after_first_ms,
+            "edge": edge_ms,
+        }
+    transfer_ms = answered.transfer_ms or 0.0
+    return {
+        "route": answered.first_token_ms - answered.prefill_ms,
+        "prefill": answered.prefill_ms,
+        "transfer": transfer_ms,
+        "join": answered.decode_queue_ms,
+        "first_message": after_first_ms - transfer_ms - answered.decode_queue_ms,
+        "edge": edge_ms,
+    }
+
+
+def _by_side(rounds: Sequence[Round], value: Callable[[Answered], float]) -> Mapping[str, float]:
+    return {side: statistics.median(value(item.of(side)) for item in rounds) for side in Side}
+
+
+def _median_parts(parts: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+    return {name: statistics.median(item[name] for item in parts) for name in parts[0]}

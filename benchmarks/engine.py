@@ -1,0 +1,211 @@
+"""The torch engine beside ``generate`` of transformers: one checkpoint, one CPU thread, the same greedy tokens.
+
+Rounds of both sides alternate in one process, each round with prompts that nobody has seen, because a machine's speed
+drifts and a prefix cache remembers. What the sides put out is compared: a wrong engine can't win.
+
+    python -m benchmarks.engine --json FILE [--short] [--only NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import random
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.engine_sides import NUM_THREADS, GenerateSide, QuartetSide, Side, Tokens, write_checkpoint
+from benchmarks.engine_work import WORKLOADS, Workload
+from benchmarks.progress import LiveLine
+from benchmarks.report import Report, add_report_argument, write_report
+
+_ROUNDS = 5
+# Of the short form. A round of these two takes 24 and 16 s of CPU time, one of all the others together 8 s.
+_SHORT_ROUNDS = {"ragged_32": 3, "shared_prefix_32": 3}
+# What is set up on first use is no workload's to pay.
+_WARM_UP = "equal_32"
+# Float32 logits of one context differ by this much between two ways to batch it; the best two are mostly whole units
+# apart. Tokens may differ where they are as near as that.
+_TIE = 1e-2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """One side's measurements of one workload; the median counts."""
+
+    tokens_per_s: float
+    tokens_per_cpu_s: float
+    rounds: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Both sides on one workload.
+
+    Attributes:
+        ratio: median over the rounds of ours over theirs, by the clock.
+        cpu_ratio: the same by CPU time of the whole process, which other processes on the machine disturb less.
+        num_ties: outputs that differ from a token on that both sides' logits hold for as good as the other.
+    """
+
+    quartet: Rounds
+    generate: Rounds
+    ratio: float
+    cpu_ratio: float
+    num_outputs: int
+    num_ties: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """All workloads by name; ``ratio`` has the comparisons' most wanted figure, ``num_rounds`` how many it is of."""
+
+    num_parameters: int
+    num_threads: int
+    num_rounds: Mapping[str, int]
+    ratio: Mapping[str, float]
+    workloads: Mapping[str, Comparison]
+
+
+@dataclass(frozen=True)
+class _Round:
+    """One run of one side."""
+
+    num_tokens: int
+    wall_s: float
+    cpu_s: float
+
+
+def main() -> None:
+    """Run the command line."""
+    arguments = _parse()
+    report = Report("engine", packages=("torch", "transformers"))
+    names = arguments.only or list(WORKLOADS)
+    results = asyncio.run(_run({name: rounds_of(name, is_short=arguments.short) for name in names}))
+    write_report(report.finish(results), arguments.json)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__.partition("\n")[0])
+    add_report_argument(parser)
+    parser.add_argument("--short", action="store_true", help=f"fewer than {_ROUNDS} rounds of what takes long")
+    parser.add_argument("--only", nargs="+", choices=WORKLOADS, metavar="NAME", help=", ".join(WORKLOADS))
+    return parser.parse_args()
+
+
+def rounds_of(name: str, *, is_short: bool) -> int:
+    """How often a workload is run: an odd number, for a median that was measured."""
+    return _SHORT_ROUNDS.get(name, _ROUNDS) if is_short else _ROUNDS
+
+
+async def _run(num_rounds: Mapping[str, int]) -> Results:
+    torch.set_num_threads(NUM_THREADS)
+    with LiveLine() as line, tempfile.TemporaryDirectory(prefix="quartet-benchmark-") as directory:
+        num_parameters = write_checkpoint(Path(directory))
+        quartet, generate = QuartetSide(Path(directory)), GenerateSide(Path(directory))
+        try:
+            await quartet.start()
+            workloads: dict[str, Comparison] = {}
+            await _compare(_WARM_UP, quartet, generate, num_rounds=1)
+            for name in num_rounds:
+                async with asyncio.TaskGroup() as group:
+                    live = group.create_task(line.follow(_describe_progress(name)))
+                    workloads[name] = await _compare(name, quartet, generate, num_rounds[name])
+                    live.cancel()
+                line.say(_describe(name, workloads[name]))
+        finally:
+            await quartet.close()
+    return Results(
+        num_parameters=num_parameters,
+        num_threads=NUM_THREADS,
+        num_rounds=num_rounds,
+        ratio={name: comparison.ratio for name, comparison in workloads.items()},
+        workloads=workloads,
+    )
+
+
+async def _compare(name: str, quartet: QuartetSide, generate: GenerateSide, num_rounds: int) -> Comparison:
+    source = random.Random(name)
+    ours: list[_Round] = []
+    theirs: list[_Round] = []
+    num_ties = 0
+    for number in range(num_rounds):
+        workload = WORKLOADS[name](source)
+        # Who goes first changes: what the first one leaves in caches and clocks is no side's advantage.
+        if number % 2:
+            measured, expected = await _measure(generate, workload)
+            mine, tokens = await _measure(quartet, workload)
+        else:
+            mine, tokens = await _measure(quartet, workload)
+            measured, expected = await _measure(generate, workload)
+        num_ties += count_ties(workload, tokens, expected, generate)
+        ours.append(mine)
+        theirs.append(measured)
+    return Comparison(
+        quartet=_summarise(ours),
+        generate=_summarise(theirs),
+        ratio=median(b.wall_s / a.wall_s for a, b in zip(ours, theirs, strict=True)),
+        cpu_ratio=median(b.cpu_s / a.cpu_s for a, b in zip(ours, theirs, strict=True)),
+        num_outputs=len(workload.jobs) * num_rounds,
+        num_ties=num_ties,
+    )
+
+
+async def _measure(side: Side, workload: Workload) -> tuple[_Round, Tokens]:
+    gc.collect()  # nobody pays for the other's garbage
+    wall, cpu = time.perf_counter(), time.process_time()
+    tokens = await side.run(workload.jobs)
+    wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
+    return _Round(workload.num_useful_tokens, wall_s, cpu_s), tokens
+
+
+def count_ties(workload: Workload, tokens: Tokens, expected: Tokens, reference: GenerateSide) -> int:
+    """How many outputs leave the expected one at a token that the reference holds for as good, within rounding.
+
+    Raises:
+        RuntimeError: one leaves it elsewhere, or has another length: somebody computes wrongly.
+    """
+    num_ties = 0
+    for job, mine, theirs in zip(workload.jobs, tokens, expected, strict=True):
+        if len(mine) != job.num_output_tokens or len(theirs) != job.num_output_tokens:
+            raise RuntimeError(f"{len(mine)} and {len(theirs)} tokens instead of {job.num_output_tokens}")
+        first = next((i for i, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1]), None)
+        if first is None:
+            continue
+        logits = reference.logits_after([*job.prompt, *theirs[:first]])
+        distance = abs(float(logits[mine[first]] - logits[theirs[first]]))
+        if distance > _TIE:
+            raise RuntimeError(f"token {first} is {mine[first]}, not {theirs[first]}: {distance:.3g} apart in logits")
+        num_ties += 1
+    return num_ties
+
+
+def _summarise(rounds: Sequence[_Round]) -> Rounds:
+    return Rounds(
+        tokens_per_s=median(item.num_tokens / item.wall_s for item in rounds),
+        tokens_per_cpu_s=median(item.num_tokens / item.cpu_s for item in rounds),
+        rounds=[item.num_tokens / item.wall_s for item in rounds],
+    )
+
+
+def _describe_progress(name: str) -> Callable[[float, float], str]:
+    return lambda elapsed, _: f"{name}: {elapsed:.0f} s"
+
+
+def _describe(name: str, comparison: Comparison) -> str:
+    ours, theirs = comparison.quartet.tokens_per_s, comparison.generate.tokens_per_s
+    return (
+        f"{name}: {ours:.0f} tok/s beside {theirs:.0f}: {comparison.ratio:.2f} "
+        f"(by CPU time {comparison.cpu_ratio:.2f}; {comparison.num_ties} of {comparison.num_outputs} outputs tie)"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""The two sides of the engine benchmark, on one checkpoint: Quartet's engine, and ``generate`` of transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import transformers
+
+from benchmarks.engine_work import VOCAB_SIZE, Job
+from quartet.engine.base import EngineRequest, Generation, RequestKind, StepOutput
+from quartet.engine.core import StepEngine
+from quartet.engine.sampling import Sampling
+from quartet.engine.scheduler import SchedulerConfig
+from quartet.engine.torch import TorchEngineConfig, create_runner
+
+NUM_THREADS = 1
+# Room for every workload, with what a prefix cache keeps of those before.
+_NUM_BLOCKS = 2048
+# At the usual 0.02 the two best logits nearly tie now and then, and greedy tokens would hang on rounding.
+_INIT_STD = 0.1
+
+Tokens = list[list[int]]
+
+
+class Side(Protocol):
+    """Somebody who computes greedy tokens."""
+
+    async def run(self, jobs: Sequence[Job]) -> Tokens:
+        """All jobs' output, which begin together."""
+        ...
+
+
+def write_checkpoint(directory: Path) -> int:
+    """Save a Llama with random float32 weights in ``directory``; returns how many parameters it has."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        initializer_range=_INIT_STD,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    auto: Any = transformers.AutoModelForCausalLM  # whose methods are not typed
+    model = auto.from_config(config)
+    model.save_pretrained(directory)
+    return int(model.num_parameters())
+
+
+class QuartetSide:
+    """A whole engine: its thread, its scheduler with prefix cache, its outputs read on the event loop."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        """Nothing is loaded before ``start``."""
+        config = TorchEngineConfig(model_path=str(checkpoint), num_blocks=_NUM_BLOCKS, num_threads=NUM_THREADS)
+        self._engine = StepEngine(lambda: create_runner(config), SchedulerConfig())
+        self._num_requests = 0
+
+    async def start(self) -> None:
+        """Load the model."""
+        await self._engine.start()
+
+    async def run(self, jobs: Sequence[Job]) -> Tokens:
+        """Submit all at once and read until the last one ends."""
+        tokens: dict[int, list[int]] = {}
+        for job in jobs:
+            self._num_requests += 1
+            tokens[self._num_requests] = []
+            self._engine.submit(_request(self._num_requests, job))
+        num_running = len(jobs)
+        async for step in self._engine.outputs():
+            _collect(step, tokens)
+            num_running -= len(step.finished)
+            if not num_running:
+                break
+        return list(tokens.values())
+
+    async def close(self) -> None:
+        """Give the model back."""
+        await self._engine.close()
+
+
+class GenerateSide:
+    """``model.generate`` on one batch, padded on the left, that runs until the longest output is complete."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        """Load the model with the attention that transformers chooses."""
+        auto: Any = transformers.AutoModelForCausalLM  # whose methods are not typed
+        self._model = auto.from_pretrained(checkpoint, dtype=torch.float32)
+
+    async def run(self, jobs: Sequence[Job]) -> Tokens:
+        """In a thread of its own, as the engine's, so that the event loop is as free as on the other side."""
+        return await asyncio.to_thread(self._generate, jobs)
+
+    def logits_after(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """``[V]``: what this side thinks of the next token."""
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(torch.tensor([token_ids]), logits_to_keep=1).logits
+        return logits[0, -1]
+
+    def _generate(self, jobs: Sequence[Job]) -> Tokens:
+        longest = max(len(job.prompt) for job in jobs)
+        padding = [longest - len(job.prompt) for job in jobs]
+        output = self._model.generate(
+            torch.tensor([[0] * num + list(job.prompt) for num, job in zip(padding, jobs, strict=True)]),
+            attention_mask=torch.tensor([[0] * num + [1] * (longest - num) for num in padding]),
+            max_new_tokens=max(job.num_output_tokens for job in jobs),
+            do_sample=False,
+            pad_token_id=0,
+        )
+        rows = output[:, longest:].tolist()
+        return [row[: job.num_output_tokens] for row, job in zip(rows, jobs, strict=True)]
+
+
+def _request(id: int, job: Job) -> EngineRequest:
+    sampling = Sampling(temperature=0.0, max_tokens=job.num_output_tokens, ignore_eos=True)
+    return EngineRequest(
+        id=id, kind=RequestKind.DECODE, generation=Generation(prompt_token_ids=job.prompt, sampling=sampling)
+    )
+
+
+def _collect(step: StepOutput, tokens: dict[int, list[int]]) -> None:
+    if step.failed:
+        raise step.failed[0].error
+    first = 0
+    for id, num_tokens in zip(step.ids, step.num_tokens, strict=True):
+        tokens[id] += step.token_ids[first : first + num_tokens]
+        first += num_tokens

@@ -1,0 +1,199 @@
+"""Thousands of streams opened at once on one Router: is any refused or lost, and what memory does an open one take?
+
+All are open together, and each is followed to its end: every token has to come, in order, once.
+
+    python -m benchmarks.many_streams --json FILE [--streams 2000] [--short]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.many_streams_client import Outcome
+from benchmarks.paced_engine import STEP_S
+from benchmarks.progress import LiveLine
+from benchmarks.relay_job import Job, Way, encode_job
+from benchmarks.relay_stack import DECODE, ROUTER, RelayStack
+from benchmarks.report import Report, add_report_argument, write_report
+
+_LOG = Path(".run/benchmark-many-streams.log")
+_NUM_STREAMS = 2_000
+# A token every 200 ms: so slow that neither Router nor client is busy with anything but the number of streams.
+_PERIOD = 100
+# The first streams still run when the last ones are accepted.
+_NUM_TOKENS, _NUM_TOKENS_SHORT = 100, 30
+# Makes whatever is made but once, before memory is looked at.
+_NUM_FIRST_STREAMS, _NUM_FIRST_TOKENS = 16, 4
+_SAMPLE_INTERVAL_S = 0.05
+_TIMEOUT_S = 240.0
+_KIB = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Resident memory of one process, in bytes.
+
+    Attributes:
+        before: with nothing open.
+        peak: the most while the streams ran.
+        per_stream: the difference, for each of the streams that were open at once.
+    """
+
+    before: int
+    peak: int
+    per_stream: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Burst:
+    """One way of opening them.
+
+    Attributes:
+        num_refused_or_lost: requests that did not end well with all their tokens.
+    """
+
+    num_streams: int
+    num_refused_or_lost: int
+    outcome: Outcome
+    router: Memory
+    decode: Memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """By way: ``generate``, ``session`` (all on one), ``sessions_8`` (spread over eight).
+
+    Attributes:
+        absent: ways that the router doesn't offer, to what it said.
+    """
+
+    num_tokens: int
+    token_interval_ms: float
+    bursts: Mapping[str, Burst]
+    absent: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Ways:
+    way: Way
+    num_sessions: int
+
+
+_WAYS = {"generate": _Ways(Way.GENERATE, 1), "session": _Ways(Way.SESSION, 1), "sessions_8": _Ways(Way.SESSION, 8)}
+
+
+def main() -> None:
+    """Run the command line; the exit code is 1 where a request was refused or lost."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.many_streams", description=__doc__.partition("\n")[0])
+    add_report_argument(parser)
+    parser.add_argument("--streams", type=int, default=_NUM_STREAMS, help=f"opened at once ({_NUM_STREAMS})")
+    parser.add_argument("--short", action="store_true", help=f"{_NUM_TOKENS_SHORT} tokens each, not {_NUM_TOKENS}")
+    arguments = parser.parse_args()
+    report = Report("many_streams", packages=("uvloop",))
+    results = uvloop.run(run(arguments.streams, _NUM_TOKENS_SHORT if arguments.short else _NUM_TOKENS))
+    write_report(report.finish(results), arguments.json)
+    sys.exit(any(burst.num_refused_or_lost for burst in results.bursts.values()))
+
+
+async def run(num_streams: int, num_tokens: int) -> Results:
+    """Open ``num_streams`` at once, each way, with ``num_tokens`` each. The figures of all."""
+    bursts: dict[str, Burst] = {}
+    absent: dict[str, str] = {}
+    with LiveLine() as line:
+        for name, ways in _WAYS.items():
+            line.say(f"{name}: opening {num_streams} at once")
+            # A stack each: memory that one burst leaves behind would hide what the next one takes.
+            async with RelayStack(_LOG, line.say, period=_PERIOD) as stack:
+                burst = await _measure(stack, ways, num_streams, num_tokens)
+            if burst.outcome.absent is not None:
+                absent[name] = burst.outcome.absent
+                line.say(f"  absent: {burst.outcome.absent}")
+                continue
+            bursts[name] = burst
+            line.say(
+                f"  {burst.outcome.num_complete} complete, all accepted after {burst.outcome.accepted_s:.1f} s; "
+                f"router {burst.router.per_stream / _KIB:.1f} KiB a stream, decode {burst.decode.per_stream / _KIB:.1f}"
+            )
+    return Results(num_tokens=num_tokens, token_interval_ms=STEP_S * _PERIOD * 1e3, bursts=bursts, absent=absent)
+
+
+async def _measure(stack: RelayStack, ways: _Ways, num_streams: int, num_tokens: int) -> Burst:
+    first = await _load(_job(stack, ways, _NUM_FIRST_STREAMS, _NUM_FIRST_TOKENS))
+    before = _memory_bytes(stack)
+    peak = dict(before)
+    if first.absent is None:
+        sampling = asyncio.create_task(_sample(stack, peak))
+        outcome = await _load(_job(stack, ways, num_streams, num_tokens))
+        sampling.cancel()
+    else:
+        outcome = first
+    router, decode = (_compare(before[name], peak[name], outcome.max_open) for name in (ROUTER, DECODE))
+    num_lost = num_streams - outcome.num_complete
+    return Burst(num_streams=num_streams, num_refused_or_lost=num_lost, outcome=outcome, router=router, decode=decode)
+
+
+def _job(stack: RelayStack, ways: _Ways, num_streams: int, num_tokens: int) -> Job:
+    return Job(
+        router_address=stack.router_address,
+        clock_path=str(stack.clock_path),
+        way=ways.way,
+        count=num_streams,
+        num_sessions=ways.num_sessions,
+        num_output_tokens=num_tokens,
+        with_text=True,
+    )
+
+
+async def _load(job: Job) -> Outcome:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "benchmarks.many_streams_client"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            output, _ = await process.communicate(f"{encode_job(job)}\n".encode())
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        raise RuntimeError(f"the load client ended with exit code {process.returncode}")
+    values = json.loads(output)
+    return Outcome(**{item.name: values[item.name] for item in fields(Outcome)})
+
+
+async def _sample(stack: RelayStack, peak: dict[str, int]) -> None:
+    """Keep the most that each process had. Runs until cancelled."""
+    while True:
+        for name, size_bytes in _memory_bytes(stack).items():
+            peak[name] = max(peak[name], size_bytes)
+        await asyncio.sleep(_SAMPLE_INTERVAL_S)
+
+
+def _memory_bytes(stack: RelayStack) -> dict[str, int]:
+    return {name: _resident_bytes(pid) for name, pid in stack.pids.items()}
+
+
+def _resident_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * _KIB
+    raise RuntimeError(f"process {pid} has no memory: it has ended")
+
+
+def _compare(before: int, peak: int, num_open: int) -> Memory:
+    return Memory(before=before, peak=peak, per_stream=(peak - before) / max(1, num_open))
+
+
+if __name__ == "__main__":
+    main()

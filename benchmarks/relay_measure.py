@@ -1,0 +1,288 @@
+"""Windows of one load: what each process spent a token, and how much later tokens came for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, fields
+from statistics import median
+
+import numpy as np
+
+from benchmarks.paced_engine import PERIOD, STEP_S
+from benchmarks.processes import CpuMeter, CpuUse
+from benchmarks.progress import LiveLine
+from benchmarks.relay_clients import Clients, LoadFailedError
+from benchmarks.relay_job import Job, Load, Way, Window
+from benchmarks.relay_stack import DECODE, ROUTER, RelayStack
+
+#: A stream gets so many tokens a second.
+TOKENS_PER_S = 1 / (STEP_S * PERIOD)
+# Streams of one client process, where each costs it a message a token.
+_MAX_STREAMS_PER_CLIENT = 512
+_QUIET_S, _QUIET_TIMEOUT_S = 0.1, 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One load of endless streams."""
+
+    way: Way
+    num_streams: int
+    with_text: bool
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.way}, {self.num_streams} streams, {'text' if self.with_text else 'ids'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """How long and how often a load is measured.
+
+    Attributes:
+        warm_up_s: after all streams are open and the first token flows.
+        round_size: windows in a row; all loads are gone through once a round.
+    """
+
+    warm_up_s: float
+    window_s: float
+    round_size: int
+    num_rounds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What windows of one load showed; of several, each figure's median.
+
+    Attributes:
+        router_cpu_us_per_token: over tokens that reached the client.
+        decode_cpu_us_per_token: over tokens that the engine gave out, without the engine's own thread.
+        decode_engine_cpu_us_per_token: that thread.
+        added_latency_ms_p50, added_latency_ms_p99: from when the engine gave a token out to when the client had it.
+        offered_tokens_per_s: what the pace would give.
+        made_tokens_per_s: what the engine gave out; less where it could not keep its pace.
+        tokens_per_s: what reached the client.
+        tokens_per_message: as they reached the client.
+        router_share, decode_share, client_share: of a core; all client processes together.
+        others_share: what everything else on the machine used.
+        opened_s: until all streams ran, before the engine made its first step.
+    """
+
+    router_cpu_us_per_token: float
+    decode_cpu_us_per_token: float
+    decode_engine_cpu_us_per_token: float
+    added_latency_ms_p50: float
+    added_latency_ms_p99: float
+    offered_tokens_per_s: float
+    made_tokens_per_s: float
+    tokens_per_s: float
+    tokens_per_message: float
+    router_share: float
+    decode_share: float
+    client_share: float
+    others_share: float
+    opened_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdleFigures:
+    """What the processes use with no request anywhere: load reports, heartbeats, and the engine's empty steps."""
+
+    router_share: float
+    decode_share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestFigures:
+    """What windows of a closed loop of one-token requests showed."""
+
+    router_cpu_ms_per_request: float
+    decode_cpu_ms_per_request: float
+    requests_per_s: float
+    router_share: float
+    client_share: float
+    others_share: float
+
+
+@dataclass
+class _Reading:
+    """Counters of one moment, and the meter that began with them."""
+
+    num_tokens: int
+    engine_cpu_s: float
+    meter: CpuMeter
+    at: float = field(default_factory=time.monotonic)
+
+
+class Measurer:
+    """Puts loads on one stack, one after the other."""
+
+    def __init__(self, stack: RelayStack, line: LiveLine, windows: Windows) -> None:
+        self._stack = stack
+        self._line = line
+        self.windows = windows
+
+    async def idle(self) -> IdleFigures:
+        """One window without any load."""
+        meter = CpuMeter(self._stack.pids)
+        await asyncio.sleep(self.windows.window_s * self.windows.round_size)
+        share = meter.read().share
+        return IdleFigures(router_share=share[ROUTER], decode_share=share[DECODE])
+
+    async def streams(self, case: Case) -> list[Figures]:
+        """A round of windows of endless streams.
+
+        Raises:
+            AbsentError, LoadFailedError: they can't be opened, or some of them failed.
+        """
+        found: list[Figures] = []
+        try:
+            async with open_streams(self._stack, case) as clients:
+                await asyncio.sleep(self.windows.warm_up_s)
+                for _ in range(self.windows.round_size):
+                    reading, use, window = await self._window(clients)
+                    found.append(self._figures(case, reading, use, window, clients.opened_s))
+        finally:
+            await self._await_quiet()
+        return found
+
+    async def requests(self, way: Way, num_clients: int, num_prompt_tokens: int) -> list[RequestFigures]:
+        """A round of windows of one-token requests.
+
+        Raises:
+            AbsentError, LoadFailedError: they are not served, or some of them failed.
+        """
+        job = Job(
+            router_address=self._stack.router_address,
+            clock_path=str(self._stack.clock_path),
+            way=way,
+            load=Load.REQUESTS,
+            count=num_clients,
+            num_prompt_tokens=num_prompt_tokens,
+        )
+        found: list[RequestFigures] = []
+        try:
+            async with Clients([job]) as clients:
+                await asyncio.sleep(self.windows.warm_up_s)
+                for _ in range(self.windows.round_size):
+                    reading, use, window = await self._window(clients)
+                    found.append(self._request_figures(reading, use, window))
+        finally:
+            await self._await_quiet()
+        return found
+
+    async def _window(self, clients: Clients) -> tuple[_Reading, CpuUse, Window]:
+        """One window: the growth of the counters, CPU time, and what the clients counted."""
+        clock = self._stack.clock
+        await clients.begin()
+        before = _Reading(clock.num_tokens, clock.engine_cpu_s, CpuMeter({**self._stack.pids, **clients.pids}))
+        await asyncio.sleep(self.windows.window_s)
+        use = before.meter.read()
+        num_tokens, engine_cpu_s = clock.num_tokens - before.num_tokens, clock.engine_cpu_s - before.engine_cpu_s
+        window = await clients.end()
+        if not (num_tokens and window.num_tokens):
+            raise LoadFailedError(f"the engine gave out {num_tokens} tokens, the client had {window.num_tokens}")
+        return _Reading(num_tokens, engine_cpu_s, before.meter), use, window
+
+    def _figures(self, case: Case, made: _Reading, use: CpuUse, window: Window, opened_s: float) -> Figures:
+        num_tokens = window.num_tokens * use.duration_s / window.duration_s
+        return Figures(
+            router_cpu_us_per_token=_us(use.cpu_s[ROUTER], num_tokens),
+            decode_cpu_us_per_token=_us(use.cpu_s[DECODE] - made.engine_cpu_s, made.num_tokens),
+            decode_engine_cpu_us_per_token=_us(made.engine_cpu_s, made.num_tokens),
+            added_latency_ms_p50=_quantile_ms(window.latencies_us, 0.5),
+            added_latency_ms_p99=_quantile_ms(window.latencies_us, 0.99),
+            offered_tokens_per_s=case.num_streams * TOKENS_PER_S,
+            made_tokens_per_s=made.num_tokens / use.duration_s,
+            tokens_per_s=window.num_tokens / window.duration_s,
+            tokens_per_message=window.num_tokens / window.num_messages,
+            router_share=use.share[ROUTER],
+            decode_share=use.share[DECODE],
+            client_share=_client_share(use),
+            others_share=use.others_share,
+            opened_s=opened_s,
+        )
+
+    def _request_figures(self, made: _Reading, use: CpuUse, window: Window) -> RequestFigures:
+        num_requests = window.num_requests * use.duration_s / window.duration_s
+        return RequestFigures(
+            router_cpu_ms_per_request=_us(use.cpu_s[ROUTER], num_requests) / 1e3,
+            decode_cpu_ms_per_request=_us(use.cpu_s[DECODE] - made.engine_cpu_s, num_requests) / 1e3,
+            requests_per_s=window.num_requests / window.duration_s,
+            router_share=use.share[ROUTER],
+            client_share=_client_share(use),
+            others_share=use.others_share,
+        )
+
+    async def _await_quiet(self) -> None:
+        """Until the engine gives out nothing any more: the next load begins where the last one left nothing."""
+        deadline = time.monotonic() + _QUIET_TIMEOUT_S
+        num_tokens = -1
+        while num_tokens != self._stack.clock.num_tokens:
+            if time.monotonic() > deadline:
+                raise LoadFailedError("streams that were dropped go on")
+            num_tokens = self._stack.clock.num_tokens
+            await asyncio.sleep(_QUIET_S)
+
+
+@asynccontextmanager
+async def open_streams(stack: RelayStack, case: Case) -> AsyncIterator[Clients]:
+    """The streams of ``case``, all open before the first token flows.
+
+    Raises:
+        AbsentError, LoadFailedError: there is no such load.
+    """
+    stack.clock.is_held = True
+    try:
+        async with Clients(stream_jobs(stack, case)) as clients:
+            stack.clock.is_held = False
+            yield clients
+    finally:
+        stack.clock.is_held = False
+
+
+def stream_jobs(stack: RelayStack, case: Case) -> list[Job]:
+    """The client processes of a load."""
+    is_alone = case.way in (Way.SESSION, Way.PLACE_PER_CLIENT)
+    num_clients = 1 if is_alone else -(-case.num_streams // _MAX_STREAMS_PER_CLIENT)
+    count = case.num_streams // num_clients
+    return [
+        Job(
+            router_address=stack.router_address,
+            clock_path=str(stack.clock_path),
+            way=case.way,
+            count=count,
+            first_seed=number * count,
+            with_text=case.with_text,
+        )
+        for number in range(num_clients)
+    ]
+
+
+def medians(items: Sequence[Figures]) -> Figures:
+    """Each figure's median."""
+    names = [item.name for item in fields(Figures)]
+    return Figures(**{name: median(getattr(item, name) for item in items) for name in names})
+
+
+def request_medians(items: Sequence[RequestFigures]) -> RequestFigures:
+    """Each figure's median."""
+    names = [item.name for item in fields(RequestFigures)]
+    return RequestFigures(**{name: median(getattr(item, name) for item in items) for name in names})
+
+
+def _us(cpu_s: float, count: float) -> float:
+    return 1e6 * cpu_s / count
+
+
+def _quantile_ms(latencies_us: array[int], share: float) -> float:
+    return float(np.quantile(np.frombuffer(latencies_us, dtype=np.int32), share, method="higher")) / 1e3
+
+
+def _client_share(use: CpuUse) -> float:
+    return sum(share for name, share in use.share.items() if name not in (ROUTER, DECODE))

@@ -1,0 +1,234 @@
+"""The receiving side of ``benchmarks.transfer``, in a process of its own, with the source as its child.
+
+Writes a line of JSON for each thing that it measured. Every round has each way and memcpy once, one after the other, so
+that a machine whose speed drifts does the same to all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import mmap
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+import numpy as np
+import uvloop
+
+from benchmarks.transfer_source import PoolShape, fill
+from quartet.discovery.host import host_identity
+from quartet.kvcache.layout import HandOff
+from quartet.rpc.channels import create_channel
+from quartet.rpc.convert.hand_off import from_hand_off
+from quartet.transfer.base import PieceCopy, PoolMemory, TransferWay
+from quartet.transfer.config import TransferConfig
+from quartet.transfer.grpc.puller import TransferPuller
+from quartet.v1 import types_pb2
+
+_WAYS = {
+    TransferWay.SHM: TransferConfig(ways=(TransferWay.SHM, TransferWay.GRPC)),
+    TransferWay.GRPC: TransferConfig(ways=(TransferWay.GRPC,)),
+}
+_LINE_LIMIT_BYTES = 1 << 20
+
+
+class Temperature(StrEnum):
+    """Whether everything was used before.
+
+    ``cold``: connection, handshake and mapping are made for this one fetch; for memcpy, the mapping that is read.
+    """
+
+    WARM = "warm"
+    COLD = "cold"
+
+
+class Mover(StrEnum):
+    """What moved the bytes."""
+
+    SHM = "shm"
+    GRPC = "grpc"
+    MEMCPY = "memcpy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """All blocks of a pool, moved once.
+
+    Attributes:
+        cpu_s: that the receiving process used.
+        source_cpu_s: that the sending one used.
+    """
+
+    temperature: Temperature
+    mover: Mover
+    size_bytes: int
+    duration_s: float
+    cpu_s: float
+    source_cpu_s: float
+
+
+class _SourceProcess:
+    """The child."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def offer(self) -> HandOff:
+        """Have it hold all of its blocks."""
+        answer = await self._ask("offer")
+        return from_hand_off(types_pb2.HandOff.FromString(bytes.fromhex(str(answer["hand_off"]))))
+
+    async def cpu_s(self) -> float:
+        """CPU seconds that it used so far."""
+        return float(str((await self._ask("cpu"))["cpu_s"]))
+
+    async def _ask(self, line: str) -> dict[str, object]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line.encode() + b"\n")
+        return await self.read()
+
+    async def read(self) -> dict[str, object]:
+        """Its next line."""
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the source ended")
+        answer: dict[str, object] = json.loads(line)
+        return answer
+
+
+class _Bench:
+    """One pool that is fetched into, by each way and by memcpy from another pool of this process."""
+
+    def __init__(self, shape: PoolShape, source: _SourceProcess) -> None:
+        self._shape = shape
+        self._source = source
+        self._memory = PoolMemory(shape.num_blocks, shape.piece_size_bytes)
+        self._local = PoolMemory(shape.num_blocks, shape.piece_size_bytes)
+        self._block_ids = shape.scattered(seed=2)
+        self._copies = [PieceCopy(piece, block_id) for piece, block_id in enumerate(self._block_ids)]
+        for piece, block_id in enumerate(self._block_ids):
+            fill(self._local, block_id, piece)
+        self._expected = bytes(self._local.view)
+
+    def new_puller(self, way: TransferWay) -> TransferPuller:
+        """One that has no connection and no mapping yet."""
+        puller = TransferPuller(
+            lambda address: create_channel(address, None, is_bulk=True), host=host_identity(), config=_WAYS[way]
+        )
+        puller.attach(self._memory, self._shape.layout)
+        return puller
+
+    async def fetch(self, puller: TransferPuller, way: TransferWay, temperature: Temperature) -> Sample:
+        """Fetch everything once, and make sure that it came."""
+        hand_off = await self._source.offer()
+        self._clear()
+        source_before, before = await self._source.cpu_s(), time.process_time()
+        began = time.perf_counter()
+        result = await puller.claim(hand_off).fetch(self._copies)
+        duration_s = time.perf_counter() - began
+        cpu_s, source_cpu_s = time.process_time() - before, await self._source.cpu_s() - source_before
+        if result.way is not way or self._memory.view != self._expected:
+            raise RuntimeError(f"{way}: something else came than was sent, or by {result.way}")
+        return self._sample(temperature, Mover(way), duration_s, cpu_s, source_cpu_s)
+
+    def copy(self, temperature: Temperature) -> Sample:
+        """Copy the other pool as a whole: what the machine can do."""
+        self._clear()
+        view = self._local.view
+        if temperature is Temperature.COLD:
+            view = memoryview(mmap.mmap(self._local.fd, self._shape.size_bytes, prot=mmap.PROT_READ))
+        source, destination = np.frombuffer(view, np.uint8), np.frombuffer(self._memory.view, np.uint8)
+        before, began = time.process_time(), time.perf_counter()
+        np.copyto(destination, source)
+        duration_s = time.perf_counter() - began
+        return self._sample(temperature, Mover.MEMCPY, duration_s, time.process_time() - before, 0.0)
+
+    def _clear(self) -> None:
+        """Make nobody take what came before for what comes now, and leave the same in the caches for everybody."""
+        np.frombuffer(self._memory.view, np.uint8)[:] = 0
+
+    def _sample(
+        self, temperature: Temperature, mover: Mover, duration_s: float, cpu_s: float, source_cpu_s: float
+    ) -> Sample:
+        return Sample(
+            temperature=temperature,
+            mover=mover,
+            size_bytes=self._shape.size_bytes,
+            duration_s=duration_s,
+            cpu_s=cpu_s,
+            source_cpu_s=source_cpu_s,
+        )
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.transfer_puller", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--num-blocks", type=int, required=True)
+    parser.add_argument("--piece-size-bytes", type=int, required=True)
+    parser.add_argument("--num-rounds", type=int, required=True)
+    arguments = parser.parse_args()
+    uvloop.run(_run(PoolShape(arguments.num_blocks, arguments.piece_size_bytes), arguments.num_rounds))
+
+
+async def _run(shape: PoolShape, num_rounds: int) -> None:
+    async with _source_process(shape) as source:
+        bench = _Bench(shape, source)
+        await _run_warm(bench, num_rounds)
+        await _run_cold(bench, num_rounds)
+
+
+async def _run_warm(bench: _Bench, num_rounds: int) -> None:
+    pullers = {way: bench.new_puller(way) for way in _WAYS}
+    for number in range(num_rounds + 1):
+        samples = [bench.copy(Temperature.WARM)]
+        samples += [await bench.fetch(puller, way, Temperature.WARM) for way, puller in pullers.items()]
+        if number > 0:  # the first round made it warm
+            _write(samples)
+    for puller in pullers.values():
+        await puller.close()
+
+
+async def _run_cold(bench: _Bench, num_rounds: int) -> None:
+    for _ in range(num_rounds):
+        samples = [bench.copy(Temperature.COLD)]
+        for way in _WAYS:
+            puller = bench.new_puller(way)
+            samples.append(await bench.fetch(puller, way, Temperature.COLD))
+            await puller.close()
+        _write(samples)
+
+
+def _write(samples: list[Sample]) -> None:
+    for sample in samples:
+        print(json.dumps(asdict(sample)), flush=True)
+
+
+@asynccontextmanager
+async def _source_process(shape: PoolShape) -> AsyncIterator[_SourceProcess]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "benchmarks.transfer_source"),
+        *("--num-blocks", str(shape.num_blocks), "--piece-size-bytes", str(shape.piece_size_bytes)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=_LINE_LIMIT_BYTES,
+    )
+    source = _SourceProcess(process)
+    try:
+        await source.read()
+        yield source
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The sending side of ``benchmarks.transfer``, in a process of its own: a pool, and the server that gives it away.
+
+Each line on standard input asks for something, each line on standard output answers it, as JSON:
+``offer`` holds the blocks for one fetch; ``cpu`` says what this process used so far. It ends with its input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import uvloop
+
+from quartet.discovery.host import host_identity
+from quartet.kvcache.layout import BlocksPayload, KvLayout
+from quartet.rpc.convert.hand_off import to_hand_off
+from quartet.rpc.server import RpcServer, ServerConfig, Service
+from quartet.transfer.base import PoolMemory
+from quartet.transfer.config import TransferConfig
+from quartet.transfer.grpc.messages import SERVICE
+from quartet.transfer.grpc.servicer import TransferServicer, add_transfer_servicer
+from quartet.transfer.shm_server import ShmServer
+from quartet.transfer.source import TransferSource
+
+_BLOCK_SIZE = 32
+_EPOCH = 1
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """A pool of ``num_blocks`` pieces of ``piece_size_bytes``."""
+
+    num_blocks: int
+    piece_size_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole."""
+        return self.num_blocks * self.piece_size_bytes
+
+    @property
+    def layout(self) -> KvLayout:
+        """One whose blocks are that long."""
+        return KvLayout(
+            model_fingerprint="0" * 64,
+            dtype="uint8",
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=self.piece_size_bytes // (2 * _BLOCK_SIZE),
+            block_size=_BLOCK_SIZE,
+        )
+
+    def scattered(self, seed: int) -> list[int]:
+        """All block ids, in an order that leaves hardly any neighbours: as in a pool that has been used for a while."""
+        block_ids = list(range(self.num_blocks))
+        random.Random(seed).shuffle(block_ids)
+        return block_ids
+
+
+def fill(memory: PoolMemory, block_id: int, piece: int) -> None:
+    """Make ``block_id`` hold what tells it from every other piece."""
+    pattern = random.Random(piece).randbytes(64)
+    memory.piece(block_id)[:] = pattern * (memory.piece_size_bytes // len(pattern))
+
+
+class _Source:
+    """All blocks of one pool, held again and again."""
+
+    def __init__(self, shape: PoolShape, memory: PoolMemory) -> None:
+        self._shape = shape
+        self._block_ids = shape.scattered(seed=1)
+        for piece, block_id in enumerate(self._block_ids):
+            fill(memory, block_id, piece)
+        self._next_holder = 1
+        self.source = TransferSource(
+            worker_id="source",
+            epoch=_EPOCH,
+            config=TransferConfig(),
+            on_end=lambda _holder, _state: None,
+            memory=memory,
+        )
+
+    def answer(self, line: str) -> dict[str, object]:
+        """What to say to one line."""
+        if line == "cpu":
+            return {"cpu_s": time.process_time()}
+        payload = BlocksPayload(self._shape.layout, self._shape.num_blocks * _BLOCK_SIZE)
+        hand_off = self.source.offer(self._next_holder, self._block_ids, payload)
+        self._next_holder += 1
+        return {"hand_off": to_hand_off(hand_off).SerializeToString().hex(), "cpu_s": time.process_time()}
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.transfer_source", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--num-blocks", type=int, required=True)
+    parser.add_argument("--piece-size-bytes", type=int, required=True)
+    arguments = parser.parse_args()
+    uvloop.run(_serve(PoolShape(arguments.num_blocks, arguments.piece_size_bytes)))
+
+
+async def _serve(shape: PoolShape) -> None:
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    async with _serving(shape) as source:
+        print(json.dumps({}), flush=True)  # it serves
+        while line := await reader.readline():
+            print(json.dumps(source.answer(line.decode().strip())), flush=True)
+
+
+@asynccontextmanager
+async def _serving(shape: PoolShape) -> AsyncIterator[_Source]:
+    memory = PoolMemory(shape.num_blocks, shape.piece_size_bytes)
+    source = _Source(shape, memory)
+    shm = ShmServer(memory)
+    servicer = TransferServicer(source.source, host=host_identity(), config=TransferConfig(), shm=shm)
+    server = RpcServer(ServerConfig(), [Service(SERVICE, lambda server: add_transfer_servicer(servicer, server))])
+    source.source.advertise(f"127.0.0.1:{await server.start()}")
+    await shm.start()
+    try:
+        yield source
+    finally:
+        await server.drain(0.0)
+        await shm.close()
+        source.source.close()
+        memory.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Pictures: how one load's latencies are spread, and what a sweep's latencies cost in throughput."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from cli.bench.histogram import DurationHistogram
+from cli.bench.load import LoadKind
+from cli.bench.result import LatencyMs, PointResult
+from cli.bench.run import Point
+
+_DPI = 130
+_QUANTILES = {0.5: "#2a9d8f", 0.9: "#e9a03b", 0.99: "#d1495b"}
+_LINE = "#264653"
+_HOP_COLOURS = ("#8ecae6", "#219ebc", "#e9c46a", "#f4a261", "#9b5de5", "#c8b6ff", "#2a9d8f", "#adb5bd")
+_LATENCIES: dict[str, Callable[[PointResult], LatencyMs]] = {
+    "time to first token (TTFT)": lambda result: result.ttft_ms,
+    "inter-token latency (ITL)": lambda result: result.itl_ms,
+    "whole request (E2E)": lambda result: result.e2e_ms,
+}
+
+
+def plot(points: Sequence[Point], title: str, path: Path) -> None:
+    """Draw one load's distributions, or a sweep's latency against throughput, to ``path``. Raises ``OSError``."""
+    if len(points) == 1:
+        figure = _plot_point(points[0])
+        title = f"{title}, {points[0].result.load}"
+    else:
+        figure = _plot_sweep([point.result for point in points])
+    figure.suptitle(title, fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=_DPI)
+
+
+def _plot_point(point: Point) -> Figure:
+    figure = Figure(figsize=(11, 5.4), layout="constrained")
+    grid = figure.add_gridspec(2, 3, height_ratios=(4, 1))
+    measured = point.measured
+    for column, (name, histogram) in enumerate(
+        zip(_LATENCIES, (measured.ttft, measured.itl, measured.e2e), strict=True)
+    ):
+        axes = figure.add_subplot(grid[0, column])
+        _draw_distribution(axes, name, histogram)
+    figure.axes[0].set_ylabel("share that took no longer")
+    _draw_hops(figure.add_subplot(grid[1, :]), point.result)
+    return figure
+
+
+def _draw_distribution(axes: Axes, name: str, histogram: DurationHistogram) -> None:
+    axes.set_title(name, fontsize=10)
+    axes.set_xlabel("ms")
+    axes.set_ylim(0, 1.02)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.0%}"))
+    axes.grid(alpha=0.25)
+    if not histogram.count:
+        axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center")
+        return
+    values_s, shares = histogram.distribution()
+    axes.step([1e3 * values_s[0], *(1e3 * values_s)], [0.0, *shares], where="post", color=_LINE, linewidth=1.6)
+    for quantile, colour in _QUANTILES.items():
+        value_ms = 1e3 * histogram.quantile_s(quantile)
+        label = f"p{100 * quantile:g}  {_format_ms(value_ms)} ms"
+        axes.plot([value_ms], [quantile], "o", color=colour, label=label, markersize=6)
+        axes.axvline(value_ms, color=colour, linewidth=0.9, linestyle="--")
+    # A few stragglers would squeeze all the rest into a corner.
+    axes.set_xlim(0, 1.15e3 * min(histogram.max_s, 3 * histogram.quantile_s(0.99)))
+    axes.legend(loc="lower right", fontsize=8)
+
+
+def _draw_hops(axes: Axes, result: PointResult) -> None:
+    left = 0.0
+    for (hop, time), colour in zip(result.hops.items(), _HOP_COLOURS, strict=False):
+        label = f"{hop.replace('_', ' ')} {time.share:.1%}"
+        axes.barh([0], [time.share], left=left, color=colour, label=label)
+        left += time.share
+    axes.set_xlim(0, 1)
+    axes.set_yticks([])
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.0%}"))
+    axes.set_title("where a request's time goes", fontsize=10)
+    if result.hops:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=4, fontsize=8, frameon=False)
+
+
+def _plot_sweep(results: Sequence[PointResult]) -> Figure:
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    for axes, (name, latency_of) in zip(figure.subplots(1, len(_LATENCIES)), _LATENCIES.items(), strict=True):
+        _draw_against_throughput(axes, [result for result in results if latency_of(result).count], latency_of)
+        axes.set_title(name, fontsize=10)
+    figure.axes[0].set_ylabel("ms (logarithmic)")
+    what = "requests a second" if results[0].load.kind is LoadKind.RATE else "clients"
+    lines, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(
+        lines, labels, loc="outside lower center", ncols=len(labels), fontsize=9, title=f"numbers at the points: {what}"
+    )
+    return figure
+
+
+def _draw_against_throughput(
+    axes: Axes, results: Sequence[PointResult], latency_of: Callable[[PointResult], LatencyMs]
+) -> None:
+    throughput = [result.output_tokens_per_s for result in results]
+    for quantile, colour in _QUANTILES.items():
+        values = [getattr(latency_of(result), f"p{100 * quantile:g}") for result in results]
+        axes.plot(throughput, values, "o-", color=colour, label=f"p{100 * quantile:g}", markersize=4)
+    for result, tokens_per_s in zip(results, throughput, strict=True):
+        axes.annotate(
+            f"{result.load.value:g}",
+            (tokens_per_s, latency_of(result).p99 or 0.0),
+            xytext=(0, 6),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+        )
+    # The 99th percentile is often a hundred times the median; on a linear axis only one of them could be read.
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.margins(y=0.12)
+    axes.set_xlim(0, 1.08 * max(throughput, default=1.0) or 1.0)
+    axes.set_xlabel("output tokens/s")
+    axes.grid(alpha=0.25, which="both")
+
+
+def _format_ms(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"

@@ -1,0 +1,122 @@
+"""A request as a call of its own to a router."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import TypeAlias
+
+import grpc
+
+from quartet.client.routers import (
+    DEADLINE_GRACE_S,
+    MADE_UP_DETAILS,
+    MAX_OPENINGS,
+    ClientClosedError,
+    Router,
+    Routers,
+    go_on_or_raise,
+    raise_all,
+)
+from quartet.errors import ProtocolError, RouterUnavailableError, ServingError
+from quartet.rpc.convert.edge_answer import from_generate_response
+from quartet.rpc.convert.edge_start import to_generate_start
+from quartet.rpc.edge import AnswerPart, ChoiceFinished, GenerateStart
+from quartet.v1 import router_pb2, types_pb2
+
+_Call: TypeAlias = "grpc.aio.StreamStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateResponse]"
+
+
+class GenerateRequest:
+    """One request by ``Generate``; see ``ClientRequest``.
+
+    Attributes:
+        router: ``host:port`` of the router that took it.
+    """
+
+    def __init__(self, routers: Routers, start: GenerateStart) -> None:
+        """Raises ``InvalidRequestError``: a field that its message can't hold."""
+        self.router: str | None = None
+        self._routers = routers
+        self._start = router_pb2.GenerateRequest(start=to_generate_start(start))
+        self._num_choices = start.num_choices
+        self._deadline_s = None if start.timeout_s is None else start.timeout_s + DEADLINE_GRACE_S
+        self._call: _Call | None = None
+        self._is_cancelled = False
+
+    async def cancel(self) -> None:
+        """Ask for an early end."""
+        self._is_cancelled = True
+        if self._call is not None:
+            await _write(self._call, router_pb2.GenerateRequest(cancel=types_pb2.Cancel()))
+
+    async def parts(self) -> AsyncGenerator[AnswerPart, None]:
+        """Send it and give its answer. Raises ``ServingError``."""
+        failures: list[ServingError] = []
+        for router in self._routers.in_order():
+            is_begun = False
+            try:
+                await router.connect()
+                # Closed here and now, also when this generator is: its end cancels the call.
+                async with contextlib.aclosing(self._parts_from(router)) as parts:
+                    async for part in parts:
+                        is_begun = True
+                        yield part
+            except RouterUnavailableError as error:
+                failures.append(error)
+            except grpc.aio.AioRpcError as error:
+                failure = router.error(error, is_begun=is_begun)
+                if is_begun:
+                    raise failure from error
+                failures.append(go_on_or_raise(failure))
+            else:
+                return
+        raise_all(failures)
+
+    async def _parts_from(self, router: Router) -> AsyncGenerator[AnswerPart, None]:
+        num_finished = 0
+        try:
+            call = await self._open(router)
+            if self._is_cancelled:
+                await self.cancel()
+            async for message in call:
+                self._routers.prefer(router)
+                self.router = router.address
+                part = from_generate_response(message)
+                num_finished += isinstance(part, ChoiceFinished)
+                yield part
+        except asyncio.CancelledError:
+            # A channel that is closed under a call cancels it, as if whoever reads had been cancelled.
+            if router.is_closed and not _is_cancelled():
+                raise ClientClosedError from None
+            raise
+        finally:
+            if self._call is not None:
+                self._call.cancel()
+        if num_finished != self._num_choices:
+            raise ProtocolError(f"the router ended the answer after {num_finished} of {self._num_choices} choices")
+
+    async def _open(self, router: Router) -> _Call:
+        """Open the call and send the start.
+
+        A router that refuses at once ends the call while the start is on its way out, and where the write loses that
+        race gRPC puts a status of its own making over the router's. Nothing was sent then: asking again tells more.
+        """
+        for _ in range(MAX_OPENINGS):
+            call = self._call = router.stub.Generate(timeout=self._deadline_s)
+            await _write(call, self._start)
+            if not (call.done() and await call.details() == MADE_UP_DETAILS):
+                break
+        return call
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def _write(call: _Call, message: router_pb2.GenerateRequest) -> None:
+    # Where the call has ended, whoever reads it learns how.
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        await call.write(message)

@@ -1,0 +1,146 @@
+"""Connections to decode workers, kept between requests: one channel and one Decode stream to each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import grpc
+
+from quartet.client.routers import ClientClosedError
+from quartet.engine.sampling import TokenLogprobs
+from quartet.errors import ServingError
+from quartet.rpc.channels import create_channel
+from quartet.rpc.inner import DecodeStarted
+from quartet.rpc.inner_client import DecodeClient
+from quartet.rpc.placement import PlacedChoice, SealedPlacement
+from quartet.rpc.text_cache import MAX_FILES_BYTES
+from quartet.rpc.tls import TlsConfig
+from quartet.rpc.worker_client import WorkerClient
+from quartet.text.model_files import TEXT_FILE_NAMES
+
+#: Seconds for which a connection is kept that nobody uses.
+IDLE_S = 60.0
+
+_FILES_TIMEOUT_S = 30.0
+
+
+@dataclass(eq=False)
+class DecodeWorker:
+    """One worker that is connected to when first used, and again whenever it must.
+
+    Attributes:
+        decode: its Decode stream, shared by all requests of this client.
+    """
+
+    channel: grpc.aio.Channel
+    decode: DecodeClient
+    num_users: int = field(default=0, init=False)
+    idle_since: float = field(default=0.0, init=False)
+
+    async def text_files(self, model_fingerprint: str) -> dict[str, bytes]:
+        """The text files of this model. Raises ``ServingError``; ``ModelMismatchError``: it serves another one."""
+        return await WorkerClient(self.channel).model_files(
+            TEXT_FILE_NAMES,
+            model_fingerprint=model_fingerprint,
+            max_size_bytes=MAX_FILES_BYTES,
+            timeout_s=_FILES_TIMEOUT_S,
+        )
+
+    async def close(self) -> None:
+        """End its requests and the connection."""
+        await self.decode.close()
+        await self.channel.close()
+
+
+class DecodeWorkers:
+    """The workers that this client streams from, by address; those that nobody uses are forgotten after a while.
+
+    Attributes:
+        is_closed: nobody is streamed from any more.
+    """
+
+    def __init__(self, tls: TlsConfig | None, *, idle_s: float = IDLE_S) -> None:
+        """Dial with ``tls``; forget after ``idle_s``."""
+        self._tls = tls
+        self._idle_s = idle_s
+        self._workers: dict[str, DecodeWorker] = {}
+        self._sweep: asyncio.TimerHandle | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self.is_closed = False
+
+    def __len__(self) -> int:
+        """Workers that are kept."""
+        return len(self._workers)
+
+    @contextmanager
+    def use(self, address: str) -> Iterator[DecodeWorker]:
+        """The worker at ``address``, which is kept at least as long as the block lasts.
+
+        Raises:
+            ClientClosedError: the client was closed.
+        """
+        if self.is_closed:
+            raise ClientClosedError
+        worker = self._workers.get(address)
+        if worker is None:
+            channel = create_channel(address, self._tls)
+            worker = self._workers[address] = DecodeWorker(channel, DecodeClient(f"at {address}", channel, _nothing))
+        worker.num_users += 1
+        try:
+            yield worker
+        finally:
+            worker.num_users -= 1
+            if not worker.num_users:
+                worker.idle_since = asyncio.get_running_loop().time()
+                self._sweep_later()
+
+    async def close(self) -> None:
+        """End all requests and connections, for good."""
+        self.is_closed = True
+        if self._sweep is not None:
+            self._sweep.cancel()
+        workers, self._workers = list(self._workers.values()), {}
+        await asyncio.gather(*(worker.close() for worker in workers), *self._closing)
+
+    def let_go(self, choices: Iterable[PlacedChoice]) -> None:
+        """Take these up and cancel them at once, so that workers don't keep for them what is handed off."""
+        for choice in choices:
+            if isinstance(choice.next, SealedPlacement) and not self.is_closed:
+                with self.use(choice.next.address) as worker:
+                    worker.decode.start_sealed(choice.next, _Unwanted()).cancel()
+
+    def _sweep_later(self) -> None:
+        # One timer for all: most workers are used again long before it rings.
+        if self._sweep is None and not self.is_closed:
+            self._sweep = asyncio.get_running_loop().call_later(self._idle_s, self._drop_idle)
+
+    def _drop_idle(self) -> None:
+        self._sweep = None
+        limit = asyncio.get_running_loop().time() - self._idle_s
+        for address, worker in list(self._workers.items()):
+            if worker.num_users:
+                continue
+            if worker.idle_since > limit:
+                self._sweep_later()
+                continue
+            del self._workers[address]
+            closing = asyncio.create_task(worker.close(), name=f"close {address}")
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+
+class _Unwanted:
+    """Takes what comes of a decode that nobody wants."""
+
+    def started(self, started: DecodeStarted) -> None:
+        """It ends soon."""
+
+    def take(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:
+        return False
+
+
+def _nothing(_error: ServingError) -> None:
+    """Its calls have failed: nobody else has to know."""

@@ -1,0 +1,212 @@
+"""Place: a request as far as its prefill; its client fetches the tokens from the decode workers itself."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from quartet.engine.base import FinishReason
+from quartet.engine.sampling import TokenLogprobs
+from quartet.errors import RequestTimeoutError, ServingError
+from quartet.rpc.check_start import check_resume, check_start
+from quartet.rpc.choice_output import ChoiceOutput, OutputSettings
+from quartet.rpc.edge import ChoicePlacement, GenerateStart, Resume
+from quartet.rpc.placement import PlacedChoice, PlacedRequest
+from quartet.text.text_stream import TextStream
+from router.admission import Ticket
+from router.attempts import ChoiceRun
+from router.pipeline_tools import PipelineTools
+from router.policy.base import Placement
+from router.prepared import PreparedRequest, prepare
+from router.request_log import RequestLog, first_error, outcome_of
+from router.sealing import SealedRun, Sealer
+from router.together import Together
+
+
+class PlaceRun:
+    """One call of Place. Whatever way it ends but well, nothing is left behind."""
+
+    def __init__(
+        self,
+        start: GenerateStart,
+        resume: Resume | None,
+        traceparent: str,
+        tools: PipelineTools,
+        sealer: Sealer,
+    ) -> None:
+        """``run`` runs it."""
+        self._start = start
+        # It makes no text, so none is owed.
+        self._resume = resume and replace(resume, num_text_bytes=0)
+        self._traceparent = traceparent
+        self._tools = tools
+        self._sealer = sealer
+        self._arrived_at = time.monotonic()
+        self._request_id = secrets.token_hex(16) if resume is None else resume.request_id
+        self._log = RequestLog(self._request_id, start, tools.attempts.metrics, path="place")
+        self._choices: list[_Choice] = []
+        self._task: asyncio.Task[object] | None = None
+        self._abort_error: ServingError | None = None
+
+    def abort(self, error: ServingError) -> None:
+        """End it with ``error``."""
+        self._abort_error = error
+        if self._task is not None:
+            self._task.cancel()
+
+    async def run(self) -> PlacedRequest:
+        """Place every choice. Cancelled, it lets go of everything.
+
+        Raises:
+            ServingError: a choice can't be placed, or the request is impossible.
+        """
+        self._task = asyncio.current_task()
+        try:
+            placed = await self._run()
+        except BaseException as error:
+            shown = self._abort_error or first_error(error)
+            self._log.failed(outcome_of(shown))
+            self._let_go()
+            if shown is error:
+                raise
+            raise shown from error
+        finally:
+            self._log.write(time.monotonic() - self._arrived_at)
+        return placed
+
+    async def _run(self) -> PlacedRequest:
+        check_start(self._start)
+        if self._resume is not None:
+            check_resume(self._resume, self._start)
+        timeout_s = min(self._start.timeout_s or self._tools.max_timeout_s, self._tools.max_timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._place(self._arrived_at + timeout_s)
+        except TimeoutError as error:
+            raise RequestTimeoutError(f"the request was not placed within {timeout_s:g} s") from error
+
+    async def _place(self, deadline: float) -> PlacedRequest:
+        request = await prepare(
+            self._start,
+            self._tools.table,
+            self._tools.texts,
+            request_id=self._request_id,
+            resume=self._resume,
+            traceparent=self._traceparent,
+            arrived_at=self._arrived_at,
+            deadline=deadline,
+        )
+        self._make_choices(request)
+        await self._place_choices(request)
+        placed = tuple(choice.placed() for choice in self._choices)
+        for choice in placed:
+            self._log.placed_for_client(choice)
+        return PlacedRequest(
+            request_id=self._request_id,
+            attempt=max(choice.last_attempt for choice in self._choices),
+            seed=request.seed,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            choices=placed,
+            model=request.pool.key.model_name,
+            model_fingerprint=request.pool.key.fingerprint,
+            prompt_tail_token_ids=tuple(request.prompt_tail),
+            tokenize_s=request.tokenize_s,
+        )
+
+    def _make_choices(self, request: PreparedRequest) -> None:
+        metrics = self._tools.attempts.metrics.for_model(request.pool.key.model_name)
+        settings = OutputSettings(
+            num_prompt_tokens=len(request.prompt_token_ids),
+            arrived_at=self._arrived_at,
+            tokenize_s=request.tokenize_s,
+            omits_token_ids=False,
+            ttft=metrics.ttft,
+            itl=metrics.itl,
+        )
+        numbers = range(self._start.num_choices) if self._resume is None else (self._resume.choice,)
+        self._choices = [_Choice(number, settings, self._resume) for number in numbers]
+        self._log.prepared(request, [choice.output for choice in self._choices])
+
+    async def _place_choices(self, request: PreparedRequest) -> None:
+        ticket = self._tools.attempts.admission.ticket(request.pool.key, self._start.priority)
+        runs = [self._choice_run(request, choice, ticket) for choice in self._choices]
+        together = Together(len(runs))
+        if len(runs) == 1:
+            await self._place_choice(self._choices[0], runs[0], together)
+            return
+        async with asyncio.TaskGroup() as group:
+            for choice, run in zip(self._choices, runs, strict=True):
+                group.create_task(self._place_choice(choice, run, together))
+
+    def _choice_run(self, request: PreparedRequest, choice: _Choice, ticket: Ticket) -> ChoiceRun:
+        avoid: frozenset[str] = frozenset()
+        if self._resume is not None:
+            # Whatever is wrong there, only its client has seen it.
+            avoid = self._tools.table.placed_at(request.request_id, choice.number)
+        on_placed = partial(self._begun, choice)
+        return ChoiceRun(request, choice.number, choice.output, self._tools.attempts, ticket, on_placed, avoid)
+
+    async def _place_choice(self, choice: _Choice, run: ChoiceRun, together: Together) -> None:
+        choice.end = await run.place(self._sealer, together)
+
+    def _begun(self, choice: _Choice, placement: Placement) -> None:
+        choice.placement = placement
+        self._log.placed(placement)
+
+    def _let_go(self) -> None:
+        for choice in self._choices:
+            if isinstance(choice.end, SealedRun):
+                choice.end.let_go(self._tools.attempts.hops)
+        self._tools.attempts.admission.wake()
+
+
+class _Choice:
+    """One choice's way through Place; it takes its own log probabilities."""
+
+    def __init__(self, number: int, settings: OutputSettings, resume: Resume | None) -> None:
+        self.number = number
+        self.output = ChoiceOutput(settings, number, TextStream(None), self)
+        self.placement: Placement | None = None
+        self.end: SealedRun | FinishReason | None = None
+        self._logprobs: list[TokenLogprobs] = []
+        if resume is not None:
+            self.output.resume(resume)
+        self._num_given_tokens = len(self.output.token_ids)
+        self._num_given_attempts = self.output.num_attempts
+
+    @property
+    def last_attempt(self) -> int:
+        """The number of its last attempt; of one that needed none, that of the one before."""
+        return max(self.output.num_attempts - 1, 0)
+
+    def add(
+        self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        """The first token's log probabilities came."""
+        self._logprobs.extend(logprobs)
+
+    def placed(self) -> PlacedChoice:
+        """How the client goes on."""
+        assert self.end is not None, "it was placed"
+        times = self.output.time_breakdown()
+        return PlacedChoice(
+            choice=self.number,
+            placement=self._told_placement(),
+            token_ids=tuple(self.output.token_ids[self._num_given_tokens :]),
+            logprobs=tuple(self._logprobs),
+            next=self.end.sealed if isinstance(self.end, SealedRun) else self.output.finish(self.end),
+            num_cached_tokens=self.output.usage().num_cached_tokens,
+            num_attempts=self.output.num_attempts - self._num_given_attempts,
+            router_queue_s=times.router_queue_s,
+            prefill_s=times.prefill_s,
+            prefill_queue_s=times.prefill_queue_s,
+        )
+
+    def _told_placement(self) -> ChoicePlacement | None:
+        if self.placement is None:
+            return None
+        return ChoicePlacement(choice=self.number, prefill=self.placement.prefill, decode=self.placement.decode)

@@ -1,0 +1,159 @@
+"""The relay benchmark: its messages between processes, its sums, and one small run of each way on real servers."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from pathlib import Path
+
+import pytest
+
+from benchmarks.many_streams import run as run_many_streams
+from benchmarks.paced_clock import PacedClock
+from benchmarks.progress import LiveLine
+from benchmarks.relay_clients import Clients, LoadFailedError
+from benchmarks.relay_floor import measure_floor
+from benchmarks.relay_job import Job, Load, Way, Window, decode_job, encode_job
+from benchmarks.relay_measure import Case, Figures, Measurer, Windows, medians, stream_jobs
+from benchmarks.relay_stack import RelayStack
+from benchmarks.relay_tally import Tally
+from benchmarks.tables.relay import relay_tables
+
+TINY = Windows(warm_up_s=0.1, window_s=0.5, round_size=1, num_rounds=1)
+
+
+def figures(value: float) -> Figures:
+    return Figures(**dict.fromkeys(Figures.__dataclass_fields__, value))
+
+
+def test_a_job_arrives_as_it_was_sent() -> None:
+    job = Job(router_address="127.0.0.1:1", clock_path="/c", way=Way.SESSION, load=Load.REQUESTS, count=3)
+    assert decode_job(encode_job(job)) == job
+
+
+def test_a_window_arrives_with_every_latency() -> None:
+    window = Window(
+        duration_s=1.5,
+        num_tokens=3,
+        num_messages=2,
+        num_requests=1,
+        cpu_s=0.1,
+        errors={"UNAVAILABLE: gone": 1},
+        latencies_us=array("i", [12, 3_000_000, 0]),
+    )
+    line = window.encode()
+    assert "\n" not in line
+    assert Window.decode(line) == window
+
+
+def test_latency_counts_from_the_step_that_made_each_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = PacedClock(tmp_path / "clock", create=True)
+    clock.set_period(1)
+    clock.begin(5, 0, 0)
+    clock.note_step(0, 1_000_000, 1, 0)
+    clock.note_step(1, 3_000_000, 1, 0)
+    tally = Tally(clock)
+    tally.tokens(5, 0, 2, 4_000_000)
+    window = tally.read()
+    assert list(window.latencies_us) == [3_000, 1_000]
+    assert window.num_tokens == 2
+    tally.begin()
+    assert not tally.read().latencies_us
+
+
+def test_medians_are_taken_figure_by_figure() -> None:
+    assert medians([figures(3.0), figures(1.0), figures(2.0)]) == figures(2.0)
+
+
+async def test_clients_of_one_load_share_no_seed(tmp_path: Path) -> None:
+    stack = RelayStack(tmp_path / "log", lambda _: None)
+    try:
+        for way in Way:
+            jobs = stream_jobs(stack, Case(way=way, num_streams=1024, with_text=False))
+            seeds = [seed for job in jobs for seed in range(job.first_seed, job.first_seed + job.count)]
+            assert sorted(seeds) == list(range(1024))
+    finally:
+        await stack.__aexit__(None, None, None)  # it never ran, but has a directory
+
+
+def test_the_table_sets_what_was_measured_against_what_is_wanted_and_names_gaps() -> None:
+    share = {
+        "router_cpu_us_per_token": {"generate": 29.5, "place_per_client": 0.97},
+        "decode_cpu_us_per_token": {"generate": 3.25, "place_per_request": 52.07},
+        "by_way": {"generate": vars(figures(1.25))},
+    }
+    empty: dict[str, dict[str, float]] = {"router_cpu_us_per_token": {}, "decode_cpu_us_per_token": {}, "by_way": {}}
+    report = {
+        "streams_256": {"ids": share, "text": empty},
+        "streams_1024": {"ids": empty, "text": empty},
+        "router_cpu_ms_per_request": {"session": 0.74},
+        "requests": {},
+        "floor": {"generate_256": {"router_cpu_us_per_token": 25.5, "decode_cpu_us_per_token": 2.0}},
+        "idle": {"router_share": 0.01, "decode_share": 0.02},
+        "absent": {"session": "UNIMPLEMENTED: not here"},
+        "failed": {},
+    }
+    tables = relay_tables(json.loads(json.dumps(report)))
+    assert "| generate, 256 streams, ids: Router us a token | 29.50 | <= 30 | 26 | 25.50 | 1.16 |" in tables
+    missing = "not measured"
+    assert f"| session, 256 streams, ids: Router us a token | {missing} | <= 4 |  | {missing} | {missing} |" in tables
+    assert "| place_per_client, 256 streams, ids: Router us a token | 0.97 | 0 |  |  |  |" in tables
+    assert "| place_per_request, 256 streams, ids: Decode us a token | 52.07 | stated |  |  |  |" in tables
+    assert "| session, a request of one token: Router ms | 0.74 | <= 0.4 | 0.2 |  |  |" in tables
+    assert "- session was not measured: UNIMPLEMENTED: not here" in tables
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+async def test_every_way_is_measured_on_real_servers(tmp_path: Path) -> None:
+    with LiveLine() as line:
+        async with RelayStack(tmp_path / "log", line.say) as stack:
+            measurer = Measurer(stack, line, TINY)
+            for way in Way:
+                [found] = await measurer.streams(Case(way=way, num_streams=10, with_text=way is Way.SESSION))
+                assert found.offered_tokens_per_s == 500
+                assert found.tokens_per_s > 0
+                # A wrong clock, or a wrong step of it, would be off by whole steps or below 0.
+                assert 0 < found.added_latency_ms_p50 <= found.added_latency_ms_p99
+                assert found.router_cpu_us_per_token > 0 < found.decode_cpu_us_per_token
+                assert found.decode_engine_cpu_us_per_token > 0
+                assert found.tokens_per_message >= 1
+                [request] = await measurer.requests(way, 2, 128)
+                assert request.requests_per_s > 0 < request.router_cpu_ms_per_request
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+async def test_a_bare_relay_is_measured_by_either_way() -> None:
+    for way in (Way.GENERATE, Way.SESSION):
+        floor = await measure_floor(way, 20, TINY)
+        assert floor.router_cpu_us_per_token > 0 < floor.decode_cpu_us_per_token
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(60)
+async def test_a_load_that_fails_is_told_not_measured(tmp_path: Path) -> None:
+    async with RelayStack(tmp_path / "log", lambda _: None) as stack:
+        job = Job(
+            router_address=stack.router_address,
+            clock_path=str(stack.clock_path),
+            way=Way.GENERATE,
+            count=2,
+            num_output_tokens=1 << 30,  # no model has room for so many
+        )
+        with pytest.raises(LoadFailedError, match="INVALID_ARGUMENT"):
+            async with Clients([job]):
+                pass
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+async def test_many_streams_are_each_followed_to_their_end() -> None:
+    results = await run_many_streams(50, 5)
+    assert results.absent == {}
+    assert set(results.bursts) == {"generate", "session", "sessions_8"}
+    for burst in results.bursts.values():
+        assert burst.num_refused_or_lost == 0
+        assert (burst.outcome.num_complete, burst.outcome.num_accepted) == (50, 50)
+        assert burst.outcome.max_open > 1
+        assert burst.router.peak >= burst.router.before > 0

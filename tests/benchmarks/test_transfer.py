@@ -1,0 +1,63 @@
+"""The transfer benchmark moves real blocks between real processes, and its figures are medians of what it saw."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+from benchmarks.transfer import summarize
+from benchmarks.transfer_puller import Mover, Sample, Temperature
+from benchmarks.transfer_source import PoolShape
+
+ROOT = Path(__file__).parents[2]
+
+
+def sample(mover: Mover, duration_s: float, temperature: Temperature = Temperature.WARM) -> Sample:
+    return Sample(
+        temperature=temperature,
+        mover=mover,
+        size_bytes=10**9,
+        duration_s=duration_s,
+        cpu_s=0.5,
+        source_cpu_s=0.25,
+    )
+
+
+async def test_both_processes_move_every_way_warm_and_cold() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "benchmarks.transfer_puller"),
+        *("--num-blocks", "8", "--piece-size-bytes", str(1 << 16), "--num-rounds", "2"),
+        stdout=asyncio.subprocess.PIPE,
+        cwd=ROOT,
+    )
+    async with asyncio.timeout(50):
+        output, _ = await process.communicate()
+    samples = [json.loads(line) for line in output.splitlines()]
+    assert process.returncode == 0
+    seen = sorted((item["temperature"], item["mover"]) for item in samples)
+    assert seen == sorted([(temperature, mover) for temperature in Temperature for mover in Mover] * 2)
+    assert {item["size_bytes"] for item in samples} == {8 << 16}
+    assert all(item["duration_s"] > 0 for item in samples)
+
+
+def test_speeds_are_medians_and_shares_are_taken_within_a_round() -> None:
+    samples = [
+        # The machine slows down by half from round to round.
+        *(sample(Mover.MEMCPY, 0.1), sample(Mover.SHM, 0.2), sample(Mover.GRPC, 1.0)),
+        *(sample(Mover.MEMCPY, 0.2), sample(Mover.SHM, 0.4), sample(Mover.GRPC, 2.0)),
+        *(sample(Mover.MEMCPY, 0.4), sample(Mover.SHM, 0.8), sample(Mover.GRPC, 4.0)),
+        sample(Mover.SHM, 9.0, Temperature.COLD),
+    ]
+    figures = summarize(samples, Temperature.WARM)
+    assert figures.gb_per_s == {"shm": 2.5, "grpc": 0.5, "memcpy": 5.0}
+    assert figures.share_of_memcpy == {"shm": 0.5, "grpc": 0.1}
+    assert (figures.cpu_s_per_gb["grpc"].puller, figures.cpu_s_per_gb["grpc"].source) == (0.5, 0.25)
+
+
+def test_blocks_are_used_in_scattered_order() -> None:
+    block_ids = PoolShape(64, 1 << 16).scattered(seed=1)
+    assert sorted(block_ids) == list(range(64))
+    assert sum(after == before + 1 for before, after in pairwise(block_ids)) < 8

@@ -1,0 +1,178 @@
+"""What is taken down of requests, and the figures that come of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from cli.bench.hops import Hop, split_time
+from cli.bench.load import Load, LoadKind
+from cli.bench.measure import Recorder
+from cli.bench.result import PointResult, make_result
+from cli.bench.window import Window
+from quartet.client import ChoiceFinished, FinishReason, TimeBreakdown, Usage
+from quartet.errors import QueueFullError
+
+LOAD = Load(LoadKind.CONCURRENCY, 2)
+
+
+class Clock:
+    """``time.perf_counter`` that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
+
+
+@pytest.fixture
+def recorder(clock: Clock) -> Recorder:
+    return Recorder(Window(None))
+
+
+def end(reason: FinishReason = FinishReason.LENGTH, **times: float) -> ChoiceFinished:
+    usage = Usage(num_prompt_tokens=10, num_cached_tokens=4, num_output_tokens=5, num_attempts=1)
+    return ChoiceFinished(choice=0, reason=reason, usage=usage, time=TimeBreakdown(**times))
+
+
+def result(recorder: Recorder) -> PointResult:
+    recorder.close()
+    return make_result(LOAD, recorder, is_interrupted=False)
+
+
+def run_request(recorder: Recorder, clock: Clock, *deltas: tuple[float, int], due_s_ago: float = 0.0) -> None:
+    """One whole request; ``deltas``: seconds to wait, and then the number of tokens that come."""
+    record = recorder.begin(clock.now - due_s_ago)
+    for wait_s, num_tokens in deltas:
+        clock.now += wait_s
+        record.tokens(num_tokens)
+    record.finished(end())
+
+
+def test_a_delta_of_k_tokens_counts_k_gaps_of_a_kth_of_the_wait(recorder: Recorder, clock: Clock) -> None:
+    recorder.open()
+    run_request(recorder, clock, (1.0, 3), (0.4, 4), (0.6, 1))
+    figures = result(recorder)
+    # The first delta's tokens came with the first: TTFT, and no gap.
+    assert (figures.ttft_ms.count, figures.ttft_ms.max) == (1, pytest.approx(1000))
+    assert figures.itl_ms.count == 5
+    assert figures.itl_ms.p50 == pytest.approx(100, rel=0.01)
+    assert figures.itl_ms.max == pytest.approx(600)
+    assert figures.itl_ms.mean == pytest.approx(200)
+    assert figures.e2e_ms.max == pytest.approx(2000)
+
+
+def test_durations_count_from_when_a_request_was_due(recorder: Recorder, clock: Clock) -> None:
+    recorder.open()
+    run_request(recorder, clock, (1.0, 1), due_s_ago=5.0)
+    figures = result(recorder)
+    assert figures.ttft_ms.max == pytest.approx(6000)
+    assert figures.e2e_ms.max == pytest.approx(6000)
+    assert figures.send_delay_ms.max == pytest.approx(5000)
+
+
+def test_rates_are_of_the_window_and_durations_of_what_was_sent_in_it(recorder: Recorder, clock: Clock) -> None:
+    begun_before = recorder.begin(clock.now)
+    begun_before.tokens(50)
+    recorder.open()
+    clock.now += 2.0
+    begun_before.tokens(10)
+    begun_before.finished(end())
+    begun_within = recorder.begin(clock.now)
+    clock.now += 2.0
+    begun_within.tokens(10)
+    recorder.close()
+    clock.now += 4.0
+    begun_within.tokens(100)
+    begun_within.finished(end())
+    begun_after = recorder.begin(clock.now)
+    begun_after.finished(end())
+    figures = result(recorder)
+    assert figures.window_s == pytest.approx(4.0)
+    assert figures.output_tokens_per_s == pytest.approx(20 / 4)
+    assert figures.requests_per_s == pytest.approx(1 / 4)
+    assert figures.prompt_tokens_per_s == pytest.approx(10 / 4)
+    assert (figures.requests.sent, figures.requests.finished) == (1, 1)
+    assert figures.e2e_ms.max == pytest.approx(6000)
+    assert (figures.prompt_tokens, figures.cached_tokens, figures.output_tokens) == (10, 4, 5)
+
+
+def test_every_request_has_one_end(recorder: Recorder) -> None:
+    recorder.open()
+    ends: list[Callable[[], None]] = []
+    for _ in range(2):
+        record = recorder.begin(time.perf_counter())
+        ends.append(lambda record=record: record.failed(QueueFullError("full")))  # type: ignore[misc]
+    cancelled, cut_off, good = (recorder.begin(time.perf_counter()) for _ in range(3))
+    ends += [lambda: cancelled.finished(end(FinishReason.CANCELLED)), cut_off.cut_off, lambda: good.finished(end())]
+    assert recorder.num_running == 5
+    for finish in ends:
+        finish()
+    assert recorder.num_running == 0
+    figures = result(recorder)
+    counts = figures.requests
+    assert (counts.sent, counts.finished, counts.failed, counts.cut_off) == (5, 1, 3, 1)
+    assert [(error.status, error.reason, error.count, error.example) for error in figures.errors] == [
+        ("RESOURCE_EXHAUSTED", "QUEUE_FULL", 2, "full"),
+        ("CANCELLED", "", 1, "the router cancelled the request"),
+    ]
+    assert figures.finish_reasons == {"length": 1}
+
+
+def test_the_hops_add_up_to_what_the_client_waited() -> None:
+    time = TimeBreakdown(
+        tokenize_s=1, router_queue_s=2, prefill_s=30, prefill_queue_s=10, transfer_s=4, decode_queue_s=5, total_s=100
+    )
+    parts = split_time(time, 110)
+    assert parts == {
+        Hop.TOKENIZE: 1,
+        Hop.ROUTER_QUEUE: 2,
+        Hop.PREFILL_QUEUE: 10,
+        Hop.PREFILL: 20,
+        Hop.TRANSFER: 4,
+        Hop.DECODE_QUEUE: 5,
+        Hop.DECODE: 58,
+        Hop.OUTSIDE: 10,
+    }
+    assert sum(parts.values()) == 110
+
+
+def test_the_shares_of_the_hops_are_of_all_requests_together(recorder: Recorder, clock: Clock) -> None:
+    recorder.open()
+    for total_s in (1.0, 3.0):
+        record = recorder.begin(clock.now)
+        clock.now += 4.0
+        record.finished(end(total_s=total_s))
+    hops = result(recorder).hops
+    assert hops[Hop.DECODE].share == pytest.approx(0.5)
+    assert hops[Hop.DECODE].mean_ms == pytest.approx(2000)
+    assert sum(hop.share for hop in hops.values()) == pytest.approx(1.0)
+
+
+def test_nothing_measured_is_no_error(recorder: Recorder) -> None:
+    recorder.open()
+    figures = result(recorder)
+    assert (figures.requests_per_s, figures.ttft_ms.count, figures.ttft_ms.p99, figures.hops) == (0.0, 0, None, {})
+
+
+@pytest.mark.parametrize(("cpu_s", "is_near"), [(0.5, False), (0.9, True)])
+def test_a_client_that_needs_a_whole_core_says_so(
+    recorder: Recorder, clock: Clock, monkeypatch: pytest.MonkeyPatch, cpu_s: float, is_near: bool
+) -> None:
+    used = iter([10.0, 10.0 + cpu_s])
+    monkeypatch.setattr(time, "process_time", lambda: next(used))
+    recorder.open()
+    clock.now += 1.0
+    client = result(recorder).client
+    assert client.cpu_share == pytest.approx(cpu_s)
+    assert client.is_near_limit is is_near

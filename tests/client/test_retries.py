@@ -1,0 +1,78 @@
+"""What a failed attempt means for the next one."""
+
+from __future__ import annotations
+
+import pytest
+
+from quartet.client.retries import MAX_ATTEMPTS, Retries
+from quartet.client.routers import ClientClosedError
+from quartet.errors import (
+    InvalidRequestError,
+    NoSealKeyError,
+    OutOfBlocksError,
+    PermissionDeniedError,
+    QueueFullError,
+    RouterUnavailableError,
+    SealError,
+    SealUsedError,
+    ServingError,
+    StalledStreamError,
+    UnauthenticatedError,
+    WorkerUnavailableError,
+)
+
+
+def test_the_first_move_elsewhere_is_free_and_later_ones_wait_longer_and_longer() -> None:
+    retries = Retries()
+    pauses = [retries.note(WorkerUnavailableError("gone")) for _ in range(MAX_ATTEMPTS - 1)]
+    assert pauses[0] == 0
+    assert pauses == sorted(set(pauses)) and pauses[-1] <= 1
+    with pytest.raises(WorkerUnavailableError):
+        retries.note(WorkerUnavailableError("gone"))
+
+
+def test_a_worker_that_is_full_says_how_long_to_wait() -> None:
+    assert Retries().note(OutOfBlocksError("full", retry_delay_s=0.5)) == 0.5
+    assert Retries().note(OutOfBlocksError("full", retry_delay_s=60)) == 1.0
+    assert Retries().note(OutOfBlocksError("full")) > 0
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        InvalidRequestError,
+        SealError,
+        NoSealKeyError,
+        StalledStreamError,
+        PermissionDeniedError,
+        UnauthenticatedError,
+    ],
+)
+def test_what_another_placement_does_not_mend_is_final(kind: type[ServingError]) -> None:
+    with pytest.raises(kind):
+        Retries().note(kind("no"))
+
+
+def test_a_refused_seal_is_worth_another_one() -> None:
+    assert Retries().note(SealUsedError("again")) == 0
+
+
+def test_a_router_that_is_full_is_asked_again_when_it_says() -> None:
+    retries = Retries()
+    assert retries.note_refusal(QueueFullError("full", retry_delay_s=2.5)) == 2.5
+    assert retries.note_refusal(QueueFullError("full", retry_delay_s=600)) == 5.0
+
+
+def test_a_router_that_restarts_is_given_the_seconds_that_it_needs() -> None:
+    retries = Retries()
+    assert retries.note(WorkerUnavailableError("gone")) == 0
+    pauses = [retries.note_refusal(RouterUnavailableError("refused")) for _ in range(MAX_ATTEMPTS - 2)]
+    assert pauses == sorted(set(pauses)) and sum(pauses) > 5
+    with pytest.raises(RouterUnavailableError):
+        retries.note_refusal(RouterUnavailableError("refused"))
+
+
+@pytest.mark.parametrize("error", [PermissionDeniedError("no"), InvalidRequestError("no"), ClientClosedError()])
+def test_what_a_router_will_not_say_otherwise_is_final(error: ServingError) -> None:
+    with pytest.raises(type(error)):
+        Retries().note_refusal(error)

@@ -1,0 +1,315 @@
+"""One suite over the three paths from a client to its tokens: users can't tell which one it was."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from quartet.client import (
+    Accepted,
+    ChatMessage,
+    ChoiceFinished,
+    CompletedChoice,
+    Completion,
+    Delta,
+    FinishReason,
+    GenerateFields,
+    GenerateStream,
+    QuartetClient,
+    RequestPath,
+    Sampling,
+    TimeBreakdown,
+)
+from quartet.client.sync import SyncClient
+from quartet.errors import QueueFullError, RequestTimeoutError, ServingError
+from tests.e2e.conftest import StartStack
+from tests.e2e.crowd import Ask, Crowd, endless_asks, mixed_asks
+from tests.e2e.stack import Settings, Stack, StackConfig
+
+pytestmark = pytest.mark.timeout(120)
+
+RETURN_S = 10.0
+RETRY_DELAY_S = 2.5
+ROUTERS = ("router", "router-local")
+PROMPT = "The river runs down to the sea, and in the evening the light of the city"
+GREEDY = Sampling(temperature=0.0, max_tokens=24, ignore_eos=True)
+SAMPLED = Sampling(temperature=1.0, top_p=0.95, max_tokens=24, ignore_eos=True)
+
+#: Requests whose answers must not depend on the path.
+ASKS: dict[str, GenerateFields] = {
+    "greedy": {"sampling": GREEDY},
+    "sampled": {"sampling": SAMPLED, "seed": 2**64 - 1},
+    "choices": {"sampling": SAMPLED, "seed": 7, "num_choices": 2},
+    "ended by its nature": {"sampling": Sampling(temperature=1.5, max_tokens=100), "seed": 4},
+    "one token": {"sampling": Sampling(temperature=0.0, max_tokens=1)},
+    "log probabilities": {"sampling": GREEDY, "logprobs": 2},
+    "ids only": {"sampling": GREEDY, "omit_text": True},
+    "text only": {"sampling": GREEDY, "omit_token_ids": True},
+    "special tokens": {
+        "sampling": Sampling(temperature=0.0, max_tokens=8, ignore_eos=True, logit_bias={1: 100.0}),
+        "show_special_tokens": True,
+    },
+    "special tokens hidden": {
+        "sampling": Sampling(temperature=0.0, max_tokens=8, ignore_eos=True, logit_bias={1: 100.0})
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def paths_stack(start_stack: StartStack, random_model_dir: Path) -> Stack:
+    """One prefill, two decodes, and three routers.
+
+    ``router-local`` prefills where it decodes; ``router-full`` soon has no room and does not let wait for it.
+    """
+    # A place must have room for all that a request may generate: eight endless ones fill two places.
+    full: Settings = {
+        "attempts.reserve_tokens": 4096,
+        "admission.queue_timeout_s": 0.5,
+        "admission.retry_delay_s": RETRY_DELAY_S,
+    }
+    config = StackConfig(
+        model_dir=random_model_dir,
+        num_decode=2,
+        worker={"transfer.lease_s": 5.0},
+        routers={"router": {}, "router-local": {"local_prefill_max_tokens": 4096}, "router-full": full},
+    )
+    return start_stack(config)
+
+
+@pytest.fixture(params=list(RequestPath))
+def path(request: pytest.FixtureRequest) -> RequestPath:
+    return RequestPath(request.param)
+
+
+@pytest.fixture
+async def client(paths_stack: Stack) -> AsyncIterator[QuartetClient]:
+    async with QuartetClient(paths_stack.router_address) as client:
+        yield client
+
+
+async def returned(stack: Stack) -> None:
+    await asyncio.to_thread(stack.wait_blocks_returned, timeout_s=RETURN_S)
+
+
+def shown(choice: CompletedChoice) -> tuple[object, ...]:
+    """What of an answer must be equal wherever it comes from."""
+    finished = choice.finished
+    top = tuple(entry.top_token_ids for entry in choice.logprobs)
+    usage = (finished.usage.num_prompt_tokens, finished.usage.num_output_tokens, finished.usage.num_attempts)
+    return (choice.text, choice.token_ids, top, finished.choice, finished.reason, finished.stop_string, usage)
+
+
+def measured(time: TimeBreakdown) -> set[str]:
+    """Names of the parts of the time that are known."""
+    return {field.name for field in fields(time) if getattr(time, field.name) is not None}
+
+
+def check_same(one: Completion, other: Completion) -> None:
+    assert list(map(shown, one.choices)) == list(map(shown, other.choices))
+    assert one.accepted.num_prompt_tokens == other.accepted.num_prompt_tokens
+    for ours, theirs in zip(one.choices, other.choices, strict=True):
+        assert [entry.logprob for entry in ours.logprobs] == pytest.approx(
+            [entry.logprob for entry in theirs.logprobs], abs=1e-3
+        )
+        assert measured(ours.finished.time) == measured(theirs.finished.time)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+async def test_answers_are_the_same_on_every_path(paths_stack: Stack, router: str) -> None:
+    async with QuartetClient(paths_stack.processes[router].grpc_address) as client:
+        for name, ask in ASKS.items():
+            by_path = {path: await client.complete(PROMPT, path=path, **ask) for path in RequestPath}
+            generated = by_path[RequestPath.GENERATE]
+            for path, completion in by_path.items():
+                try:
+                    check_same(completion, generated)
+                except AssertionError as error:
+                    raise AssertionError(f"{name} by {path}") from error
+        assert generated.choices[0].token_ids, "the last ones answered something"
+
+
+async def test_conversations_and_stop_strings_are_the_same_on_every_path(client: QuartetClient) -> None:
+    chat: GenerateFields = {"messages": [ChatMessage("user", "Tell me of the sea.")], "sampling": GREEDY}
+    text = (await client.complete(**chat)).text
+    # From the first token's text, from the middle, one that begins within the other, and none.
+    for stop in ([text[0]], [text[9:13]], [text[9:12] + "\0", text[10:12]], ["\0"]):
+        for include in (False, True):
+            ask: GenerateFields = {**chat, "stop": stop, "include_stop_string": include}
+            answers = [await client.complete(path=path, **ask) for path in RequestPath]
+            for answer in answers:
+                check_same(answer, answers[0])
+            has_stopped = stop != ["\0"]
+            assert (answers[0].choices[0].finished.reason is FinishReason.STOP_STRING) == has_stopped
+            assert has_stopped == (len(answers[0].text) < len(text))
+
+
+async def test_parts_come_in_order(client: QuartetClient, path: RequestPath) -> None:
+    parts = [part async for part in client.generate(PROMPT, path=path, sampling=GREEDY, seed=3)]
+    accepted, finished = parts[0], parts[-1]
+    assert isinstance(accepted, Accepted) and accepted.seed == 3 and len(accepted.request_id) == 32
+    assert accepted.choices[0].prefill is not None
+    assert isinstance(finished, ChoiceFinished) and finished.usage.num_attempts == 1
+    deltas = [part for part in parts[1:-1] if isinstance(part, Delta)]
+    assert len(deltas) == len(parts) - 2
+    offsets = [delta.token_offset for delta in deltas]
+    assert offsets == [sum(len(delta.token_ids) for delta in deltas[:number]) for number in range(len(deltas))]
+    assert len(deltas[0].token_ids) == 1, "the first token waited for others"
+
+
+BAD: dict[str, Callable[[QuartetClient, RequestPath], GenerateStream]] = {
+    "unknown model": lambda client, path: client.generate(PROMPT, path=path, model="nobody"),
+    "id outside the vocabulary": lambda client, path: client.generate(token_ids=[5, 640], path=path),
+    "prompt too long": lambda client, path: client.generate(token_ids=[9] * 5000, path=path),
+    "too many tokens": lambda client, path: client.generate(PROMPT, path=path, sampling=Sampling(max_tokens=5000)),
+    "bias of no token": lambda client, path: client.generate(
+        PROMPT, path=path, sampling=Sampling(logit_bias={10**6: 1.0})
+    ),
+    "unknown role": lambda client, path: client.generate(messages=[ChatMessage("ghost", "boo")], path=path),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_bad_input_is_refused_alike(client: QuartetClient, name: str) -> None:
+    refusals: set[tuple[type[ServingError], str | None, str]] = set()
+    for path in RequestPath:
+        with pytest.raises(ServingError) as raised:
+            await anext(BAD[name](client, path))
+        refusals.add((type(raised.value), raised.value.field, raised.value.message))
+    [(_kind, field, _message)] = refusals
+    assert field
+
+
+async def test_a_full_system_refuses_alike_and_says_when_to_come_back(paths_stack: Stack) -> None:
+    [late] = endless_asks("too late", 1)
+    async with (
+        QuartetClient(paths_stack.processes["router-full"].grpc_address) as client,
+        Crowd(client, endless_asks("fill", 8)) as filling,
+    ):
+        await filling.wait_for(lambda: all(answer.token_ids for answer in filling.answers))
+        refusals: set[tuple[str, float | None]] = set()
+        for path in RequestPath:
+            with pytest.raises(QueueFullError) as raised:
+                await client.complete(token_ids=late.token_ids, sampling=late.sampling, path=path)
+            refusals.add((raised.value.message, raised.value.retry_delay_s))
+        assert all(answer.finished is None for answer in filling.answers)
+    [(_message, delay_s)] = refusals
+    assert delay_s == RETRY_DELAY_S
+    await returned(paths_stack)
+
+
+@pytest.mark.parametrize("way", ["cancel", "drop"])
+async def test_who_ends_an_answer_early_leaves_nothing(
+    paths_stack: Stack, client: QuartetClient, path: RequestPath, way: str
+) -> None:
+    [ask] = endless_asks(f"{path} {way}", 1)
+    stream = client.generate(token_ids=ask.token_ids, sampling=ask.sampling, path=path)
+    num_tokens, end = 0, None
+    async for part in stream:
+        if isinstance(part, Delta):
+            num_tokens += len(part.token_ids)
+            if num_tokens > 4 and way == "drop":
+                await stream.aclose()
+                break
+            if num_tokens > 4:
+                await stream.cancel()
+        if isinstance(part, ChoiceFinished):
+            end = part
+    if way == "cancel":
+        assert end is not None and end.reason is FinishReason.CANCELLED
+        assert end.usage.num_output_tokens == num_tokens < 4000
+    await returned(paths_stack)
+
+
+async def test_a_timeout_is_told_alike_and_leaves_nothing(
+    paths_stack: Stack, client: QuartetClient, path: RequestPath
+) -> None:
+    [ask] = endless_asks(f"{path} timeout", 1)
+    with pytest.raises(RequestTimeoutError):
+        await client.complete(token_ids=ask.token_ids, sampling=ask.sampling, path=path, timeout_s=0.4)
+    await returned(paths_stack)
+
+
+async def test_a_client_that_closes_leaves_nothing(paths_stack: Stack, path: RequestPath) -> None:
+    client = QuartetClient(paths_stack.router_address)
+    async with Crowd(client, endless_asks(f"{path} closes", 3), path=path) as crowd:
+        await crowd.wait_for(lambda: all(len(answer.token_ids) > 2 for answer in crowd.answers))
+        await client.close()
+    await returned(paths_stack)
+
+
+async def test_a_router_that_is_not_there_is_passed_over(
+    paths_stack: Stack, path: RequestPath, free_port: Callable[[], int]
+) -> None:
+    addresses = [f"127.0.0.1:{free_port()}", paths_stack.router_address]
+    async with QuartetClient(addresses) as client:
+        assert (await client.complete(PROMPT, path=path, sampling=GREEDY)).router == paths_stack.router_address
+
+
+def test_clients_without_a_loop_have_every_path(paths_stack: Stack) -> None:
+    with SyncClient(paths_stack.router_address) as client:
+        texts = {client.complete(PROMPT, path=path, sampling=GREEDY).text for path in RequestPath}
+        streamed = client.generate(PROMPT, path="direct", sampling=GREEDY)
+        texts.add("".join(part.text for part in streamed if isinstance(part, Delta)))
+    assert len(texts) == 1
+
+
+async def test_many_at_once_are_answered_alike(paths_stack: Stack, client: QuartetClient) -> None:
+    asks = mixed_asks("many", 32, num_prompt_tokens=range(20, 100), num_tokens=range(8, 17))
+    answers: list[list[list[int]]] = []
+    for path in RequestPath:
+        async with Crowd(client, asks, path=path) as crowd:
+            await crowd.finish()
+        assert set(crowd.num_attempts) == {1}
+        answers.append(crowd.token_ids)
+    assert answers[0] == answers[1] == answers[2]
+    await returned(paths_stack)
+
+
+def is_decoding(crowd: Crowd) -> bool:
+    """Whether a request of it decodes at ``decode-0``."""
+    return any(len(answer.token_ids) > 2 for answer in crowd.at("decode-0"))
+
+
+async def with_stop_strings(client: QuartetClient, asks: Sequence[Ask]) -> list[Ask]:
+    """These, but that each ends late in its answer."""
+    async with Crowd(client, asks) as crowd:
+        await crowd.finish()
+    texts = [answer.choices[0].text for answer in crowd.answers]
+    return [replace(ask, stop=(text[len(text) * 3 // 4 :][:6],)) for ask, text in zip(asks, texts, strict=True)]
+
+
+async def test_nobody_notices_that_a_decode_worker_is_killed(paths_stack: Stack, client: QuartetClient) -> None:
+    mixed = mixed_asks("killed", 8, num_prompt_tokens=range(20, 100), num_tokens=range(200, 220))
+    asks = [*await with_stop_strings(client, mixed[:3]), replace(mixed[3], num_choices=2), *mixed[4:]]
+    async with AsyncExitStack() as exits:
+        crowds = {path: await exits.enter_async_context(Crowd(client, asks, path=path)) for path in RequestPath}
+        await asyncio.gather(*(crowd.wait_for(partial(is_decoding, crowd)) for crowd in crowds.values()))
+        paths_stack.kill("decode-0")
+        for crowd in crowds.values():
+            await crowd.finish()
+    for path, crowd in crowds.items():
+        assert max(crowd.num_attempts) > 1, f"nobody was there by {path}"
+    await returned(paths_stack)
+    async with Crowd(client, asks) as undisturbed:
+        await undisturbed.finish()
+    for path, crowd in crowds.items():
+        assert crowd.shown == undisturbed.shown, path
+    ends = [answer.choices[0].finished for answer in undisturbed.answers]
+    assert [end.reason for end in ends if end is not None][:4] == [FinishReason.STOP_STRING] * 3 + [FinishReason.LENGTH]
+
+
+async def test_answers_that_come_directly_outlive_their_router(paths_stack: Stack) -> None:
+    asks = mixed_asks("router dies", 2, num_prompt_tokens=range(20, 100), num_tokens=range(200, 220))
+    router = paths_stack.processes["router-local"].grpc_address
+    async with QuartetClient(router) as client, Crowd(client, asks, path=RequestPath.DIRECT) as crowd:
+        await crowd.wait_for(lambda: all(len(answer.token_ids) > 2 for answer in crowd.answers))
+        paths_stack.kill("router-local")
+        await crowd.finish()
+    assert [len(ids) for ids in crowd.token_ids] == [ask.sampling.max_tokens for ask in asks]
+    await returned(paths_stack)

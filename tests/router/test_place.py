@@ -1,0 +1,273 @@
+"""Place over the wire: a sealed way to real decode workers with a fake model, and what is left when nobody takes it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from quartet import errors
+from quartet.rpc.errors import from_failure, from_rpc_error
+from quartet.rpc.seal_keys import SealKeys
+from quartet.transfer.config import TransferConfig
+from quartet.v1 import decode_pb2, decode_pb2_grpc, types_pb2
+from quartet.v1 import router_pb2 as pb
+from tests.router.system import TIMEOUT_S, Stub, System, expected, running_system
+
+PROMPT = list(range(20, 40))
+
+
+@pytest.fixture
+async def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[System, Stub]]:
+    async with running_system(tmp_path, monkeypatch, "prefill-0", "decode-0") as system:
+        yield system
+
+
+def make_request(resume: pb.Resume | None = None, **changes: Any) -> pb.PlaceRequest:
+    fields = {"token_ids": pb.TokenIds(ids=PROMPT), "sampling": types_pb2.Sampling(max_tokens=12), **changes}
+    return pb.PlaceRequest(start=pb.GenerateStart(**fields), resume=resume)
+
+
+async def place(stub: Stub, request: pb.PlaceRequest | None = None) -> pb.PlaceResponse:
+    return await stub.Place(request or make_request(), timeout=TIMEOUT_S)
+
+
+def sealed_start(choice: pb.PlacedChoice, slot: int = 0) -> decode_pb2.DecodeRequest:
+    stream = choice.stream
+    sealed = decode_pb2.SealedDecodeStart(
+        slot=slot, sealed_start=stream.sealed_start, key_id=stream.key_id, mac=stream.mac
+    )
+    return decode_pb2.DecodeRequest(sealed_start=sealed)
+
+
+async def decode(address: str, *requests: decode_pb2.DecodeRequest) -> list[decode_pb2.DecodeResponse]:
+    """Everything that one stream brings for these starts."""
+    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(TIMEOUT_S):
+        stub = decode_pb2_grpc.DecodeServiceStub(channel)
+        return [response async for response in stub.Decode(iter(requests))]
+
+
+async def take_up(choice: pb.PlacedChoice) -> list[int]:
+    """All tokens of a placed choice, the first included."""
+    responses = await decode(choice.stream.address, sealed_start(choice))
+    assert not [failure for response in responses for failure in response.failures]
+    return [*choice.token_ids, *(token_id for response in responses for token_id in response.token_ids)]
+
+
+async def refusal(choice: pb.PlacedChoice) -> errors.ServingError:
+    responses = await decode(choice.stream.address, sealed_start(choice))
+    [failure] = [failure for response in responses for failure in response.failures]
+    return from_failure(failure.failure)
+
+
+async def fails(stub: Stub, request: pb.PlaceRequest) -> errors.ServingError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await place(stub, request)
+    return from_rpc_error(caught.value)
+
+
+async def test_what_is_placed_is_decoded_by_its_client(served: tuple[System, Stub]) -> None:
+    system, stub = served
+    response = await place(stub, make_request(seed=3))
+    [choice] = response.choices
+    assert (response.attempt, response.seed, response.num_prompt_tokens, len(response.request_id)) == (0, 3, 20, 32)
+    assert (response.model, list(response.prompt_tail_token_ids)) == ("tiny", PROMPT[-4:])
+    assert response.model_fingerprint == "fake"
+    assert choice.placement.prefill.worker_id == "prefill-0"
+    assert choice.placement.decode.worker_id == "decode-0"
+    assert (len(choice.token_ids), choice.num_attempts) == (1, 1)
+    assert choice.prefill.ToNanoseconds() > 0
+    assert await take_up(choice) == expected(PROMPT, 12)
+    await system.wait_idle()
+
+
+async def test_tokens_and_their_log_probabilities_are_those_of_generate(served: tuple[System, Stub]) -> None:
+    _, stub = served
+    output = types_pb2.OutputOptions(logprobs=0)
+    [choice] = (await place(stub, make_request(output=output))).choices
+    assert [entry.token_id for entry in choice.logprobs] == list(choice.token_ids)
+
+
+async def test_where_decode_prefills_itself_there_is_no_first_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_system(tmp_path, monkeypatch, "decode-0") as (system, stub):
+        [choice] = (await place(stub)).choices
+        assert not choice.token_ids
+        assert not choice.placement.HasField("prefill")
+        assert not choice.HasField("prefill")
+        assert await take_up(choice) == expected(PROMPT, 12)
+        await system.wait_idle()
+
+
+async def test_choices_are_placed_apart(served: tuple[System, Stub]) -> None:
+    system, stub = served
+    response = await place(stub, make_request(num_choices=3))
+    assert [choice.choice for choice in response.choices] == [0, 1, 2]
+    tokens = await asyncio.gather(*(take_up(choice) for choice in response.choices))
+    assert list(tokens) == [expected(PROMPT, 12, choice=number) for number in range(3)]
+    await system.wait_idle()
+
+
+async def test_a_first_token_that_ends_it_leaves_nothing_to_stream(served: tuple[System, Stub]) -> None:
+    system, stub = served
+    [choice] = (await place(stub, make_request(sampling=types_pb2.Sampling(max_tokens=1)))).choices
+    assert list(choice.token_ids) == expected(PROMPT, 1)
+    assert choice.finished.reason == types_pb2.FINISH_REASON_LENGTH
+    assert choice.finished.usage.num_output_tokens == 1
+    await system.wait_idle()
+
+
+async def test_what_broke_is_placed_again_with_the_same_tokens(served: tuple[System, Stub]) -> None:
+    system, stub = served
+    first = await place(stub, make_request(num_choices=2))
+    whole = expected(PROMPT, 12, choice=1)
+    resume = pb.Resume(
+        request_id=first.request_id,
+        attempt=first.attempt + 1,
+        seed=first.seed,
+        choice=1,
+        generated_token_ids=pb.TokenIds(ids=whole[:5]),
+        num_text_bytes=3,
+    )
+    again = await place(stub, make_request(resume, num_choices=2))
+    [choice] = again.choices
+    assert (again.request_id, again.attempt, again.seed, choice.choice) == (first.request_id, 1, first.seed, 1)
+    assert [*whole[:5], *await take_up(choice)] == whole
+    for placed in first.choices:
+        await take_up(placed)
+    await system.wait_idle()
+
+
+async def test_where_nothing_was_left_to_do_that_is_told(served: tuple[System, Stub]) -> None:
+    system, stub = served
+    ids = pb.TokenIds(ids=expected(PROMPT, 12))
+    resume = pb.Resume(request_id="ab" * 16, attempt=1, seed=0, generated_token_ids=ids)
+    [choice] = (await place(stub, make_request(resume))).choices
+    assert choice.finished.reason == types_pb2.FINISH_REASON_LENGTH
+    assert not choice.HasField("placement")
+    await system.wait_idle()
+
+
+async def test_a_placement_is_good_for_once(served: tuple[System, Stub]) -> None:
+    system, stub = served
+    [choice] = (await place(stub)).choices
+    await take_up(choice)
+    assert isinstance(await refusal(choice), errors.SealUsedError)
+    await system.wait_idle()
+
+
+async def test_an_altered_placement_is_refused_and_the_true_one_still_works(served: tuple[System, Stub]) -> None:
+    system, stub = served
+    [choice] = (await place(stub)).choices
+    altered = pb.PlacedChoice()
+    altered.CopyFrom(choice)
+    altered.stream.sealed_start = choice.stream.sealed_start[:-1] + bytes([choice.stream.sealed_start[-1] ^ 1])
+    assert isinstance(await refusal(altered), errors.SealError)
+    assert await take_up(choice) == expected(PROMPT, 12)
+    await system.wait_idle()
+
+
+async def test_without_a_key_there_is_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_system(tmp_path, monkeypatch, "decode-0", seal_keys_file=None) as (_, stub):
+        assert isinstance(await fails(stub, make_request()), errors.NoSealKeyError)
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (pb.PlaceRequest(), "start"),
+        (make_request(num_choices=65), "num_choices"),
+        (make_request(pb.Resume(request_id="no", attempt=1)), "resume.request_id"),
+        (make_request(pb.Resume(request_id="ab" * 16)), "resume.attempt"),
+        (make_request(model="unknown"), "model"),
+    ],
+)
+async def test_bad_input_is_refused_by_its_field(
+    served: tuple[System, Stub], request_: pb.PlaceRequest, field: str
+) -> None:
+    assert (await fails(served[1], request_)).field == field
+
+
+async def test_a_placement_that_nobody_takes_up_ends_with_its_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.sealing._MARGIN_S", 0.1)
+    settings = {"transfer": TransferConfig(lease_s=1.0)}
+    async with running_system(tmp_path, monkeypatch, "prefill-0", "decode-0", worker=settings, seal_ttl_s=20.0) as (
+        system,
+        stub,
+    ):
+        [choice] = (await place(stub)).choices
+        await system.wait_workers(lambda known: known["prefill-0"].load.ranks[0].num_held_blocks > 0)
+        await system.wait_idle()  # the hand-off has expired, and the booking is gone
+        assert isinstance(await refusal(choice), errors.SealExpiredError)
+        # The room is usable again.
+        sampling = types_pb2.Sampling(max_tokens=170, ignore_eos=True)
+        [whole] = (await place(stub, make_request(sampling=sampling))).choices
+        assert await take_up(whole) == expected(PROMPT, 170)
+        await system.wait_idle()
+
+
+async def test_a_client_that_goes_away_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_system(tmp_path, monkeypatch, "prefill-0", "decode-0", gated=("prefill-0",)) as (system, stub):
+        call = stub.Place(make_request(num_choices=2))
+        await system.wait_workers(lambda known: {status.num_requests for status in known.values()} == {2})
+        call.cancel()
+        await system.wait_workers(lambda known: {status.num_requests for status in known.values()} == {0})
+        system.gates["prefill-0"].release(1000)
+        await system.wait_idle()
+
+
+async def test_a_placement_that_ended_is_booked_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The seal outlives the test: only the worker's word can end the booking.
+    async with running_system(tmp_path, monkeypatch, "decode-0", seal_ttl_s=200.0) as (system, stub):
+        [choice] = (await place(stub)).choices
+        await system.wait_workers(lambda known: known["decode-0"].num_requests == 1)
+        await take_up(choice)
+        await system.wait_workers(lambda known: known["decode-0"].num_requests == 0)
+
+
+async def test_the_death_of_a_worker_where_only_clients_decode_is_noticed_at_once(
+    served: tuple[System, Stub],
+) -> None:
+    system, stub = served
+    [choice] = (await place(stub)).choices
+    await take_up(choice)  # the router itself has no stream to it
+    system.workers["decode-0"].task.cancel()  # it says nothing of it
+    await system.wait_workers(lambda known: known["decode-0"].state == pb.WORKER_STATE_SUSPECT)
+
+
+async def test_keys_rotate_while_starts_are_placed_and_taken_up(
+    served: tuple[System, Stub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system, stub = served
+    # The router sees a change at once, so the worker sees it late: only for the name that it does not know.
+    monkeypatch.setattr(SealKeys, "sealing_key", property(lambda keys: next(iter(keys._current(0.0).values()))))
+    monkeypatch.setattr("quartet.rpc.seal_keys._UNKNOWN_LOOK_INTERVAL_S", 0.0)
+    old, new = f"test {'5e' * 32}\n", f"new {'6f' * 32}\n"
+    [held] = (await place(stub)).choices
+    for content, key_id in ((old + new, "test"), (new + old, "new"), (new, "new")):
+        if content == new:  # nothing that the old key sealed is under way any more
+            assert await take_up(held) == expected(PROMPT, 12)
+        write_keys(system, content)
+        async with asyncio.timeout(TIMEOUT_S):
+            num_taken_up = 0
+            while num_taken_up < 5:
+                [choice] = (await place(stub)).choices
+                assert await take_up(choice) == expected(PROMPT, 12)
+                num_taken_up += choice.stream.key_id == key_id
+    assert choice.stream.key_id == "new"
+    await system.wait_idle()
+
+
+def write_keys(system: System, content: str) -> None:
+    """Replace the file at once, as an editor or Kubernetes does."""
+    file = system.directory / "new_seal_keys"
+    file.touch(mode=0o600)
+    file.write_text(content)
+    file.rename(system.seal_keys_file)

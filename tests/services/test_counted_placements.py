@@ -1,0 +1,79 @@
+"""What a worker tells of placed starts, and for how long."""
+
+from __future__ import annotations
+
+import pytest
+
+from quartet.events.load import PlacementProgress
+from services.workers import counted_placements
+from services.workers.counted_placements import CountedPlacements
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_news_are_told_by_router_for_some_seconds() -> None:
+    clock = Clock()
+    counted = CountedPlacements(clock)
+    counted.start("a", 5)
+    counted.start("b", 5)
+    clock.now += 2
+    counted.end("a", 5)
+    counted.end("a", 4)
+    assert counted.progress() == {"a": PlacementProgress((5,), (4, 5)), "b": PlacementProgress((5,))}
+    clock.now += 1.5
+    assert counted.progress() == {"a": PlacementProgress((), (4, 5))}
+    clock.now += 2
+    assert counted.progress() == {}
+
+
+@pytest.mark.parametrize("interval_s", [0.05, 0.19, 0.4, 0.5, 0.7, 1.0])
+def test_however_often_loads_come_each_is_told_several_times_and_not_in_all_of_them(interval_s: float) -> None:
+    clock = Clock()
+    counted = CountedPlacements(clock)
+    num_told: list[int] = []
+    for number in range(1, 101):
+        counted.end("a", number)
+        clock.now += interval_s
+        num_told += counted.news().get("a", PlacementProgress()).ended
+        counted.told()
+    times = [num_told.count(number) for number in range(1, 101)][: -int(4 / interval_s)]
+    assert times
+    assert 2 < min(times) <= max(times) <= 12
+
+
+def test_what_is_asked_for_or_never_goes_out_takes_nothing_from_those_who_listen() -> None:
+    clock = Clock()
+    counted = CountedPlacements(clock)
+    counted.news()
+    counted.told()
+    counted.end("a", 5)
+    clock.now += 0.3  # it is no longer fresh: only a recapitulation has it
+    whole = {"a": PlacementProgress((), (5,))}
+    assert counted.news() == {}
+    counted.told()
+    assert counted.progress() == whole
+    clock.now += 0.3
+    assert [counted.progress(), counted.news(), counted.progress(), counted.news()] == [whole] * 4
+    counted.told()
+    assert counted.news() == {}
+    assert counted.progress() == whole
+
+
+def test_what_no_router_placed_is_told_to_nobody() -> None:
+    counted = CountedPlacements(Clock())
+    counted.start("", 5)
+    counted.end("a", 0)
+    assert counted.progress() == {}
+
+
+def test_memory_is_bounded() -> None:
+    counted = CountedPlacements(Clock())
+    for number in range(1, counted_placements._MAX_TOLD + 11):
+        counted.end("a", number)
+    told = counted.progress()["a"].ended
+    assert (told[-1], told[0], len(told)) == (11, counted_placements._MAX_TOLD + 10, counted_placements._MAX_TOLD)

@@ -1,0 +1,42 @@
+"""The quick histogram shows on the page what ``prometheus_client``'s own would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
+
+from quartet.telemetry.fast_histogram import FastHistogram
+
+# As in every process of ours.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+BUCKETS = (0.001, 0.0025, 1.0, 2.0, 30.0)
+AMOUNTS = st.lists(st.sampled_from(BUCKETS) | st.floats(0, 100), max_size=30)
+
+
+def page_of(kind: type[FastHistogram] | type[Histogram], amounts: dict[str, Sequence[float]]) -> bytes:
+    registry = CollectorRegistry()
+    histogram: FastHistogram | Histogram
+    if kind is FastHistogram:
+        histogram = FastHistogram("some_seconds", "Some time.", "model", BUCKETS, registry)
+    else:
+        histogram = Histogram("some_seconds", "Some time.", ["model"], buckets=BUCKETS, registry=registry)
+    for model, observed in amounts.items():
+        child = histogram.labels(model)
+        for amount in observed:
+            child.observe(amount)
+    return generate_latest(registry)
+
+
+@given(st.dictionaries(st.sampled_from(["a", 'b"c', "d\\e"]), AMOUNTS))
+def test_the_page_is_that_of_the_ready_made_one(amounts: dict[str, Sequence[float]]) -> None:
+    assert page_of(FastHistogram, amounts) == page_of(Histogram, amounts)
+
+
+def test_a_label_has_one_child() -> None:
+    histogram = FastHistogram("some_seconds", "Some time.", "model", BUCKETS, CollectorRegistry())
+    assert histogram.labels("a") is histogram.labels("a")
+    assert histogram.labels("a") is not histogram.labels("b")
