@@ -1,0 +1,1 @@
+"""Request traces: their file format, and a generator of them."""
