@@ -1,4 +1,4 @@
-"""What the scheduler says: the work of one step, and the tokens that came of it."""
+"""What the scheduler is bound by, and what it says: the work of one step, and the tokens that came of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,33 @@ from quartet.engine.base import FinishReason
 from quartet.engine.runner import SampledToken
 from quartet.engine.running import RunningRequest, ScheduledChunk
 from quartet.transfer.base import PieceCopy
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Bounds of a step.
+
+    Attributes:
+        max_num_seqs: requests that have blocks at the same time.
+        max_num_batched_tokens: tokens that one step computes: the longest chunk of a prompt, and so what a long
+            prompt adds to the time between others' tokens.
+        shares_within_step: the runner writes the KV of all tokens of a step before it reads any, so what one request
+            computes can be shared by another one of the same step.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    shares_within_step: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse bounds under which a step could leave out a request that decodes."""
+        if self.max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs must be at least 1, not {self.max_num_seqs}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs})"
+            )
 
 
 @dataclass(frozen=True)

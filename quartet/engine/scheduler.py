@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 
 from quartet.engine.base import EngineRequest, FinishReason, RequestKind
 from quartet.engine.runner import SampledToken
 from quartet.engine.running import RequestState, RunningRequest, ScheduledChunk
-from quartet.engine.schedule import Pull, Schedule, TokenOut
+from quartet.engine.schedule import Pull, Schedule, SchedulerConfig, TokenOut
 from quartet.engine.validation import EngineLimits, check_request, max_output_tokens
 from quartet.engine.waiting import WaitingQueue
 from quartet.errors import OutOfBlocksError
@@ -26,30 +25,6 @@ from quartet.kvcache.block_pool import BlockManager
 from quartet.transfer.base import PieceCopy
 
 __all__ = ["RequestState", "RunningRequest", "ScheduledChunk", "Scheduler", "SchedulerConfig"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
-    """Bounds of a step.
-
-    Attributes:
-        max_num_seqs: requests that have blocks at the same time.
-        max_num_batched_tokens: tokens that one step computes: the longest chunk of a prompt, and so what a long
-            prompt adds to the time between others' tokens.
-    """
-
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-
-    def __post_init__(self) -> None:
-        """Refuse bounds under which a step could leave out a request that decodes."""
-        if self.max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs must be at least 1, not {self.max_num_seqs}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs})"
-            )
 
 
 class Scheduler:
@@ -83,6 +58,11 @@ class Scheduler:
     def num_running(self) -> int:
         """Requests that have blocks, pulling ones included."""
         return len(self._running) + self._num_pulling
+
+    @property
+    def running(self) -> Sequence[RunningRequest]:
+        """Those that take part in steps, best rank first; to be read only."""
+        return self._running
 
     @property
     def num_waiting(self) -> int:
@@ -172,7 +152,7 @@ class Scheduler:
                 prefilling.append(running)
         for running in prefilling:
             if budget:
-                budget -= schedule.add_chunk(running, budget)
+                budget -= self._prefill(schedule, running, budget)
         if not schedule.num_preempted:  # what was just taken away is needed by those that run
             self._admit(schedule, budget)
         return schedule
@@ -216,7 +196,13 @@ class Scheduler:
                 schedule.pulls.append(self._pull(running))
             else:
                 self._run(running)
-                budget -= schedule.add_chunk(running, budget)
+                budget -= self._prefill(schedule, running, budget)
+
+    def _prefill(self, schedule: Schedule, running: RunningRequest, budget: int) -> int:
+        num_tokens = schedule.add_chunk(running, budget)
+        if self._config.shares_within_step:
+            self._blocks.commit(running.seq, running.seq.num_computed_tokens + num_tokens)
+        return num_tokens
 
     def _allocate(self, running: RunningRequest) -> bool:
         try:

@@ -99,15 +99,19 @@ class BlockManager:
         self._check_available(num_new, self.num_available)
         seq.block_table.extend(self._take() for _ in range(num_new))
 
-    def commit(self, seq: Sequence) -> None:
+    def commit(self, seq: Sequence, num_tokens: int | None = None) -> None:
         """Name every full block whose KV is computed, so that others can share it.
+
+        ``num_tokens`` says how many tokens count as computed where the sequence does not say so yet: a step that
+        writes the KV of all its tokens before any is read lets them be shared from its start.
 
         Where an equal block already bears the name, ``seq`` keeps its own block as a copy, which is not shared.
         """
         parent: _Name | bytes | None = seq.extra_key.digest
         if seq.num_named_blocks:
             parent = self._names[seq.block_table[seq.num_named_blocks - 1]]
-        for index in range(seq.num_named_blocks, seq.num_computed_tokens // self.block_size):
+        num_computed = seq.num_computed_tokens if num_tokens is None else num_tokens
+        for index in range(seq.num_named_blocks, num_computed // self.block_size):
             assert parent is not None, "a block is named before the ones before it"
             parent = self._name(seq, index, parent)
             seq.num_named_blocks = index + 1
