@@ -13,8 +13,8 @@ import typer
 from cli.bench.lengths import parse_range
 from cli.bench.load import Load, LoadKind
 from cli.bench.run import Limits
-from cli.bench.trace import TraceError, TraceRecord, read_trace
 from cli.bench.workload import WorkloadConfig
+from cli.traces.format import TraceError, TraceRequest, read_trace
 
 # Ids that nearly every vocabulary has and that are no special tokens.
 DEFAULT_IDS = "100-600"
@@ -211,7 +211,7 @@ def check_outputs(json_file: str | None, plot_file: Path | None) -> None:
         raise typer.BadParameter("drawing needs matplotlib: .venv/bin/pip install -e '.[plot]'", param_hint="--plot")
 
 
-def _read_trace(path: Path, lengths: Mapping[str, str | None]) -> list[TraceRecord]:
+def _read_trace(path: Path, lengths: Mapping[str, str | None]) -> list[TraceRequest]:
     if names := [name for name, value in lengths.items() if value is not None]:
         raise typer.BadParameter("--trace has lengths of its own", param_hint=" and ".join(names))
     try:

@@ -9,7 +9,8 @@ from typing import Protocol
 import numpy as np
 
 from cli.bench.lengths import IntRange
-from cli.bench.trace import TracePrompts, TraceRecord
+from cli.bench.trace import TracePrompts
+from cli.traces.format import TraceRequest
 
 # Words that are one token, or nearly, to every English tokenizer.
 _WORDS = (
@@ -57,7 +58,7 @@ class WorkloadConfig:
     prompt_tokens: IntRange
     output_tokens: IntRange
     ids: IntRange
-    trace: Sequence[TraceRecord] | None = field(default=None, repr=False)
+    trace: Sequence[TraceRequest] | None = field(default=None, repr=False)
     is_text: bool = False
 
     def __str__(self) -> str:
@@ -89,16 +90,16 @@ class _RandomWorkload:
 
 
 class _TraceWorkload:
-    def __init__(self, config: WorkloadConfig, trace: Sequence[TraceRecord], seed: Sequence[int]) -> None:
+    def __init__(self, config: WorkloadConfig, trace: Sequence[TraceRequest], seed: Sequence[int]) -> None:
         self._config = config
         self._prompts = TracePrompts(seed, config.ids)
-        self._records = iter(trace)
+        self._requests = iter(trace)
 
     def next(self) -> BenchRequest | None:
-        record = next(self._records, None)
-        if record is None:
+        request = next(self._requests, None)
+        if request is None:
             return None
-        return _make_request(self._config, self._prompts.make(record), record.num_output_tokens, record.at_s)
+        return _make_request(self._config, self._prompts.make(request), request.num_output_tokens, request.arrival_s)
 
 
 def _make_request(

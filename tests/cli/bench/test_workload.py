@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from cli.bench.lengths import IntRange
-from cli.bench.trace import BLOCK_SIZE, TraceError, read_trace
 from cli.bench.workload import BenchRequest, Workload, WorkloadConfig, make_workload
+from cli.traces.format import BLOCK_SIZE, read_trace
 
 IDS = IntRange(100, 600)
 
@@ -102,28 +102,6 @@ def test_tokens_beyond_the_hash_ids_are_each_requests_own(tmp_path: Path) -> Non
     one, two = take(make_workload(trace_config(path), (1,)), 2)
     assert ids(one)[:BLOCK_SIZE] == ids(two)[:BLOCK_SIZE]
     assert ids(one)[BLOCK_SIZE:][:8] != ids(two)[BLOCK_SIZE:][:8]
-
-
-def test_times_count_from_the_first_request_in_order(tmp_path: Path) -> None:
-    path = write_trace(tmp_path / "trace.jsonl", row(5000, 1, 1), row(3500, 2, 1))
-    assert [(record.at_s, record.num_prompt_tokens) for record in read_trace(path)] == [(0.0, 2), (1.5, 1)]
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("", "holds no requests"),
-        ('{"timestamp": 0, "input_length": 1}\n', "line 1 has no output_length"),
-        ("\nnonsense\n", "line 2 is no request"),
-        ("[1]\n", "line 1 is no request"),
-        ('{"timestamp": 0, "input_length": 0, "output_length": 1}\n', "line 1: lengths must be at least 1"),
-    ],
-)
-def test_a_broken_trace_is_told_by_its_line(tmp_path: Path, text: str, told: str) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(text)
-    with pytest.raises(TraceError, match=told):
-        read_trace(path)
 
 
 def test_an_even_draw_has_the_mean_of_its_bounds() -> None:
