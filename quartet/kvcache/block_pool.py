@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from quartet.errors import OutOfBlocksError
+from quartet.kvcache.event_log import EventLog
+from quartet.kvcache.events import KvEvent
 from quartet.kvcache.sequence import Sequence
 
 
@@ -37,8 +39,11 @@ class BlockCounts:
 class BlockManager:
     """Hands out the blocks of one pool, shares equal prefixes, evicts the least recently used leaf."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        """Manage blocks ``0 .. num_blocks - 1`` of ``block_size`` tokens each, all free."""
+    def __init__(self, num_blocks: int, block_size: int, *, has_events: bool = False) -> None:
+        """Manage blocks ``0 .. num_blocks - 1`` of ``block_size`` tokens each, all free.
+
+        ``has_events``: take note of what can be shared, for ``take_events`` and ``stored_blocks``.
+        """
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -51,6 +56,7 @@ class BlockManager:
         self._names: list[_Name | None] = [None] * num_blocks  # of a block's content; copies have it too
         self._by_key: dict[_Key, _Name] = {}
         self._copies: dict[_Name, set[int]] = {}
+        self._log = EventLog() if has_events else None
 
     @property
     def counts(self) -> BlockCounts:
@@ -145,6 +151,20 @@ class BlockManager:
                 self._num_held -= 1
                 self._retire(block_id)
 
+    def take_events(self) -> list[KvEvent]:
+        """What became or ceased to be shareable since the last call, in order; nothing without ``has_events``.
+
+        A copy of what can be shared already is no event, nor is a copy that takes the name over.
+        """
+        return self._log.take() if self._log is not None else []
+
+    def stored_blocks(self) -> dict[int, int | None]:
+        """The public name of every block that can be shared, and that of the block before it, parents first.
+
+        ``None`` stands before a sequence's first block. Empty without ``has_events``.
+        """
+        return self._log.parent_hashes() if self._log is not None else {}
+
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         """Blocks that say the same as the first blocks of ``seq``, without the block of its last token."""
         shared: list[int] = []
@@ -168,6 +188,8 @@ class BlockManager:
         name = self._by_key.get(key)
         if name is None:
             name = self._by_key[key] = _Name(key, seq.sequence_hash(index), block_id)
+            if self._log is not None:
+                self._log.store(name.sequence_hash, parent.sequence_hash if isinstance(parent, _Name) else None)
         elif name.block_id in self._cached:
             # Nobody uses that block: if it kept the name, this sequence's later blocks would outlive their parent.
             del self._cached[name.block_id]
@@ -188,6 +210,8 @@ class BlockManager:
             assert name is not None, "a cached block has a name"
             del self._by_key[name.key]
             self._names[block_id] = None
+            if self._log is not None:
+                self._log.remove(name.sequence_hash)
         self._num_users[block_id] = 1
         self._num_in_use += 1
         return block_id

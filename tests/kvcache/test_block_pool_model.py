@@ -19,6 +19,7 @@ from quartet.kvcache import sequence
 from quartet.kvcache.block_hash import ExtraKey, sequence_hashes
 from quartet.kvcache.block_pool import BlockCounts, BlockManager
 from quartet.kvcache.sequence import Sequence
+from tests.kvcache.replica import Replica
 
 NUM_BLOCKS = 9
 BLOCK_SIZE = 2
@@ -41,7 +42,8 @@ class Holding:
 class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
+        self.pool = BlockManager(NUM_BLOCKS, BLOCK_SIZE, has_events=True)
+        self.replica = Replica()
         self.slots: list[list[Content | None]] = [[None] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
         self.waiting: list[Sequence] = []
         self.running: list[Holding] = []
@@ -156,6 +158,14 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(named) == len(self.last_used)
         for block in named:
             self.check_hash(block)
+
+    @invariant()
+    def whoever_hears_the_events_knows_what_is_named(self) -> None:
+        self.replica.apply(self.pool.take_events())
+        hashes = [self.pool.sequence_hash(block) for block in range(NUM_BLOCKS)]
+        assert set(self.replica.parents) == {named for named in hashes if named is not None}
+        assert list(self.pool.stored_blocks().items()) == list(self.replica.parents.items())
+        assert self.pool.take_events() == []
 
     def allocate(self, seq: Sequence) -> None:
         shared: list[Content] = []
