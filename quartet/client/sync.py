@@ -20,6 +20,8 @@ from quartet.rpc.fleet import Model, WorkerStatus
 from quartet.rpc.tls import TlsConfig
 
 _CLOSE_TIMEOUT_S = 5.0
+# CPython sees a signal that comes just before it begins to wait only once the wait is over.
+_SIGNAL_INTERVAL_S = 0.25
 
 ResultT = TypeVar("ResultT")
 
@@ -141,6 +143,8 @@ class _LoopThread:
 
         try:
             self._loop.call_soon_threadsafe(begin)
+            while not ended.done():
+                concurrent.futures.wait([ended], _SIGNAL_INTERVAL_S)
             return ended.result()
         except BaseException:
             if not ended.done():
