@@ -81,6 +81,7 @@ AUDIENCES: Mapping[str, frozenset[Audience]] = {
     "/quartet.v1.TransferService/Pull": _PEERS,
     "/quartet.v1.WorkerService/GetInfo": _PEERS | _OPERATORS,
     "/quartet.v1.WorkerService/GetModelFiles": _EVERYBODY,
+    "/quartet.v1.WorkerService/StreamKvSnapshot": _PEERS,
     "/quartet.v1.WorkerService/Drain": _OPERATORS,
     "/grpc.health.v1.Health/*": _EVERYBODY,
     "/grpc.reflection.v1alpha.ServerReflection/*": _EVERYBODY,

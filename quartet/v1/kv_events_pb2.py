@@ -24,17 +24,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aquartet/v1/kv_events.proto\x12\nquartet.v1\"\xa9\x01\n\nWorkerLoad\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12#\n\x05ranks\x18\x03 \x03(\x0b\x32\x14.quartet.v1.RankLoad\x12+\n\x07routers\x18\x04 \x03(\x0b\x32\x1a.quartet.v1.RouterProgress\x12\x13\n\x0bis_draining\x18\x05 \x01(\x08\x12\x12\n\nis_healthy\x18\x06 \x01(\x08\"\xec\x01\n\x08RankLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12!\n\x19num_queued_prefill_tokens\x18\x03 \x01(\x04\x12\x19\n\x11num_in_use_blocks\x18\x04 \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x05 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x06 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x07 \x01(\r\x12\x18\n\x10num_total_blocks\x18\x08 \x01(\r\x12\x11\n\tnum_steps\x18\t \x01(\x04\"x\n\x0eRouterProgress\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x1d\n\x15router_request_number\x18\x02 \x01(\x04\x12\x1a\n\x12started_placements\x18\x03 \x03(\x04\x12\x18\n\x10\x65nded_placements\x18\x04 \x03(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aquartet/v1/kv_events.proto\x12\nquartet.v1\"q\n\x0cKvEventBatch\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x1a\n\x12\x64\x61ta_parallel_rank\x18\x03 \x01(\r\x12#\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x13.quartet.v1.KvEvent\"\x9d\x01\n\x07KvEvent\x12*\n\x06stored\x18\x01 \x01(\x0b\x32\x18.quartet.v1.BlocksStoredH\x00\x12,\n\x07removed\x18\x02 \x01(\x0b\x32\x19.quartet.v1.BlocksRemovedH\x00\x12/\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x1c.quartet.v1.AllBlocksClearedH\x00\x42\x07\n\x05\x65vent\"q\n\x0c\x42locksStored\x12\x18\n\x0bparent_hash\x18\x01 \x01(\x06H\x00\x88\x01\x01\x12\x17\n\x0fsequence_hashes\x18\x02 \x03(\x06\x12\x1e\n\x04tier\x18\x03 \x01(\x0e\x32\x10.quartet.v1.TierB\x0e\n\x0c_parent_hash\"H\n\rBlocksRemoved\x12\x17\n\x0fsequence_hashes\x18\x01 \x03(\x06\x12\x1e\n\x04tier\x18\x02 \x01(\x0e\x32\x10.quartet.v1.Tier\"\x12\n\x10\x41llBlocksCleared\"\xa9\x01\n\nWorkerLoad\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12#\n\x05ranks\x18\x03 \x03(\x0b\x32\x14.quartet.v1.RankLoad\x12+\n\x07routers\x18\x04 \x03(\x0b\x32\x1a.quartet.v1.RouterProgress\x12\x13\n\x0bis_draining\x18\x05 \x01(\x08\x12\x12\n\nis_healthy\x18\x06 \x01(\x08\"\xec\x01\n\x08RankLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12!\n\x19num_queued_prefill_tokens\x18\x03 \x01(\x04\x12\x19\n\x11num_in_use_blocks\x18\x04 \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x05 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x06 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x07 \x01(\r\x12\x18\n\x10num_total_blocks\x18\x08 \x01(\r\x12\x11\n\tnum_steps\x18\t \x01(\x04\"x\n\x0eRouterProgress\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x1d\n\x15router_request_number\x18\x02 \x01(\x04\x12\x1a\n\x12started_placements\x18\x03 \x03(\x04\x12\x18\n\x10\x65nded_placements\x18\x04 \x03(\x04*K\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x12\r\n\tTIER_DISK\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quartet.v1.kv_events_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERLOAD']._serialized_start=43
-  _globals['_WORKERLOAD']._serialized_end=212
-  _globals['_RANKLOAD']._serialized_start=215
-  _globals['_RANKLOAD']._serialized_end=451
-  _globals['_ROUTERPROGRESS']._serialized_start=453
-  _globals['_ROUTERPROGRESS']._serialized_end=573
+  _globals['_TIER']._serialized_start=1059
+  _globals['_TIER']._serialized_end=1134
+  _globals['_KVEVENTBATCH']._serialized_start=42
+  _globals['_KVEVENTBATCH']._serialized_end=155
+  _globals['_KVEVENT']._serialized_start=158
+  _globals['_KVEVENT']._serialized_end=315
+  _globals['_BLOCKSSTORED']._serialized_start=317
+  _globals['_BLOCKSSTORED']._serialized_end=430
+  _globals['_BLOCKSREMOVED']._serialized_start=432
+  _globals['_BLOCKSREMOVED']._serialized_end=504
+  _globals['_ALLBLOCKSCLEARED']._serialized_start=506
+  _globals['_ALLBLOCKSCLEARED']._serialized_end=524
+  _globals['_WORKERLOAD']._serialized_start=527
+  _globals['_WORKERLOAD']._serialized_end=696
+  _globals['_RANKLOAD']._serialized_start=699
+  _globals['_RANKLOAD']._serialized_end=935
+  _globals['_ROUTERPROGRESS']._serialized_start=937
+  _globals['_ROUTERPROGRESS']._serialized_end=1057
 # @@protoc_insertion_point(module_scope)

@@ -292,6 +292,77 @@ class ModelFile(_message.Message):
 Global___ModelFile: _TypeAlias = ModelFile  # noqa: Y015
 
 @_typing.final
+class StreamKvSnapshotRequest(_message.Message):
+    """Asks for what the worker holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamKvSnapshotRequest: _TypeAlias = StreamKvSnapshotRequest  # noqa: Y015
+
+@_typing.final
+class StreamKvSnapshotResponse(_message.Message):
+    """Some of the blocks of one rank."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    DATA_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    SEQUENCE_HASHES_FIELD_NUMBER: _builtins.int
+    PARENT_HASHES_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCKS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Batches of topic `kv` up to and with this number are in the snapshot. The same in all messages. 0: none was sent."""
+    epoch: _builtins.int
+    """The worker's life. Always set."""
+    data_parallel_rank: _builtins.int
+    """The rank whose blocks these are. 0: the first, or the only one."""
+    tier: _kv_events_pb2.Tier.ValueType
+    """Where they lie. Always set."""
+    @_builtins.property
+    def sequence_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Their names; a block comes after the one before it, be it in an earlier message. Empty: the rank holds no more."""
+
+    @_builtins.property
+    def parent_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Aligned with `sequence_hashes`: the name of the block before each. What stands there for a sequence's first block,
+        which has none before it, means nothing (any number may be a hash): `first_blocks` says which they are.
+        """
+
+    @_builtins.property
+    def first_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Positions in `sequence_hashes`, from 0 and ascending, of blocks without one before them. Empty: none is."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        data_parallel_rank: _builtins.int = ...,
+        tier: _kv_events_pb2.Tier.ValueType = ...,
+        sequence_hashes: _abc.Iterable[_builtins.int] | None = ...,
+        parent_hashes: _abc.Iterable[_builtins.int] | None = ...,
+        first_blocks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_parallel_rank", b"data_parallel_rank", "epoch", b"epoch", "first_blocks", b"first_blocks", "number", b"number", "parent_hashes", b"parent_hashes", "sequence_hashes", b"sequence_hashes", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamKvSnapshotResponse: _TypeAlias = StreamKvSnapshotResponse  # noqa: Y015
+
+@_typing.final
 class DrainRequest(_message.Message):
     """Asks a worker to let its work run out."""
 

@@ -45,6 +45,11 @@ class WorkerServiceStub:
                 request_serializer=quartet_dot_v1_dot_worker__pb2.GetModelFilesRequest.SerializeToString,
                 response_deserializer=quartet_dot_v1_dot_worker__pb2.GetModelFilesResponse.FromString,
                 _registered_method=True)
+        self.StreamKvSnapshot = channel.unary_stream(
+                '/quartet.v1.WorkerService/StreamKvSnapshot',
+                request_serializer=quartet_dot_v1_dot_worker__pb2.StreamKvSnapshotRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_worker__pb2.StreamKvSnapshotResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/quartet.v1.WorkerService/Drain',
                 request_serializer=quartet_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
@@ -72,6 +77,15 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StreamKvSnapshot(self, request, context):
+        """Streams the names of all blocks that the worker could share, as of one number of its topic `kv`: whoever applies the
+        batches above that number knows what it holds from then on. At least one message a rank, however little it holds;
+        the snapshot is whole if the stream ends with OK. UNAVAILABLE: the engine is dead, or took no step in time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Takes nothing new, leaves discovery, lets running requests end, and answers when all have ended or the
         time is up. The process goes on; SIGTERM drains and ends it.
@@ -92,6 +106,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.GetModelFiles,
                     request_deserializer=quartet_dot_v1_dot_worker__pb2.GetModelFilesRequest.FromString,
                     response_serializer=quartet_dot_v1_dot_worker__pb2.GetModelFilesResponse.SerializeToString,
+            ),
+            'StreamKvSnapshot': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamKvSnapshot,
+                    request_deserializer=quartet_dot_v1_dot_worker__pb2.StreamKvSnapshotRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_worker__pb2.StreamKvSnapshotResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -154,6 +173,33 @@ class WorkerService:
             '/quartet.v1.WorkerService/GetModelFiles',
             quartet_dot_v1_dot_worker__pb2.GetModelFilesRequest.SerializeToString,
             quartet_dot_v1_dot_worker__pb2.GetModelFilesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamKvSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quartet.v1.WorkerService/StreamKvSnapshot',
+            quartet_dot_v1_dot_worker__pb2.StreamKvSnapshotRequest.SerializeToString,
+            quartet_dot_v1_dot_worker__pb2.StreamKvSnapshotResponse.FromString,
             options,
             channel_credentials,
             insecure,

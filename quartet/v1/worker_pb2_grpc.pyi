@@ -40,6 +40,11 @@ class WorkerServiceStub:
     needs no shared disk. One `file`, then its `data`, file after file. FAILED_PRECONDITION: the worker serves another
     model than the one asked for.
     """
+    StreamKvSnapshot: _grpc.UnaryStreamMultiCallable[_worker_pb2.StreamKvSnapshotRequest, _worker_pb2.StreamKvSnapshotResponse]
+    """Streams the names of all blocks that the worker could share, as of one number of its topic `kv`: whoever applies the
+    batches above that number knows what it holds from then on. At least one message a rank, however little it holds;
+    the snapshot is whole if the stream ends with OK. UNAVAILABLE: the engine is dead, or took no step in time.
+    """
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Takes nothing new, leaves discovery, lets running requests end, and answers when all have ended or the
     time is up. The process goes on; SIGTERM drains and ends it.
@@ -56,6 +61,11 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Streams the small files of the model (tokenizer, template, configs; never weights, never code): a router
     needs no shared disk. One `file`, then its `data`, file after file. FAILED_PRECONDITION: the worker serves another
     model than the one asked for.
+    """
+    StreamKvSnapshot: _aio.UnaryStreamMultiCallable[_worker_pb2.StreamKvSnapshotRequest, _worker_pb2.StreamKvSnapshotResponse]  # type: ignore[assignment]
+    """Streams the names of all blocks that the worker could share, as of one number of its topic `kv`: whoever applies the
+    batches above that number knows what it holds from then on. At least one message a rank, however little it holds;
+    the snapshot is whole if the stream ends with OK. UNAVAILABLE: the engine is dead, or took no step in time.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes nothing new, leaves discovery, lets running requests end, and answers when all have ended or the
@@ -82,6 +92,17 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Streams the small files of the model (tokenizer, template, configs; never weights, never code): a router
         needs no shared disk. One `file`, then its `data`, file after file. FAILED_PRECONDITION: the worker serves another
         model than the one asked for.
+        """
+
+    @_abc_1.abstractmethod
+    def StreamKvSnapshot(
+        self,
+        request: _worker_pb2.StreamKvSnapshotRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.StreamKvSnapshotResponse], _abc.AsyncIterator[_worker_pb2.StreamKvSnapshotResponse]]:
+        """Streams the names of all blocks that the worker could share, as of one number of its topic `kv`: whoever applies the
+        batches above that number knows what it holds from then on. At least one message a rank, however little it holds;
+        the snapshot is whole if the stream ends with OK. UNAVAILABLE: the engine is dead, or took no step in time.
         """
 
     @_abc_1.abstractmethod
