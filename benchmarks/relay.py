@@ -34,6 +34,7 @@ from benchmarks.relay_measure import (
 )
 from benchmarks.relay_stack import RelayStack
 from benchmarks.report import Report, add_report_argument, write_report
+from benchmarks.request_floor import RequestFloor, measure_request_floor
 
 _LOG = Path(".run/benchmark-relay.log")
 _STREAMS = (256, 1024)
@@ -89,6 +90,7 @@ class Results:
     Attributes:
         floor: what a bare relay spends, by ``generate_256``, ``session_256`` and ``session_1024``; each was measured
             just before the load that it is to be compared with.
+        request_floor: what a bare relay spends on a request, by the names of ``requests``; measured likewise.
         absent: ways that the servers don't offer, to what they said.
         failed: loads that could not be measured, and why.
     """
@@ -100,6 +102,7 @@ class Results:
     streams_1024: Streams
     router_cpu_ms_per_request: Mapping[str, float]
     requests: Mapping[str, RequestFigures]
+    request_floor: Mapping[str, RequestFloor]
     absent: Mapping[str, str]
     failed: Mapping[str, str]
 
@@ -113,13 +116,14 @@ class _Found:
     absent: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     floor: dict[str, list[Floor]] = field(default_factory=dict)
+    request_floor: dict[str, list[RequestFloor]] = field(default_factory=dict)
 
 
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.relay", description=__doc__.partition("\n")[0])
     add_report_argument(parser)
-    parser.add_argument("--short", action="store_true", help="one round of five windows of a second: two minutes")
+    parser.add_argument("--short", action="store_true", help="one round of five windows of a second: three minutes")
     parser.add_argument("--only", nargs="+", choices=list(Way), metavar="WAY", help=", ".join(Way))
     arguments = parser.parse_args()
     report = Report("relay", packages=("uvloop",))
@@ -149,7 +153,15 @@ async def _round(measurer: Measurer, line: LiveLine, ways: tuple[Way, ...], foun
 
 async def _measure_requests(measurer: Measurer, line: LiveLine, name: str, found: _Found) -> None:
     way = _REQUEST_WAYS[name]
+    if way in found.absent:
+        return
     load = f"requests of one token, {name}"
+    floor = await measure_request_floor(way, _NUM_REQUEST_CLIENTS, _NUM_PROMPT_TOKENS, measurer.windows)
+    found.request_floor.setdefault(name, []).append(floor)
+    line.say(
+        f"{load}, nothing but gRPC: router {floor.router_cpu_ms_per_request:.3f} ms each, "
+        f"{floor.requests_per_s:.0f} a second"
+    )
     with _noting(line, load, way, found):
         items = await measurer.requests(way, _NUM_REQUEST_CLIENTS, _NUM_PROMPT_TOKENS)
         found.requests.setdefault(name, []).extend(items)
@@ -225,6 +237,7 @@ def _results(windows: Windows, idle: IdleFigures, found: _Found) -> Results:
         streams_1024=many,
         router_cpu_ms_per_request={name: item.router_cpu_ms_per_request for name, item in requests.items()},
         requests=requests,
+        request_floor={name: _median_request_floor(items) for name, items in found.request_floor.items()},
         absent=found.absent,
         failed=found.failed,
     )
@@ -234,6 +247,13 @@ def _median_floor(items: list[Floor]) -> Floor:
     return Floor(
         router_cpu_us_per_token=median(item.router_cpu_us_per_token for item in items),
         decode_cpu_us_per_token=median(item.decode_cpu_us_per_token for item in items),
+    )
+
+
+def _median_request_floor(items: list[RequestFloor]) -> RequestFloor:
+    return RequestFloor(
+        router_cpu_ms_per_request=median(item.router_cpu_ms_per_request for item in items),
+        requests_per_s=median(item.requests_per_s for item in items),
     )
 
 

@@ -20,7 +20,7 @@ class _Wanted:
     Attributes:
         path: where it stands in the report.
         limit, goal: the most that it may be, and what is hoped for after that.
-        floor: the load of a bare relay to set it against, of the same name of figure; empty: none was measured.
+        floor: where a bare relay's figure, to set it against, stands in the report; empty: there is none.
     """
 
     what: str
@@ -33,7 +33,7 @@ class _Wanted:
         measured = _look_up(report, self.path)
         if not self.floor:
             return [self.what, _figure(measured), self.limit, self.goal, "", ""]
-        alone = _look_up(report, f"floor.{self.floor}.{self.path.split('.')[2]}")
+        alone = _look_up(report, self.floor)
         ratio = None if measured is None or not alone else measured / alone
         return [self.what, _figure(measured), self.limit, self.goal, _figure(alone), _figure(ratio)]
 
@@ -46,8 +46,13 @@ def _per_token(way: str, num_streams: int, content: str, figure: str, limit: str
         limit,
         goal,
         # A relay has no way for tokens that don't pass it.
-        "" if way in _PLACE else f"{way}_{num_streams}",
+        "" if way in _PLACE else f"floor.{way}_{num_streams}.{figure}",
     )
+
+
+def _per_request(way: str, limit: str, goal: str = "") -> _Wanted:
+    what = f"{way}, a request of one token: Router ms"
+    return _Wanted(what, f"{_REQUEST}.{way}", limit, goal, f"request_floor.{way}.{_REQUEST}")
 
 
 _WANTED = (
@@ -62,9 +67,9 @@ _WANTED = (
     _per_token("session", 256, "ids", _DECODE, "<= 4"),
     _per_token("session", 1024, "ids", _DECODE, "<= 4"),
     *(_per_token(way, num_streams, "ids", _DECODE, "stated") for num_streams in (256, 1024) for way in _PLACE),
-    _Wanted("generate, a request of one token: Router ms", f"{_REQUEST}.generate", "<= 0.8", "0.5"),
-    _Wanted("session, a request of one token: Router ms", f"{_REQUEST}.session", "<= 0.4", "0.2"),
-    _Wanted("place, a request of one token: Router ms", f"{_REQUEST}.place", "stated"),
+    _per_request("generate", "<= 0.8", "0.5"),
+    _per_request("session", "<= 0.4", "0.2"),
+    _per_request("place", "stated"),
 )
 
 

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import json
+import random
 from array import array
 from pathlib import Path
 
 import pytest
 
+from benchmarks.bare_processes import bare_relay
 from benchmarks.many_streams import run as run_many_streams
-from benchmarks.paced_clock import PacedClock
+from benchmarks.paced_clock import MAX_STREAMS, PacedClock
 from benchmarks.progress import LiveLine
 from benchmarks.relay_clients import Clients, LoadFailedError
 from benchmarks.relay_floor import measure_floor
 from benchmarks.relay_job import Job, Load, Way, Window, decode_job, encode_job
 from benchmarks.relay_measure import Case, Figures, Measurer, Windows, medians, stream_jobs
+from benchmarks.relay_messages import make_start
 from benchmarks.relay_stack import RelayStack
 from benchmarks.relay_tally import Tally
+from benchmarks.request_floor import measure_request_floor
+from benchmarks.request_floor_messages import (
+    ACCEPTED,
+    DELTA,
+    FINISHED,
+    make_place_response,
+    make_start_bytes,
+)
 from benchmarks.tables.relay import relay_tables
+from quartet.rpc.channels import create_channel
+from quartet.v1 import router_pb2, router_pb2_grpc
 
 TINY = Windows(warm_up_s=0.1, window_s=0.5, round_size=1, num_rounds=1)
 
@@ -88,6 +101,7 @@ def test_the_table_sets_what_was_measured_against_what_is_wanted_and_names_gaps(
         "streams_1024": {"ids": empty, "text": empty},
         "router_cpu_ms_per_request": {"session": 0.74},
         "requests": {},
+        "request_floor": {"session": {"router_cpu_ms_per_request": 0.37, "requests_per_s": 1000.0}},
         "floor": {"generate_256": {"router_cpu_us_per_token": 25.5, "decode_cpu_us_per_token": 2.0}},
         "idle": {"router_share": 0.01, "decode_share": 0.02},
         "absent": {"session": "UNIMPLEMENTED: not here"},
@@ -99,8 +113,11 @@ def test_the_table_sets_what_was_measured_against_what_is_wanted_and_names_gaps(
     assert f"| session, 256 streams, ids: Router us a token | {missing} | <= 4 |  | {missing} | {missing} |" in tables
     assert "| place_per_client, 256 streams, ids: Router us a token | 0.97 | 0 |  |  |  |" in tables
     assert "| place_per_request, 256 streams, ids: Decode us a token | 52.07 | stated |  |  |  |" in tables
-    assert "| session, a request of one token: Router ms | 0.74 | <= 0.4 | 0.2 |  |  |" in tables
+    assert "| session, a request of one token: Router ms | 0.74 | <= 0.4 | 0.2 | 0.37 | 2.00 |" in tables
     assert "- session was not measured: UNIMPLEMENTED: not here" in tables
+    del report["request_floor"]  # as reports were before it was measured
+    older = f"| session, a request of one token: Router ms | 0.74 | <= 0.4 | 0.2 | {missing} | {missing} |"
+    assert older in relay_tables(report)
 
 
 @pytest.mark.e2e
@@ -128,6 +145,40 @@ async def test_a_bare_relay_is_measured_by_either_way() -> None:
     for way in (Way.GENERATE, Way.SESSION):
         floor = await measure_floor(way, 20, TINY)
         assert floor.router_cpu_us_per_token > 0 < floor.decode_cpu_us_per_token
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(120)
+async def test_a_bare_relay_of_requests_is_measured_by_every_way() -> None:
+    for way in (Way.GENERATE, Way.SESSION, Way.PLACE_PER_CLIENT):
+        floor = await measure_request_floor(way, 2, 128, TINY)
+        assert floor.router_cpu_ms_per_request > 0 < floor.requests_per_s
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(60)
+async def test_a_bare_relay_whose_router_ends_is_an_error() -> None:
+    async with bare_relay("benchmarks.no_such_module", Way.SESSION, 1, TINY) as relay:
+        with pytest.raises(RuntimeError, match="ended without a figure"):
+            await relay.begun()
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(60)
+async def test_messages_of_a_bare_relay_are_as_long_as_real_ones(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    start = make_start(rng, seed=MAX_STREAMS, num_prompt_tokens=128, num_output_tokens=1, with_text=False)
+    request = router_pb2.GenerateRequest(start=start)
+    assert len(make_start_bytes(128)) == pytest.approx(request.ByteSize(), rel=0.1)
+    async with (
+        RelayStack(tmp_path / "log", lambda _: None) as stack,
+        create_channel(stack.router_address, None) as channel,
+    ):
+        router = router_pb2_grpc.RouterServiceStub(channel)
+        sizes = [answer.ByteSize() async for answer in router.Generate(iter([request]))]
+        assert [len(message) for message in (ACCEPTED, DELTA, FINISHED)] == pytest.approx(sizes, rel=0.2)
+        placed = await router.Place(router_pb2.PlaceRequest(start=start))
+        assert len(make_place_response(128)) == pytest.approx(placed.ByteSize(), rel=0.1)
 
 
 @pytest.mark.e2e

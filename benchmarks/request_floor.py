@@ -1,0 +1,223 @@
+"""The least that a request through a relay in Python can cost: nothing but gRPC, bytes passed on unread.
+
+Clients ask in a closed loop. Their starts are as long as real ones with prompts of token ids. The router passes them on
+to the worker by one stream, all that wait in one message, and answers each with what the real one would: placement,
+tokens and end are a message each of the request's own stream (``generate``), or parts of the messages of the stream
+that all share, at most one a tick (``session``). ``place`` is a unary call; the client then takes the placement up at
+the worker. The worker is paced like the real one's engine: each request has its turn in one of ten steps. Nobody reads
+what is in a message: whoever waits longest has the next answer.
+
+    python -m benchmarks.request_floor worker|router|client JOB      (``measure_request_floor`` starts all three)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import grpc
+
+from benchmarks.bare_processes import (
+    BareCall,
+    BareContext,
+    BareHandler,
+    BareJob,
+    BareRole,
+    bare_relay,
+    method_path,
+    paced_steps,
+    rest,
+    run_bare_role,
+    serve,
+    tell_windows,
+)
+from benchmarks.paced_engine import PERIOD
+from benchmarks.relay_job import Way
+from benchmarks.relay_measure import Windows
+from benchmarks.request_floor_client import Method, run_clients
+from benchmarks.request_floor_messages import (
+    ACCEPTED,
+    DELTA,
+    FINISHED,
+    WORKER_ANSWER,
+    make_place_response,
+    make_start_bytes,
+)
+from quartet.rpc.channels import create_channel
+from quartet.rpc.session import SessionLimits
+
+# The event loop's timers count milliseconds: for less than half of one none is set.
+_TIMER_RESOLUTION_S = 0.0005
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestFloor:
+    """What the bare relay's router spent for each request, and how many it had."""
+
+    router_cpu_ms_per_request: float
+    requests_per_s: float
+
+
+async def measure_request_floor(way: Way, num_clients: int, num_prompt_tokens: int, windows: Windows) -> RequestFloor:
+    """Start the three processes, and take the medians of a round of windows; both Place ways are one to the router.
+
+    Raises:
+        RuntimeError, TimeoutError: one of them failed.
+    """
+    module = "benchmarks.request_floor"
+    async with bare_relay(module, way, num_clients, windows, num_prompt_tokens=num_prompt_tokens) as relay:
+        await relay.begun()
+        found = await relay.windows()
+    return RequestFloor(
+        router_cpu_ms_per_request=median(1e3 * window.cpu_s / window.count for window in found),
+        requests_per_s=median(window.count / window.duration_s for window in found),
+    )
+
+
+class _Worker:
+    """Answers each start when its turn comes; of a stream, those of one step together."""
+
+    def __init__(self, job: BareJob) -> None:
+        self._start_bytes = len(make_start_bytes(job.num_prompt_tokens))
+
+    async def stream(self, _requests: object, context: BareContext) -> None:
+        due = [0] * PERIOD
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._read(context, due))
+            async for step in paced_steps():
+                turn = step % PERIOD
+                if num_answers := due[turn]:
+                    due[turn] = 0
+                    await context.write(WORKER_ANSWER * num_answers)
+
+    async def _read(self, context: BareContext, due: list[int]) -> None:
+        num_starts = 0
+        while (message := await context.read()) is not grpc.aio.EOF:
+            for _ in range(len(message) // self._start_bytes):
+                due[num_starts % PERIOD] += 1
+                num_starts += 1
+
+
+class _Router:
+    """Passes starts on to the worker, and its answers to the clients."""
+
+    def __init__(self, job: BareJob) -> None:
+        self._job = job
+        self._place_response = make_place_response(job.num_prompt_tokens)
+        self._tick_s = SessionLimits().tick_s
+        self._starts: list[bytes] = []
+        self._has_starts = asyncio.Event()
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._num_requests = 0
+        self._has_ended_one = asyncio.Event()
+
+    async def generate(self, _requests: object, context: BareContext) -> None:
+        answered = asyncio.Event()
+        self._pass_on(await context.read(), answered.set)
+        reading = asyncio.create_task(_read_out(context))  # a cancel could come
+        try:
+            await context.write(ACCEPTED)
+            await answered.wait()
+            await context.write(DELTA)
+            await context.write(FINISHED)
+        finally:
+            reading.cancel()
+        self._count()
+
+    async def session(self, _requests: object, context: BareContext) -> None:
+        pending: list[bytes] = []
+        has_pending = asyncio.Event()
+        await context.send_initial_metadata(())
+
+        def add(item: bytes) -> None:
+            pending.append(item)
+            has_pending.set()
+
+        def end() -> None:
+            add(DELTA + FINISHED)
+            self._count()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._write_ticks(context, pending, has_pending))
+            while (start := await context.read()) is not grpc.aio.EOF:
+                self._pass_on(start, end)
+                add(ACCEPTED)
+
+    async def place(self, _request: bytes, _context: BareContext) -> bytes:
+        self._count()
+        return self._place_response
+
+    async def measure(self) -> None:
+        """Relay, and tell of the windows."""
+        async with create_channel(self._job.worker_address, None) as channel, asyncio.TaskGroup() as group:
+            call: BareCall = channel.stream_stream(method_path(Method.WORK))(wait_for_ready=True)
+            group.create_task(self._write_starts(call))
+            group.create_task(self._read_answers(call))
+            await self._has_ended_one.wait()
+            await tell_windows(self._job.windows, lambda: self._num_requests)
+
+    async def _write_ticks(self, context: BareContext, pending: list[bytes], has_pending: asyncio.Event) -> None:
+        """At most one message a tick, but at once after a pause."""
+        loop = asyncio.get_running_loop()
+        next_at = 0.0
+        while True:
+            await has_pending.wait()
+            now = loop.time()
+            if now < next_at - _TIMER_RESOLUTION_S:
+                await asyncio.sleep(next_at - now)
+            has_pending.clear()
+            message = b"".join(pending)
+            pending.clear()
+            next_at = loop.time() + self._tick_s
+            await context.write(message)
+
+    def _pass_on(self, start: bytes, on_answer: Callable[[], None]) -> None:
+        self._waiting.append(on_answer)
+        self._starts.append(start)
+        self._has_starts.set()
+
+    async def _write_starts(self, call: BareCall) -> None:
+        while True:
+            await self._has_starts.wait()
+            self._has_starts.clear()
+            message = b"".join(self._starts)
+            self._starts.clear()
+            await call.write(message)
+
+    async def _read_answers(self, call: BareCall) -> None:
+        while isinstance(message := await call.read(), bytes):
+            for _ in range(len(message) // len(WORKER_ANSWER)):
+                self._waiting.popleft()()
+
+    def _count(self) -> None:
+        self._num_requests += 1
+        self._has_ended_one.set()
+
+
+async def _work(role: BareRole, job: BareJob) -> None:
+    """One process's part; it goes on until the process is killed, unless it fails."""
+    if role is BareRole.CLIENT:
+        await run_clients(job)
+    elif role is BareRole.WORKER:
+        worker = _Worker(job)
+        await serve(job.worker_address, {Method.WORK: grpc.stream_stream_rpc_method_handler(worker.stream)}, rest())
+    else:
+        router = _Router(job)
+        methods: dict[str, BareHandler] = {
+            Method.GENERATE: grpc.stream_stream_rpc_method_handler(router.generate),
+            Method.SESSION: grpc.stream_stream_rpc_method_handler(router.session),
+            Method.PLACE: grpc.unary_unary_rpc_method_handler(router.place),
+        }
+        await serve(job.router_address, methods, router.measure())
+
+
+async def _read_out(context: BareContext) -> None:
+    while await context.read() is not grpc.aio.EOF:
+        continue
+
+
+if __name__ == "__main__":
+    run_bare_role(_work)
