@@ -3,6 +3,7 @@
 Two topologies of real processes run beside each other, one Decode worker alone and a Prefill before a Decode, and are
 asked in turn, one request at a time. With the stub engine, whose steps take a fixed time, all that is left when steps
 and the copying of bytes are taken off is Quartet's own cost; the small random model shows the same with computing.
+Each round also goes the same way with nothing of Quartet (``benchmarks.bare_chain``).
 
     python -m benchmarks.disagg --json FILE [--long]
 """
@@ -22,12 +23,12 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
+from benchmarks.bare_chain import BareChain, bare_chain
 from benchmarks.disagg_client import ask
-from benchmarks.disagg_figures import LengthFigures, Round, summarize
+from benchmarks.disagg_figures import BareFigures, LengthFigures, Round, summarize, summarize_bare
 from benchmarks.disagg_stack import BLOCK_SIZE, EngineName, Side, StackMaker, make_model
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, add_report_argument, write_report
-from benchmarks.round_trip import round_trip_ms
 from benchmarks.stack import Stack
 from benchmarks.stub_engine.runner import STEP_S, stub_layout
 from models.random_llama import LlamaShape
@@ -62,7 +63,7 @@ class Results:
         stub, tiny: by the prompt's length in tokens.
         overhead_ms: of ``stub``, by the prompt's length: second token, less one step and moving the bytes, later than
             aggregated.
-        round_trip_ms: of a message there and one back by gRPC alone, with the machine otherwise idle.
+        bare: with nothing of Quartet, in the rounds of ``stub``.
     """
 
     step_ms: float
@@ -71,7 +72,7 @@ class Results:
     stub: Mapping[str, LengthFigures]
     tiny: Mapping[str, LengthFigures]
     overhead_ms: Mapping[str, float]
-    round_trip_ms: float
+    bare: BareFigures
 
 
 def main() -> None:
@@ -88,10 +89,12 @@ async def _run(plan: Plan) -> Results:
     make_model()
     stub_block_bytes = stub_layout("", BLOCK_SIZE).piece_size_bytes
     with LiveLine() as line:
-        stub = await _measure(EngineName.STUB, plan.num_stub_rounds, stub_block_bytes, line)
-        tiny = await _measure(EngineName.TINY, plan.num_tiny_rounds, _tiny_block_bytes(), line)
-        bare_ms = await round_trip_ms()
-        line.say(f"nothing but gRPC: {bare_ms:.2f} ms there and back")
+        rounds = await _measure(EngineName.STUB, plan.num_stub_rounds, stub_block_bytes, line)
+        stub = _summarize(EngineName.STUB, rounds, stub_block_bytes, line)
+        bare = summarize_bare([item.bare for of_length in rounds.values() for item in of_length])
+        line.say(f"nothing of Quartet: {bare.bare_chain_ms:.2f} ms the same way")
+        rounds = await _measure(EngineName.TINY, plan.num_tiny_rounds, _tiny_block_bytes(), line)
+        tiny = _summarize(EngineName.TINY, rounds, _tiny_block_bytes(), line)
     return Results(
         step_ms=1e3 * STEP_S,
         num_stub_rounds=plan.num_stub_rounds,
@@ -101,7 +104,7 @@ async def _run(plan: Plan) -> Results:
         overhead_ms={
             length: figures.overhead_ms for length, figures in stub.items() if figures.overhead_ms is not None
         },
-        round_trip_ms=bare_ms,
+        bare=bare,
     )
 
 
@@ -112,19 +115,26 @@ def _tiny_block_bytes() -> int:
 
 async def _measure(
     engine: EngineName, num_rounds: int, block_bytes: int, line: LiveLine
-) -> Mapping[str, LengthFigures]:
+) -> Mapping[int, Sequence[Round]]:
     async with AsyncExitStack() as exits:
+        bare = await exits.enter_async_context(bare_chain())
         maker = StackMaker(Path(exits.enter_context(tempfile.TemporaryDirectory())), line.say)
         stacks = {side: await exits.enter_async_context(maker.make(engine, side)) for side in Side}
         stubs = {}
         for side, stack in stacks.items():
             channel = await exits.enter_async_context(create_channel(stack.router_address, None))
             stubs[side] = router_pb2_grpc.RouterServiceStub(channel)
-        rounds = await _Rounds(engine, stubs, block_bytes, line).run(num_rounds)
+        rounds = await _Rounds(engine, stubs, bare, block_bytes, line).run(num_rounds)
         await _check_moved(stacks[Side.DISAGG], num_rounds + _NUM_WARM_UP_ROUNDS, block_bytes)
+    return rounds
+
+
+def _summarize(
+    engine: EngineName, rounds: Mapping[int, Sequence[Round]], block_bytes: int, line: LiveLine
+) -> Mapping[str, LengthFigures]:
     figures = {
         str(length): summarize(of_length, _num_blocks(length) * block_bytes, is_paced=engine is EngineName.STUB)
-        for length, of_length in rounds
+        for length, of_length in rounds.items()
     }
     for length, of_length in figures.items():
         line.say(f"{engine}, {length} tokens: {_describe(of_length)}")
@@ -133,7 +143,9 @@ async def _measure(
 
 def _describe(figures: LengthFigures) -> str:
     second = ", ".join(f"{side} {value:.1f}" for side, value in figures.second_token_ms.items())
-    overhead = "" if figures.overhead_ms is None else f"; {figures.overhead_ms:.2f} ms beyond step and copying"
+    overhead = ""
+    if figures.overhead_ms is not None:
+        overhead = f"; {figures.overhead_ms:.2f} ms beyond step and copying, bare chain {figures.bare_chain_ms:.2f} ms"
     return f"second token {second} ms{overhead}"
 
 
@@ -144,17 +156,19 @@ class _Rounds:
         self,
         engine: EngineName,
         stubs: Mapping[Side, router_pb2_grpc.RouterServiceAsyncStub],
+        bare: BareChain,
         block_bytes: int,
         line: LiveLine,
     ) -> None:
         self._engine = engine
         self._stubs = stubs
+        self._bare = bare
         self._copier = _Copier(block_bytes)
         self._line = line
         self._rng = random.Random(0)
         self._num_done = 0
 
-    async def run(self, num_rounds: int) -> Sequence[tuple[int, list[Round]]]:
+    async def run(self, num_rounds: int) -> Mapping[int, Sequence[Round]]:
         """By prompt length, the rounds; what was needed to become warm is left out."""
         following = asyncio.create_task(self._line.follow(lambda elapsed, _: self._describe(elapsed, num_rounds)))
         rounds: dict[int, list[Round]] = {length: [] for length in _PROMPT_LENGTHS}
@@ -167,7 +181,7 @@ class _Rounds:
                 self._num_done += 1
         finally:
             following.cancel()
-        return list(rounds.items())
+        return rounds
 
     async def _round(self, length: int) -> Round:
         answered = {}
@@ -175,7 +189,8 @@ class _Rounds:
             answered[side] = await ask(self._stubs[side], self._rng, length)
             await asyncio.sleep(_PAUSE_S)
         copy_ms = self._copier.copy_ms(_num_blocks(length))
-        return Round(agg=answered[Side.AGG], disagg=answered[Side.DISAGG], copy_ms=copy_ms)
+        bare = await self._bare.measure()
+        return Round(agg=answered[Side.AGG], disagg=answered[Side.DISAGG], copy_ms=copy_ms, bare=bare)
 
     def _describe(self, elapsed: float, num_rounds: int) -> str:
         return f"{self._engine}: round {self._num_done} of {num_rounds + _NUM_WARM_UP_ROUNDS}, {elapsed:.0f} s"

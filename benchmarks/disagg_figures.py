@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.bare_chain import Sample
 from benchmarks.disagg_client import Answered
 from benchmarks.disagg_stack import Side
 
@@ -16,11 +17,13 @@ class Round:
 
     Attributes:
         copy_ms: a plain copy of as many bytes as were moved, block by block, in the benchmark's own process.
+        bare: the same way without Quartet, right after.
     """
 
     agg: Answered
     disagg: Answered
     copy_ms: float
+    bare: Sample
 
     def of(self, side: Side) -> Answered:
         """That side's request."""
@@ -46,6 +49,7 @@ class LengthFigures:
         copy_ms: a plain copy of as many bytes.
         overhead_ms: see ``Round.overhead_ms``; ``None`` where computing takes now more, now less time, and hides it.
         overhead_ms_p10: a tenth of the rounds was at or below this.
+        bare_chain_ms: ``Sample.chain_ms`` of the same rounds.
     """
 
     ttft_ms: Mapping[str, float]
@@ -55,6 +59,17 @@ class LengthFigures:
     copy_ms: float
     overhead_ms: float | None
     overhead_ms_p10: float | None
+    bare_chain_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BareFigures:
+    """Medians of ``Sample`` over all rounds, in milliseconds, and below what a tenth of the chains was."""
+
+    bare_chain_ms: float
+    bare_chain_ms_p10: float
+    thread_change_ms: float
+    round_trip_ms: float
 
 
 def summarize(rounds: Sequence[Round], transfer_bytes: int, *, is_paced: bool) -> LengthFigures:
@@ -67,7 +82,19 @@ def summarize(rounds: Sequence[Round], transfer_bytes: int, *, is_paced: bool) -
         transfer_bytes=transfer_bytes,
         copy_ms=statistics.median(item.copy_ms for item in rounds),
         overhead_ms=statistics.median(overheads) if is_paced else None,
-        overhead_ms_p10=statistics.quantiles(overheads, n=10, method="inclusive")[0] if is_paced else None,
+        overhead_ms_p10=_tenth(overheads) if is_paced else None,
+        bare_chain_ms=statistics.median(item.bare.chain_ms for item in rounds),
+    )
+
+
+def summarize_bare(samples: Sequence[Sample]) -> BareFigures:
+    """Medians of ``samples``, of which there are at least two."""
+    chains = [sample.chain_ms for sample in samples]
+    return BareFigures(
+        bare_chain_ms=statistics.median(chains),
+        bare_chain_ms_p10=_tenth(chains),
+        thread_change_ms=statistics.median(sample.thread_change_ms for sample in samples),
+        round_trip_ms=statistics.median(sample.round_trip_ms for sample in samples),
     )
 
 
@@ -105,3 +132,7 @@ def _by_side(rounds: Sequence[Round], value: Callable[[Answered], float]) -> Map
 
 def _median_parts(parts: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
     return {name: statistics.median(item[name] for item in parts) for name in parts[0]}
+
+
+def _tenth(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=10, method="inclusive")[0]
