@@ -1,18 +1,34 @@
-"""Where the source's pool is mapped, pieces are read while `begin` is on the way: sooner, and never believed sooner."""
+"""Where the source's pool is mapped, pieces are read while `begin` is on the way: sooner, and never believed sooner.
+
+Neither does `finish` wait for `granted` then; both answers have to come, and to say what was read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
 from quartet.errors import HandOffNotFoundError, TransferError
-from quartet.kvcache.hand_off import HandOffState
+from quartet.kvcache.hand_off import HandOffEntry, HandOffState
 from quartet.kvcache.layout import BlocksPayload, HandOff
 from quartet.transfer.base import PieceCopy, TransferWay
-from tests.transfer.workers import NUM_BLOCKS, Ended, PullerWorker, SourceWorker, puller_worker, source_worker
+from quartet.transfer.source import HandOffTicket
+from quartet.v1 import transfer_pb2 as pb
+from tests.transfer.test_hostile_source import FINISHED, GRANTED, HEAR, granted, scripted
+from tests.transfer.workers import (
+    CONFIG,
+    LAYOUT,
+    NUM_BLOCKS,
+    Ended,
+    PullerWorker,
+    SourceWorker,
+    puller_worker,
+    source_worker,
+)
 
 COPIES = (PieceCopy(0, 5), PieceCopy(1, 2))
 
@@ -39,13 +55,62 @@ async def test_what_was_read_ahead_is_what_was_held() -> None:
         assert here.memory.piece(2) == source.memory.piece(7)
 
 
-@pytest.mark.parametrize("block_ids", [(), (3,), (7, 3), (0, 1)])
-async def test_the_source_s_word_on_where_pieces_are_counts_not_the_hand_off_s(block_ids: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("block_ids", [(), (3,)])
+async def test_where_the_hand_off_does_not_say_where_all_pieces_are_the_source_is_asked(
+    block_ids: tuple[int, ...],
+) -> None:
     async with mapped_workers() as (source, here):
         hand_off = with_block_ids(source.offer(2, (3, 7)), *block_ids)
         await here.puller.claim(hand_off).fetch(COPIES)
         assert here.memory.piece(5) == source.memory.piece(3)
         assert here.memory.piece(2) == source.memory.piece(7)
+
+
+@pytest.mark.parametrize("block_ids", [(7, 3), (0, 1)])
+async def test_what_was_read_where_the_source_holds_something_else_does_not_count(block_ids: tuple[int, ...]) -> None:
+    async with mapped_workers() as (source, here):
+        hand_off = with_block_ids(source.offer(2, (3, 7)), *block_ids)
+        with pytest.raises(TransferError):
+            await here.puller.claim(hand_off).fetch(COPIES)
+        assert (await source.end()).holder == 2
+
+
+async def test_what_was_read_and_granted_does_not_count_when_the_source_let_go_before_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with mapped_workers() as (source, here):
+        begin = source.source.begin
+
+        def begin_and_let_go(ticket: HandOffTicket, pieces: Sequence[int]) -> HandOffEntry:
+            entry = begin(ticket, pieces)
+            source.source.withdraw(2)
+            return entry
+
+        monkeypatch.setattr(source.source, "begin", begin_and_let_go)
+        with pytest.raises(HandOffNotFoundError):
+            await here.puller.claim(source.offer(2, (3, 7))).fetch(COPIES)
+
+
+async def test_the_source_hears_the_end_before_it_has_granted_where_all_was_read() -> None:
+    async with mapped_workers() as (source, here):
+        hand_off = source.offer(2, (3, 7))
+        offsets = [block * LAYOUT.piece_size_bytes for block in (3, 7)]
+        grant = granted(way=pb.TRANSFER_WAY_SHM, shm=pb.ShmDescriptor(offsets=offsets))
+        # It answers nothing until it was told both.
+        async with scripted(HEAR, HEAR, grant, FINISHED) as (_scripted, elsewhere):
+            result = await here.puller.claim(replace(hand_off, address=elsewhere.address)).fetch(COPIES)
+        assert result.way is TransferWay.SHM
+        assert here.memory.piece(5) == source.memory.piece(3)
+
+
+@pytest.mark.parametrize("answers", [(), (FINISHED,), (GRANTED,)], ids=["none", "no grant", "a grant alone"])
+async def test_of_two_answers_each_has_to_come(answers: tuple[pb.PullResponse, ...]) -> None:
+    config = replace(CONFIG, stall_timeout_s=0.2)
+    async with scripted(HEAR, HEAR, *answers) as (source, hand_off), puller_worker(config=config) as here:
+        with pytest.raises(TransferError):
+            await here.puller.claim(hand_off).fetch(())
+        async with asyncio.timeout(5):
+            await source.was_left.wait()
 
 
 async def test_block_ids_outside_the_pool_are_a_transfer_error() -> None:

@@ -1,4 +1,4 @@
-"""One fetch: begin, move the pieces by the way that the source chose, finish."""
+"""One fetch: begin, move the pieces by the way that the source chose, finish; or read, begin and finish at once."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from quartet.transfer.piece_receiver import PieceReceiver
 from quartet.transfer.shm_pools import PoolOwner, SharedPool, ShmPools
 from quartet.v1 import transfer_pb2 as pb
 
+_FINISH = pb.PullRequest(finish=pb.PullFinish())
 _Part = TypeVar("_Part", pb.PullGranted, pb.PullFinished)
 
 
@@ -81,12 +82,18 @@ class Fetch:
     async def _run(self, stream: PullStream) -> TransferWay:
         await stream.send(pb.PullRequest(begin=self._begin()))
         async with _awaited(stream.receive()) as answer:
-            copied_from = await self._copy_ahead()
+            read_ahead = await self._read_ahead()
+            if read_ahead is not None:
+                # Nothing more will be read, so this need not wait for `granted`; what was read still has to.
+                await stream.send(_FINISH)
             granted = _expect(await answer, "granted", pb.PullGranted)
         way = self._check(granted)
-        if self._copies and not (way is TransferWay.SHM and copied_from == list(granted.shm.offsets)):
+        if read_ahead is None:
             await self._move(stream, way, granted)
-        _expect(await stream.ask(pb.PullRequest(finish=pb.PullFinish())), "finished", pb.PullFinished)
+            await stream.send(_FINISH)
+        elif read_ahead and not (way is TransferWay.SHM and read_ahead == list(granted.shm.offsets)):
+            raise TransferError("the source granted other blocks than its hand-off names")
+        _expect(await stream.receive(), "finished", pb.PullFinished)
         return way
 
     def _begin(self) -> pb.PullBegin:
@@ -119,16 +126,19 @@ class Fetch:
             while not receiver.is_complete:
                 receiver.accept(_expect_part(await stream.receive()))
 
-    async def _copy_ahead(self) -> list[int] | None:
+    async def _read_ahead(self) -> list[int] | None:
         """Copy while `begin` is on the way, where the source's pool is mapped and the hand-off says where in it.
 
-        A source that grants has held the blocks since it made the hand-off, so what is read meanwhile is right.
+        A source that grants and then finishes has held the blocks from when it made the hand-off until it was told
+        that all is read, so what is read in between is right.
 
         Returns:
-            The offsets that were read; ``None`` where nothing was.
+            The offsets that were read, none where nothing is wanted; ``None``: the source has to be asked first.
         """
+        if not self._copies:
+            return []
         payload, source = self._hand_off.payload, self._shm_pools.mapped(self._owner)
-        if self._pool is None or source is None or not self._copies or not isinstance(payload, BlocksPayload):
+        if self._pool is None or source is None or not isinstance(payload, BlocksPayload):
             return None
         if self._copies[-1].piece >= len(payload.block_ids):
             return None

@@ -33,7 +33,16 @@ class PullStream:
         return not self._call.done()
 
     async def send(self, request: pb.PullRequest) -> None:
-        """Begin to send one message. Nothing comes of a failure but what ``receive`` raises then."""
+        """Begin to send one message, once the one before it is out.
+
+        Nothing comes of a failure but what ``receive`` raises then.
+
+        Raises:
+            TransferTimeoutError: the one before it has not gone out in time.
+        """
+        if self._writing is not None and not self._writing.done():
+            async with self._bounded(self._stall_timeout_s):
+                await asyncio.wait([self._writing])
         # Nobody waits for the write's own end: that would be one more turn of two threads before reading begins.
         self._writing = asyncio.ensure_future(self._call.write(request))
         self._writing.add_done_callback(_ignore_outcome)
