@@ -19,7 +19,7 @@ from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES
 from quartet.v1 import decode_pb2, prefill_pb2, types_pb2
 
 StartMessage: TypeAlias = decode_pb2.DecodeStart | prefill_pb2.PrefillStart
-StartPart: TypeAlias = StartMessage | types_pb2.StartChunk | types_pb2.StartDone
+StartRest: TypeAlias = types_pb2.StartChunk | types_pb2.StartDone
 
 # Room for the frame around a start or a chunk.
 _MAX_PART_BYTES = MAX_INNER_MESSAGE_BYTES - 64
@@ -27,15 +27,16 @@ _MAX_PART_BYTES = MAX_INNER_MESSAGE_BYTES - 64
 _MAX_INCOMPLETE = 8
 
 
-def split_start(start: StartMessage) -> Iterator[StartPart]:
-    """``start`` whole where it fits into a message, else without its token ids, which follow in chunks.
+def take_chunks(start: StartMessage) -> list[StartRest]:
+    """Take the token ids out of a ``start`` that does not fit into a message: what is to follow it.
+
+    Empty where it fits; it is left whole then.
 
     Raises:
         MessageTooLargeError: it is too long even without them.
     """
     if start.ByteSize() <= _MAX_PART_BYTES:
-        yield start
-        return
+        return []
     generation = start.generation
     prompt, generated = generation.prompt_token_ids, generation.generated_token_ids
     generation.ClearField("prompt_token_ids")
@@ -43,10 +44,11 @@ def split_start(start: StartMessage) -> Iterator[StartPart]:
     start.chunked = True
     if start.ByteSize() > _MAX_PART_BYTES:
         raise MessageTooLargeError("a start exceeds 1 MiB even without its token ids")
-    yield start
-    yield from _chunks(start.slot, types_pb2.CHUNK_TARGET_PROMPT_TOKEN_IDS, prompt)
-    yield from _chunks(start.slot, types_pb2.CHUNK_TARGET_GENERATED_TOKEN_IDS, generated)
-    yield types_pb2.StartDone(slot=start.slot)
+    return [
+        *_chunks(start.slot, types_pb2.CHUNK_TARGET_PROMPT_TOKEN_IDS, prompt),
+        *_chunks(start.slot, types_pb2.CHUNK_TARGET_GENERATED_TOKEN_IDS, generated),
+        types_pb2.StartDone(slot=start.slot),
+    ]
 
 
 @dataclass

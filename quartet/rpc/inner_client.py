@@ -10,8 +10,9 @@ import grpc
 from quartet.errors import MessageTooLargeError, ServingError
 from quartet.kvcache.layout import HandOff
 from quartet.rpc import convert
-from quartet.rpc.chunked_starts import StartPart, split_start
+from quartet.rpc.chunked_starts import StartRest, take_chunks
 from quartet.rpc.convert.place import to_sealed_decode_start
+from quartet.rpc.convert.starts import put_decode_start, put_prefill_start
 from quartet.rpc.errors import from_failure
 from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES, DecodeFinished, DecodeSink, InnerStart
 from quartet.rpc.inner_calls import DecodeCall, PrefillCall
@@ -112,11 +113,15 @@ class PrefillClient(SlotClient[prefill_pb2.PrefillRequest, prefill_pb2.PrefillRe
 
 
 def _decode_messages(slot: int, start: InnerStart) -> list[decode_pb2.DecodeRequest]:
-    return [_decode_request(part) for part in split_start(convert.to_decode_start(slot, start))]
+    message = decode_pb2.DecodeRequest()
+    put_decode_start(message.start, slot, start)
+    return [message, *map(_decode_rest, take_chunks(message.start))]
 
 
 def _prefill_messages(slot: int, start: InnerStart) -> list[prefill_pb2.PrefillRequest]:
-    return [_prefill_request(part) for part in split_start(convert.to_prefill_start(slot, start))]
+    message = prefill_pb2.PrefillRequest()
+    put_prefill_start(message.start, slot, start)
+    return [message, *map(_prefill_rest, take_chunks(message.start))]
 
 
 def _sealed_message(slot: int, placement: SealedPlacement) -> decode_pb2.DecodeRequest:
@@ -126,19 +131,13 @@ def _sealed_message(slot: int, placement: SealedPlacement) -> decode_pb2.DecodeR
     return message
 
 
-def _decode_request(part: StartPart) -> decode_pb2.DecodeRequest:
+def _decode_rest(part: StartRest) -> decode_pb2.DecodeRequest:
     if isinstance(part, types_pb2.StartChunk):
         return decode_pb2.DecodeRequest(chunk=part)
-    if isinstance(part, types_pb2.StartDone):
-        return decode_pb2.DecodeRequest(start_done=part)
-    assert isinstance(part, decode_pb2.DecodeStart), "a decode was split"
-    return decode_pb2.DecodeRequest(start=part)
+    return decode_pb2.DecodeRequest(start_done=part)
 
 
-def _prefill_request(part: StartPart) -> prefill_pb2.PrefillRequest:
+def _prefill_rest(part: StartRest) -> prefill_pb2.PrefillRequest:
     if isinstance(part, types_pb2.StartChunk):
         return prefill_pb2.PrefillRequest(chunk=part)
-    if isinstance(part, types_pb2.StartDone):
-        return prefill_pb2.PrefillRequest(start_done=part)
-    assert isinstance(part, prefill_pb2.PrefillStart), "a prefill was split"
-    return prefill_pb2.PrefillRequest(start=part)
+    return prefill_pb2.PrefillRequest(start_done=part)

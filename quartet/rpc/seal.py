@@ -22,7 +22,7 @@ from quartet.errors import (
     SealUsedError,
     ServingError,
 )
-from quartet.rpc.convert.starts import to_decode_start
+from quartet.rpc.convert.starts import put_decode_start
 from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES, InnerStart
 from quartet.rpc.placement import SealedPlacement
 from quartet.rpc.seal_keys import MAC_SIZE_BYTES, SealKey
@@ -59,12 +59,9 @@ def seal(
     Raises:
         MessageTooLargeError: a decode worker would not take so long a message, and no chunks are sealed.
     """
-    sealed = decode_pb2.SealedStart(
-        start=to_decode_start(0, start),
-        worker_id=worker_id,
-        epoch=epoch,
-        expires_at_unix_ms=int(expires_at_unix_s * 1000),
-    ).SerializeToString()
+    message = decode_pb2.SealedStart(worker_id=worker_id, epoch=epoch, expires_at_unix_ms=int(expires_at_unix_s * 1000))
+    put_decode_start(message.start, 0, start)
+    sealed = message.SerializeToString()
     check_sealed_size(len(sealed))
     return SealedPlacement(address=address, sealed_start=sealed, key_id=key.key_id, mac=key.mac(sealed))
 

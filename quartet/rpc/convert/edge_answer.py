@@ -33,13 +33,17 @@ _TIMES = {item.name: item.name.removesuffix("_s") for item in fields(TimeBreakdo
 
 def to_generate_response(part: AnswerPart) -> router_pb2.GenerateResponse:
     """One message down."""
+    message = router_pb2.GenerateResponse()
+    # In place: a message given to another one is copied.
     if isinstance(part, Delta):
-        return router_pb2.GenerateResponse(delta=_to_delta(part))
-    if isinstance(part, ChoiceFinished):
-        return router_pb2.GenerateResponse(finished=to_choice_finished(part))
-    if isinstance(part, Placed):
-        return router_pb2.GenerateResponse(placed=to_choice_placement(part.placement))
-    return router_pb2.GenerateResponse(accepted=to_accepted(part))
+        _put_delta(message.delta, part)
+    elif isinstance(part, ChoiceFinished):
+        put_choice_finished(message.finished, part)
+    elif isinstance(part, Placed):
+        put_choice_placement(message.placed, part.placement)
+    else:
+        put_accepted(message.accepted, part)
+    return message
 
 
 def from_generate_response(message: router_pb2.GenerateResponse) -> AnswerPart:
@@ -57,15 +61,14 @@ def from_generate_response(message: router_pb2.GenerateResponse) -> AnswerPart:
             raise ProtocolError("the router sent a message that says nothing")
 
 
-def to_accepted(accepted: Accepted) -> router_pb2.Accepted:
-    """The message."""
-    return router_pb2.Accepted(
-        request_id=accepted.request_id,
-        choices=map(to_choice_placement, accepted.choices),
-        num_prompt_tokens=accepted.num_prompt_tokens,
-        seed=accepted.seed,
-        model_fingerprint=accepted.model_fingerprint,
-    )
+def put_accepted(into: router_pb2.Accepted, accepted: Accepted) -> None:
+    """Set ``into``, which is empty."""
+    into.request_id = accepted.request_id
+    for placement in accepted.choices:
+        put_choice_placement(into.choices.add(), placement)
+    into.num_prompt_tokens = accepted.num_prompt_tokens
+    into.seed = accepted.seed
+    into.model_fingerprint = accepted.model_fingerprint
 
 
 def from_accepted(message: router_pb2.Accepted) -> Accepted:
@@ -79,14 +82,13 @@ def from_accepted(message: router_pb2.Accepted) -> Accepted:
     )
 
 
-def to_choice_placement(placement: ChoicePlacement) -> router_pb2.ChoicePlacement:
-    """The message."""
-    return router_pb2.ChoicePlacement(
-        choice=placement.choice,
-        prefill=None if placement.prefill is None else _to_place(placement.prefill),
-        decode=_to_place(placement.decode),
-        num_matched_tokens=placement.num_matched_tokens,
-    )
+def put_choice_placement(into: router_pb2.ChoicePlacement, placement: ChoicePlacement) -> None:
+    """Set ``into``, which is empty."""
+    into.choice = placement.choice
+    if placement.prefill is not None:
+        _put_place(into.prefill, placement.prefill)
+    _put_place(into.decode, placement.decode)
+    into.num_matched_tokens = placement.num_matched_tokens
 
 
 def from_choice_placement(message: router_pb2.ChoicePlacement) -> ChoicePlacement:
@@ -99,8 +101,9 @@ def from_choice_placement(message: router_pb2.ChoicePlacement) -> ChoicePlacemen
     )
 
 
-def _to_place(place: Place) -> types_pb2.Place:
-    return types_pb2.Place(worker_id=place.worker_id, data_parallel_rank=place.data_parallel_rank)
+def _put_place(into: types_pb2.Place, place: Place) -> None:
+    into.worker_id = place.worker_id
+    into.data_parallel_rank = place.data_parallel_rank
 
 
 def _from_place(message: types_pb2.Place) -> Place:
@@ -116,10 +119,10 @@ def put_delta(into: router_pb2.Delta, token_ids: Sequence[int], text: str, logpr
         into.logprobs.extend([to_token_logprobs(entry) for entry in logprobs])
 
 
-def _to_delta(delta: Delta) -> router_pb2.Delta:
-    message = router_pb2.Delta(choice=delta.choice, token_offset=delta.token_offset)
-    put_delta(message, delta.token_ids, delta.text, delta.logprobs)
-    return message
+def _put_delta(into: router_pb2.Delta, delta: Delta) -> None:
+    into.choice = delta.choice
+    into.token_offset = delta.token_offset
+    put_delta(into, delta.token_ids, delta.text, delta.logprobs)
 
 
 def _from_delta(message: router_pb2.Delta) -> Delta:
@@ -132,15 +135,14 @@ def _from_delta(message: router_pb2.Delta) -> Delta:
     )
 
 
-def to_choice_finished(finished: ChoiceFinished) -> router_pb2.ChoiceFinished:
-    """The message."""
-    return router_pb2.ChoiceFinished(
-        choice=finished.choice,
-        reason=to_finish_reason(finished.reason),
-        stop_string=finished.stop_string or "",
-        usage=_to_usage(finished.usage),
-        time=_to_time_breakdown(finished.time),
-    )
+def put_choice_finished(into: router_pb2.ChoiceFinished, finished: ChoiceFinished) -> None:
+    """Set ``into``, which is empty."""
+    into.choice = finished.choice
+    into.reason = to_finish_reason(finished.reason)
+    if finished.stop_string is not None:
+        into.stop_string = finished.stop_string
+    _put_usage(into.usage, finished.usage)
+    _put_time_breakdown(into.time, finished.time)
 
 
 def from_choice_finished(message: router_pb2.ChoiceFinished) -> ChoiceFinished:
@@ -154,13 +156,11 @@ def from_choice_finished(message: router_pb2.ChoiceFinished) -> ChoiceFinished:
     )
 
 
-def _to_usage(usage: Usage) -> router_pb2.Usage:
-    return router_pb2.Usage(
-        num_prompt_tokens=usage.num_prompt_tokens,
-        num_cached_tokens=usage.num_cached_tokens,
-        num_output_tokens=usage.num_output_tokens,
-        num_attempts=usage.num_attempts,
-    )
+def _put_usage(into: router_pb2.Usage, usage: Usage) -> None:
+    into.num_prompt_tokens = usage.num_prompt_tokens
+    into.num_cached_tokens = usage.num_cached_tokens
+    into.num_output_tokens = usage.num_output_tokens
+    into.num_attempts = usage.num_attempts
 
 
 def _from_usage(message: router_pb2.Usage) -> Usage:
@@ -172,13 +172,12 @@ def _from_usage(message: router_pb2.Usage) -> Usage:
     )
 
 
-def _to_time_breakdown(time: TimeBreakdown) -> router_pb2.TimeBreakdown:
-    message = router_pb2.TimeBreakdown()
+def _put_time_breakdown(into: router_pb2.TimeBreakdown, time: TimeBreakdown) -> None:
+    into.SetInParent()
     for ours, theirs in _TIMES.items():
         seconds = getattr(time, ours)
         if seconds is not None:
-            put_duration(getattr(message, theirs), seconds)
-    return message
+            put_duration(getattr(into, theirs), seconds)
 
 
 def _from_time_breakdown(message: router_pb2.TimeBreakdown) -> TimeBreakdown:

@@ -11,6 +11,7 @@ from quartet.v1 import router_pb2
 
 _MAX_UINT32 = 2**32 - 1
 _MAX_UINT64 = 2**64 - 1
+_NO_TEXT_OPTIONS = TextOptions()
 
 
 def to_generate_start(start: GenerateStart) -> router_pb2.GenerateStart:
@@ -60,7 +61,7 @@ def from_generate_start(message: router_pb2.GenerateStart) -> GenerateStart:
         sampling=from_sampling(message.sampling),
         seed=message.seed if message.HasField("seed") else None,
         output=from_output_options(message.output),
-        text_options=_from_text_options(message.text_options),
+        text_options=_from_text_options(message.text_options) if message.HasField("text_options") else _NO_TEXT_OPTIONS,
         adapter=message.adapter,
         cache_salt=message.cache_salt,
         tenant=message.tenant,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from typing import Any
 
 from quartet.engine.base import FinishReason, Generation
 from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
@@ -12,18 +13,21 @@ from quartet.kvcache.block_hash import TOKEN_SIZE_BYTES, MediaSpan, pack_token_i
 from quartet.v1 import types_pb2
 
 # Fields of presence and of the same name and type on both sides.
-_SCALAR_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "max_tokens",
-    "min_tokens",
-    "ignore_eos",
+_SCALAR_FIELDS = frozenset(
+    {
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "max_tokens",
+        "min_tokens",
+        "ignore_eos",
+    }
 )
+_NO_LOGPROBS = OutputOptions()
 
 _FINISH_REASONS = {
     FinishReason.STOP_ID: types_pb2.FINISH_REASON_STOP_ID,
@@ -38,11 +42,7 @@ _FINISH_REASONS_BACK = {number: reason for reason, number in _FINISH_REASONS.ite
 def to_sampling(sampling: Sampling) -> types_pb2.Sampling:
     """The message; what has its default is left out."""
     message = types_pb2.Sampling()
-    changed = sampling.changed_fields()
-    for name in changed.intersection(_SCALAR_FIELDS):
-        setattr(message, name, getattr(sampling, name))
-    message.logit_bias.update(sampling.logit_bias)
-    message.stop_token_ids.extend(sampling.stop_token_ids)
+    _put_sampling(message, sampling)
     return message
 
 
@@ -55,8 +55,13 @@ def from_sampling(message: types_pb2.Sampling) -> Sampling:
     """
     if message.HasField("guided"):
         raise UnsupportedFieldError("guided decoding is not supported", field="sampling.guided")
-    given = {name: getattr(message, name) for name in _SCALAR_FIELDS if message.HasField(name)}  # type: ignore[arg-type]
-    return Sampling(**given, logit_bias=dict(message.logit_bias), stop_token_ids=tuple(message.stop_token_ids))
+    # Few fields are there: listing them costs half of asking for each.
+    given: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name in _SCALAR_FIELDS}
+    if message.logit_bias:
+        given["logit_bias"] = dict(message.logit_bias)
+    if message.stop_token_ids:
+        given["stop_token_ids"] = tuple(message.stop_token_ids)
+    return Sampling(**given)
 
 
 def to_output_options(output: OutputOptions) -> types_pb2.OutputOptions:
@@ -66,22 +71,30 @@ def to_output_options(output: OutputOptions) -> types_pb2.OutputOptions:
 
 def from_output_options(message: types_pb2.OutputOptions) -> OutputOptions:
     """The options. Raises ``InvalidRequestError`` with ``field`` ``output.NAME``."""
-    return OutputOptions(logprobs=message.logprobs if message.HasField("logprobs") else None)
+    return OutputOptions(logprobs=message.logprobs) if message.HasField("logprobs") else _NO_LOGPROBS
 
 
 def to_generation(generation: Generation) -> types_pb2.Generation:
     """The message; ``choice`` travels in the request's context."""
-    return types_pb2.Generation(
-        prompt_token_ids=pack_token_ids(generation.prompt_token_ids),
-        generated_token_ids=pack_token_ids(generation.generated_token_ids),
-        sampling=to_sampling(generation.sampling),
-        seed=generation.seed,
-        adapter=generation.adapter,
-        cache_salt=generation.cache_salt,
-        data_parallel_rank=generation.data_parallel_rank,
-        media=[_to_media_span(span) for span in generation.media],
-        output=to_output_options(generation.output),
-    )
+    message = types_pb2.Generation()
+    put_generation(message, generation)
+    return message
+
+
+def put_generation(into: types_pb2.Generation, generation: Generation) -> None:
+    """Set ``into``, which is empty, as ``to_generation`` would: a message given to another one is copied."""
+    into.prompt_token_ids = pack_token_ids(generation.prompt_token_ids)
+    if generation.generated_token_ids:
+        into.generated_token_ids = pack_token_ids(generation.generated_token_ids)
+    _put_sampling(into.sampling, generation.sampling)
+    into.seed = generation.seed
+    into.adapter = generation.adapter
+    into.cache_salt = generation.cache_salt
+    into.data_parallel_rank = generation.data_parallel_rank
+    into.media.extend(map(_to_media_span, generation.media))
+    into.output.SetInParent()
+    if generation.output.logprobs is not None:
+        into.output.logprobs = generation.output.logprobs
 
 
 def from_generation(message: types_pb2.Generation, *, choice: int = 0) -> Generation:
@@ -159,6 +172,15 @@ def from_engine_finish_reason(value: types_pb2.FinishReason.ValueType) -> Finish
     if reason not in _ENGINE_FINISH_REASONS:
         raise ProtocolError(f"{reason} is no reason for which an engine ends a generation")
     return reason
+
+
+def _put_sampling(into: types_pb2.Sampling, sampling: Sampling) -> None:
+    into.SetInParent()
+    for name in sampling.changed_fields():
+        if name in _SCALAR_FIELDS:
+            setattr(into, name, getattr(sampling, name))
+    into.logit_bias.update(sampling.logit_bias)
+    into.stop_token_ids.extend(sampling.stop_token_ids)
 
 
 def _to_media_span(span: MediaSpan) -> types_pb2.MediaSpan:

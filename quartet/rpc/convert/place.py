@@ -6,13 +6,13 @@ from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.rpc.convert.edge_answer import (
     from_choice_finished,
     from_choice_placement,
-    to_choice_finished,
-    to_choice_placement,
+    put_choice_finished,
+    put_choice_placement,
 )
 from quartet.rpc.convert.edge_start import from_generate_start, to_generate_start
 from quartet.rpc.convert.generation import from_token_logprobs, to_token_logprobs
 from quartet.rpc.convert.resume import from_resume, to_resume
-from quartet.rpc.durations import to_duration, to_seconds
+from quartet.rpc.durations import put_duration, to_duration, to_seconds
 from quartet.rpc.edge import ChoiceFinished, GenerateStart, Resume
 from quartet.rpc.placement import PlacedChoice, PlacedRequest, SealedPlacement
 from quartet.v1 import decode_pb2, router_pb2
@@ -70,17 +70,21 @@ def to_sealed_decode_start(slot: int, sealed: SealedPlacement) -> decode_pb2.Sea
 def _to_placed_choice(placed: PlacedChoice) -> router_pb2.PlacedChoice:
     message = router_pb2.PlacedChoice(
         choice=placed.choice,
-        placement=None if placed.placement is None else to_choice_placement(placed.placement),
         token_ids=placed.token_ids,
         logprobs=map(to_token_logprobs, placed.logprobs),
         num_cached_tokens=placed.num_cached_tokens,
         num_attempts=placed.num_attempts,
-        router_queue=None if placed.router_queue_s is None else to_duration(placed.router_queue_s),
-        prefill=None if placed.prefill_s is None else to_duration(placed.prefill_s),
-        prefill_queue=None if placed.prefill_queue_s is None else to_duration(placed.prefill_queue_s),
     )
+    if placed.placement is not None:
+        put_choice_placement(message.placement, placed.placement)
+    if placed.router_queue_s is not None:
+        put_duration(message.router_queue, placed.router_queue_s)
+    if placed.prefill_s is not None:
+        put_duration(message.prefill, placed.prefill_s)
+    if placed.prefill_queue_s is not None:
+        put_duration(message.prefill_queue, placed.prefill_queue_s)
     if isinstance(placed.next, ChoiceFinished):
-        message.finished.CopyFrom(to_choice_finished(placed.next))
+        put_choice_finished(message.finished, placed.next)
     else:
         message.stream.address = placed.next.address
         message.stream.sealed_start = placed.next.sealed_start

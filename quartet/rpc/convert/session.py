@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quartet.rpc.convert.edge_answer import to_accepted, to_choice_finished, to_choice_placement
+from quartet.rpc.convert.edge_answer import put_accepted, put_choice_finished, put_choice_placement
 from quartet.rpc.convert.edge_start import from_generate_start, to_generate_start
 from quartet.rpc.convert.generation import to_token_logprobs
 from quartet.rpc.convert.resume import from_resume, to_resume
@@ -35,17 +35,23 @@ def from_session_start(message: pb.SessionStart) -> SessionStart:
 
 def to_session_accepted(slot: int, accepted: Accepted) -> pb.SessionAccepted:
     """The side message."""
-    return pb.SessionAccepted(slot=slot, accepted=to_accepted(accepted))
+    message = pb.SessionAccepted(slot=slot)
+    put_accepted(message.accepted, accepted)
+    return message
 
 
 def to_session_placed(slot: int, placement: ChoicePlacement) -> pb.SessionPlaced:
     """The side message."""
-    return pb.SessionPlaced(slot=slot, placement=to_choice_placement(placement))
+    message = pb.SessionPlaced(slot=slot)
+    put_choice_placement(message.placement, placement)
+    return message
 
 
 def to_session_finished(slot: int, finished: ChoiceFinished) -> pb.SessionFinished:
     """The side message."""
-    return pb.SessionFinished(slot=slot, finished=to_choice_finished(finished))
+    message = pb.SessionFinished(slot=slot)
+    put_choice_finished(message.finished, finished)
+    return message
 
 
 def to_session_failure(slot: int, error: BaseException) -> pb.SessionFailure:

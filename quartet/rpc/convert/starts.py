@@ -5,27 +5,18 @@ from __future__ import annotations
 from quartet.engine.base import EngineRequest, Generation, RequestKind
 from quartet.errors import InvalidRequestError
 from quartet.rpc.context import RequestContext
-from quartet.rpc.convert.generation import from_generation, to_generation
+from quartet.rpc.convert.generation import from_generation, put_generation
 from quartet.rpc.convert.hand_off import from_hand_off, to_hand_off
-from quartet.rpc.durations import to_duration, to_non_negative_seconds
+from quartet.rpc.durations import put_duration, to_non_negative_seconds
 from quartet.rpc.inner import InnerStart
 from quartet.v1 import decode_pb2, prefill_pb2, types_pb2
 
 
 def to_request_context(context: RequestContext) -> types_pb2.RequestContext:
     """The message."""
-    return types_pb2.RequestContext(
-        request_id=context.request_id,
-        attempt=context.attempt,
-        choice=context.choice,
-        timeout=None if context.timeout_s is None else to_duration(context.timeout_s),
-        traceparent=context.traceparent,
-        tenant=context.tenant,
-        priority=context.priority,
-        session_key=context.session_key,
-        router_id=context.router_id,
-        router_request_number=context.router_request_number,
-    )
+    message = types_pb2.RequestContext()
+    _put_request_context(message, context)
+    return message
 
 
 def from_request_context(message: types_pb2.RequestContext) -> RequestContext:
@@ -47,9 +38,16 @@ def from_request_context(message: types_pb2.RequestContext) -> RequestContext:
 
 def to_prefill_start(slot: int, start: InnerStart) -> prefill_pb2.PrefillStart:
     """The message, whole; ``hand_off`` is not part of it."""
-    return prefill_pb2.PrefillStart(
-        slot=slot, context=to_request_context(start.context), generation=to_generation(start.generation)
-    )
+    message = prefill_pb2.PrefillStart()
+    put_prefill_start(message, slot, start)
+    return message
+
+
+def put_prefill_start(into: prefill_pb2.PrefillStart, slot: int, start: InnerStart) -> None:
+    """Set ``into``, which is empty, as ``to_prefill_start`` would: a message given to another one is copied."""
+    into.slot = slot
+    _put_request_context(into.context, start.context)
+    put_generation(into.generation, start.generation)
 
 
 def from_prefill_start(message: prefill_pb2.PrefillStart) -> InnerStart:
@@ -60,12 +58,18 @@ def from_prefill_start(message: prefill_pb2.PrefillStart) -> InnerStart:
 
 def to_decode_start(slot: int, start: InnerStart) -> decode_pb2.DecodeStart:
     """The message, whole."""
-    return decode_pb2.DecodeStart(
-        slot=slot,
-        context=to_request_context(start.context),
-        generation=to_generation(start.generation),
-        hand_off=None if start.hand_off is None else to_hand_off(start.hand_off),
-    )
+    message = decode_pb2.DecodeStart()
+    put_decode_start(message, slot, start)
+    return message
+
+
+def put_decode_start(into: decode_pb2.DecodeStart, slot: int, start: InnerStart) -> None:
+    """Set ``into``, which is empty, as ``to_decode_start`` would: a message given to another one is copied."""
+    into.slot = slot
+    _put_request_context(into.context, start.context)
+    put_generation(into.generation, start.generation)
+    if start.hand_off is not None:
+        into.hand_off.CopyFrom(to_hand_off(start.hand_off))
 
 
 def from_decode_start(message: decode_pb2.DecodeStart) -> InnerStart:
@@ -83,6 +87,20 @@ def to_engine_request(id: int, kind: RequestKind, start: InnerStart) -> EngineRe
     return EngineRequest(
         id=id, kind=kind, generation=start.generation, hand_off=start.hand_off, priority=start.context.priority
     )
+
+
+def _put_request_context(into: types_pb2.RequestContext, context: RequestContext) -> None:
+    into.request_id = context.request_id
+    into.attempt = context.attempt
+    into.choice = context.choice
+    if context.timeout_s is not None:
+        put_duration(into.timeout, context.timeout_s)
+    into.traceparent = context.traceparent
+    into.tenant = context.tenant
+    into.priority = context.priority
+    into.session_key = context.session_key
+    into.router_id = context.router_id
+    into.router_request_number = context.router_request_number
 
 
 def _required_generation(message: prefill_pb2.PrefillStart | decode_pb2.DecodeStart, choice: int) -> Generation:
