@@ -12,6 +12,16 @@ _MAX_TOP_LOGPROBS = 20
 _MAX_LOGIT_BIAS = 1024
 #: Most ``stop_token_ids`` of one request.
 MAX_STOP_IDS = 1024
+# Field, its lowest and highest value, and whether the lowest itself is excluded.
+_RANGES = (
+    ("temperature", 0.0, 100.0, False),
+    ("top_k", 0, 2**31 - 1, False),
+    ("top_p", 0.0, 1.0, True),
+    ("min_p", 0.0, 1.0, False),
+    ("repetition_penalty", 0.0, 100.0, True),
+    ("presence_penalty", -2.0, 2.0, False),
+    ("frequency_penalty", -2.0, 2.0, False),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +60,17 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
-        _check_range("temperature", self.temperature, 0.0, 100.0)
-        _check_range("top_k", self.top_k, 0, 2**31 - 1)
-        _check_range("top_p", self.top_p, 0.0, 1.0, low_excluded=True)
-        _check_range("min_p", self.min_p, 0.0, 1.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_excluded=True)
-        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for name, low, high, low_excluded in _RANGES:
+            value = getattr(self, name)
+            # Here, as there is one for each request at each hop: a call each would be half of its conversion.
+            if not low <= value <= high or (low_excluded and value == low):
+                _check_range(name, value, low, high, low_excluded=low_excluded)
         for bias in self.logit_bias.values():
             _check_range("logit_bias", bias, -100.0, 100.0)
-        _check_range("logit_bias", len(self.logit_bias), 0, _MAX_LOGIT_BIAS)
-        _check_range("stop_token_ids", len(self.stop_token_ids), 0, MAX_STOP_IDS)
+        if len(self.logit_bias) > _MAX_LOGIT_BIAS:
+            _check_range("logit_bias", len(self.logit_bias), 0, _MAX_LOGIT_BIAS)
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            _check_range("stop_token_ids", len(self.stop_token_ids), 0, MAX_STOP_IDS)
         if self.max_tokens is not None:
             _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
