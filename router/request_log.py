@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 
 from quartet.errors import ServingError
 from quartet.rpc.choice_output import ChoiceOutput
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 # The outcome of a choice that goes on without the router.
 _PLACED = "placed"
+_TIMES = tuple(item.name for item in fields(TimeBreakdown))
 
 
 class RequestLog:
@@ -70,6 +72,7 @@ class RequestLog:
         else:
             usages = [output.usage() for output in self._outputs]
             times = [output.time_breakdown() for output in self._outputs]
+        longest = _longest(times)
         self._count_outcomes()
         if self._request is not None:
             self._count_use(self._request, usages, times)
@@ -94,12 +97,12 @@ class RequestLog:
             num_output_tokens=sum(usage.num_output_tokens for usage in usages) if usages else None,
             num_attempts=_most(usage.num_attempts for usage in usages),
             tokenize_s=None if request is None else request.tokenize_s,
-            router_queue_s=_longest(time.router_queue_s for time in times),
-            prefill_s=_longest(time.prefill_s for time in times),
-            prefill_queue_s=_longest(time.prefill_queue_s for time in times),
-            decode_queue_s=_longest(time.decode_queue_s for time in times),
-            transfer_s=_longest(time.transfer_s for time in times),
-            first_token_s=_longest(time.first_token_s for time in times),
+            router_queue_s=longest.router_queue_s,
+            prefill_s=longest.prefill_s,
+            prefill_queue_s=longest.prefill_queue_s,
+            decode_queue_s=longest.decode_queue_s,
+            transfer_s=longest.transfer_s,
+            first_token_s=longest.first_token_s,
             total_s=total_s,
         )
         log_request(logger, line)
@@ -142,8 +145,12 @@ def outcome_of(error: BaseException) -> str:
     return "cancelled" if isinstance(error, asyncio.CancelledError) else "internal"
 
 
-def _longest(durations: Iterable[float | None]) -> float | None:
-    return max([duration for duration in durations if duration is not None], default=None)
+def _longest(times: Sequence[TimeBreakdown]) -> TimeBreakdown:
+    """Of each part of the time that of the choice which it took most."""
+    if len(times) == 1:
+        return times[0]
+    durations = {name: [vars(time)[name] for time in times if vars(time)[name] is not None] for name in _TIMES}
+    return TimeBreakdown(**{name: max(found, default=None) for name, found in durations.items()})
 
 
 def _most(counts: Iterable[int]) -> int | None:

@@ -60,6 +60,18 @@ class ProcessMetrics:
         self._lag.observe(lag_s)
 
 
+class _Children(dict[str, Counter]):
+    """What counts under each value of a counter's one label, bound when it is first asked for."""
+
+    def __init__(self, counter: Counter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __missing__(self, value: str) -> Counter:
+        child = self[value] = self._counter.labels(value)
+        return child
+
+
 @dataclass(frozen=True)
 class ModelMetrics:
     """Requests of one model at the router, bound once; its histograms and counters are used as they are.
@@ -102,11 +114,12 @@ class RouterMetrics:
                 ("quartet_router_output_tokens", "Tokens shown to clients."),
             )
         )
-        self._requests = Counter(
-            "quartet_router_requests", "Choices that ended, by outcome.", ["outcome"], registry=registry
-        )
-        self._attempts = Counter(
-            "quartet_router_attempts", "Attempts begun, by what made them necessary.", ["cause"], registry=registry
+        self._requests, self._attempts = (
+            _Children(Counter(name, text, [label], registry=registry))
+            for name, text, label in (
+                ("quartet_router_requests", "Choices that ended, by outcome.", "outcome"),
+                ("quartet_router_attempts", "Attempts begun, by what made them necessary.", "cause"),
+            )
         )
         self._queued = Gauge("quartet_router_queued_requests", "Requests that wait for room.", registry=registry)
         self._running = Gauge("quartet_router_running_requests", "Requests between arrival and end.", registry=registry)
@@ -136,11 +149,11 @@ class RouterMetrics:
 
     def count_request(self, outcome: str) -> None:
         """A choice ended; ``outcome`` is its finish reason, or its error's reason, in lower case."""
-        self._requests.labels(outcome).inc()
+        self._requests[outcome].inc()
 
     def count_attempt(self, cause: str) -> None:
         """An attempt begins: ``first``, or the lower-case reason of the error that ended the one before."""
-        self._attempts.labels(cause).inc()
+        self._attempts[cause].inc()
 
     def watch_requests(self, num_queued: Callable[[], int], num_running: Callable[[], int]) -> None:
         """Tell at each scrape how many requests wait for room, and how many are between arrival and end.
