@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection, Coroutine
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import grpc
 
 from quartet.discovery.base import Role
 from quartet.errors import DrainingError, ModelNotFoundError, ProtocolError, ServingError
 from quartet.rpc.answer import AnswerSink
-from quartet.rpc.audience import caller_identity
+from quartet.rpc.audience import Identity, caller_identity
 from quartet.rpc.convert.edge_start import from_generate_start
 from quartet.rpc.convert.fleet import to_model, to_worker_status
 from quartet.rpc.convert.place import from_place_request, to_place_response
@@ -32,7 +33,6 @@ from router.validation import valid_traceparent
 from router.worker_table import Pool, WorkerTable
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-_Result = TypeVar("_Result")
 
 # Watchers hear of changes at most this often.
 _WATCH_INTERVAL_S = 0.25
@@ -69,10 +69,13 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._session_limits = session_limits or SessionLimits()
         self._sessions: set[SessionStream] = set()
         self._closing = asyncio.Event()
+        self._idle_tasks: set[asyncio.Task[Any]] = set()  # which a drain need not wait for
 
     def close(self) -> None:
         """End the streams that would never end by themselves."""
         self._closing.set()
+        for task in self._idle_tasks:
+            task.cancel()
         for session in self._sessions:
             session.drain()
 
@@ -97,7 +100,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def Place(self, request: pb.PlaceRequest, context: _Context) -> pb.PlaceResponse:
         """As router.proto says."""
         start, resume = from_place_request(request)
-        start = replace(start, tenant=self._tenant(start.tenant, context))
+        start = self._with_tenant(start, _identity(context))
         placed = await self._pipeline.place(start, resume=resume, traceparent=_traceparent(context))
         return to_place_response(placed)
 
@@ -105,10 +108,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: _Context
     ) -> None:
         """As router.proto says."""
-        traceparent = _traceparent(context)
+        traceparent, identity = _traceparent(context), _identity(context)
 
         def begin(asked: SessionStart, sink: AnswerSink) -> GenerateRun:
-            start = replace(asked.start, tenant=self._tenant(asked.start.tenant, context))
+            start = self._with_tenant(asked.start, identity)
             own = valid_traceparent(asked.traceparent)
             return self._pipeline.generate(start, sink, resume=asked.resume, traceparent=own or traceparent)
 
@@ -139,8 +142,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 if is_first or response.updated or response.removed_worker_ids:
                     yield response
                 is_first = False
-                await self._unless_closing(changed.wait())
-                await self._unless_closing(asyncio.sleep(_WATCH_INTERVAL_S))
+                with self._until_closing():
+                    await changed.wait()
+                    await asyncio.sleep(_WATCH_INTERVAL_S)
         finally:
             stop()
 
@@ -153,14 +157,17 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     async def _read_start(self, context: _Context) -> GenerateStart:
         # Who opens a stream and says nothing must not hold up a drain.
-        request = await self._unless_closing(context.read())
+        with self._until_closing():
+            request = await context.read()
         if request is grpc.aio.EOF or request.WhichOneof("message") != "start":
             raise ProtocolError("the first message must be start", field="start")
-        start = from_generate_start(request.start)
-        return replace(start, tenant=self._tenant(start.tenant, context))
+        return self._with_tenant(from_generate_start(request.start), _identity(context))
 
-    def _tenant(self, claimed: str, context: _Context) -> str:
-        identity = caller_identity(context.auth_context())
+    def _with_tenant(self, start: GenerateStart, identity: Identity | None) -> GenerateStart:
+        tenant = self._tenant(start.tenant, identity)
+        return start if tenant == start.tenant else replace(start, tenant=tenant)
+
+    def _tenant(self, claimed: str, identity: Identity | None) -> str:
         if identity is None:
             return claimed if self._is_loopback else ""
         return claimed if claimed and identity.name in self._trusted_gateways else identity.name
@@ -180,19 +187,22 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             updated=[to_worker_status(status) for status in updated], removed_worker_ids=sorted(removed)
         )
 
-    async def _unless_closing(self, waiting: Coroutine[Any, Any, _Result]) -> _Result:
-        """What ``waiting`` gives. Raises ``DrainingError`` when the router closes before."""
-        closing = asyncio.ensure_future(self._closing.wait())
-        wanted = asyncio.ensure_future(waiting)
+    @contextmanager
+    def _until_closing(self) -> Iterator[None]:
+        """Wait within the block, in the current task; ``DrainingError`` out of it when the router closes before."""
+        task = asyncio.current_task()
+        assert task is not None, "a handler runs in a task"
+        if self._closing.is_set():
+            raise _draining_error()
+        self._idle_tasks.add(task)
         try:
-            done, _ = await asyncio.wait({closing, wanted}, return_when=asyncio.FIRST_COMPLETED)
+            yield
+        except asyncio.CancelledError:
+            if self._closing.is_set() and task.uncancel() == 0:
+                raise _draining_error() from None
+            raise
         finally:
-            closing.cancel()
-            if not wanted.done():
-                wanted.cancel()
-        if wanted in done:
-            return wanted.result()
-        raise DrainingError("the router is going away", retry_delay_s=_DRAINING_RETRY_DELAY_S)
+            self._idle_tasks.discard(task)
 
     def _model(self, pool: Pool) -> Model:
         text = self._texts.known(pool.key)
@@ -224,6 +234,14 @@ async def _listen(context: _Context, run: GenerateRun) -> None:
             run.cancel()
     except ServingError as error:
         run.abort(error)
+
+
+def _draining_error() -> DrainingError:
+    return DrainingError("the router is going away", retry_delay_s=_DRAINING_RETRY_DELAY_S)
+
+
+def _identity(context: _Context) -> Identity | None:
+    return caller_identity(context.auth_context())
 
 
 def _traceparent(context: _Context) -> str:

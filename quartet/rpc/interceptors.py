@@ -1,7 +1,7 @@
 """What every call passes: audience, drain and count of calls; malformed messages and errors become statuses.
 
-Costs are per call, not per message. Made by hand because OpenTelemetry's ready-made interceptor breaks streaming
-handlers that use ``context.write``.
+Costs are per call, not per message; a method's handler is wrapped once. Made by hand because OpenTelemetry's ready-made
+interceptor breaks streaming handlers that use ``context.write``.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
         """``gate`` is ``None`` where everybody may call everything: without TLS."""
         self._gate = gate
         self._calls = calls
+        self._wrapped: dict[str, _Handler] = {}
 
     async def intercept_service(
         self,
@@ -74,8 +75,14 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
         """The method's handler, wrapped; ``None`` (gRPC answers UNIMPLEMENTED) where there is none."""
-        handler = await continuation(handler_call_details)
-        return handler and self._wrap(str(handler_call_details.method), handler)
+        method = str(handler_call_details.method)
+        wrapped = self._wrapped.get(method)
+        if wrapped is None:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None
+            wrapped = self._wrapped[method] = self._wrap(method, handler)
+        return wrapped
 
     def _wrap(self, method: str, handler: _Handler) -> _Handler:
         behavior, make_handler = _parts(handler)
