@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable
 from functools import partial
 
 from quartet.engine.base import FinishReason
-from quartet.errors import NoSealKeyError, RequestCancelledError, RequestTimeoutError, ServingError
+from quartet.errors import NoSealKeyError, RequestCancelledError, ServingError
 from quartet.rpc.answer import AnswerSink
-from quartet.rpc.check_start import check_resume, check_start
 from quartet.rpc.choice_output import ChoiceOutput, OutputSettings
 from quartet.rpc.edge import (
     Accepted,
@@ -28,7 +26,7 @@ from router.attempts import ChoiceRun
 from router.pipeline_tools import PipelineTools
 from router.place import PlaceRun
 from router.policy.base import Placement
-from router.prepared import PreparedRequest, prepare
+from router.prepared import ArrivedRequest, PreparedRequest, run_prepared
 from router.request_log import RequestLog, first_error, outcome_of
 
 
@@ -49,7 +47,7 @@ class Pipeline:
         self, start: GenerateStart, sink: AnswerSink, *, resume: Resume | None = None, traceparent: str = ""
     ) -> GenerateRun:
         """Run a request; what it is answered with goes to ``sink``, its failure too."""
-        run = GenerateRun(start, resume, traceparent, self._tools, sink)
+        run = GenerateRun(ArrivedRequest.now(start, resume, traceparent), self._tools, sink)
         self._begun(run)
         run.begin(self._ended)
         return run
@@ -66,7 +64,7 @@ class Pipeline:
         tools = self._tools
         if tools.sealer is None:
             raise NoSealKeyError("this router has no key to seal placements with")
-        run = PlaceRun(start, resume, traceparent, tools, tools.sealer)
+        run = PlaceRun(ArrivedRequest.now(start, resume, traceparent), tools, tools.sealer)
         self._begun(run)
         try:
             return await run.run()
@@ -88,26 +86,19 @@ class Pipeline:
 class GenerateRun:
     """One request, from arrival to the end of all its choices."""
 
-    def __init__(
-        self, start: GenerateStart, resume: Resume | None, traceparent: str, tools: PipelineTools, sink: AnswerSink
-    ) -> None:
+    def __init__(self, arrived: ArrivedRequest, tools: PipelineTools, sink: AnswerSink) -> None:
         """``begin`` begins it."""
-        self._start = start
-        self._resume = resume
-        self._traceparent = traceparent
+        self._arrived = arrived
         self._tools = tools
         self._sink = sink
-        self._arrived_at = time.monotonic()
-        self._request_id = secrets.token_hex(16) if resume is None else resume.request_id
-        self._choices = range(start.num_choices) if resume is None else (resume.choice,)
-        self._log = RequestLog(self._request_id, start, tools.attempts.metrics)
+        self._log = RequestLog(arrived.request_id, arrived.start, tools.attempts.metrics)
         self._outputs: dict[int, ChoiceOutput] = {}
         self._is_accepted = False
         self._placed_choices: set[int] = set()
         self._finished: set[int] = set()
         self._num_prompt_tokens = 0
         self._model_fingerprint = ""
-        self._seed = start.seed or 0
+        self._seed = arrived.start.seed or 0
         self._work: asyncio.Task[None] | None = None
         self._on_end: Callable[[GenerateRun], None] = _nothing
         self._is_cancelled = False
@@ -116,7 +107,7 @@ class GenerateRun:
     def begin(self, on_end: Callable[[GenerateRun], None]) -> None:
         """Run; ``on_end`` is told when it has ended and holds nothing any more."""
         self._on_end = on_end
-        self._work = asyncio.create_task(self._run(), name=f"request-{self._request_id}")
+        self._work = asyncio.create_task(self._run(), name=f"request-{self._arrived.request_id}")
         self._work.add_done_callback(self._settle)
 
     def cancel(self) -> None:
@@ -148,38 +139,17 @@ class GenerateRun:
         else:
             # Most likely nobody reads any more.
             self._fail(self._abort_error or RequestCancelledError("the request was dropped"))
-        self._log.write(time.monotonic() - self._arrived_at)
+        self._log.write(time.monotonic() - self._arrived.arrived_at)
         self._on_end(self)
 
     async def _run(self) -> None:
-        self._check()
-        timeout_s = min(self._start.timeout_s or self._tools.max_timeout_s, self._tools.max_timeout_s)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._generate(self._arrived_at + timeout_s)
-        except TimeoutError as error:
-            raise RequestTimeoutError(f"the request did not end within {timeout_s:g} s") from error
+        await run_prepared(self._arrived, self._tools, self._generate, late="did not end")
 
-    def _check(self) -> None:
-        check_start(self._start)
-        if self._resume is not None:
-            check_resume(self._resume, self._start)
-
-    async def _generate(self, deadline: float) -> None:
-        request = await prepare(
-            self._start,
-            self._tools.table,
-            self._tools.texts,
-            request_id=self._request_id,
-            resume=self._resume,
-            traceparent=self._traceparent,
-            arrived_at=self._arrived_at,
-            deadline=deadline,
-        )
+    async def _generate(self, request: PreparedRequest) -> None:
         self._num_prompt_tokens, self._seed = len(request.prompt_token_ids), request.seed
         self._model_fingerprint = request.pool.key.fingerprint
         self._make_outputs(request)
-        ticket = self._tools.attempts.admission.ticket(request.pool.key, self._start.priority)
+        ticket = self._tools.attempts.admission.ticket(request.pool.key, request.start.priority)
         works = [
             self._run_choice(
                 choice, ChoiceRun(request, choice, output, self._tools.attempts, ticket, partial(self._placed, choice))
@@ -195,16 +165,16 @@ class GenerateRun:
 
     def _make_outputs(self, request: PreparedRequest) -> None:
         metrics = self._tools.attempts.metrics.for_model(request.pool.key.model_name)
-        options = self._start.text_options
+        options = request.start.text_options
         settings = OutputSettings(
             num_prompt_tokens=self._num_prompt_tokens,
-            arrived_at=self._arrived_at,
+            arrived_at=request.arrived_at,
             tokenize_s=request.tokenize_s,
             omits_token_ids=options.omit_token_ids,
             ttft=metrics.ttft,
             itl=metrics.itl,
         )
-        for choice in self._choices:
+        for choice in self._arrived.choices:
             text = TextStream(
                 None if options.omit_text else request.text.tokenizer,
                 options.stop_strings,
@@ -214,8 +184,9 @@ class GenerateRun:
             )
             self._outputs[choice] = ChoiceOutput(settings, choice, text, self._sink)
         self._log.prepared(request, tuple(self._outputs.values()))
-        if self._resume is not None:
-            self._outputs[self._resume.choice].resume(self._resume)
+        resume = self._arrived.resume
+        if resume is not None:
+            self._outputs[resume.choice].resume(resume)
 
     async def _run_choice(self, choice: int, run: ChoiceRun) -> None:
         reason = await run.run()
@@ -237,7 +208,7 @@ class GenerateRun:
     def _accept(self, *choices: ChoicePlacement) -> None:
         self._is_accepted = True
         accepted = Accepted(
-            request_id=self._request_id,
+            request_id=self._arrived.request_id,
             choices=choices,
             num_prompt_tokens=self._num_prompt_tokens,
             seed=self._seed,
@@ -253,13 +224,13 @@ class GenerateRun:
     def _end_cancelled(self) -> None:
         """The client cancelled, maybe before anything was placed: it still gets an ``accepted`` first."""
         try:
-            self._check()  # it may not have been looked at yet
+            self._arrived.check()  # it may not have been looked at yet
         except ServingError as error:
             self._fail(error)
             return
         if not self._is_accepted:
             self._accept()
-        for choice in self._choices:
+        for choice in self._arrived.choices:
             if choice not in self._finished:
                 self._finish(self._cancelled(choice))
         self._sink.end()
@@ -268,7 +239,7 @@ class GenerateRun:
         if self._outputs:
             return self._outputs[choice].finish(FinishReason.CANCELLED)
         usage = Usage(num_prompt_tokens=0, num_cached_tokens=0, num_output_tokens=0, num_attempts=0)
-        total_s = time.monotonic() - self._arrived_at
+        total_s = time.monotonic() - self._arrived.arrived_at
         time_breakdown = TimeBreakdown(total_s=total_s)
         return ChoiceFinished(choice=choice, reason=FinishReason.CANCELLED, usage=usage, time=time_breakdown)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,17 +10,16 @@ from functools import partial
 
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
-from quartet.errors import RequestTimeoutError, ServingError
-from quartet.rpc.check_start import check_resume, check_start
+from quartet.errors import ServingError
 from quartet.rpc.choice_output import ChoiceOutput, OutputSettings
-from quartet.rpc.edge import ChoicePlacement, GenerateStart, Resume
+from quartet.rpc.edge import ChoicePlacement, Resume
 from quartet.rpc.placement import PlacedChoice, PlacedRequest
 from quartet.text.text_stream import TextStream
 from router.admission import Ticket
 from router.attempts import ChoiceRun
 from router.pipeline_tools import PipelineTools
 from router.policy.base import Placement
-from router.prepared import PreparedRequest, prepare
+from router.prepared import ArrivedRequest, PreparedRequest, run_prepared
 from router.request_log import RequestLog, first_error, outcome_of
 from router.sealing import SealedRun, Sealer
 from router.together import Together
@@ -30,24 +28,14 @@ from router.together import Together
 class PlaceRun:
     """One call of Place. Whatever way it ends but well, nothing is left behind."""
 
-    def __init__(
-        self,
-        start: GenerateStart,
-        resume: Resume | None,
-        traceparent: str,
-        tools: PipelineTools,
-        sealer: Sealer,
-    ) -> None:
+    def __init__(self, arrived: ArrivedRequest, tools: PipelineTools, sealer: Sealer) -> None:
         """``run`` runs it."""
-        self._start = start
+        self._arrived = arrived
         # It makes no text, so none is owed.
-        self._resume = resume and replace(resume, num_text_bytes=0)
-        self._traceparent = traceparent
+        self._resume = arrived.resume and replace(arrived.resume, num_text_bytes=0)
         self._tools = tools
         self._sealer = sealer
-        self._arrived_at = time.monotonic()
-        self._request_id = secrets.token_hex(16) if resume is None else resume.request_id
-        self._log = RequestLog(self._request_id, start, tools.attempts.metrics, path="place")
+        self._log = RequestLog(arrived.request_id, arrived.start, tools.attempts.metrics, path="place")
         self._choices: list[_Choice] = []
         self._task: asyncio.Task[object] | None = None
         self._abort_error: ServingError | None = None
@@ -66,7 +54,7 @@ class PlaceRun:
         """
         self._task = asyncio.current_task()
         try:
-            placed = await self._run()
+            placed = await run_prepared(self._arrived, self._tools, self._place, late="was not placed")
         except BaseException as error:
             shown = self._abort_error or first_error(error)
             self._log.failed(outcome_of(shown))
@@ -75,38 +63,17 @@ class PlaceRun:
                 raise
             raise shown from error
         finally:
-            self._log.write(time.monotonic() - self._arrived_at)
+            self._log.write(time.monotonic() - self._arrived.arrived_at)
         return placed
 
-    async def _run(self) -> PlacedRequest:
-        check_start(self._start)
-        if self._resume is not None:
-            check_resume(self._resume, self._start)
-        timeout_s = min(self._start.timeout_s or self._tools.max_timeout_s, self._tools.max_timeout_s)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._place(self._arrived_at + timeout_s)
-        except TimeoutError as error:
-            raise RequestTimeoutError(f"the request was not placed within {timeout_s:g} s") from error
-
-    async def _place(self, deadline: float) -> PlacedRequest:
-        request = await prepare(
-            self._start,
-            self._tools.table,
-            self._tools.texts,
-            request_id=self._request_id,
-            resume=self._resume,
-            traceparent=self._traceparent,
-            arrived_at=self._arrived_at,
-            deadline=deadline,
-        )
+    async def _place(self, request: PreparedRequest) -> PlacedRequest:
         self._make_choices(request)
         await self._place_choices(request)
         placed = tuple(choice.placed() for choice in self._choices)
         for choice in placed:
             self._log.placed_for_client(choice)
         return PlacedRequest(
-            request_id=self._request_id,
+            request_id=request.request_id,
             attempt=max(choice.last_attempt for choice in self._choices),
             seed=request.seed,
             num_prompt_tokens=len(request.prompt_token_ids),
@@ -121,18 +88,17 @@ class PlaceRun:
         metrics = self._tools.attempts.metrics.for_model(request.pool.key.model_name)
         settings = OutputSettings(
             num_prompt_tokens=len(request.prompt_token_ids),
-            arrived_at=self._arrived_at,
+            arrived_at=request.arrived_at,
             tokenize_s=request.tokenize_s,
             omits_token_ids=False,
             ttft=metrics.ttft,
             itl=metrics.itl,
         )
-        numbers = range(self._start.num_choices) if self._resume is None else (self._resume.choice,)
-        self._choices = [_Choice(number, settings, self._resume) for number in numbers]
+        self._choices = [_Choice(number, settings, self._resume) for number in self._arrived.choices]
         self._log.prepared(request, [choice.output for choice in self._choices])
 
     async def _place_choices(self, request: PreparedRequest) -> None:
-        ticket = self._tools.attempts.admission.ticket(request.pool.key, self._start.priority)
+        ticket = self._tools.attempts.admission.ticket(request.pool.key, request.start.priority)
         runs = [self._choice_run(request, choice, ticket) for choice in self._choices]
         together = Together(len(runs))
         if len(runs) == 1:

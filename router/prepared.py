@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 from quartet.engine.sampling import MAX_STOP_IDS, Sampling
-from quartet.errors import InvalidRequestError, ModelNotFoundError, WorkerUnavailableError
+from quartet.errors import InvalidRequestError, ModelNotFoundError, RequestTimeoutError, WorkerUnavailableError
+from quartet.rpc.check_start import check_resume, check_start
 from quartet.rpc.edge import ChatPrompt, GenerateStart, Prompt, Resume, TextPrompt
 from quartet.text.model_text import ModelText
-from router.hops import ModelTexts
+from router.pipeline_tools import PipelineTools
 from router.validation import check_generated, check_pool, check_tokens, max_sequence_tokens
 from router.worker_table import Pool, WorkerTable
 
@@ -23,13 +25,55 @@ _MAX_INLINE_LENGTH = 2_000
 _TAIL_TOKENS = 4
 
 
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrivedRequest:
+    """A request as it came: nothing of it is checked yet.
+
+    Attributes:
+        resume: what it goes on after; ``None``: a new request.
+        traceparent: W3C trace context; empty: no trace.
+        request_id: 32 lower-case hexadecimal digits where it is new; else what it says.
+        arrived_at: monotonic seconds.
+    """
+
+    start: GenerateStart
+    resume: Resume | None
+    traceparent: str
+    request_id: str
+    arrived_at: float
+
+    @classmethod
+    def now(cls, start: GenerateStart, resume: Resume | None, traceparent: str) -> ArrivedRequest:
+        """It arrives; a new one's id is drawn here."""
+        return cls(
+            start=start,
+            resume=resume,
+            traceparent=traceparent,
+            request_id=secrets.token_hex(16) if resume is None else resume.request_id,
+            arrived_at=time.monotonic(),
+        )
+
+    @property
+    def choices(self) -> Sequence[int]:
+        """Numbers of the choices that run."""
+        return range(self.start.num_choices) if self.resume is None else (self.resume.choice,)
+
+    def check(self) -> None:
+        """Refuse what is impossible with any model. Raises ``InvalidRequestError``."""
+        check_start(self.start)
+        if self.resume is not None:
+            check_resume(self.resume, self.start)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PreparedRequest:
     """A request that can be placed.
 
     Attributes:
-        request_id: 32 lower-case hexadecimal digits, drawn here.
-        traceparent: W3C trace context; empty: no trace.
+        request_id, traceparent: as in ``ArrivedRequest``.
         arrived_at, deadline: monotonic seconds.
         tokenize_s: seconds that template and tokenizer took.
         max_output_tokens: output tokens at which each choice ends at the latest.
@@ -76,44 +120,47 @@ class PreparedRequest:
         )
 
 
-async def prepare(
-    start: GenerateStart,
-    table: WorkerTable,
-    texts: ModelTexts,
-    *,
-    request_id: str,
-    resume: Resume | None = None,
-    traceparent: str,
-    arrived_at: float,
-    deadline: float,
-) -> PreparedRequest:
-    """Check and tokenize ``start``, which passed ``check_start``, and what it resumes, which passed ``check_resume``.
-
-    No worker is asked for anything but, once for each model, its text files.
+async def run_prepared(
+    arrived: ArrivedRequest, tools: PipelineTools, run: Callable[[PreparedRequest], Awaitable[ResultT]], *, late: str
+) -> ResultT:
+    """Check what arrived, make it ready, and ``run`` it: all of that within its time.
 
     Raises:
         InvalidRequestError: an impossible or unsupported field, named.
         ModelNotFoundError: no pool serves the model.
         WorkerUnavailableError: none serves the very model that gave the tokens to go on after.
-        ServingError: the model's text files can't be had.
+        RequestTimeoutError: its time ended before ``run`` did; ``late`` says in its message what was not done in time.
+        ServingError: the model's text files can't be had; and what ``run`` raises.
     """
-    pool = _find_pool(start, table, resume)
+    arrived.check()
+    timeout_s = min(arrived.start.timeout_s or tools.max_timeout_s, tools.max_timeout_s)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await run(await _prepare(arrived, tools, arrived.arrived_at + timeout_s))
+    except TimeoutError as error:
+        raise RequestTimeoutError(f"the request {late} within {timeout_s:g} s") from error
+
+
+async def _prepare(arrived: ArrivedRequest, tools: PipelineTools, deadline: float) -> PreparedRequest:
+    """Bind and tokenize; no worker is asked for anything but, once for each model, its text files."""
+    start, resume = arrived.start, arrived.resume
+    pool = _find_pool(start, tools.table, resume)
     check_pool(start, pool)
-    text = await texts.model_text(pool.key)
+    text = await tools.texts.model_text(pool.key)
     began = time.monotonic()
     token_ids = await _tokenize(start.prompt, text)
     check_tokens(start, token_ids, text.vocab_size, pool)
     if resume is not None:
         check_generated(resume, text.vocab_size, max_sequence_tokens(pool) - len(token_ids))
     return PreparedRequest(
-        request_id=request_id,
+        request_id=arrived.request_id,
         start=start,
         pool=pool,
         text=text,
         prompt_token_ids=token_ids,
         seed=_seed(start, resume),
-        traceparent=traceparent,
-        arrived_at=arrived_at,
+        traceparent=arrived.traceparent,
+        arrived_at=arrived.arrived_at,
         deadline=deadline,
         tokenize_s=time.monotonic() - began,
         max_output_tokens=start.sampling.max_tokens or max_sequence_tokens(pool) - len(token_ids),

@@ -25,6 +25,7 @@ class KnownWorker:
     """What is known of one epoch of a worker.
 
     Attributes:
+        pool: the pool that it belongs to.
         known_at: when it was first heard of, monotonic seconds like all times here.
         is_listed: discovery has its record.
         is_connected: it answered since its stream last broke.
@@ -35,6 +36,7 @@ class KnownWorker:
     record: WorkerRecord
     known_at: float
     book: WorkerBook = field(init=False)
+    pool: PoolKey = field(init=False)
     load: WorkerLoad | None = None
     load_at: float | None = None
     is_listed: bool = True
@@ -44,11 +46,15 @@ class KnownWorker:
 
     def __post_init__(self) -> None:
         self.book = WorkerBook(self.record.data_parallel_size, max(self.record.block_size, 1), epoch=self.record.epoch)
+        self.describe(self.record)
 
-    @property
-    def pool(self) -> PoolKey:
-        """The pool that it belongs to."""
-        return PoolKey(self.record.model_name, self.record.model_fingerprint)
+    def describe(self, record: WorkerRecord) -> None:
+        """Discovery has ``record`` of this life of it."""
+        self.record = record
+        # Here, as every snapshot of its pool asks for them.
+        self.pool = PoolKey(record.model_name, record.model_fingerprint)
+        self._places = [Place(record.worker_id, rank) for rank in range(record.data_parallel_size)]
+        self._adapters = frozenset(record.adapters)
 
     def silence_s(self, now: float) -> float:
         """Seconds since it was last heard."""
@@ -92,11 +98,11 @@ class KnownWorker:
     def _candidate(self, rank: int) -> Candidate:
         load, account = self._rank_load(rank), self.book.account(rank)
         return Candidate(
-            place=Place(self.record.worker_id, rank),
+            place=self._places[rank],
             num_total_blocks=self.num_total_blocks(rank),
             block_size=max(self.record.block_size, 1),
             num_used_blocks=load.num_used_blocks,
             num_promised_blocks=account.num_promised_blocks,
             num_queued_tokens=load.num_queued_prefill_tokens + account.num_unreported_tokens,
-            adapters=frozenset(self.record.adapters),
+            adapters=self._adapters,
         )

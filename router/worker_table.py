@@ -67,7 +67,8 @@ class WorkerTable:
         if known is None or is_new:
             self._workers[record.key] = KnownWorker(record, now)
         else:
-            known.record, known.is_listed = record, True
+            known.describe(record)
+            known.is_listed = True
         self._changed()
         return is_new
 
