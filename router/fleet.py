@@ -22,8 +22,8 @@ from quartet.discovery.base import (
 from quartet.discovery.host import host_identity
 from quartet.discovery.place import Place
 from quartet.errors import DrainingError, ServingError, TransferError, WorkerUnavailableError
-from quartet.events.load import WorkerLoad
-from quartet.events.subscriber import LoadSubscriber
+from quartet.events.load import NumberedLoad
+from quartet.events.subscriber import EventSubscriber
 from quartet.kvcache.layout import HandOff
 from quartet.rpc.channels import create_channel
 from quartet.rpc.fleet import WorkerState
@@ -63,7 +63,7 @@ class Fleet:
         self._table = table
         self._metrics = metrics
         self._tls = tls
-        self._subscriber = LoadSubscriber(self._take_load, metrics.count_malformed_event)
+        self._subscriber = EventSubscriber(self._take_load, metrics.count_malformed_event)
         self._connections: dict[WorkerKey, WorkerConnection] = {}
         self._probes: dict[WorkerKey, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -194,8 +194,8 @@ class Fleet:
     def _lost(self, record: WorkerRecord) -> None:
         self._table.cut(record.key, record.epoch, time.monotonic())
 
-    def _take_load(self, load: WorkerLoad) -> None:
-        self._table.report(load, time.monotonic())
+    def _take_load(self, report: NumberedLoad) -> None:
+        self._table.report(report.load, time.monotonic())
 
     def _probe(self, record: WorkerRecord) -> None:
         connection = self._connections.get(record.key)

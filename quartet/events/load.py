@@ -74,3 +74,11 @@ class WorkerLoad:
     def num_queued_prefill_tokens(self) -> int:
         """Prompt tokens not computed yet, over all ranks."""
         return sum(rank.num_queued_prefill_tokens for rank in self.ranks)
+
+
+@dataclass(frozen=True)
+class NumberedLoad:
+    """A report with the number of the last KV batch that was published before it; 0: none was."""
+
+    load: WorkerLoad
+    kv_number: int

@@ -1,4 +1,4 @@
-"""A worker's voice: its load over a ZMQ PUB socket, often enough to act on, never more than needed."""
+"""A worker's voice over a ZMQ PUB socket: every change of its KV blocks, and its load, never more than needed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from collections.abc import Callable
 import zmq
 
 from quartet.errors import ConfigError
+from quartet.events.curve import EventsKey
+from quartet.events.kv import KvBatch, RankEvents
 from quartet.events.load import WorkerLoad
-from quartet.events.wire import encode_load
+from quartet.events.wire import encode_kv, encode_load, split_events
 
 #: Without anything new a report goes out this often: silence then means something.
 HEARTBEAT_INTERVAL_S = 1.0
@@ -20,37 +22,79 @@ MIN_INTERVAL_S = 0.05
 _MAX_PENDING_MESSAGES = 10_000
 
 
-class LoadPublisher:
-    """One PUB socket; use it from one thread."""
+class EventPublisher:
+    """One PUB socket; use it from one thread.
 
-    def __init__(self, host: str, port: int = 0) -> None:
-        """Bind ``tcp://host:port``; port 0 takes a free one.
+    Attributes:
+        endpoint: ``tcp://host:port`` as bound; of a wildcard host nobody can dial it.
+        port: that of ``endpoint``.
+        kv_number: number of the last KV batch published; 0: none was.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int = 0,
+        *,
+        worker_id: str,
+        epoch: int,
+        key: EventsKey | None = None,
+        max_pending_messages: int = _MAX_PENDING_MESSAGES,
+    ) -> None:
+        """Bind ``tcp://host:port``.
+
+        Args:
+            host: a name or address of this host, or ``*``.
+            port: 0 takes a free one.
+            worker_id: whose voice it is.
+            epoch: in which of its lives.
+            key: only who holds it can listen; ``None``: in the clear, for everybody.
+            max_pending_messages: a subscriber for which more wait misses what comes.
 
         Raises:
             ConfigError: the address can't be bound.
         """
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self.kv_number = 0
         self._context = zmq.Context()
+        self._guard = None if key is None else key.guard(self._context)
         self._socket = self._context.socket(zmq.PUB)
-        self._socket.setsockopt(zmq.SNDHWM, _MAX_PENDING_MESSAGES)
+        self._socket.setsockopt(zmq.SNDHWM, max_pending_messages)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, 1)
+        if key is not None:
+            key.serve_with(self._socket)
         try:
             self._socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"events: cannot listen on {host}:{port}: {error.strerror}") from error
-        #: ``tcp://host:port`` as bound; of a wildcard host nobody can dial it.
         self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
-        #: The port of ``endpoint``.
         self.port = int(self.endpoint.rpartition(":")[2])
 
-    def publish(self, load: WorkerLoad) -> None:
+    def publish_kv(self, changed: RankEvents) -> None:
+        """Send what changed, in as many batches as it takes. Never blocks: who can't keep up sees a gap in numbers."""
+        for events in split_events(changed.events):
+            self.kv_number += 1
+            batch = KvBatch(
+                worker_id=self._worker_id,
+                epoch=self._epoch,
+                number=self.kv_number,
+                data_parallel_rank=changed.data_parallel_rank,
+                events=events,
+            )
+            self._socket.send_multipart(encode_kv(batch), zmq.NOBLOCK)
+
+    def publish_load(self, load: WorkerLoad) -> None:
         """Send ``load``. Never blocks: a subscriber that can't keep up misses it."""
-        # No kv frames are sent yet, so the last one's number is 0.
-        self._socket.send_multipart(encode_load(load, 0), zmq.NOBLOCK)
+        self._socket.send_multipart(encode_load(load, self.kv_number), zmq.NOBLOCK)
 
     def close(self) -> None:
         """Close the socket; what was not sent yet is dropped. May be called twice."""
+        if self._guard is not None:
+            self._guard.stop()
+            self._guard = None
         self._context.destroy(linger=0)
 
 

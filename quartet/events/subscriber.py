@@ -1,4 +1,4 @@
-"""A router's ear: every worker's load over one ZMQ SUB socket."""
+"""A router's ear: every worker's load, and what becomes of its KV blocks, over one ZMQ SUB socket."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Callable
 
 import zmq
 
-from quartet.events.load import WorkerLoad
-from quartet.events.wire import LOAD_TOPIC, MalformedFrameError, decode_load
+from quartet.events.curve import EventsKey
+from quartet.events.kv import KvBatch
+from quartet.events.load import NumberedLoad
+from quartet.events.wire import KV_TOPIC, LOAD_TOPIC, MAX_FRAME_BYTES, MalformedFrameError, decode_kv, decode_load
 
 logger = logging.getLogger(__name__)
 
 _MAX_PENDING_MESSAGES = 10_000
-_MAX_MESSAGE_BYTES = 1 << 20
 # After so many messages others on the event loop get their turn.
 _MAX_MESSAGES_A_TURN = 256
 # A peer whose host vanished is noticed, and dialled again, after this.
@@ -22,22 +23,36 @@ _PING_INTERVAL_MS, _PING_TIMEOUT_MS = 5_000, 15_000
 _MIN_RECONNECT_MS, _MAX_RECONNECT_MS = 100, 2_000
 
 
-class LoadSubscriber:
+class EventSubscriber:
     """One SUB socket, drained by a reader callback of the running event loop (a third of ``zmq.asyncio``'s cost)."""
 
-    def __init__(self, on_load: Callable[[WorkerLoad], None], on_malformed: Callable[[], None]) -> None:
-        """Call ``on_load`` for each report, ``on_malformed`` for each message that makes no sense.
+    def __init__(
+        self,
+        on_load: Callable[[NumberedLoad], None],
+        on_malformed: Callable[[], None],
+        on_kv: Callable[[KvBatch], None] | None = None,
+        *,
+        key: EventsKey | None = None,
+        max_pending_messages: int = _MAX_PENDING_MESSAGES,
+    ) -> None:
+        """Connected to nobody yet. Needs a running event loop.
 
-        Connected to nobody yet. Needs a running event loop.
+        Args:
+            on_load: called for each report.
+            on_malformed: called for each message that makes no sense.
+            on_kv: called for each batch of KV events; ``None``: they are not listened to.
+            key: only workers that serve with it are heard; ``None``: only those that serve in the clear.
+            max_pending_messages: when more of a worker's wait, it soon drops what comes.
         """
         self._on_load = on_load
+        self._on_kv = on_kv
         self._on_malformed = on_malformed
         self._endpoints: set[str] = set()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         for option, value in (
-            (zmq.RCVHWM, _MAX_PENDING_MESSAGES),
-            (zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES),
+            (zmq.RCVHWM, max_pending_messages),
+            (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
             (zmq.LINGER, 0),
             (zmq.IPV6, 1),
             (zmq.HEARTBEAT_IVL, _PING_INTERVAL_MS),
@@ -46,7 +61,11 @@ class LoadSubscriber:
             (zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS),
         ):
             self._socket.setsockopt(option, value)
-        self._socket.setsockopt(zmq.SUBSCRIBE, LOAD_TOPIC)
+        if key is not None:
+            key.dial_with(self._socket)
+        # In this order: who is heard to send a load has known for as long that its batches are wanted too.
+        for topic in (KV_TOPIC, LOAD_TOPIC) if on_kv is not None else (LOAD_TOPIC,):
+            self._socket.setsockopt(zmq.SUBSCRIBE, topic)
         self._fd: int = self._socket.fileno()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._fd, self._drain)
@@ -97,9 +116,10 @@ class LoadSubscriber:
 
     def _take(self, frames: list[bytes]) -> None:
         try:
-            load = decode_load(frames)
+            if self._on_kv is not None and frames[0] == KV_TOPIC:
+                self._on_kv(decode_kv(frames))
+            else:
+                self._on_load(decode_load(frames))
         except MalformedFrameError as error:
             logger.debug("ignored what a worker published: %s", error)
             self._on_malformed()
-            return
-        self._on_load(load)

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from google.protobuf.message import DecodeError
 
-from quartet.events.load import PlacementProgress, RankLoad, WorkerLoad
+from quartet.events.kv import Cleared, KvBatch, KvEvent, Removed, Stored, Tier
+from quartet.events.load import NumberedLoad, PlacementProgress, RankLoad, WorkerLoad
 from quartet.v1 import kv_events_pb2 as pb
 
 #: Topic of ``WorkerLoad`` frames.
 LOAD_TOPIC = b"load"
+#: Topic of ``KvEventBatch`` frames.
+KV_TOPIC = b"kv"
+#: A longer frame is taken by nobody.
+MAX_FRAME_BYTES = 1 << 20
 
 _NUM_FRAMES = 3
 _NUMBER_BYTES = 8
 _NO_PLACEMENTS = PlacementProgress()
+# Of a batch's bytes: all that is not events; an event less its hashes; a hash.
+_HEAD_BYTES, _EVENT_BYTES, _HASH_BYTES = 1024, 32, 8
+_MAX_HASHES = 1 << 16
+
+_TIERS = {Tier.DEVICE: pb.TIER_DEVICE, Tier.HOST: pb.TIER_HOST, Tier.DISK: pb.TIER_DISK}
+_TIERS_BACK = {value: tier for tier, value in _TIERS.items()}
 
 
 class MalformedFrameError(Exception):
@@ -26,17 +37,73 @@ def encode_load(load: WorkerLoad, number: int) -> list[bytes]:
     return [LOAD_TOPIC, number.to_bytes(_NUMBER_BYTES, "big"), to_worker_load(load).SerializeToString()]
 
 
-def decode_load(frames: Sequence[bytes]) -> WorkerLoad:
+def decode_load(frames: Sequence[bytes]) -> NumberedLoad:
     """Read the frames of a load report. Raises ``MalformedFrameError``."""
-    if len(frames) != _NUM_FRAMES or frames[0] != LOAD_TOPIC or len(frames[1]) != _NUMBER_BYTES:
-        raise MalformedFrameError("not the frames of a load report")
+    number = _number(frames, LOAD_TOPIC)
     try:
         message = pb.WorkerLoad.FromString(frames[2])
     except DecodeError as error:
         raise MalformedFrameError("the payload is no WorkerLoad") from error
     if not message.worker_id:
         raise MalformedFrameError("the report names no worker")
-    return from_worker_load(message)
+    return NumberedLoad(from_worker_load(message), number)
+
+
+def encode_kv(batch: KvBatch) -> list[bytes]:
+    """The frames of a batch, which ``split_events`` has found short enough."""
+    message = pb.KvEventBatch(
+        worker_id=batch.worker_id,
+        epoch=batch.epoch,
+        data_parallel_rank=batch.data_parallel_rank,
+        events=map(_to_event, batch.events),
+    )
+    return [KV_TOPIC, batch.number.to_bytes(_NUMBER_BYTES, "big"), message.SerializeToString()]
+
+
+def decode_kv(frames: Sequence[bytes]) -> KvBatch:
+    """Read the frames of a batch. Raises ``MalformedFrameError``."""
+    number = _number(frames, KV_TOPIC)
+    try:
+        message = pb.KvEventBatch.FromString(frames[2])
+    except DecodeError as error:
+        raise MalformedFrameError("the payload is no KvEventBatch") from error
+    if not message.worker_id:
+        raise MalformedFrameError("the batch names no worker")
+    return KvBatch(
+        worker_id=message.worker_id,
+        epoch=message.epoch,
+        number=number,
+        data_parallel_rank=message.data_parallel_rank,
+        events=[_from_event(event) for event in message.events],
+    )
+
+
+def split_events(events: Sequence[KvEvent]) -> Iterator[Sequence[KvEvent]]:
+    """The same changes in as many batches, in order, as it takes to keep each frame under ``MAX_FRAME_BYTES``."""
+    part: list[KvEvent] = []
+    num_bytes_left = MAX_FRAME_BYTES - _HEAD_BYTES
+    for event in _short_events(events):
+        size_bytes = _size_bytes(event)
+        if size_bytes > num_bytes_left:
+            yield part
+            part, num_bytes_left = [], MAX_FRAME_BYTES - _HEAD_BYTES
+        part.append(event)
+        num_bytes_left -= size_bytes
+    if part:
+        yield part
+
+
+def to_tier(tier: Tier) -> pb.Tier.ValueType:
+    """The enum's value."""
+    return _TIERS[tier]
+
+
+def from_tier(value: pb.Tier.ValueType) -> Tier:
+    """The tier. Raises ``MalformedFrameError`` for one that is unknown here."""
+    tier = _TIERS_BACK.get(value)
+    if tier is None:
+        raise MalformedFrameError(f"unknown tier {value}")
+    return tier
 
 
 def to_worker_load(load: WorkerLoad) -> pb.WorkerLoad:
@@ -104,3 +171,60 @@ def _from_rank_load(message: pb.RankLoad) -> RankLoad:
         num_total_blocks=message.num_total_blocks,
         num_steps=message.num_steps,
     )
+
+
+def _number(frames: Sequence[bytes], topic: bytes) -> int:
+    if len(frames) != _NUM_FRAMES or frames[0] != topic or len(frames[1]) != _NUMBER_BYTES:
+        raise MalformedFrameError(f"not the frames of topic {topic.decode()}")
+    return int.from_bytes(frames[1], "big")
+
+
+def _to_event(event: KvEvent) -> pb.KvEvent:
+    match event:
+        case Stored(parent_hash, sequence_hashes, tier):
+            stored = pb.BlocksStored(parent_hash=parent_hash, sequence_hashes=sequence_hashes, tier=_TIERS[tier])
+            return pb.KvEvent(stored=stored)
+        case Removed(sequence_hashes, tier):
+            return pb.KvEvent(removed=pb.BlocksRemoved(sequence_hashes=sequence_hashes, tier=_TIERS[tier]))
+        case Cleared():
+            return pb.KvEvent(cleared=pb.AllBlocksCleared())
+
+
+def _from_event(message: pb.KvEvent) -> KvEvent:
+    match message.WhichOneof("event"):
+        case "stored":
+            stored = message.stored
+            parent_hash = stored.parent_hash if stored.HasField("parent_hash") else None
+            return Stored(parent_hash, _hashes(stored), from_tier(stored.tier))
+        case "removed":
+            return Removed(_hashes(message.removed), from_tier(message.removed.tier))
+        case "cleared":
+            return Cleared()
+        case _:
+            raise MalformedFrameError("an event of an unknown kind")
+
+
+def _hashes(message: pb.BlocksStored | pb.BlocksRemoved) -> list[int]:
+    if not message.sequence_hashes:
+        raise MalformedFrameError("an event of no block")
+    return list(message.sequence_hashes)
+
+
+def _size_bytes(event: KvEvent) -> int:
+    """Bytes that ``event`` takes in a batch, at most."""
+    return _EVENT_BYTES + (0 if isinstance(event, Cleared) else _HASH_BYTES * len(event.sequence_hashes))
+
+
+def _short_events(events: Iterable[KvEvent]) -> Iterator[KvEvent]:
+    """The same changes, none of more than ``_MAX_HASHES`` blocks."""
+    for event in events:
+        if isinstance(event, Cleared) or len(event.sequence_hashes) <= _MAX_HASHES:
+            yield event
+            continue
+        hashes = event.sequence_hashes
+        for begin in range(0, len(hashes), _MAX_HASHES):
+            piece = hashes[begin : begin + _MAX_HASHES]
+            if isinstance(event, Stored):
+                yield Stored(hashes[begin - 1] if begin else event.parent_hash, piece, event.tier)
+            else:
+                yield Removed(piece, event.tier)

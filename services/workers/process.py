@@ -25,7 +25,7 @@ from quartet.discovery.host import host_identity, new_epoch
 from quartet.engine.base import Engine, EngineCapabilities, RequestKind
 from quartet.errors import ConfigError, ServingError
 from quartet.events.load import WorkerLoad
-from quartet.events.publisher import LoadPacer, LoadPublisher
+from quartet.events.publisher import EventPublisher, LoadPacer
 from quartet.kvcache.hand_off import HandOffState
 from quartet.rpc.channels import create_channel
 from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES
@@ -119,7 +119,9 @@ class WorkerProcess:
         grpc_port = await server.start()
         stack.push_async_callback(server.drain, _STREAMS_GRACE_S)
         listening = self._config.listening
-        publisher = LoadPublisher(listening.events.host, listening.events.port)
+        publisher = EventPublisher(
+            listening.events.host, listening.events.port, worker_id=self._worker_id, epoch=self._epoch
+        )
         stack.callback(publisher.close)
         addresses = listening.advertise(grpc_port=grpc_port, events_port=publisher.port, http_port=http_port)
         source.advertise(addresses.grpc)
@@ -136,9 +138,9 @@ class WorkerProcess:
         servicer.serve(worker)
         await self._run_worker(worker, publisher, stop)
 
-    async def _run_worker(self, worker: Worker, publisher: LoadPublisher, stop: asyncio.Event) -> None:
+    async def _run_worker(self, worker: Worker, publisher: EventPublisher, stop: asyncio.Event) -> None:
         def publish(load: WorkerLoad) -> None:
-            publisher.publish(load)
+            publisher.publish_load(load)
             worker.told()
 
         pacer = LoadPacer(worker.next_load, publish, lambda: worker.num_queued_prefill_tokens)

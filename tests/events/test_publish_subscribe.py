@@ -9,11 +9,11 @@ import pytest
 import zmq
 
 from quartet.errors import ConfigError
-from quartet.events.load import WorkerLoad
-from quartet.events.publisher import LoadPublisher
-from quartet.events.subscriber import LoadSubscriber
+from quartet.events.load import NumberedLoad, WorkerLoad
+from quartet.events.publisher import EventPublisher
+from quartet.events.subscriber import EventSubscriber
 from quartet.events.wire import LOAD_TOPIC, encode_load
-from tests.events.loads import make_load
+from tests.events.loads import make_load, make_publisher
 
 _TIMEOUT_S = 15.0
 
@@ -24,7 +24,10 @@ class Ear:
     def __init__(self) -> None:
         self.heard: asyncio.Queue[WorkerLoad] = asyncio.Queue()
         self.num_malformed = 0
-        self.subscriber = LoadSubscriber(self.heard.put_nowait, self._count_malformed)
+        self.subscriber = EventSubscriber(self._take_load, self._count_malformed)
+
+    def _take_load(self, report: NumberedLoad) -> None:
+        self.heard.put_nowait(report.load)
 
     def _count_malformed(self) -> None:
         self.num_malformed += 1
@@ -50,46 +53,46 @@ async def ear() -> AsyncIterator[Ear]:
 
 
 @pytest.fixture
-def publisher() -> Iterator[LoadPublisher]:
-    publisher = LoadPublisher("127.0.0.1")
+def publisher() -> Iterator[EventPublisher]:
+    publisher = make_publisher()
     yield publisher
     publisher.close()
 
 
-async def test_a_report_arrives_as_it_was_published(ear: Ear, publisher: LoadPublisher) -> None:
+async def test_a_report_arrives_as_it_was_published(ear: Ear, publisher: EventPublisher) -> None:
     ear.subscriber.connect(publisher.endpoint)
     load = make_load(queued=5)
-    await ear.hear(lambda: publisher.publish(load), lambda heard: heard == load)
+    await ear.hear(lambda: publisher.publish_load(load), lambda heard: heard == load)
 
 
-async def test_several_workers_are_heard_over_one_socket(ear: Ear, publisher: LoadPublisher) -> None:
-    other = LoadPublisher("127.0.0.1")
+async def test_several_workers_are_heard_over_one_socket(ear: Ear, publisher: EventPublisher) -> None:
+    other = make_publisher()
     try:
         for speaker, name in ((publisher, "one"), (other, "two")):
             ear.subscriber.connect(speaker.endpoint)
             load = make_load(worker_id=name)
-            await ear.hear(lambda s=speaker, m=load: s.publish(m), lambda heard, m=load: heard == m)
+            await ear.hear(lambda s=speaker, m=load: s.publish_load(m), lambda heard, m=load: heard == m)
     finally:
         other.close()
 
 
 async def test_a_worker_that_comes_back_at_its_address_is_heard_again(ear: Ear) -> None:
-    first = LoadPublisher("127.0.0.1")
+    first = make_publisher()
     ear.subscriber.connect(first.endpoint)
-    await ear.hear(lambda: first.publish(make_load(epoch=1)), lambda heard: heard.epoch == 1)
+    await ear.hear(lambda: first.publish_load(make_load(epoch=1)), lambda heard: heard.epoch == 1)
     first.close()
-    second = LoadPublisher("127.0.0.1", int(first.endpoint.rpartition(":")[2]))
+    second = make_publisher(int(first.endpoint.rpartition(":")[2]))
     try:
-        await ear.hear(lambda: second.publish(make_load(epoch=2)), lambda heard: heard.epoch == 2)
+        await ear.hear(lambda: second.publish_load(make_load(epoch=2)), lambda heard: heard.epoch == 2)
     finally:
         second.close()
 
 
-async def test_a_flood_in_one_burst_is_drained_whole(ear: Ear, publisher: LoadPublisher) -> None:
+async def test_a_flood_in_one_burst_is_drained_whole(ear: Ear, publisher: EventPublisher) -> None:
     ear.subscriber.connect(publisher.endpoint)
-    await ear.hear(lambda: publisher.publish(make_load()), lambda heard: True)
+    await ear.hear(lambda: publisher.publish_load(make_load()), lambda heard: True)
     for number in range(1, 2001):
-        publisher.publish(make_load(steps=number))
+        publisher.publish_load(make_load(steps=number))
     steps = 0
     async with asyncio.timeout(_TIMEOUT_S):
         while steps < 2000:
@@ -110,16 +113,16 @@ async def test_malformed_frames_are_counted_and_harm_nothing(ear: Ear) -> None:
     assert ear.num_malformed > 0
 
 
-async def test_a_worker_that_was_left_is_heard_no_more(ear: Ear, publisher: LoadPublisher) -> None:
-    other = LoadPublisher("127.0.0.1")
+async def test_a_worker_that_was_left_is_heard_no_more(ear: Ear, publisher: EventPublisher) -> None:
+    other = make_publisher()
     try:
         ear.subscriber.connect(publisher.endpoint)
-        await ear.hear(lambda: publisher.publish(make_load()), lambda heard: True)
+        await ear.hear(lambda: publisher.publish_load(make_load()), lambda heard: True)
         ear.subscriber.disconnect(publisher.endpoint)
         ear.subscriber.disconnect(publisher.endpoint)
         while not ear.heard.empty():
             ear.heard.get_nowait()
-        publisher.publish(make_load(steps=99))
+        publisher.publish_load(make_load(steps=99))
         # What the other says proves that everything said before has had its time.
         ear.subscriber.connect(other.endpoint)
         left = make_load(worker_id="other")
@@ -129,7 +132,7 @@ async def test_a_worker_that_was_left_is_heard_no_more(ear: Ear, publisher: Load
             said_after.append(heard)
             return heard.worker_id == "other"
 
-        await ear.hear(lambda: other.publish(left), is_other)
+        await ear.hear(lambda: other.publish_load(left), is_other)
         assert {load.worker_id for load in said_after} == {"other"}
     finally:
         other.close()
@@ -140,12 +143,12 @@ async def test_an_impossible_endpoint_is_refused(ear: Ear) -> None:
         ear.subscriber.connect("no endpoint")
 
 
-def test_a_port_in_use_is_a_config_error(publisher: LoadPublisher) -> None:
+def test_a_port_in_use_is_a_config_error(publisher: EventPublisher) -> None:
     port = int(publisher.endpoint.rpartition(":")[2])
     with pytest.raises(ConfigError, match="cannot listen"):
-        LoadPublisher("127.0.0.1", port)
+        make_publisher(port)
 
 
-async def test_closing_twice_is_harmless(ear: Ear, publisher: LoadPublisher) -> None:
+async def test_closing_twice_is_harmless(ear: Ear, publisher: EventPublisher) -> None:
     ear.subscriber.close()
     publisher.close()

@@ -1,15 +1,29 @@
-"""Load reports on the wire."""
+"""Load reports and KV batches on the wire."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quartet.events.load import PlacementProgress, RankLoad, WorkerLoad
-from quartet.events.wire import LOAD_TOPIC, MalformedFrameError, decode_load, encode_load
+from quartet.events.kv import Cleared, KvBatch, KvEvent, Removed, Stored, Tier
+from quartet.events.load import NumberedLoad, PlacementProgress, RankLoad, WorkerLoad
+from quartet.events.wire import (
+    KV_TOPIC,
+    LOAD_TOPIC,
+    MAX_FRAME_BYTES,
+    MalformedFrameError,
+    decode_kv,
+    decode_load,
+    encode_kv,
+    encode_load,
+    split_events,
+)
+from quartet.v1 import kv_events_pb2 as pb
 from tests.events.loads import make_load
 
 _counts = st.integers(0, 2**32 - 1)
@@ -37,6 +51,92 @@ _loads = st.builds(
     is_draining=st.booleans(),
     is_healthy=st.booleans(),
 )
+_uint64 = st.integers(0, 2**64 - 1)
+_hashes = st.lists(_uint64, min_size=1, max_size=5)
+_events = st.lists(
+    st.one_of(
+        st.builds(Stored, st.none() | _uint64, _hashes, st.sampled_from(Tier)),
+        st.builds(Removed, _hashes, st.sampled_from(Tier)),
+        st.builds(Cleared),
+    ),
+    max_size=4,
+)
+
+
+def make_batch(events: Sequence[KvEvent] = (Cleared(),), *, number: int = 3) -> KvBatch:
+    return KvBatch(worker_id="w" * 128, epoch=2**64 - 1, number=number, data_parallel_rank=2**32 - 1, events=events)
+
+
+def replayed(events: Iterable[KvEvent]) -> list[tuple[object, ...]]:
+    """What the events say, block by block."""
+    said: list[tuple[object, ...]] = []
+    for event in events:
+        if isinstance(event, Stored):
+            chain = (event.parent_hash, *event.sequence_hashes)
+            said += [("stored", *pair, event.tier) for pair in pairwise(chain)]
+        elif isinstance(event, Removed):
+            said += [("removed", named, event.tier) for named in event.sequence_hashes]
+        else:
+            said.append(("cleared",))
+    return said
+
+
+@given(events=_events, number=_uint64)
+def test_every_batch_survives_the_wire(events: list[KvEvent], number: int) -> None:
+    batch = make_batch(events, number=number)
+    frames = encode_kv(batch)
+    assert frames[:2] == [KV_TOPIC, number.to_bytes(8, "big")]
+    assert decode_kv(frames) == batch
+
+
+@given(sizes=st.lists(st.integers(1, 200_000), min_size=1, max_size=4), removes=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_however_much_changes_no_frame_is_too_long_and_nothing_is_lost(sizes: list[int], removes: bool) -> None:
+    hashes = [range(2**63 + index * 10**6, 2**63 + index * 10**6 + size) for index, size in enumerate(sizes)]
+    events: list[KvEvent] = [Removed(names) if removes else Stored(7, names, Tier.HOST) for names in hashes]
+    batches = [make_batch(part) for part in split_events(events)]
+    frames = [encode_kv(batch) for batch in batches]
+    assert all(len(payload) <= MAX_FRAME_BYTES for _, _, payload in frames)
+    assert replayed(event for batch in frames for event in decode_kv(batch).events) == replayed(events)
+    # Half of what fits in is the least that a frame has that is not the last.
+    assert len(frames) <= 2 + sum(sizes) * 8 / (MAX_FRAME_BYTES / 2)
+
+
+def test_many_small_events_are_split_too() -> None:
+    events = [Stored(number, [number + 1]) for number in range(2**64 - 60_000, 2**64 - 1)]
+    frames = [encode_kv(make_batch(part)) for part in split_events(events)]
+    assert len(frames) > 1
+    assert all(len(payload) <= MAX_FRAME_BYTES for _, _, payload in frames)
+    assert [event for batch in frames for event in decode_kv(batch).events] == events
+
+
+def test_what_is_short_enough_is_one_batch_and_nothing_is_none() -> None:
+    assert list(split_events([Cleared(), Removed([1])])) == [[Cleared(), Removed([1])]]
+    assert list(split_events([])) == []
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        pb.KvEvent(),
+        pb.KvEvent(stored=pb.BlocksStored(sequence_hashes=[1])),
+        pb.KvEvent(stored=pb.BlocksStored(sequence_hashes=[1], tier=9)),
+        pb.KvEvent(stored=pb.BlocksStored(tier=pb.TIER_DEVICE)),
+        pb.KvEvent(removed=pb.BlocksRemoved(tier=pb.TIER_DEVICE)),
+    ],
+)
+def test_a_batch_with_an_event_that_says_nothing_is_refused(event: pb.KvEvent) -> None:
+    payload = pb.KvEventBatch(worker_id="w", events=[event]).SerializeToString()
+    with pytest.raises(MalformedFrameError):
+        decode_kv([KV_TOPIC, bytes(8), payload])
+
+
+@pytest.mark.parametrize(
+    "frames", [[KV_TOPIC, bytes(8), b""], [KV_TOPIC, bytes(8), b"\xff"], [LOAD_TOPIC, bytes(8), b""]]
+)
+def test_frames_that_are_no_batch_are_refused(frames: list[bytes]) -> None:
+    with pytest.raises(MalformedFrameError):
+        decode_kv(frames)
 
 
 @given(load=_loads, number=st.integers(0, 2**64 - 1))
@@ -45,7 +145,7 @@ def test_every_report_survives_the_wire(load: WorkerLoad, number: int) -> None:
     assert frames[:2] == [LOAD_TOPIC, number.to_bytes(8, "big")]
     # A router with placements has a number too: 0, where nothing of its own was counted in.
     router_progress = dict.fromkeys(load.placements, 0) | dict(load.router_progress)
-    assert decode_load(frames) == replace(load, router_progress=router_progress)
+    assert decode_load(frames) == NumberedLoad(replace(load, router_progress=router_progress), number)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from quartet.config import build
 from quartet.errors import ConfigError
-from quartet.events.publisher import LoadPublisher
+from quartet.events.publisher import EventPublisher
 from quartet.rpc.server import ServerConfig
 from services.workers.addresses import Advertised
 from services.workers.config import WorkerConfig
@@ -74,7 +74,7 @@ def test_what_is_no_address_is_refused_by_its_name(field: str) -> None:
 
 
 def test_events_on_a_wildcard_have_a_port_to_tell() -> None:
-    publisher = LoadPublisher("0.0.0.0")
+    publisher = EventPublisher("0.0.0.0", worker_id="decode-0", epoch=1)
     try:
         assert publisher.port > 0
     finally:

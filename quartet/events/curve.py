@@ -1,0 +1,87 @@
+"""CURVE on the events' sockets: one secret, in one file that every worker and router of a deployment has.
+
+Workers serve with the key and let in only who dials with the same one; routers dial with it and listen only to who
+serves with it. So it proves both ends to each other, and nothing of it has to be told by discovery.
+"""
+
+from __future__ import annotations
+
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+
+from quartet.errors import ConfigError
+
+_SETTING = "events_key_file"
+_SECRET_BYTES = 32
+_MAX_FILE_BYTES = 1 << 12
+# Named, a socket lets in nobody while there is nothing that answers for the name.
+_DOMAIN = "quartet"
+
+
+@dataclass(frozen=True)
+class EventsKey:
+    """A key pair in Z85, as ZMQ takes it."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    def serve_with(self, socket: zmq.Socket[bytes]) -> None:
+        """Let ``socket`` be a server with this key; it takes ``guard`` on its context too. Before it binds."""
+        socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
+
+    def dial_with(self, socket: zmq.Socket[bytes]) -> None:
+        """Let ``socket`` be a client of servers with this key. Before it connects."""
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self.public)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
+
+    def guard(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
+        """Begin to let in clients with this key, and no others, at all servers of ``context``. To be stopped."""
+        guard = ThreadAuthenticator(context)
+        guard.start()
+        guard.configure_curve_callback(_DOMAIN, _Holders(self.public))
+        return guard
+
+
+@dataclass(frozen=True)
+class _Holders:
+    """Those who have proved to hold the secret of ``public``."""
+
+    public: bytes
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self.public
+
+
+def read_events_key(path: Path) -> EventsKey:
+    """The key of a file that holds a secret of 32 bytes in hexadecimal, as ``openssl rand -hex 32`` draws it.
+
+    Raises:
+        ConfigError: the file can't be used, or everybody may open it; the message never tells the secret.
+    """
+    try:
+        with path.open("rb") as file:
+            mode = path.stat().st_mode
+            content = file.read(_MAX_FILE_BYTES)
+    except OSError as error:
+        raise ConfigError(f"{_SETTING}: cannot read {path}: {error.strerror}") from error
+    if stat.S_IMODE(mode) & stat.S_IRWXO:
+        raise ConfigError(
+            f"{_SETTING}: {path} is open to everybody: chmod o-rwx (for a Kubernetes secret, defaultMode)"
+        )
+    try:
+        secret = bytes.fromhex(content.decode("ascii"))
+    except ValueError:
+        # `from None`: what lies beneath may quote the secret.
+        raise ConfigError(f"{_SETTING}: {path} must hold hexadecimal digits") from None
+    if len(secret) != _SECRET_BYTES:
+        raise ConfigError(f"{_SETTING}: {path} must hold {_SECRET_BYTES} bytes in hexadecimal, not {len(secret)}")
+    encoded = z85.encode(secret)
+    return EventsKey(zmq.curve_public(encoded), encoded)
