@@ -8,17 +8,14 @@ or never came, are found at once.
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Sequence
-from weakref import WeakSet
-
-import numpy as np
 
 from quartet.engine.base import Engine, RequestKind
 from quartet.engine.core import StepEngine
 from quartet.engine.fingerprint import model_fingerprint
+from quartet.engine.mock.stamps import BlockStamps
 from quartet.engine.runner import ModelRunner, SampledToken
-from quartet.engine.running import RunningRequest, ScheduledChunk
+from quartet.engine.running import ScheduledChunk
 from quartet.kvcache.layout import KvLayout
 from quartet.transfer.base import PoolMemory, Puller
 from services.workers.config import WorkerConfig
@@ -32,10 +29,6 @@ _NUM_LAYERS, _NUM_KV_HEADS, _HEAD_DIM = 16, 8, 64
 _FIRST_TOKEN_ID, _END_TOKEN_ID = 300, 600
 _VOCAB_SIZE = 640
 _DEFAULT_MAX_MODEL_LEN = 8192
-
-
-class WrongBlocksError(Exception):
-    """Blocks do not hold the tokens of the request that they were given to."""
 
 
 def stub_layout(fingerprint: str, block_size: int) -> KvLayout:
@@ -60,10 +53,7 @@ class StubRunner:
         self.vocab_size = _VOCAB_SIZE
         self.eos_token_ids: frozenset[int] = frozenset()
         self.memory: PoolMemory | None = PoolMemory(num_blocks, layout.piece_size_bytes)
-        pool = np.frombuffer(self.memory.view, np.uint32).reshape(num_blocks, -1)
-        self._stamps = pool[:, 0]
-        self._last_words = pool[:, -1]  # a block that came half
-        self._checked: WeakSet[RunningRequest] = WeakSet()
+        self._stamps = BlockStamps(self.memory, layout.block_size)
 
     def run(self, chunks: Sequence[ScheduledChunk]) -> list[SampledToken]:
         """Stamp the blocks that the chunks fill; take a step's time.
@@ -73,10 +63,7 @@ class StubRunner:
         """
         ends_at = time.monotonic() + STEP_S
         for chunk in chunks:
-            if chunk.running not in self._checked:
-                self._checked.add(chunk.running)
-                self._check(chunk.running, chunk.first_position)
-            self._stamp(chunk)
+            self._stamps.take(chunk)
         sampled = [SampledToken(_token_at(len(chunk.running.seq))) for chunk in chunks if chunk.samples]
         time.sleep(max(0.0, ends_at - time.monotonic()))
         return sampled
@@ -85,24 +72,6 @@ class StubRunner:
         """Give the pool back."""
         if self.memory is not None:
             self.memory.close()
-
-    def _stamp(self, chunk: ScheduledChunk) -> None:
-        size, seq = self.layout.block_size, chunk.running.seq
-        first, end = chunk.first_position // size, (chunk.first_position + chunk.num_tokens) // size
-        if first < end:
-            stamps = _stamps(seq.token_ids[first * size : end * size], size)
-            self._stamps[seq.block_table[first:end]] = stamps
-            self._last_words[seq.block_table[first:end]] = stamps
-
-    def _check(self, running: RunningRequest, num_tokens: int) -> None:
-        """Look at the full blocks of the first ``num_tokens`` tokens, whoever computed them."""
-        size = self.layout.block_size
-        num_full = num_tokens // size
-        blocks = running.seq.block_table[:num_full]
-        expected = _stamps(running.seq.token_ids[: num_full * size], size)
-        wrong = (self._stamps[blocks] != expected) | (self._last_words[blocks] != expected)
-        if wrong.any():
-            raise WrongBlocksError(f"blocks {np.flatnonzero(wrong).tolist()} of the sequence hold something else")
 
 
 def create_engine(config: WorkerConfig, kind: RequestKind, puller: Puller) -> Engine:
@@ -118,9 +87,3 @@ def create_engine(config: WorkerConfig, kind: RequestKind, puller: Puller) -> En
 
 def _token_at(position: int) -> int:
     return _FIRST_TOKEN_ID + position % (_END_TOKEN_ID - _FIRST_TOKEN_ID)
-
-
-def _stamps(token_ids: Sequence[int], block_size: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
-    """One digest a block, never 0: a block that nobody wrote is."""
-    tokens = np.asarray(token_ids, np.uint32).reshape(-1, block_size)
-    return np.array([zlib.crc32(block.data) or 1 for block in tokens], np.uint32)

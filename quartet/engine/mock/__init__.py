@@ -1,1 +1,9 @@
 """An engine that takes a real one's time and computes nothing: scheduler, block pool and events are the real ones."""
+
+from __future__ import annotations
+
+from quartet.engine.mock.config import MockEngineConfig, MockSettings
+from quartet.engine.mock.runner import SAMPLING_FIELDS, MockRunner
+from quartet.engine.mock.timing import StepTiming
+
+__all__ = ["SAMPLING_FIELDS", "MockEngineConfig", "MockRunner", "MockSettings", "StepTiming"]
