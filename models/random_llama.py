@@ -1,9 +1,10 @@
 """Makes a small Llama with random weights: a whole Hugging Face checkpoint from a seed, nothing downloaded.
 
 It says nothing sensible, but it is the real thing in every other way (safetensors, byte-level BPE, chat template), so
-the whole system runs on it anywhere. The same seed gives the same bytes.
+the whole system runs on it anywhere. The same seed gives the same bytes. The mock engine needs no weights: for it,
+--no-weights leaves them out, and needs no safetensors.
 
-    python -m models.random_llama --out DIR [--seed 0]
+    python -m models.random_llama --out DIR [--seed 0 | --no-weights]
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 _BOS, _EOS, _PAD = "<|bos|>", "<|eos|>", "<|pad|>"
@@ -73,20 +73,33 @@ def write_random_llama(directory: Path, *, seed: int = 0, shape: LlamaShape | No
 
     ``model.safetensors`` comes last and at once, so where it exists the checkpoint is complete.
     """
+    from safetensors.numpy import save_file
+
+    shape = shape or LlamaShape()
+    write_text_files(directory, shape=shape)
+    partial = directory / "model.safetensors.partial"
+    save_file(_random_weights(shape, seed), partial, metadata={"format": "pt"})
+    partial.chmod(0o644)  # safetensors creates files for their owner only
+    partial.replace(directory / "model.safetensors")
+
+
+def write_text_files(directory: Path, *, shape: LlamaShape | None = None) -> None:
+    """Write all but the weights into ``directory``, created if absent.
+
+    ``tokenizer.json`` comes last and at once, so where it exists all are there.
+    """
     shape = shape or LlamaShape()
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _train_tokenizer(shape.vocab_size)
-    tokenizer.save(str(directory / "tokenizer.json"))
     special_ids = {name: tokenizer.token_to_id(token) for name, token in _special_tokens().items()}
     ids = {f"{name}_id": token_id for name, token_id in special_ids.items()}
     _write_json(directory / "config.json", _config(shape) | ids)
     _write_json(directory / "generation_config.json", ids)
     _write_json(directory / "special_tokens_map.json", _special_tokens())
     _write_json(directory / "tokenizer_config.json", _tokenizer_config(shape))
-    partial = directory / "model.safetensors.partial"
-    save_file(_random_weights(shape, seed), partial, metadata={"format": "pt"})
-    partial.chmod(0o644)  # safetensors creates files for their owner only
-    partial.replace(directory / "model.safetensors")
+    partial = directory / "tokenizer.json.partial"
+    tokenizer.save(str(partial))
+    partial.replace(directory / "tokenizer.json")
 
 
 def main() -> None:
@@ -94,8 +107,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make a small random-weight Llama checkpoint from a seed.")
     parser.add_argument("--out", type=Path, default=Path(".run/models/random-llama"), help="directory to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
+    parser.add_argument("--no-weights", action="store_true", help="write configuration and tokenizer only")
     arguments = parser.parse_args()
-    write_random_llama(arguments.out, seed=arguments.seed)
+    if arguments.no_weights:
+        write_text_files(arguments.out)
+    else:
+        write_random_llama(arguments.out, seed=arguments.seed)
 
 
 def _special_tokens() -> dict[str, str]:
