@@ -19,12 +19,14 @@ from quartet.discovery.etcd_config import EtcdConfig
 from quartet.errors import ConfigError
 from services.child import Child, start_child
 from services.local_etcd import etcd_answers, etcd_command, free_port, own_etcd
-from services.plan import ProcessPlan, plan_router, plan_workers
+from services.plan import ModelNeed, ProcessPlan, plan_router, plan_workers
 from services.seal_key import draw_seal_key
 from services.tools import find_etcd
-from services.topology import DEFAULT_MODEL_PATH, Topology
+from services.topology import DEFAULT_MODEL_PATH, MOCK_MODEL_PATH, Topology
 
 _ETCD = "etcd"
+# What is made there when it is missing; other folders are their owners'.
+_MADE_MODELS = (DEFAULT_MODEL_PATH, MOCK_MODEL_PATH)
 # After the drain: time to take everything down and to leave.
 _EXIT_TIMEOUT_S = 1.0
 _KILL_TIMEOUT_S = 0.5
@@ -110,7 +112,7 @@ class LocalTopology:
             LaunchError: the model could not be made.
         """
         plans = self._plan_workers()
-        await self._provide_models({str(plan.settings["model_path"]) for plan in plans})
+        await self._provide_models({plan.model for plan in plans if plan.model is not None})
         if self._topology.discovery.kind is DiscoveryKind.ETCD:
             await self._provide_etcd()
         if self._topology.seal_keys_file is None:
@@ -143,16 +145,20 @@ class LocalTopology:
     def _plan_workers(self) -> list[ProcessPlan]:
         return [self._adapt(plan) for plan in plan_workers(self._topology, num_cores=self._environment.num_cores)]
 
-    async def _provide_models(self, paths: Collection[str]) -> None:
-        for path in sorted(paths):
-            if Path(path) == DEFAULT_MODEL_PATH and not (DEFAULT_MODEL_PATH / "model.safetensors").is_file():
-                await self._make_model(path)
-            if not (Path(path) / "config.json").is_file():
-                raise ConfigError(f"model.path: {path} holds no config.json: is it a Hugging Face checkpoint?")
+    async def _provide_models(self, models: Collection[ModelNeed]) -> None:
+        for model in sorted(models):
+            path, last_made = Path(model.path), "model.safetensors" if model.has_weights else "tokenizer.json"
+            if path in _MADE_MODELS and not (path / last_made).is_file():
+                await self._make_model(model)
+            needed = "config.json" if model.has_weights else "tokenizer.json"
+            if not (path / needed).is_file():
+                raise ConfigError(f"model.path: {path} holds no {needed}: is it a Hugging Face checkpoint?")
 
-    async def _make_model(self, path: str) -> None:
-        self._observer.progress(f"making a small model with random weights in {path}")
-        command = [sys.executable, "-m", "models.random_llama", "--out", path]
+    async def _make_model(self, model: ModelNeed) -> None:
+        kind = "a small model with random weights" if model.has_weights else "a tokenizer"
+        self._observer.progress(f"making {kind} in {model.path}")
+        options = [] if model.has_weights else ["--no-weights"]
+        command = [sys.executable, "-m", "models.random_llama", "--out", model.path, *options]
         maker = await self._start("model", command, self._environment.variables)
         await _wait_ended([maker], _MAKE_MODEL_TIMEOUT_S)
         self._children.remove(maker)

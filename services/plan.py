@@ -16,6 +16,14 @@ from services.workers.config import EngineKind, WorkerConfig
 _LOOPBACK = "127.0.0.1"
 
 
+@dataclass(frozen=True, order=True)
+class ModelNeed:
+    """The folder of a model that has to be there, and whether its weights have to."""
+
+    path: str
+    has_weights: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProcessPlan:
     """One process to start: ``python -m MODULE --config FILE`` with ``settings`` in the file.
@@ -23,16 +31,18 @@ class ProcessPlan:
     Attributes:
         name: unique in the topology; a worker's is its worker id.
         num_threads: CPU threads of one operation; ``None``: the library's choice.
+        model: that it reads, if any.
     """
 
     name: str
     module: str
     settings: Mapping[str, object]
     num_threads: int | None = None
+    model: ModelNeed | None = None
 
 
 def plan_workers(topology: Topology, *, num_cores: int) -> list[ProcessPlan]:
-    """The workers to start; torch engines that aren't told otherwise share ``num_cores`` among them.
+    """The workers to start; torch engines that aren't told otherwise share ``num_cores`` among them, others get one.
 
     Raises:
         ConfigError: naming the override at fault (``workers[1].overrides.engine.num_blocks``).
@@ -101,8 +111,14 @@ def _worker_config(topology: Topology, group: WorkerGroup, where: str) -> Worker
 
 def _plan_worker(name: str, role: str, config: WorkerConfig, num_threads: int) -> ProcessPlan:
     engine = config.engine
-    if engine.kind is EngineKind.TORCH and engine.num_threads is None:
-        engine = replace(engine, num_threads=num_threads)
+    if engine.num_threads is None:
+        engine = replace(engine, num_threads=num_threads if engine.kind is EngineKind.TORCH else 1)
     settings = to_settings(replace(config, worker_id=name, engine=engine))
     assert isinstance(settings, dict), "a dataclass becomes a mapping"
-    return ProcessPlan(name=name, module=f"services.{role}", settings=settings, num_threads=engine.num_threads)
+    return ProcessPlan(
+        name=name,
+        module=f"services.{role}",
+        settings=settings,
+        num_threads=engine.num_threads,
+        model=ModelNeed(config.model_path, has_weights=engine.kind is EngineKind.TORCH),
+    )

@@ -15,6 +15,8 @@ from services.workers.config import EngineSettings
 
 #: Where a small random model is made when it is not there yet; relative to the working directory.
 DEFAULT_MODEL_PATH = Path(".run/models/random-llama")
+#: The same without weights, for the mock engine.
+MOCK_MODEL_PATH = Path(".run/models/mock")
 #: Where clients look for a router when they are told nothing else.
 DEFAULT_ROUTER_PORT = 50050
 
@@ -27,7 +29,7 @@ class ModelSource:
     """The model that all workers serve, unless their overrides say otherwise.
 
     Attributes:
-        path: folder of a Hugging Face checkpoint, relative to the working directory.
+        path: folder of a Hugging Face checkpoint, relative to the working directory; the mock engine needs no weights.
         name: what requests call it by; empty: the folder's name.
     """
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from quartet.discovery.create import DiscoveryConfig
+from quartet.engine.mock import MockSettings
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.errors import ConfigError
 from quartet.rpc.address import ListenAddress
@@ -21,6 +22,7 @@ class EngineKind(StrEnum):
     """Which engine computes."""
 
     TORCH = "torch"
+    MOCK = "mock"  # takes a model's time and computes nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +31,13 @@ class EngineSettings:
 
     Attributes:
         kind: which engine.
-        dtype: of weights and KV cache, as PyTorch names it; ``auto``: the checkpoint's own.
-        device: ``cpu``, or ``cuda:N``.
+        dtype: of weights and KV cache, as PyTorch names it; ``auto``: the checkpoint's own. For ``torch`` only.
+        device: ``cpu``, or ``cuda:N``. For ``torch`` only.
         num_blocks: KV blocks of the pool.
         block_size: tokens of a block.
         max_model_len: tokens of prompt and output together; ``None``: what the model was made for.
         num_threads: CPU threads of one operation; ``None``: the library's choice.
+        mock: how fast the engine ``mock`` is.
     """
 
     kind: EngineKind = EngineKind.TORCH
@@ -45,6 +48,7 @@ class EngineSettings:
     max_model_len: int | None = None
     num_threads: int | None = None
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    mock: MockSettings = field(default_factory=MockSettings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,7 @@ class WorkerConfig:
     Attributes:
         worker_id: its name in discovery; empty: role, host name and process id.
         model_name: what requests call the model by; empty: the name of the model's folder.
-        model_path: folder with config.json, tokenizer and safetensors files.
+        model_path: folder with config.json, tokenizer and safetensors files; the engine ``mock`` needs no weights.
         server: where gRPC listens.
         advertise_host: host that peers dial, for all ports that others than this host can reach; empty: the one that
             ``server`` listens on.

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from quartet.engine.base import Engine, RequestKind
-from quartet.engine.core import StepEngine
+from quartet.engine.core import ALL_SAMPLING_FIELDS, StepEngine
+from quartet.engine.mock import SAMPLING_FIELDS as MOCK_SAMPLING_FIELDS
+from quartet.engine.mock import MockEngineConfig, MockRunner
 from quartet.engine.runner import ModelRunner
 from quartet.engine.torch import TorchEngineConfig, create_runner
 from quartet.transfer.base import Puller
-from services.workers.config import WorkerConfig
+from services.workers.config import EngineKind, WorkerConfig
 
 #: Makes an engine, not started yet, that runs requests of one kind and pulls hand-offs by the puller.
 EngineFactory: TypeAlias = Callable[[WorkerConfig, RequestKind, Puller], Engine]
@@ -20,8 +22,19 @@ def create_engine(config: WorkerConfig, kind: RequestKind, puller: Puller) -> En
     """The engine that ``config`` names, not started yet.
 
     Raises:
-        InvalidRequestError: a setting out of range, with its ``field``.
+        ConfigError: a setting out of range.
     """
+    is_mock = config.engine.kind is EngineKind.MOCK
+    return StepEngine(
+        _mock_loader(config) if is_mock else _torch_loader(config),
+        config.engine.scheduler,
+        puller=puller,
+        kinds=frozenset({kind}),
+        sampling_fields=MOCK_SAMPLING_FIELDS if is_mock else ALL_SAMPLING_FIELDS,
+    )
+
+
+def _torch_loader(config: WorkerConfig) -> Callable[[], ModelRunner]:
     settings = config.engine
     torch_config = TorchEngineConfig(
         model_path=config.model_path,
@@ -32,8 +45,16 @@ def create_engine(config: WorkerConfig, kind: RequestKind, puller: Puller) -> En
         max_model_len=settings.max_model_len,
         num_threads=settings.num_threads,
     )
+    return lambda: create_runner(torch_config)
 
-    def load() -> ModelRunner:
-        return create_runner(torch_config)
 
-    return StepEngine(load, settings.scheduler, puller=puller, kinds=frozenset({kind}))
+def _mock_loader(config: WorkerConfig) -> Callable[[], ModelRunner]:
+    settings = config.engine
+    mock_config = MockEngineConfig(
+        model_path=config.model_path,
+        num_blocks=settings.num_blocks,
+        block_size=settings.block_size,
+        max_model_len=settings.max_model_len,
+        settings=settings.mock,
+    )
+    return lambda: MockRunner(mock_config)

@@ -27,6 +27,7 @@ WORKER_IDS = {
     "agg": {"decode-0"},
     "disagg": {"prefill-0", "decode-0"},
     "disagg_2p2d": {"prefill-0", "prefill-1", "decode-0", "decode-1"},
+    "mock_fleet": {"prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2", "decode-3"},
 }
 FREE_PORT = ("--set", "router.port=0")
 ENDLESS = Sampling(ignore_eos=True, max_tokens=3000)

@@ -25,9 +25,9 @@ class Silent:
     def progress(self, message: str) -> None: ...
 
 
-async def start(directory: Path, endpoint: str, *assignments: str) -> LocalTopology:
+async def start(directory: Path, endpoint: str, *assignments: str, model_file: str = "config.json") -> LocalTopology:
     """A launcher of a model that its worker would refuse, so that nothing it starts lives on."""
-    (directory / "config.json").write_text("{}")
+    (directory / model_file).write_text("{}")
     assignments = (f"model.path={directory}", "router.port=0", "discovery.etcd.request_timeout_s=0.5", *assignments)
     environment = Environment(variables={}, num_cores=1, run_dir=directory, etcd_endpoints=(endpoint,))
     local = LocalTopology(load_topology(AGG, assignments), environment, Silent())
@@ -56,4 +56,14 @@ async def test_etcd_endpoints_are_used_with_the_topologys_tls(tmp_path: Path, sh
 
 async def test_etcd_endpoints_that_answer_are_used(tmp_path: Path, shared_etcd: EtcdServer) -> None:
     local = await start(tmp_path, shared_etcd.endpoint)
+    assert [child.name for child in local.children] == ["decode-0", "router"]
+
+
+async def test_a_mock_engine_needs_a_tokenizer_and_no_more(tmp_path: Path, shared_etcd: EtcdServer) -> None:
+    for name in ("bare", "whole"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=r"model.path: .* holds no tokenizer\.json"):
+        await start(tmp_path / "bare", shared_etcd.endpoint, "engine.kind=mock")
+    endpoint = shared_etcd.endpoint
+    local = await start(tmp_path / "whole", endpoint, "engine.kind=mock", model_file="tokenizer.json")
     assert [child.name for child in local.children] == ["decode-0", "router"]

@@ -9,7 +9,7 @@ import pytest
 from quartet.config import build
 from quartet.discovery.base import Role
 from quartet.errors import ConfigError
-from services.plan import merge, plan_router, plan_workers, to_settings
+from services.plan import ModelNeed, merge, plan_router, plan_workers, to_settings
 from services.topology import Topology, load_topology
 from services.workers.config import WorkerConfig
 
@@ -28,6 +28,7 @@ def write(directory: Path, text: str) -> Path:
         ("agg", ["decode-0"]),
         ("disagg", ["prefill-0", "decode-0"]),
         ("disagg_2p2d", ["prefill-0", "prefill-1", "decode-0", "decode-1"]),
+        ("mock_fleet", ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2", "decode-3"]),
     ],
 )
 def test_the_topologies_that_come_along_can_be_read(name: str, worker_ids: list[str]) -> None:
@@ -94,6 +95,13 @@ def test_torch_workers_share_the_cores(tmp_path: Path) -> None:
     assert [plan.num_threads for plan in plan_workers(topology, num_cores=2)] == [1, 1, 1, 7]
 
 
+def test_mock_workers_take_no_share_of_the_cores_and_need_no_weights(tmp_path: Path) -> None:
+    text = "model: {path: m}\nworkers: [{role: decode, overrides: {engine: {kind: mock}}}, {role: prefill}]"
+    plans = plan_workers(load_topology(write(tmp_path, text)), num_cores=4)
+    assert [plan.num_threads for plan in plans] == [1, 4]
+    assert [plan.model for plan in plans] == [ModelNeed("m", has_weights=False), ModelNeed("m", has_weights=True)]
+
+
 def test_assignments_lie_over_the_file(tmp_path: Path) -> None:
     file = write(tmp_path, "router: {port: 1}\nworkers: [{role: decode}]\n")
     topology = load_topology(file, ["router.port=0", "engine.scheduler.max_num_seqs=3", "namespace=other"])
@@ -124,6 +132,11 @@ def test_a_file_registry_needs_no_etcd(tmp_path: Path) -> None:
         ("workers: [{role: decode}]\nrouter: {policy: x}", "router.policy: unknown"),
         ("workers: [{role: decode}]\nengine: {num_blocs: 1}", "engine.num_blocs: unknown"),
         ("workers: [{role: decode}]\nengine: {kind: abacus}", "engine.kind: must be one of"),
+        ("workers: [{role: decode}]\nengine: {mock: {speed_up: 0}}", "engine.mock.speed_up: must be above 0"),
+        (
+            "workers: [{role: decode}]\nengine: {mock: {timing: {decode_base: -1}}}",
+            "engine.mock.timing.decode_base: must not be negative",
+        ),
         ("workers: [{role: decode}]\ndrain_timeout_s: 0", "drain_timeout_s: must be above 0"),
         ("workers: [{role: decode, overrides: {engine: {num_blocs: 1}}}]", r"workers\[0\].overrides.engine.num_blocs:"),
         ("workers: [{role: decode, overrides: {stall_timeout_s: 0}}]", r"workers\[0\].overrides.stall_timeout_s"),
