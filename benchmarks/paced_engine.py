@@ -208,6 +208,10 @@ class PacedEngine:
     def release(self, id: int) -> None:
         """Nothing is held."""
 
+    def request_kv_snapshot(self) -> None:
+        """Nothing is stored."""
+        self._outputs.put_nowait(StepOutput(kv_snapshot=()))
+
     async def outputs(self) -> AsyncIterator[StepOutput]:
         """The steps' outputs, until it is closed."""
         while (output := await self._outputs.get()) is not None:

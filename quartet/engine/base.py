@@ -13,6 +13,7 @@ from typing import Protocol
 
 from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
 from quartet.errors import ServingError
+from quartet.events.kv import RankEvents, StoredBlocks
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff, KvLayout
 from quartet.transfer.base import PoolMemory
@@ -143,6 +144,11 @@ class StepOutput:
     first is output token number ``token_offsets[i]`` (counting from 0, ``generated_token_ids`` included).
     ``logprobs`` is aligned with ``token_ids`` where asked for. Every request gets exactly one of ``finished``,
     ``prefilled``, ``failed``, after which its id never appears again.
+
+    Attributes:
+        kv_events: what became or ceased to be shareable, by data-parallel rank; ranks without a change are left out.
+        kv_snapshot: all that every rank could share once ``kv_events`` of this and all earlier steps are applied;
+            ``None`` unless ``request_kv_snapshot`` asked for it.
     """
 
     ids: Sequence[int] = ()
@@ -154,6 +160,8 @@ class StepOutput:
     finished: Sequence[Finished] = ()
     prefilled: Sequence[Prefilled] = ()
     failed: Sequence[Failed] = ()
+    kv_events: Sequence[RankEvents] = ()
+    kv_snapshot: Sequence[StoredBlocks] | None = None
 
 
 @dataclass(frozen=True)
@@ -242,6 +250,10 @@ class Engine(Protocol):
 
     def release(self, id: int) -> None:
         """Let go of the blocks that a completed prefill holds. Unknown ids are ignored."""
+        ...
+
+    def request_kv_snapshot(self) -> None:
+        """Have one of the next outputs carry a ``kv_snapshot``; one answers all requests before it."""
         ...
 
     def outputs(self) -> AsyncIterator[StepOutput]:

@@ -14,7 +14,16 @@ from quartet.engine.pulls import Pulls
 from quartet.engine.runner import ModelRunner
 from quartet.engine.sampling import OutputOptions, Sampling
 from quartet.engine.scheduler import SchedulerConfig
-from quartet.engine.step_loop import Cancel, Fetched, FetchFailed, Release, StepReport, Submit, num_prefill_tokens
+from quartet.engine.step_loop import (
+    Cancel,
+    Fetched,
+    FetchFailed,
+    Release,
+    StepReport,
+    Submit,
+    TakeKvSnapshot,
+    num_prefill_tokens,
+)
 from quartet.engine.thread import EngineThread, ThreadListener
 from quartet.engine.validation import blocks_payload
 from quartet.errors import (
@@ -143,6 +152,10 @@ class StepEngine:
     def release(self, id: int) -> None:
         """Let go of the blocks that a completed prefill holds. Unknown ids are ignored."""
         self._thread.post(Release(id))
+
+    def request_kv_snapshot(self) -> None:
+        """Have one of the next outputs carry a ``kv_snapshot``; one answers all requests before it."""
+        self._thread.post(TakeKvSnapshot())
 
     def outputs(self) -> AsyncIterator[StepOutput]:
         """The steps' outputs, in order, for one consumer. Ends after ``close``; raises ``EngineError`` when it died."""

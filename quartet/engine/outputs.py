@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from quartet.engine.base import Failed, Finished, Prefilled, RequestKind, Started, StepLogprobs, StepOutput
 from quartet.engine.running import RunningRequest
 from quartet.engine.schedule import TokenOut
 from quartet.errors import ServingError
+from quartet.events.kv import RankEvents, StoredBlocks
 from quartet.transfer.base import FetchResult
 
 
@@ -68,9 +69,12 @@ class OutputBuilder:
             else:
                 self._add_token(out)
 
-    def build(self) -> StepOutput | None:
-        """What came since the last call; ``None`` for nothing."""
-        if not (self._ids or self._started or self._prefilled or self._failed):
+    def build(
+        self, kv_events: Sequence[RankEvents] = (), kv_snapshot: Sequence[StoredBlocks] | None = None
+    ) -> StepOutput | None:
+        """What came since the last call, with what became of the blocks; ``None`` for nothing."""
+        has_kv = kv_events or kv_snapshot is not None
+        if not (self._ids or self._started or self._prefilled or self._failed or has_kv):
             return None
         output = StepOutput(
             ids=self._ids,
@@ -82,6 +86,8 @@ class OutputBuilder:
             finished=self._finished,
             prefilled=self._prefilled,
             failed=self._failed,
+            kv_events=kv_events,
+            kv_snapshot=kv_snapshot,
         )
         self._clear()
         return output

@@ -15,8 +15,12 @@ from quartet.engine.schedule import Pull, Schedule
 from quartet.engine.scheduler import Scheduler, SchedulerConfig
 from quartet.engine.validation import EngineLimits
 from quartet.errors import RequestCancelledError, ServingError
+from quartet.events.kv import RankEvents, StoredBlocks
 from quartet.kvcache.block_pool import BlockManager
 from quartet.transfer.base import FetchResult
+
+# A step loop is one rank.
+_RANK = 0
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,12 @@ class FetchFailed:
     error: ServingError
 
 
-Message: TypeAlias = Submit | Cancel | Release | Fetched | FetchFailed
+@dataclass(frozen=True)
+class TakeKvSnapshot:
+    """Say all that could be shared after the step."""
+
+
+Message: TypeAlias = Submit | Cancel | Release | Fetched | FetchFailed | TakeKvSnapshot
 
 
 @dataclass(frozen=True)
@@ -111,10 +120,11 @@ class StepLoop:
             vocab_size=runner.vocab_size,
         )
         self._runner = runner
-        self._blocks = BlockManager(runner.num_blocks, block_size)
+        self._blocks = BlockManager(runner.num_blocks, block_size, has_events=True)
         self._scheduler = Scheduler(config, self._blocks, limits, runner.eos_token_ids)
         self._outputs = OutputBuilder(clock)
         self._stopped_pulls: list[int] = []
+        self._has_to_take_kv_snapshot = False
         self._num_steps = 0
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
@@ -132,7 +142,7 @@ class StepLoop:
         if schedule.chunks:
             self._compute(schedule)
         self.is_idle = self._is_idle_after(schedule)
-        report = StepReport(self._outputs.build(), schedule.pulls, self._stopped_pulls)
+        report = StepReport(self._build_output(), schedule.pulls, self._stopped_pulls)
         self._stopped_pulls = []
         self._num_steps += bool(schedule.chunks or report)
         self.snapshot = self._take_snapshot()
@@ -154,6 +164,14 @@ class StepLoop:
         self._num_prompt_tokens += sum(map(_num_given_tokens, schedule.chunks))
         self._num_output_tokens += len(sampled)
 
+    def _build_output(self) -> StepOutput | None:
+        events = self._blocks.take_events()
+        snapshot: list[StoredBlocks] | None = None
+        if self._has_to_take_kv_snapshot:
+            self._has_to_take_kv_snapshot = False
+            snapshot = [StoredBlocks(_RANK, self._blocks.stored_blocks())]
+        return self._outputs.build([RankEvents(_RANK, events)] if events else (), snapshot)
+
     def _take(self, message: Message) -> None:
         match message:
             case Submit(request, submitted_at):
@@ -167,6 +185,8 @@ class StepLoop:
                 self._end_pull(id, None)
             case FetchFailed(id, error):
                 self._end_pull(id, error)
+            case TakeKvSnapshot():
+                self._has_to_take_kv_snapshot = True
 
     def _submit(self, request: EngineRequest, submitted_at: float) -> None:
         self._num_submits += 1

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 
 import grpc
 
 from quartet.discovery.base import WorkerRecord
 from quartet.errors import ModelFilesError
+from quartet.events.kv import KvSnapshotPart
 from quartet.events.load import WorkerLoad
 from quartet.rpc import convert
+from quartet.rpc.convert.kv import from_kv_snapshot_part
 from quartet.rpc.errors import from_rpc_error
 from quartet.v1 import worker_pb2, worker_pb2_grpc
 
@@ -65,6 +67,21 @@ class WorkerClient:
         finally:
             call.cancel()
         return receiver.finish()
+
+    async def kv_snapshot(self, timeout_s: float) -> AsyncIterator[KvSnapshotPart]:
+        """All blocks that it could share, in parts of one number and epoch; whole once this ends without an error.
+
+        Raises:
+            ServingError: the call failed or took too long, or what came makes no sense.
+        """
+        call = self._stub.StreamKvSnapshot(worker_pb2.StreamKvSnapshotRequest(), timeout=timeout_s)
+        try:
+            async for response in call:
+                yield from_kv_snapshot_part(response)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            call.cancel()
 
 
 class _FileReceiver:

@@ -50,6 +50,7 @@ from services.workers.config import WorkerConfig
 from services.workers.dispatcher import DecodeDispatcher, PrefillDispatcher
 from services.workers.engines import EngineFactory, create_engine
 from services.workers.interruption import is_done_before
+from services.workers.kv_events import KvEvents
 from services.workers.servicer import WorkerServicer, worker_service
 from services.workers.worker import Worker
 
@@ -132,6 +133,7 @@ class WorkerProcess:
             dispatcher,
             source,
             server,
+            KvEvents(engine, publisher),
             drain_timeout_s=self._config.drain_timeout_s,
             stall_timeout_s=self._config.stall_timeout_s,
         )

@@ -12,8 +12,10 @@ import grpc
 
 from quartet.discovery.base import WorkerRecord
 from quartet.errors import InvalidRequestError, ModelMismatchError, WorkerUnavailableError
+from quartet.events.kv import KvSnapshot
 from quartet.events.load import WorkerLoad
 from quartet.rpc import convert
+from quartet.rpc.convert.kv import to_kv_snapshot_parts
 from quartet.rpc.durations import to_duration, to_non_negative_seconds
 from quartet.rpc.server import Service
 from quartet.v1 import worker_pb2 as pb
@@ -48,6 +50,10 @@ class WorkerFace(Protocol):
 
     def sample_load(self) -> WorkerLoad:
         """Its load now."""
+        ...
+
+    async def kv_snapshot(self) -> KvSnapshot:
+        """All blocks that it could share at one moment. Raises ``WorkerUnavailableError``."""
         ...
 
     async def drain(self, timeout_s: float | None) -> DrainOutcome:
@@ -93,6 +99,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             yield pb.GetModelFilesResponse(file=pb.ModelFile(name=name, size_bytes=len(data), sha256=digest))
             for begin in range(0, len(data), _PART_BYTES):
                 yield pb.GetModelFilesResponse(data=data[begin : begin + _PART_BYTES])
+
+    async def StreamKvSnapshot(
+        self, request: pb.StreamKvSnapshotRequest, context: _Context
+    ) -> AsyncIterator[pb.StreamKvSnapshotResponse]:
+        """As worker.proto says."""
+        worker = self._required()
+        for part in to_kv_snapshot_parts(await worker.kv_snapshot(), worker.record.epoch):
+            yield part
 
     async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
         """As worker.proto says."""

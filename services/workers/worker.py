@@ -10,12 +10,14 @@ from typing import Protocol
 
 from quartet.discovery.base import Registration, WorkerRecord
 from quartet.engine.base import Engine
+from quartet.events.kv import KvSnapshot
 from quartet.events.load import PlacementProgress, WorkerLoad
 from quartet.rpc import convert
 from quartet.rpc.server import RpcServer
 from quartet.transfer.source import TransferSource
 from services.workers.dispatcher import DecodeDispatcher, PrefillDispatcher
 from services.workers.health import ProgressWatch
+from services.workers.kv_events import KvEvents
 from services.workers.servicer import DrainOutcome
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class Worker:
         dispatcher: DecodeDispatcher | PrefillDispatcher,
         source: TransferSource,
         server: RpcServer,
+        kv_events: KvEvents,
         *,
         drain_timeout_s: float,
         stall_timeout_s: float,
@@ -54,6 +57,7 @@ class Worker:
         self._dispatcher = dispatcher
         self._source = source
         self._server = server
+        self._kv_events = kv_events
         self._drain_timeout_s = drain_timeout_s
         self._progress = ProgressWatch(stall_timeout_s)
         self._look_interval_s = look_interval_s
@@ -81,9 +85,14 @@ class Worker:
     async def consume(self, pacer: Pacer) -> None:
         """Bring the engine's outputs to their streams until it is closed. Raises ``EngineError`` when it dies."""
         self._pacer = pacer
-        async for step in self._engine.outputs():
-            self._dispatcher.route(step)
-            pacer.poke()
+        try:
+            async for step in self._engine.outputs():
+                self._dispatcher.route(step)
+                # Before the load is sampled: it names the last batch before it.
+                self._kv_events.take(step)
+                pacer.poke()
+        finally:
+            self._kv_events.close()
 
     def poke(self) -> None:
         """Something of what the load tells may have changed without an output of the engine."""
@@ -109,6 +118,10 @@ class Worker:
     def sample_load(self) -> WorkerLoad:
         """The load now, for one who asks."""
         return self._load(self._dispatcher.placements)
+
+    async def kv_snapshot(self) -> KvSnapshot:
+        """All blocks that could be shared at one moment, with the number of the last batch of events before it."""
+        return await self._kv_events.snapshot()
 
     def next_load(self) -> WorkerLoad:
         """The load now, for those who listen: ``told`` is called if it goes out."""

@@ -52,6 +52,9 @@ class StubEngine:
     def release(self, id: int) -> None:
         self.released.append(id)
 
+    def request_kv_snapshot(self) -> None:
+        return
+
     async def outputs(self) -> AsyncIterator[StepOutput]:
         return
         yield

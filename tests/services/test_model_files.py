@@ -11,6 +11,7 @@ import pytest
 
 from quartet.discovery.base import WorkerRecord
 from quartet.errors import ModelMismatchError
+from quartet.events.kv import KvSnapshot
 from quartet.events.load import WorkerLoad
 from quartet.rpc.server import RpcServer, ServerConfig
 from quartet.rpc.worker_client import WorkerClient
@@ -26,9 +27,13 @@ class FakeWorker:
 
     record: WorkerRecord = field(default_factory=make_record)
     uptime_s: float = 1.0
+    snapshot: KvSnapshot = field(default_factory=lambda: KvSnapshot(0, ()))
 
     def sample_load(self) -> WorkerLoad:
         return make_load(self.record)
+
+    async def kv_snapshot(self) -> KvSnapshot:
+        return self.snapshot
 
     async def drain(self, timeout_s: float | None) -> DrainOutcome:
         return DrainOutcome(0, 0)

@@ -18,9 +18,11 @@ from quartet.engine.base import RequestKind
 from quartet.errors import DrainingError, RequestCancelledError
 from quartet.telemetry.http import Probes, TelemetryServer
 from services.workers.health import ProgressWatch
+from services.workers.kv_events import KvEvents
 from services.workers.worker import Worker
 from tests.engine.fakes import FakeRunner
 from tests.router.records import make_record
+from tests.services.fake_kv import FakeKvPublisher
 from tests.services.inner_workers import WAIT_S, InnerWorker, collect, expected, inner_worker, make_start, until
 
 PROMPT = tuple(range(1, 11))
@@ -44,6 +46,7 @@ def make_worker(inner: InnerWorker, role: Role, *, stall_timeout_s: float = 5.0)
         inner.dispatcher,
         inner.source,
         inner.server,
+        KvEvents(inner.engine, FakeKvPublisher()),
         drain_timeout_s=5.0,
         stall_timeout_s=stall_timeout_s,
         look_interval_s=0.01,

@@ -1,0 +1,95 @@
+"""A worker's KV events: published as its engine's steps bring them, and summed up for who joins late."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from quartet.engine.base import StepOutput
+from quartet.errors import ServingError, WorkerUnavailableError
+from quartet.events.kv import KvSnapshot, RankEvents
+
+# A step takes far less; a longer one is an engine that stands still.
+_SNAPSHOT_TIMEOUT_S = 10.0
+
+
+class KvPublisher(Protocol):
+    """Tells everybody who listens (``quartet.events.publisher.EventPublisher``)."""
+
+    @property
+    def kv_number(self) -> int:
+        """Number of the last batch published; 0: none was."""
+        ...
+
+    def publish_kv(self, changed: RankEvents) -> None:
+        """Tell what changed. Never blocks."""
+        ...
+
+
+class SnapshotSource(Protocol):
+    """An engine, as far as it is needed here."""
+
+    def request_kv_snapshot(self) -> None:
+        """Have one of the next outputs carry a ``kv_snapshot``."""
+        ...
+
+
+class KvEvents:
+    """Publishes what one engine's outputs say of blocks. Lives on the event loop.
+
+    Batches are numbered as they are published, and a snapshot comes with an output, like any event: so its number is
+    that of the last batch before it, without anybody having to stop.
+    """
+
+    def __init__(self, engine: SnapshotSource, publisher: KvPublisher) -> None:
+        """Publish to ``publisher``; whoever reads the outputs of ``engine`` calls ``take`` with each, in order."""
+        self._engine = engine
+        self._publisher = publisher
+        self._waiting: list[asyncio.Future[KvSnapshot]] = []
+        self._is_closed = False
+
+    def take(self, step: StepOutput) -> None:
+        """Publish what ``step`` changed, and answer those who wait for a snapshot if it brings one."""
+        for changed in step.kv_events:
+            self._publisher.publish_kv(changed)
+        if step.kv_snapshot is None:
+            return
+        snapshot = KvSnapshot(self._publisher.kv_number, step.kv_snapshot)
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(snapshot)
+
+    async def snapshot(self) -> KvSnapshot:
+        """All that could be shared at some moment between now and the answer. Those who wait together share one.
+
+        Raises:
+            WorkerUnavailableError: the engine is dead or closed, or takes no step in time.
+        """
+        if self._is_closed:
+            raise _gone()
+        future: asyncio.Future[KvSnapshot] = asyncio.get_running_loop().create_future()
+        if not self._waiting:
+            self._engine.request_kv_snapshot()
+        self._waiting.append(future)
+        try:
+            async with asyncio.timeout(_SNAPSHOT_TIMEOUT_S):
+                return await future
+        except TimeoutError:
+            message = f"the engine has taken no step within {_SNAPSHOT_TIMEOUT_S:g} s"
+            raise WorkerUnavailableError(message, retry_delay_s=1.0) from None
+        finally:
+            if future in self._waiting:
+                self._waiting.remove(future)
+
+    def close(self) -> None:
+        """The outputs have ended: fail those who wait, and who comes later. May be called twice."""
+        self._is_closed = True
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_exception(_gone())
+
+
+def _gone() -> ServingError:
+    return WorkerUnavailableError("the engine of this worker is dead or closed")
