@@ -10,6 +10,7 @@ import typer
 from cli.bench.command import bench
 from cli.chat import chat
 from cli.generate import generate
+from cli.traces.command import trace
 from cli.up import up
 from cli.workers import workers
 
@@ -21,7 +22,7 @@ app = typer.Typer(
     # Locals hold prompts.
     pretty_exceptions_show_locals=False,
 )
-for command in (up, generate, chat, workers, bench):
+for command in (up, generate, chat, workers, bench, trace):
     app.command()(command)
 
 
