@@ -155,5 +155,15 @@ def sequence_hashes(
     for index, suffix in media_suffixes(media, block_size, len(token_ids)).items():
         if index < len(blocks):
             blocks[index] += suffix
-    parent = extra_key.hash_seed
-    return [parent := chain_hash(parent, hash_bytes(block)) for block in blocks]
+    return _chain(extra_key.hash_seed, [xxh3_64_intdigest(block, HASH_SEED) for block in blocks])
+
+
+def _chain(parent: int | None, block_hashes: list[int]) -> list[int]:
+    """``chain_hash`` of each, from the first on, without a call of ours for each: a long prompt has a thousand."""
+    if parent is None:
+        if not block_hashes:
+            return []
+        parent = block_hashes[0]
+        return [parent, *_chain(parent, block_hashes[1:])]
+    pack, digest = _PARENT_AND_BLOCK.pack, xxh3_64_intdigest
+    return [parent := digest(pack(parent, block_hash), HASH_SEED) for block_hash in block_hashes]
