@@ -112,7 +112,7 @@ class Decoder:
         num_rotated = shape.num_heads + shape.num_kv_heads
         heads = self._buffers.take("heads", num_tokens, num_rotated + shape.num_kv_heads, shape.head_dim)
         for rows in slices:
-            heads[rows] = layer.query_key_value(layer.input_norm(hidden[rows])).view(-1, *heads.shape[1:])
+            layer.query_key_value.write_to(heads[rows].flatten(1), layer.input_norm(hidden[rows]))
             self._norm_heads(layer, heads[rows])
             rope.rotate(heads[rows, :num_rotated], rows)
         keys_values = heads[:, shape.num_heads :].view(num_tokens, 2, -1, shape.head_dim).transpose(0, 1)

@@ -11,7 +11,7 @@ from torch import nn
 
 from quartet.engine.torch.attention import LayerAttention
 from quartet.engine.torch.decoder import Decoder, DecoderLayer, HeadShape, Norm
-from quartet.engine.torch.linear import Linear, PackedLinear, PlainLinear, can_pack
+from quartet.engine.torch.linear import Linear, PlainLinear, best_order
 from quartet.kvcache.layout import KvLayout
 
 # Their decoder layers were read; another class may compute something else with modules of the same names.
@@ -33,7 +33,7 @@ def fuse(model: transformers.PreTrainedModel, attentions: Sequence[LayerAttentio
     """Run ``model`` by hand; ``None`` where some part of it is not known to the letter: nothing was changed then.
 
     Weights that are used together become one tensor, and the model's parameters views of it, so that nothing exists
-    twice. Only where they are packed (``PackedLinear``) the model keeps its own: to be dropped with it.
+    twice. Only where they are reordered (``best_order``) the model keeps its own: to be dropped with it.
 
     Args:
         model: with its weights, and not in training.
@@ -127,8 +127,8 @@ def _join(linears: Sequence[nn.Linear]) -> Linear:
         [linear.bias for linear in linears if linear.bias is not None],
     )
     bias = _merge(biases) if biases else None
-    if can_pack(weights[0]):
-        return PackedLinear(torch.cat(weights), bias)
+    if order := best_order(weights[0]):
+        return order(torch.cat(weights), bias)
     return PlainLinear(_merge(weights), bias)
 
 
@@ -142,10 +142,11 @@ def _merge(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _linear(linear: nn.Linear, *, is_shared: bool = False) -> Linear:
-    """``is_shared``: others need the weight as it is, so that packing it would be a second copy."""
+    """``is_shared``: others need the weight as it is, so that reordering it would be a second copy."""
     weight = linear.weight.detach()
     bias = None if linear.bias is None else linear.bias.detach()
-    return PackedLinear(weight, bias) if can_pack(weight) and not is_shared else PlainLinear(weight, bias)
+    order = None if is_shared else best_order(weight)
+    return PlainLinear(weight, bias) if order is None else order(weight, bias)
 
 
 def _norm(norm: Any) -> Norm:

@@ -19,7 +19,7 @@ from quartet.engine.torch.attention import LayerAttention, PagedStep
 from quartet.engine.torch.config import TorchEngineConfig
 from quartet.engine.torch.decoder import Decoder
 from quartet.engine.torch.fuse import fuse
-from quartet.engine.torch.linear import PackedLinear, PlainLinear, can_pack
+from quartet.engine.torch.linear import PackedLinear, PlainLinear, TransposedLinear, best_order
 from quartet.engine.torch.runner import TorchRunner
 from quartet.kvcache.layout import KvLayout
 from tests.engine.torch.checkpoints import FAMILIES, make_config
@@ -153,7 +153,7 @@ def test_joined_weights_do_not_exist_twice() -> None:
             assert len(storages) == 1
 
 
-def test_packed_weights_replace_the_models_own(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reordered_weights_replace_the_models_own(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     models: list[weakref.ref[Any]] = []
 
     def watch(model: Any, *others: Any) -> Decoder | None:
@@ -168,19 +168,32 @@ def test_packed_weights_replace_the_models_own(checkpoint: Checkpoints, monkeypa
     runner.close()
 
 
+@pytest.mark.parametrize("order", [PackedLinear, TransposedLinear])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 3, 300])
-def test_a_packed_product_is_the_plain_one(num_rows: int, has_bias: bool) -> None:
+def test_a_product_in_another_order_is_the_plain_one(
+    num_rows: int, has_bias: bool, order: type[PackedLinear] | type[TransposedLinear]
+) -> None:
     weight, bias = torch.randn(48, 32), torch.randn(48) if has_bias else None
-    assert can_pack(weight)
-    assert not can_pack(weight.double())
-    plain, packed = PlainLinear(weight, bias), PackedLinear(weight, bias)
+    plain, reordered = PlainLinear(weight, bias), order(weight.clone(), bias)
     rows, sums = torch.randn(num_rows, 32), torch.randn(num_rows, 48)
-    torch.testing.assert_close(packed(rows), plain(rows), rtol=1e-5, atol=1e-5)
-    added = sums.clone()
-    packed.add_to(added, rows)
-    plain.add_to(sums, rows)
-    torch.testing.assert_close(added, sums, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
-        packed(rows[:, :16].repeat(1, 2)), plain(rows[:, :16].repeat(1, 2)), rtol=1e-5, atol=1e-5
-    )
+    expected = torch.nn.functional.linear(rows, weight, bias)
+    for linear in (plain, reordered):
+        torch.testing.assert_close(linear(rows), expected, rtol=1e-5, atol=1e-5)
+        added, written = sums.clone(), torch.full_like(sums, float("nan"))
+        linear.add_to(added, rows)
+        linear.write_to(written, rows)
+        torch.testing.assert_close(added, sums + expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(written, expected, rtol=1e-5, atol=1e-5)
+    twice = rows[:, :16].repeat(1, 2)
+    torch.testing.assert_close(reordered(twice), plain(twice), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("capability", "order"), [("AVX2", TransposedLinear), ("AVX512", PackedLinear)])
+def test_the_processor_decides_on_the_order_of_float32_weights_and_float64_stays_as_it_is(
+    capability: str, order: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert best_order(torch.randn(48, 32)) is order
+    assert best_order(torch.randn(48, 32, dtype=torch.float64)) is None
+    assert best_order(torch.randn(48, 32, device="meta")) is None
