@@ -1,7 +1,8 @@
 """The torch engine beside ``generate`` of transformers: one checkpoint, one CPU thread, the same greedy tokens.
 
 Rounds of both sides alternate in one process, each round with prompts that nobody has seen, because a machine's speed
-drifts and a prefix cache remembers. What the sides put out is compared: a wrong engine can't win.
+drifts and a prefix cache remembers. What the sides put out is compared: a wrong engine can't win. Where prompts are
+all there is, the bare kernels run in every round as well: what is the most that an engine on them could reach.
 
     python -m benchmarks.engine --json FILE [--short] [--only NAME ...]
 """
@@ -21,10 +22,12 @@ from statistics import median
 
 import torch
 
+from benchmarks.engine_floor import Floor
 from benchmarks.engine_sides import NUM_THREADS, GenerateSide, QuartetSide, Side, Tokens, write_checkpoint
 from benchmarks.engine_work import WORKLOADS, Workload
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, add_report_argument, write_report
+from quartet.engine.scheduler import SchedulerConfig
 
 _ROUNDS = 5
 # Of the short form. A round of these two takes 24 and 16 s of CPU time, one of all the others together 8 s.
@@ -52,6 +55,9 @@ class Comparison:
     Attributes:
         ratio: median over the rounds of ours over theirs, by the clock.
         cpu_ratio: the same by CPU time of the whole process, which other processes on the machine disturb less.
+        ceiling: median over the rounds of theirs over the bare kernels' (``Floor``), by the clock; ``None``: not for
+            this workload.
+        cpu_ceiling: the same by CPU time.
         num_ties: outputs that differ from a token on that both sides' logits hold for as good as the other.
     """
 
@@ -59,6 +65,8 @@ class Comparison:
     generate: Rounds
     ratio: float
     cpu_ratio: float
+    ceiling: float | None
+    cpu_ceiling: float | None
     num_outputs: int
     num_ties: int
 
@@ -81,6 +89,15 @@ class _Round:
     num_tokens: int
     wall_s: float
     cpu_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sides:
+    """All that is measured."""
+
+    quartet: QuartetSide
+    generate: GenerateSide
+    floor: Floor
 
 
 def main() -> None:
@@ -109,19 +126,23 @@ async def _run(num_rounds: Mapping[str, int]) -> Results:
     torch.set_num_threads(NUM_THREADS)
     with LiveLine() as line, tempfile.TemporaryDirectory(prefix="quartet-benchmark-") as directory:
         num_parameters = write_checkpoint(Path(directory))
-        quartet, generate = QuartetSide(Path(directory)), GenerateSide(Path(directory))
+        sides = _Sides(
+            quartet=QuartetSide(Path(directory)),
+            generate=GenerateSide(Path(directory)),
+            floor=Floor(Path(directory), max_num_batched_tokens=SchedulerConfig().max_num_batched_tokens),
+        )
         try:
-            await quartet.start()
+            await sides.quartet.start()
             workloads: dict[str, Comparison] = {}
-            await _compare(_WARM_UP, quartet, generate, num_rounds=1)
+            await _compare(_WARM_UP, sides, num_rounds=1)
             for name in num_rounds:
                 async with asyncio.TaskGroup() as group:
                     live = group.create_task(line.follow(_describe_progress(name)))
-                    workloads[name] = await _compare(name, quartet, generate, num_rounds[name])
+                    workloads[name] = await _compare(name, sides, num_rounds[name])
                     live.cancel()
                 line.say(_describe(name, workloads[name]))
         finally:
-            await quartet.close()
+            await sides.quartet.close()
     return Results(
         num_parameters=num_parameters,
         num_threads=NUM_THREADS,
@@ -131,21 +152,24 @@ async def _run(num_rounds: Mapping[str, int]) -> Results:
     )
 
 
-async def _compare(name: str, quartet: QuartetSide, generate: GenerateSide, num_rounds: int) -> Comparison:
+async def _compare(name: str, sides: _Sides, num_rounds: int) -> Comparison:
     source = random.Random(name)
     ours: list[_Round] = []
     theirs: list[_Round] = []
+    bare: list[_Round] = []
     num_ties = 0
     for number in range(num_rounds):
         workload = WORKLOADS[name](source)
         # Who goes first changes: what the first one leaves in caches and clocks is no side's advantage.
         if number % 2:
-            measured, expected = await _measure(generate, workload)
-            mine, tokens = await _measure(quartet, workload)
+            measured, expected = await _measure(sides.generate, workload)
+            mine, tokens = await _measure(sides.quartet, workload)
         else:
-            mine, tokens = await _measure(quartet, workload)
-            measured, expected = await _measure(generate, workload)
-        num_ties += count_ties(workload, tokens, expected, generate)
+            mine, tokens = await _measure(sides.quartet, workload)
+            measured, expected = await _measure(sides.generate, workload)
+        if workload.counts_prompts:
+            bare.append((await _measure(sides.floor, workload))[0])
+        num_ties += count_ties(workload, tokens, expected, sides.generate)
         ours.append(mine)
         theirs.append(measured)
     return Comparison(
@@ -153,6 +177,8 @@ async def _compare(name: str, quartet: QuartetSide, generate: GenerateSide, num_
         generate=_summarise(theirs),
         ratio=median(b.wall_s / a.wall_s for a, b in zip(ours, theirs, strict=True)),
         cpu_ratio=median(b.cpu_s / a.cpu_s for a, b in zip(ours, theirs, strict=True)),
+        ceiling=median(b.wall_s / a.wall_s for a, b in zip(bare, theirs, strict=True)) if bare else None,
+        cpu_ceiling=median(b.cpu_s / a.cpu_s for a, b in zip(bare, theirs, strict=True)) if bare else None,
         num_outputs=len(workload.jobs) * num_rounds,
         num_ties=num_ties,
     )
@@ -201,8 +227,9 @@ def _describe_progress(name: str) -> Callable[[float, float], str]:
 
 def _describe(name: str, comparison: Comparison) -> str:
     ours, theirs = comparison.quartet.tokens_per_s, comparison.generate.tokens_per_s
+    most = "" if comparison.ceiling is None else f" of {comparison.ceiling:.2f} at most"
     return (
-        f"{name}: {ours:.0f} tok/s beside {theirs:.0f}: {comparison.ratio:.2f} "
+        f"{name}: {ours:.0f} tok/s beside {theirs:.0f}: {comparison.ratio:.2f}{most} "
         f"(by CPU time {comparison.cpu_ratio:.2f}; {comparison.num_ties} of {comparison.num_outputs} outputs tie)"
     )
 

@@ -25,7 +25,7 @@ class Workload:
     """Requests that come at once.
 
     Attributes:
-        counts_prompts: what is useful are the prompts' tokens, not the output's.
+        counts_prompts: what is useful are the prompts' tokens, not the output's; each request wants one token.
     """
 
     jobs: Sequence[Job]

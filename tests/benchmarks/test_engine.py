@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.engine import count_ties, rounds_of
+from benchmarks.engine_floor import Floor
 from benchmarks.engine_sides import GenerateSide, QuartetSide, write_checkpoint
 from benchmarks.engine_work import VOCAB_SIZE, WORKLOADS, Job, Workload, ragged_32, shared_prefix_32
+from benchmarks.tables.engine import engine_tables
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +40,23 @@ def small_work() -> Workload:
     )
 
 
+class _Counter(TorchDispatchMode):
+    """Counts products and attentions that PyTorch computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_products = 0
+        self.num_attentions = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = str(func)
+        self.num_products += "mm." in name or "linear" in name
+        self.num_attentions += "scaled_dot_product" in name
+        return func(*args, **(kwargs or {}))
+
+
 def test_medians_are_of_five_rounds_and_in_the_short_form_of_three_at_least() -> None:
     assert {rounds_of(name, is_short=False) for name in WORKLOADS} == {5}
     assert {rounds_of(name, is_short=True) for name in WORKLOADS} == {3, 5}
@@ -57,6 +79,46 @@ def test_rounds_share_no_prompt() -> None:
 
 def test_of_prompts_only_their_own_tokens_are_useful() -> None:
     assert WORKLOADS["prefill"](random.Random(0)).num_useful_tokens == 32 * 256
+
+
+def test_only_workloads_of_prompts_have_a_floor() -> None:
+    work = {name: make(random.Random(0)) for name, make in WORKLOADS.items()}
+    assert {name for name in work if work[name].counts_prompts} == {"prefill", "long_prompt"}
+    assert {job.num_output_tokens for made in work.values() if made.counts_prompts for job in made.jobs} == {1}
+
+
+def test_the_floor_multiplies_and_attends_as_often_as_a_step_of_the_engine_does(checkpoint: Path) -> None:
+    # 1500 tokens are two steps of at most 1024, of 600 and of 900: 3 and 4 slices of 256 rows in 8 layers.
+    floor = Floor(checkpoint, max_num_batched_tokens=1024)
+    jobs = [Job(prompt=(0,) * num_tokens, num_output_tokens=1) for num_tokens in (300, 300, 500, 400)]
+    with _Counter() as counter:
+        floor._run(list(floor._steps(jobs)))
+    assert list(floor._steps(jobs)) == [[300, 300], [500, 400]]
+    assert counter.num_attentions == 8 * 4
+    assert counter.num_products == 8 * 4 * (3 + 4) + 2
+
+
+async def test_a_floor_is_of_prompts_alone(checkpoint: Path) -> None:
+    floor = Floor(checkpoint, max_num_batched_tokens=64)
+    with pytest.raises(ValueError, match="one token out"):
+        await floor.run([Job(prompt=(1, 2), num_output_tokens=2)])
+    with pytest.raises(ValueError, match="up to 64 tokens"):
+        await floor.run([Job(prompt=(1,) * 65, num_output_tokens=1)])
+
+
+def test_the_table_has_a_ceiling_where_there_is_one() -> None:
+    side = {"tokens_per_s": 1000.0}
+    old = {"quartet": side, "generate": side, "ratio": 1.25, "cpu_ratio": 1.5, "num_ties": 0, "num_outputs": 7}
+    new = old | {"ceiling": 1.75, "cpu_ceiling": 2.25}
+    none = old | {"ceiling": None, "cpu_ceiling": None}
+    table = engine_tables({"workloads": {"one_stream": none, "prefill": new, "long_prompt": old}})
+    rows = {line.split("`")[1]: [cell.strip() for cell in line.split("|")] for line in table.splitlines()[2:]}
+    column = [cell.strip() for cell in table.splitlines()[0].split("|")].index("ceiling")
+    assert {name: row[column] for name, row in rows.items()} == {
+        "one_stream": "",
+        "prefill": "1.75, 2.25",
+        "long_prompt": "",
+    }
 
 
 async def test_both_sides_put_out_the_same(checkpoint: Path, reference: GenerateSide) -> None:
