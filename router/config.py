@@ -39,6 +39,8 @@ class RouterConfig:
         session: bounds of each session.
         seal_keys_file: keys that seal placements (see ``quartet.rpc.seal_keys``); ``None``: Place is not offered.
         seal_ttl_s: a placement must be taken up within it. Less where a hand-off's lease is shorter.
+        events_key_file: the key that workers serve their events with (see ``quartet.events.curve``); ``None``: they are
+            listened to in the clear.
         trusted_gateways: names of client identities whose ``tenant`` is believed.
         drain_timeout_s: running requests get this long to end after SIGTERM.
     """
@@ -56,6 +58,7 @@ class RouterConfig:
     session: SessionLimits = field(default_factory=SessionLimits)
     seal_keys_file: Path | None = None
     seal_ttl_s: float = 20.0
+    events_key_file: Path | None = None
     trusted_gateways: tuple[str, ...] = ()
     drain_timeout_s: float = 30.0
     log: LogConfig = field(default_factory=LogConfig)

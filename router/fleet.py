@@ -22,6 +22,7 @@ from quartet.discovery.base import (
 from quartet.discovery.host import host_identity
 from quartet.discovery.place import Place
 from quartet.errors import DrainingError, ServingError, TransferError, WorkerUnavailableError
+from quartet.events.curve import EventsKey
 from quartet.events.load import NumberedLoad
 from quartet.events.subscriber import EventSubscriber
 from quartet.kvcache.layout import HandOff
@@ -36,6 +37,8 @@ from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.lease import HandOffLease
 from quartet.transfer.grpc.puller import TransferPuller
 from router.connections import WorkerConnection
+from router.kv_feed import KvIndex
+from router.kv_join import KvJoins
 from router.model_texts import FetchedTexts
 from router.worker import PoolKey
 from router.worker_table import WorkerTable
@@ -55,15 +58,33 @@ class Fleet:
     its stream broke, and when it has been silent for long.
     """
 
-    def __init__(self, table: WorkerTable, metrics: RouterMetrics, tls: TlsConfig | None) -> None:
-        """Connect to nobody yet; needs a running event loop."""
+    def __init__(
+        self,
+        table: WorkerTable,
+        metrics: RouterMetrics,
+        tls: TlsConfig | None,
+        *,
+        events_key: EventsKey | None = None,
+        kv_index: KvIndex | None = None,
+    ) -> None:
+        """Connect to nobody yet; needs a running event loop.
+
+        Args:
+            table: kept up to date.
+            metrics: of the router.
+            tls: to dial workers with.
+            events_key: that workers serve their events with; ``None``: in the clear.
+            kv_index: kept equal to what workers hold; ``None``: their KV events are not listened to.
+        """
         self.texts = FetchedTexts(self._fetch_files)
         #: Set once discovery has told of every worker that it knew at the start.
         self.is_synchronised = asyncio.Event()
         self._table = table
         self._metrics = metrics
         self._tls = tls
-        self._subscriber = EventSubscriber(self._take_load, metrics.count_malformed_event)
+        self._kv = None if kv_index is None else KvJoins(kv_index)
+        on_kv = None if self._kv is None else self._kv.take_batch
+        self._subscriber = EventSubscriber(self._take_load, metrics.count_malformed_event, on_kv, key=events_key)
         self._connections: dict[WorkerKey, WorkerConnection] = {}
         self._probes: dict[WorkerKey, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -132,6 +153,8 @@ class Fleet:
         for task in tasks:
             task.cancel()
         self._subscriber.close()
+        if self._kv is not None:
+            await self._kv.close()
         await self.texts.close()
         # Hand-offs that were just dropped are still told: each takes a second at most.
         await asyncio.gather(*tasks, *self._background, return_exceptions=True)
@@ -159,6 +182,8 @@ class Fleet:
         if record.key not in self._connections:
             logger.info("worker %s at %s, epoch %x", record.worker_id, record.grpc_address, record.epoch)
             self._connections[record.key] = WorkerConnection(record, self._tls, self._broken, self._lost, self.drop)
+            if self._kv is not None:
+                self._kv.enter(record, self._connections[record.key].client)
             self._listen(record)
         self._must_look.set()
 
@@ -177,6 +202,8 @@ class Fleet:
         connection = self._connections.pop(record.key, None)
         if connection is None:
             return
+        if self._kv is not None:
+            self._kv.leave(connection.record)
         address = connection.record.events_address
         if all(other.record.events_address != address for other in self._connections.values()):
             self._subscriber.disconnect(address)
@@ -196,6 +223,8 @@ class Fleet:
 
     def _take_load(self, report: NumberedLoad) -> None:
         self._table.report(report.load, time.monotonic())
+        if self._kv is not None:
+            self._kv.take_load(report)
 
     def _probe(self, record: WorkerRecord) -> None:
         connection = self._connections.get(record.key)

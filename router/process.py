@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from quartet.discovery.create import create_registry
 from quartet.errors import DrainingError
+from quartet.events.curve import read_events_key
 from quartet.rpc.seal_keys import SealKeys
 from quartet.rpc.server import RpcServer
 from quartet.rpc.stalled_calls import StalledCalls
@@ -42,12 +43,13 @@ class RouterProcess:
     """One router, from the start to the end of ``run``."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """No port is opened before ``run``. Raises ``ConfigError``: there are no keys in the file for them."""
+        """No port is opened before ``run``. Raises ``ConfigError``: a file of keys holds none."""
         self._config = config
         self._registry = CollectorRegistry()
         self._metrics = RouterMetrics(self._registry)
         self._stalled = StalledCalls(config.stall_timeout_s)
         self._seal_keys = None if config.seal_keys_file is None else SealKeys(config.seal_keys_file)
+        self._events_key = None if config.events_key_file is None else read_events_key(config.events_key_file)
         self._is_ready = False
         #: ``host:port`` of gRPC once ``run`` serves.
         self.address = ""
@@ -67,7 +69,7 @@ class RouterProcess:
             # New at each start: workers' reports must not count in what another life of this router placed.
             router_id = f"router-{secrets.token_hex(8)}"
             table = WorkerTable(router_id, heartbeat_timeout_s=config.heartbeat_timeout_s)
-            fleet = Fleet(table, self._metrics, config.server.tls)
+            fleet = Fleet(table, self._metrics, config.server.tls, events_key=self._events_key)
             stack.push_async_callback(fleet.close)
             pipeline = self._pipeline(table, fleet)
             servicer = RouterServicer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass
 
 import grpc
@@ -68,7 +68,7 @@ class WorkerClient:
             call.cancel()
         return receiver.finish()
 
-    async def kv_snapshot(self, timeout_s: float) -> AsyncIterator[KvSnapshotPart]:
+    async def kv_snapshot(self, timeout_s: float) -> AsyncGenerator[KvSnapshotPart, None]:
         """All blocks that it could share, in parts of one number and epoch; whole once this ends without an error.
 
         Raises:

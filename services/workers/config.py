@@ -63,7 +63,9 @@ class WorkerConfig:
         advertise_host: host that peers dial, for all ports that others than this host can reach; empty: the one that
             ``server`` listens on.
         http_address: ``host:port`` of /metrics, /livez and /readyz, in the clear.
-        events_address: ``host:port`` that the ZMQ PUB socket binds, in the clear.
+        events_address: ``host:port`` that the ZMQ PUB socket binds.
+        events_key_file: the key that events are served with (see ``quartet.events.curve``); ``None``: in the clear,
+            which takes loopback, or ``server.insecure``.
         seal_keys_file: keys that verify sealed starts, for decode workers (see ``quartet.rpc.seal_keys``); ``None``:
             none is taken.
         drain_timeout_s: running requests get this long to end after SIGTERM.
@@ -78,6 +80,7 @@ class WorkerConfig:
     advertise_host: str = ""
     http_address: str = "127.0.0.1:0"
     events_address: str = "127.0.0.1:0"
+    events_key_file: Path | None = None
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     streams: StreamLimits = field(default_factory=StreamLimits)
@@ -100,7 +103,13 @@ class WorkerConfig:
         """What it listens on, and what peers are told. Raises ``ConfigError`` for what is refused."""
         return Listening(
             grpc=ListenAddress.parse(self.server.address, "server.address"),
-            events=self.server.check_beside(self.events_address, "events_address"),
+            events=self._events_listening(),
             http=self.server.check_beside(self.http_address, "http_address"),
             host=self.advertise_host,
         )
+
+    def _events_listening(self) -> ListenAddress:
+        address = ListenAddress.parse(self.events_address, "events_address")
+        if self.events_key_file is None and not self.server.insecure:
+            address.require_loopback("events_address", "events_key_file, or server.insecure: true")
+        return address

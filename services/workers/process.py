@@ -24,6 +24,7 @@ from quartet.discovery.create import create_registry
 from quartet.discovery.host import host_identity, new_epoch
 from quartet.engine.base import Engine, EngineCapabilities, RequestKind
 from quartet.errors import ConfigError, ServingError
+from quartet.events.curve import read_events_key
 from quartet.events.load import WorkerLoad
 from quartet.events.publisher import EventPublisher, LoadPacer
 from quartet.kvcache.hand_off import HandOffState
@@ -120,9 +121,9 @@ class WorkerProcess:
         grpc_port = await server.start()
         stack.push_async_callback(server.drain, _STREAMS_GRACE_S)
         listening = self._config.listening
-        publisher = EventPublisher(
-            listening.events.host, listening.events.port, worker_id=self._worker_id, epoch=self._epoch
-        )
+        events, key_file = listening.events, self._config.events_key_file
+        key = None if key_file is None else read_events_key(key_file)
+        publisher = EventPublisher(events.host, events.port, worker_id=self._worker_id, epoch=self._epoch, key=key)
         stack.callback(publisher.close)
         addresses = listening.advertise(grpc_port=grpc_port, events_port=publisher.port, http_port=http_port)
         source.advertise(addresses.grpc)

@@ -57,14 +57,26 @@ def test_a_wildcard_that_nobody_can_dial_is_refused(address: str) -> None:
         make_config(address)
 
 
-@pytest.mark.parametrize("field", ["events_address", "http_address"])
-@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "*:0", "192.0.2.1:5555", "worker-1:5555"])
-def test_events_and_probes_stay_on_loopback_like_grpc_unless_it_may_be_open(field: str, address: str) -> None:
-    settings = {"model_path": "model", field: address}
-    with pytest.raises(ConfigError, match=f"^{field}: .*server.tls.*server.insecure"):
+BEYOND_LOOPBACK = ["0.0.0.0:0", "[::]:0", "*:0", "192.0.2.1:5555", "worker-1:5555"]
+
+
+@pytest.mark.parametrize("address", BEYOND_LOOPBACK)
+def test_probes_stay_on_loopback_like_grpc_unless_it_may_be_open(address: str) -> None:
+    settings = {"model_path": "model", "http_address": address}
+    with pytest.raises(ConfigError, match=r"^http_address: .*server.tls.*server.insecure"):
         build(WorkerConfig, settings)
     for opening in ({"insecure": True}, {"tls": TLS}):
         build(WorkerConfig, {**settings, "server": opening})
+
+
+@pytest.mark.parametrize("address", BEYOND_LOOPBACK)
+def test_events_stay_on_loopback_unless_they_are_encrypted_or_need_not_be(address: str) -> None:
+    settings = {"model_path": "model", "events_address": address}
+    for opening in ({}, {"server": {"tls": TLS}}):
+        with pytest.raises(ConfigError, match=r"^events_address: .*events_key_file.*server.insecure"):
+            build(WorkerConfig, {**settings, **opening})
+    for opening in ({"server": {"insecure": True}}, {"events_key_file": "key"}):
+        build(WorkerConfig, {**settings, **opening})
 
 
 @pytest.mark.parametrize("field", ["events_address", "http_address"])
