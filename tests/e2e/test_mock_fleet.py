@@ -1,0 +1,81 @@
+"""A fleet of mock engines under a trace: real processes, routing and hand-offs, and not a byte of torch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from asyncio.subprocess import PIPE
+from pathlib import Path
+
+import pytest
+
+from cli.traces.format import BLOCK_SIZE, read_trace, write_trace
+from cli.traces.generate import TraceConfig, generate
+from cli.traces.sessions import SessionConfig
+from quartet.client import QuartetClient, Sampling
+from tests.e2e.up import CONFIGS, QUARTET, Up
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("etcd_binary")]
+
+NUM_REQUESTS = 24
+BENCH_TIMEOUT_S = 90.0
+SESSIONS = SessionConfig(
+    num_turns=2, think_time_s=1, message_tokens=300, output_tokens=12, system_tokens=1100, num_system_prompts=1
+)
+
+
+async def bench(up: Up, trace: Path) -> dict[str, object]:
+    """Send the trace's requests one after the other; the one load's figures."""
+    options = ("--trace", str(trace), "--concurrency", "1", "--json", "-")
+    command = (QUARTET, "bench", "--router", up.router_address, *options)
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+    async with asyncio.timeout(BENCH_TIMEOUT_S):
+        out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    [point] = json.loads(out)["points"]
+    assert isinstance(point, dict)
+    return point
+
+
+async def test_a_trace_is_answered_in_full_with_its_prefixes_reused_and_no_torch_in_any_process(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl.gz"
+    write_trace(generate(TraceConfig(sessions=SESSIONS, max_requests=NUM_REQUESTS)), trace)
+    requests = read_trace(trace)
+    options = ("--set", "router.port=0", "--set", "engine.mock.speed_up=20")
+    async with Up(tmp_path, str(CONFIGS / "mock_fleet.yaml"), *options) as up:
+        await up.wait_ready()
+        point = await bench(up, trace)
+        assert point["requests"] == {"sent": NUM_REQUESTS, "finished": NUM_REQUESTS, "failed": 0, "cut_off": 0}
+        assert point["prompt_tokens"] == sum(request.num_input_tokens for request in requests)
+        assert point["output_tokens"] == sum(request.num_output_tokens for request in requests)
+        # Each of the two prefill workers computes the one system prompt once at most.
+        shared_ids = frozenset.intersection(*(frozenset(request.hash_ids) for request in requests))
+        assert shared_ids
+        cached_tokens = point["cached_tokens"]
+        assert isinstance(cached_tokens, int)
+        assert cached_tokens >= (NUM_REQUESTS - 2) * len(shared_ids) * BLOCK_SIZE
+        await check_answers_are_the_same_everywhere(up)
+        assert not any(map(has_torch, workers(up)))
+        await up.end(signal.SIGINT)
+
+
+async def check_answers_are_the_same_everywhere(up: Up) -> None:
+    """As many at once as there are decode workers, and more."""
+    async with QuartetClient(up.router_address) as client:
+        sampling = Sampling(max_tokens=20)
+        answers = await asyncio.gather(*(client.complete("The sea", sampling=sampling, seed=7) for _ in range(12)))
+    [token_ids] = {answer.choices[0].token_ids for answer in answers}
+    assert len(token_ids) == 20
+    places = {answer.accepted.choices[0].decode.worker_id for answer in answers}
+    assert len(places) > 1
+
+
+def has_torch(pid: int) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def workers(up: Up) -> list[int]:
+    found = [pid for pid, command in up.processes().items() if "-m services." in command]
+    assert len(found) == 6
+    return found
