@@ -62,8 +62,7 @@ class StubRunner:
             WrongBlocksError: a block does not hold what its request's tokens give.
         """
         ends_at = time.monotonic() + STEP_S
-        for chunk in chunks:
-            self._stamps.take(chunk)
+        self._stamps.take(chunks)
         sampled = [SampledToken(_token_at(len(chunk.running.seq))) for chunk in chunks if chunk.samples]
         time.sleep(max(0.0, ends_at - time.monotonic()))
         return sampled

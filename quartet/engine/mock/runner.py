@@ -83,11 +83,10 @@ class MockRunner:
         ids = frozenset(chunk.running.id for chunk in chunks)
         self._pacer.begin(is_continued=not ids.isdisjoint(self._last_ids))
         self._last_ids = ids
-        for chunk in chunks:
-            self._stamps.take(chunk)
-        sampled = [SampledToken(self._tokens.next(chunk.running)) for chunk in chunks if chunk.samples]
+        self._stamps.take(chunks)
+        token_ids = self._tokens.next([chunk.running for chunk in chunks if chunk.samples])
         self._pacer.end(self.step_s(chunks))
-        return sampled
+        return [SampledToken(token_id) for token_id in token_ids]
 
     def step_s(self, chunks: Sequence[ScheduledChunk]) -> float:
         """Seconds that a step of ``chunks`` takes."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from weakref import WeakSet
 
 import numpy as np
 
@@ -27,18 +26,19 @@ class BlockStamps:
         pool = np.frombuffer(memory.view, np.uint32).reshape(memory.num_blocks, -1)
         self._first_words, self._last_words = pool[:, 0], pool[:, -1]
         self._block_size = block_size
-        self._checked: WeakSet[RunningRequest] = WeakSet()
+        self._last_ids: frozenset[int] = frozenset()
 
-    def take(self, chunk: ScheduledChunk) -> None:
-        """Stamp the blocks that ``chunk`` fills, after a look at those before it, if it is its request's first.
+    def take(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """Stamp the blocks that one step's ``chunks`` fill, after a look at those before, where a request is new.
 
         Raises:
             WrongBlocksError: a block does not hold what its request's tokens give, whoever computed it.
         """
-        if chunk.running not in self._checked:
-            self._checked.add(chunk.running)
-            self._check(chunk.running, chunk.first_position // self._block_size)
-        self._stamp(chunk)
+        last_ids, self._last_ids = self._last_ids, frozenset(chunk.running.id for chunk in chunks)
+        for chunk in chunks:
+            if chunk.running.id not in last_ids:
+                self._check(chunk.running, chunk.first_position // self._block_size)
+            self._stamp(chunk)
 
     def _stamp(self, chunk: ScheduledChunk) -> None:
         size, seq = self._block_size, chunk.running.seq

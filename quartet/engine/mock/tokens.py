@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 from quartet.engine.running import RunningRequest
 from quartet.kvcache.block_hash import pack_token_ids
@@ -24,14 +23,14 @@ class MockTokens:
 
     def __init__(self, word_ids: Sequence[int]) -> None:
         self._word_ids = word_ids
-        self._walks: WeakKeyDictionary[RunningRequest, _Walk] = WeakKeyDictionary()
+        self._walks: dict[int, _Walk] = {}
 
-    def next(self, running: RunningRequest) -> int:
-        """The token that follows ``running.seq``."""
-        walk = self._walks.get(running)
-        if walk is None:
-            walk = self._walks[running] = _Walk(running, self._word_ids)
-        return walk.token_at(len(running.seq), is_early=running.num_output_tokens < running.sampling.min_tokens)
+    def next(self, requests: Sequence[RunningRequest]) -> list[int]:
+        """The token that follows the ``seq`` of each of one step's ``requests``."""
+        # Those of the last step are kept: the rest have ended, or can be made again.
+        known = self._walks
+        self._walks = {running.id: known.get(running.id) or _Walk(running, self._word_ids) for running in requests}
+        return [self._walks[running.id].token_at(len(running.seq.token_ids)) for running in requests]
 
 
 class _Walk:
@@ -45,10 +44,11 @@ class _Walk:
         self._favourites = sorted((token for token in bias if bias[token] > 0), key=lambda token: (-bias[token], token))
         self._never = frozenset(token for token in bias if bias[token] < 0)
         self._not_early = self._never | running.stop_ids
+        self._early_end = running.num_prompt_tokens + running.sampling.min_tokens
 
-    def token_at(self, position: int, *, is_early: bool) -> int:
-        """The token at ``position`` of the sequence; ``is_early``: no stop id may come yet."""
-        refused = self._not_early if is_early else self._never
+    def token_at(self, position: int) -> int:
+        """The token at ``position`` of the sequence."""
+        refused = self._not_early if position < self._early_end else self._never
         for token_id in self._favourites:
             if token_id not in refused:
                 return token_id

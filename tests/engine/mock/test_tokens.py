@@ -28,7 +28,7 @@ def generate(
     tokens = MockTokens(words)
     made = []
     for _ in range(count):
-        made.append(tokens.next(running))
+        made += tokens.next([running])
         seq.append(made[-1])
     return made
 
@@ -76,6 +76,20 @@ def test_no_stop_id_comes_before_min_tokens_and_then_one_may() -> None:
 def test_where_every_word_is_ruled_out_one_comes_all_the_same() -> None:
     made = generate(make(min_tokens=4), 4, words=(300, 301), stop_ids=frozenset((300, 301)))
     assert set(made) <= {300, 301}
+
+
+def test_what_else_a_step_holds_changes_nothing() -> None:
+    requests = []
+    for id, prompt in enumerate(([5], [6], [7])):
+        seq = sequence.Sequence(prompt, block_size=4)
+        request = EngineRequest(id=id, kind=RequestKind.DECODE, generation=make(prompt))
+        requests.append(RunningRequest(request=request, seq=seq))
+    tokens = MockTokens(WORDS)
+    for step in ([0], [0, 1, 2], [1], [2, 0], [1, 2], [1]):
+        for index, token_id in zip(step, tokens.next([requests[index] for index in step]), strict=True):
+            requests[index].seq.append(token_id)
+    for running in requests:
+        assert running.seq.token_ids[1:] == generate(running.request.generation, len(running.seq) - 1)
 
 
 def test_a_single_word_is_enough() -> None:
