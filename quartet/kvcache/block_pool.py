@@ -95,6 +95,10 @@ class BlockManager:
         seq.num_computed_tokens = len(shared) * self.block_size
         return seq.num_computed_tokens
 
+    def num_cached_tokens(self, seq: Sequence) -> int:
+        """Tokens of ``seq`` that ``allocate`` would not have to compute, as things stand."""
+        return len(self._cached_prefix(seq)) * self.block_size
+
     def extend(self, seq: Sequence, num_tokens: int = 1) -> None:
         """Make room for ``num_tokens`` more tokens than ``seq`` has; the caller appends them afterwards.
 

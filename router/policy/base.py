@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from quartet.discovery.place import Place
+from quartet.events.step_time import StepTime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,10 @@ class Pending:
         adapter: the adapter that it needs; empty: none.
         avoid: worker ids that just failed it; taken only where no other will do.
         prefer_prefill: where its blocks are probably cached.
+        priority: higher first.
+        arrived_at: monotonic seconds.
+        sequence_hashes: names of its full blocks, first to last; empty where nothing is known of what is cached.
+        num_cached_tokens: by place, how many leading tokens of it are cached there; a place left out has none.
     """
 
     num_tokens: int
@@ -30,6 +36,22 @@ class Pending:
     adapter: str = ""
     avoid: frozenset[str] = frozenset()
     prefer_prefill: Place | None = None
+    priority: int = 0
+    arrived_at: float = 0.0
+    sequence_hashes: Sequence[int] = field(default=(), repr=False)
+    num_cached_tokens: Mapping[Place, int] = field(default_factory=dict)
+
+    def num_missing_tokens(self, place: Place) -> int:
+        """Tokens that have to be computed there; the last one always is."""
+        return max(self.num_tokens - self.num_cached_tokens.get(place, 0), 1)
+
+    def num_shared_tokens(self, other: Pending, block_size: int) -> int:
+        """Leading tokens of both, in full blocks: the names of two chains are equal up to where they part."""
+        ones, others = self.sequence_hashes, other.sequence_hashes
+        num_blocks = min(len(ones), len(others))
+        if not num_blocks or ones[0] != others[0]:
+            return 0
+        return block_size * bisect_left(range(num_blocks), True, key=lambda index: ones[index] != others[index])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +64,14 @@ class Candidate:
         num_promised_blocks: blocks that the router's own placements there may still take beyond those.
         num_queued_tokens: prompt tokens that wait there, the router's own unreported ones included.
         adapters: adapters that it serves.
+        num_unbegun_tokens: prompt tokens that wait there and that no step has begun to compute.
+        step_ends_in_s: seconds until the step that runs there should end; 0: none runs, or it should have ended.
+        num_decoding: requests there that take one token each in every step.
+        num_context_tokens: tokens that these have together.
+        max_step_tokens: tokens that a step computes at most.
+        step_time: how long its steps take.
+        num_unanswered_tokens: missing tokens of the router's requests there that have no first token yet.
+        num_prompt_blocks: blocks of the prompts of the router's requests there, shared ones counted for each.
     """
 
     place: Place
@@ -51,6 +81,14 @@ class Candidate:
     num_promised_blocks: int = 0
     num_queued_tokens: int = 0
     adapters: frozenset[str] = frozenset()
+    num_unbegun_tokens: int = 0
+    step_ends_in_s: float = 0.0
+    num_decoding: int = 0
+    num_context_tokens: int = 0
+    max_step_tokens: int = 2048
+    step_time: StepTime = field(default_factory=StepTime)
+    num_unanswered_tokens: int = 0
+    num_prompt_blocks: int = 0
 
     @property
     def num_free_for_booking(self) -> int:
@@ -68,18 +106,37 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The places of one pool that take requests now."""
+    """The places of one pool that take requests at ``now``, in monotonic seconds."""
 
     prefill: Sequence[Candidate]
     decode: Sequence[Candidate]
+    now: float = 0.0
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one request goes; ``prefill`` is ``None`` where the decode place prefills itself."""
+    """Where one request goes; ``prefill`` is ``None`` where the decode place prefills itself.
+
+    Attributes:
+        num_cached_tokens: of its leading tokens, as expected where it is prefilled.
+        first_token_in_s: forecast, in seconds; ``None``: the policy makes none.
+    """
 
     prefill: Place | None
     decode: Place
+    num_cached_tokens: int = 0
+    first_token_in_s: float | None = None
+
+
+class Decision(list["Placement | None"]):
+    """One entry for each request that waits, in their order; ``None`` keeps it in the router's queue.
+
+    Attributes:
+        look_again_in_s: seconds after which a request that is kept may be placed though nothing was heard meanwhile;
+            ``None``: only news can change anything.
+    """
+
+    look_again_in_s: float | None = None
 
 
 class Policy(Protocol):

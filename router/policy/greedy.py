@@ -42,13 +42,13 @@ class GreedyPolicy(ABC):
         return placements + [None] * (len(waiting) - len(placements))
 
     def _place(self, pending: Pending, snapshot: Snapshot, tally: Tally, fenced: set[Place]) -> Placement | None:
-        eligible = [place for place in snapshot.decode if place.place not in fenced and _can_ever_hold(place, pending)]
+        eligible = [place for place in snapshot.decode if place.place not in fenced and can_ever_hold(place, pending)]
         roomy = [place for place in eligible if tally.has_room(place, pending)]
         if not roomy:
             if eligible:
                 fenced.add(max(eligible, key=tally.num_free).place)
             return None
-        decode = self.choose_decode(_welcome(roomy, pending), tally)
+        decode = self.choose_decode(welcome(roomy, pending), tally)
         prefill = self._prefill(pending, snapshot, tally)
         tally.add(pending, prefill, decode)
         return Placement(None if prefill is None else prefill.place, decode.place)
@@ -64,7 +64,7 @@ class GreedyPolicy(ABC):
         for place in able:
             if place.place == pending.prefer_prefill:
                 return place
-        return self.choose_prefill(_welcome(able, pending), tally) if able else None
+        return self.choose_prefill(welcome(able, pending), tally) if able else None
 
 
 class Tally:
@@ -96,11 +96,12 @@ class Tally:
         self._num_tokens[(prefill or decode).place] += pending.num_tokens
 
 
-def _can_ever_hold(candidate: Candidate, pending: Pending) -> bool:
+def can_ever_hold(candidate: Candidate, pending: Pending) -> bool:
+    """Whether ``pending`` can be decoded there, were it empty."""
     num_blocks = candidate.num_blocks(pending.num_most_tokens)
     return num_blocks <= candidate.num_total_blocks and candidate.serves(pending.adapter)
 
 
-def _welcome(candidates: Sequence[Candidate], pending: Pending) -> Sequence[Candidate]:
+def welcome(candidates: Sequence[Candidate], pending: Pending) -> Sequence[Candidate]:
     """Those that did not just fail ``pending``; if there are none, all."""
     return [place for place in candidates if place.place.worker_id not in pending.avoid] or candidates

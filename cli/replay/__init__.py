@@ -1,0 +1,1 @@
+"""Traces replayed in virtual time: the router's own policies before fleets of mock engines."""

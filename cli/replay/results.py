@@ -1,0 +1,128 @@
+"""What a replay measured: latencies, throughput, reuse, and who got how much of the work."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+_MS = 1e3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Milliseconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyResult:
+    """One policy's replay of a trace.
+
+    Attributes:
+        ttft_ms, itl_ms, e2e_ms: from arrival at the router to the first token; between tokens; to the last token.
+        reuse_ratio: prompt tokens found in a cache, over all prompt tokens of the requests that completed.
+        imbalance: prompt tokens that the busiest worker computed, over the mean of all.
+        requests_refused, requests_completed: of all in the trace.
+        goodput_per_s: requests a second that completed within the objectives.
+        output_tokens_per_s: over the time from the first arrival to the last token.
+        duration_s: that time, in the replay's seconds.
+        cpu_s: that the replay took.
+    """
+
+    ttft_ms: Spread
+    itl_ms: Spread
+    e2e_ms: Spread
+    reuse_ratio: float
+    imbalance: float
+    requests_refused: int
+    requests_completed: int
+    goodput_per_s: float
+    output_tokens_per_s: float
+    duration_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objectives:
+    """A request is served well whose first token comes, and whose tokens follow on average, within these."""
+
+    ttft_ms: float = 2_000.0
+    itl_ms: float = 50.0
+
+
+@dataclass
+class Timeline:
+    """One request's times, in seconds of the replay."""
+
+    arrived_at: float
+    num_prompt_tokens: int
+    first_at: float = -1.0
+    last_at: float = -1.0
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+class Recorder:
+    """Gathers what happens while a trace is replayed."""
+
+    def __init__(self) -> None:
+        """Nothing has happened."""
+        self.num_refused = 0
+        self._ended: list[Timeline] = []
+        self._gaps_s = array("d")
+
+    def took(self, timeline: Timeline, ends: Sequence[float]) -> None:
+        """A request got a token at the end of each of these steps."""
+        first = 0
+        if timeline.first_at < 0:
+            timeline.first_at = timeline.last_at = ends[0]
+            first = 1
+        for end in ends[first:]:
+            self._gaps_s.append(end - timeline.last_at)
+            timeline.last_at = end
+        timeline.num_tokens += len(ends)
+
+    def ended(self, timeline: Timeline) -> None:
+        """A request has its last token."""
+        self._ended.append(timeline)
+
+    def result(self, num_computed_tokens: Sequence[int], objectives: Objectives, cpu_s: float) -> PolicyResult:
+        """All of it; ``num_computed_tokens`` says how many prompt tokens each worker computed."""
+        ended = self._ended
+        arrived, first, last = (
+            np.array([getattr(item, name) for item in ended]) for name in ("arrived_at", "first_at", "last_at")
+        )
+        num_tokens = np.array([item.num_tokens for item in ended])
+        ttft_ms, e2e_ms = _MS * (first - arrived), _MS * (last - arrived)
+        mean_itl_ms = _MS * (last - first) / np.maximum(num_tokens - 1, 1)
+        is_good = (ttft_ms <= objectives.ttft_ms) & (mean_itl_ms <= objectives.itl_ms)
+        duration_s = float(last.max() - arrived.min()) if ended else 0.0
+        work = np.array(num_computed_tokens, dtype=float)
+        return PolicyResult(
+            ttft_ms=_spread(ttft_ms),
+            itl_ms=_spread(_MS * np.frombuffer(self._gaps_s, dtype=float)),
+            e2e_ms=_spread(e2e_ms),
+            reuse_ratio=sum(item.num_cached_tokens for item in ended)
+            / max(sum(item.num_prompt_tokens for item in ended), 1),
+            imbalance=float(work.max() / work.mean()) if work.any() else 1.0,
+            requests_refused=self.num_refused,
+            requests_completed=len(ended),
+            goodput_per_s=float(is_good.sum()) / duration_s if duration_s else 0.0,
+            output_tokens_per_s=float(num_tokens.sum()) / duration_s if duration_s else 0.0,
+            duration_s=duration_s,
+            cpu_s=cpu_s,
+        )
+
+
+def _spread(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Spread:
+    if not len(values):
+        return Spread(mean=0.0, p50=0.0, p90=0.0, p99=0.0)
+    p50, p90, p99 = np.percentile(values, (50, 90, 99))
+    return Spread(mean=float(values.mean()), p50=float(p50), p90=float(p90), p99=float(p99))

@@ -1,0 +1,170 @@
+"""A trace, a fleet and a policy in virtual time: from one thing that happens to the next."""
+
+from __future__ import annotations
+
+import random
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from cli.replay.fleet_router import FleetRouter, Waiting
+from cli.replay.results import Objectives, PolicyResult, Recorder, Timeline
+from cli.replay.worker import EngineSettings, Progress, SimulatedWorker
+from cli.traces.format import BLOCK_SIZE, TraceRequest
+from quartet.discovery.place import Place
+from quartet.engine.base import EngineRequest, Generation, RequestKind
+from quartet.engine.sampling import Sampling
+from quartet.errors import ServingError
+from quartet.kvcache.block_hash import sequence_hashes
+from router.policy.base import Pending, Policy
+
+# Output tokens that a router books room for.
+_RESERVED_TOKENS = 512
+
+MakePolicy = Callable[[random.Random], Policy]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetSettings:
+    """What a trace is replayed on.
+
+    Attributes:
+        num_workers: that prefill and decode.
+        num_routers: each has its share of the requests, in turn.
+        load_age_s: how old what they know of the workers' load is.
+    """
+
+    num_workers: int = 8
+    num_routers: int = 1
+    load_age_s: float = 0.0
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    objectives: Objectives = field(default_factory=Objectives)
+
+
+class Simulation:
+    """One replay."""
+
+    def __init__(
+        self, requests: Sequence[TraceRequest], make_policy: MakePolicy, settings: FleetSettings, seed: int = 0
+    ) -> None:
+        """Nothing has come yet; ``seed`` is that of the policies' ties."""
+        self._requests = requests
+        self._settings = settings
+        self._places = [Place(f"worker-{number:03}", 0) for number in range(settings.num_workers)]
+        self._workers = {place: SimulatedWorker(place, settings.engine) for place in self._places}
+        self._routers = [
+            FleetRouter(
+                make_policy(random.Random(seed * 1_000_003 + number)),
+                self._workers,
+                block_size=settings.engine.block_size,
+                load_age_s=settings.load_age_s,
+            )
+            for number in range(settings.num_routers)
+        ]
+        self._recorder = Recorder()
+        self._sent: dict[int, tuple[Waiting, FleetRouter, Timeline]] = {}
+        self._timelines: dict[int, Timeline] = {}
+        self._touched: set[Place] = set()
+        self._num_ended = 0
+
+    def run(self, on_progress: Callable[[int], None] = lambda _num_ended: None) -> PolicyResult:
+        """Replay to the last token; ``on_progress`` hears now and then how many requests have ended."""
+        began, num_begun, num_told = time.process_time(), 0, 0
+        while self._num_ended < len(self._requests):
+            now = min(worker.next_at for worker in self._workers.values())
+            now = min(now, *(router.look_at for router in self._routers))
+            if num_begun < len(self._requests):
+                now = min(now, self._requests[num_begun].arrival_s)
+            assert now < inf, "somebody waits for nothing"
+            self._advance(now)
+            while num_begun < len(self._requests) and self._requests[num_begun].arrival_s <= now:
+                self._arrive(num_begun)
+                num_begun += 1
+            for router in self._routers:
+                for waiting in router.pump(now):
+                    self._send(waiting, router, now)
+            self._begin(now)
+            if self._num_ended >= num_told + 64:
+                num_told = self._num_ended
+                on_progress(num_told)
+        on_progress(self._num_ended)
+        return self._recorder.result(
+            [worker.num_computed_tokens for worker in self._workers.values()],
+            self._settings.objectives,
+            time.process_time() - began,
+        )
+
+    def _advance(self, now: float) -> None:
+        for place, worker in self._workers.items():
+            progress = worker.advance(now)
+            if progress is not None:
+                self._touched.add(place)
+                self._take(progress)
+
+    def _take(self, progress: Progress) -> None:
+        for running in progress.tokens:
+            waiting, router, timeline = self._sent[running.id]
+            if timeline.num_tokens == 0:
+                timeline.num_cached_tokens = running.num_cached_tokens
+                router.first_token(waiting)
+            self._recorder.took(timeline, progress.ends)
+        for running in progress.finished:
+            waiting, router, timeline = self._sent.pop(running.id)
+            router.ended(waiting)
+            self._recorder.ended(timeline)
+            self._num_ended += 1
+
+    def _arrive(self, number: int) -> None:
+        request = self._requests[number]
+        num_most_tokens = request.num_input_tokens + request.num_output_tokens - 1
+        num_reserved = request.num_input_tokens + min(request.num_output_tokens, _RESERVED_TOKENS)
+        pending = Pending(
+            num_tokens=request.num_input_tokens,
+            num_reserved_tokens=min(num_reserved, num_most_tokens),
+            num_most_tokens=num_most_tokens,
+            arrived_at=request.arrival_s,
+            sequence_hashes=sequence_hashes(_prompt(request), self._settings.engine.block_size),
+        )
+        self._timelines[number] = Timeline(request.arrival_s, request.num_input_tokens)
+        self._routers[number % len(self._routers)].arrive(Waiting(number, pending))
+
+    def _send(self, waiting: Waiting, router: FleetRouter, now: float) -> None:
+        assert waiting.placement is not None, "just placed"
+        number = waiting.number
+        timeline = self._timelines.pop(number)
+        request = self._requests[number]
+        place = waiting.placement.decode
+        generation = Generation(
+            prompt_token_ids=_prompt(request),
+            sampling=Sampling(max_tokens=request.num_output_tokens, ignore_eos=True),
+        )
+        self._sent[number] = (waiting, router, timeline)
+        try:
+            self._workers[place].submit(EngineRequest(id=number, kind=RequestKind.DECODE, generation=generation), now)
+        except ServingError:
+            del self._sent[number]
+            self._recorder.num_refused += 1
+            self._num_ended += 1
+            router.first_token(waiting)
+            router.ended(waiting)
+        self._touched.add(place)
+
+    def _begin(self, now: float) -> None:
+        for place in self._touched:
+            worker = self._workers[place]
+            worker.begin(now)
+            events = worker.take_events()
+            for router in self._routers:
+                router.hear(place, events)
+                router.report(place, now)
+        self._touched.clear()
+
+
+def _prompt(request: TraceRequest) -> array[int]:
+    """Token ids that are equal where, and only where, the trace says so."""
+    token_ids = array("I")
+    for hash_id in request.hash_ids:
+        token_ids.extend(array("I", [hash_id + 1]) * BLOCK_SIZE)
+    return token_ids[: request.num_input_tokens]

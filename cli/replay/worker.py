@@ -1,0 +1,224 @@
+"""One engine in virtual time: the real scheduler and block pool, and a timing model in place of the forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import inf
+
+from quartet.discovery.place import Place
+from quartet.engine.base import EngineRequest
+from quartet.engine.mock.quiet import num_quiet_steps, take_quiet_steps
+from quartet.engine.mock.timing import FULL_CONTEXT_TOKENS, StepTiming
+from quartet.engine.runner import SampledToken
+from quartet.engine.running import RunningRequest, ScheduledChunk
+from quartet.engine.schedule import Pull, SchedulerConfig
+from quartet.engine.scheduler import Scheduler
+from quartet.engine.validation import EngineLimits
+from quartet.events.step_time import StepTime
+from quartet.kvcache.block_pool import BlockManager
+from quartet.kvcache.events import KvEvent
+from router.policy.base import Candidate
+
+#: Every token that a replayed engine samples; no trace asks for it.
+OUTPUT_TOKEN_ID = (1 << 32) - 1
+
+_OUTPUT = SampledToken(OUTPUT_TOKEN_ID)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What every engine of a fleet is like. The defaults are those of ai-dynamo/dynamo's mock engine in its replays."""
+
+    block_size: int = 64
+    num_blocks: int = 16_384
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8_192
+    timing: StepTiming = field(default_factory=StepTiming)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What one or more steps of a worker brought.
+
+    Attributes:
+        ends: when each of them ended, in seconds.
+        tokens: requests that got a token, in each of them.
+        finished: those of ``tokens`` whose generation ended with it.
+        pulls: to be begun.
+    """
+
+    ends: Sequence[float]
+    tokens: Sequence[RunningRequest]
+    finished: Sequence[RunningRequest] = ()
+    pulls: Sequence[Pull] = ()
+
+
+class SimulatedWorker:
+    """Steps when there is something to do; nobody waits for it. All times are seconds of the replay.
+
+    Attributes:
+        next_at: when the next thing happens by itself; ``inf``: nothing before somebody calls.
+        num_computed_tokens: prompt tokens computed, ever.
+        busy_s: time spent in steps.
+    """
+
+    def __init__(self, place: Place, settings: EngineSettings) -> None:
+        """Idle, with an empty cache."""
+        self.place = place
+        self.next_at = inf
+        self.num_computed_tokens = 0
+        self.busy_s = 0.0
+        self._settings = settings
+        self._blocks = BlockManager(settings.num_blocks, settings.block_size, has_events=True)
+        limits = EngineLimits(
+            max_model_len=settings.num_blocks * settings.block_size,
+            num_pool_tokens=settings.num_blocks * settings.block_size,
+            vocab_size=OUTPUT_TOKEN_ID,
+        )
+        config = SchedulerConfig(
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            shares_within_step=True,
+        )
+        self.scheduler = Scheduler(config, self._blocks, limits)
+        self._step_time = _step_time(settings.timing)
+        self._num_missing: dict[int, int] = {}  # tokens to compute of those that no step has begun
+        self._num_left = 0  # of prompts that steps have begun, after the running one
+        self._chunks: Sequence[ScheduledChunk] = ()  # of the running step
+        self._quiet_ends: Sequence[float] = ()  # of the quiet steps under way, where the step is one of them
+        self._num_quiet = 0  # of these, how many were taken
+
+    def candidate(self, now: float) -> Candidate:
+        """It as a router sees it whom nothing has to reach."""
+        counts = self._blocks.counts
+        step_ends_at = self.next_at
+        if self._quiet_ends:
+            step_ends_at = next((end for end in self._quiet_ends[self._num_quiet :] if end >= now), self.next_at)
+        return Candidate(
+            place=self.place,
+            num_total_blocks=counts.total,
+            block_size=self._settings.block_size,
+            num_used_blocks=counts.in_use + counts.held,
+            num_unbegun_tokens=sum(self._num_missing.values()) + self._num_left,
+            step_ends_in_s=0.0 if step_ends_at == inf else max(step_ends_at - now, 0.0),
+            num_decoding=sum(running.is_decoding for running in self.scheduler.running),
+            num_context_tokens=sum(len(running.seq) for running in self.scheduler.running if running.is_decoding),
+            max_step_tokens=self._settings.max_num_batched_tokens,
+            step_time=self._step_time,
+        )
+
+    def take_events(self) -> Sequence[KvEvent]:
+        """What became or ceased to be shareable since the last call."""
+        return self._blocks.take_events()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step runs."""
+        return self.next_at == inf
+
+    def submit(self, request: EngineRequest, now: float) -> RunningRequest:
+        """Queue ``request``; ``begin`` has to follow once all that come at ``now`` are there.
+
+        Raises:
+            InvalidRequestError, PromptTooLongError: it can never run here.
+        """
+        self._cut_quiet(now)
+        running = self.scheduler.add(request)
+        self._num_missing[request.id] = len(running.seq) - self._blocks.num_cached_tokens(running.seq)
+        return running
+
+    def begin(self, now: float) -> Sequence[Pull]:
+        """Begin the next step if none runs and there is something to do; pulls to start meanwhile."""
+        if not self.is_idle:
+            return ()
+        num_quiet = num_quiet_steps(self.scheduler, self._settings.block_size)
+        if num_quiet > 1:
+            self._begin_quiet(num_quiet, now)
+            return ()
+        schedule = self.scheduler.schedule()
+        self._chunks = schedule.chunks
+        for running in schedule.started:
+            del self._num_missing[running.id]
+        self._num_left = sum(
+            chunk.running.num_uncomputed_tokens - chunk.num_tokens for chunk in schedule.chunks if not chunk.samples
+        )
+        if schedule.chunks:
+            num_prompt_tokens, num_context_tokens = _work(schedule.chunks)
+            self.num_computed_tokens += num_prompt_tokens
+            self._run(now, self._settings.timing.step_ms(num_prompt_tokens, num_context_tokens) / 1e3)
+        return schedule.pulls
+
+    def advance(self, now: float) -> Progress | None:
+        """Take what has ended by ``now``."""
+        if self._quiet_ends:
+            return self._advance_quiet(now)
+        if now < self.next_at:
+            return None
+        outs = self.scheduler.update(self._chunks, [_OUTPUT for chunk in self._chunks if chunk.samples])
+        ended_at, self.next_at, self._chunks = self.next_at, inf, ()
+        return Progress(
+            (ended_at,),
+            [out.running for out in outs],
+            [out.running for out in outs if out.finished is not None],
+        )
+
+    def _begin_quiet(self, num_steps: int, now: float) -> None:
+        running, timing = self.scheduler.running, self._settings.timing
+        num_context_tokens = sum(len(request.seq) for request in running)
+        contexts = range(num_context_tokens, num_context_tokens + num_steps * len(running), len(running))
+        steps_s = [timing.decode_ms(num_tokens) / 1e3 for num_tokens in contexts]
+        self._quiet_ends = list(accumulate(steps_s, initial=now))[1:]
+        self._num_quiet = 0
+        self.busy_s += self._quiet_ends[-1] - now
+        self.next_at = self._quiet_ends[-1]
+
+    def _advance_quiet(self, now: float) -> Progress | None:
+        ends = self._quiet_ends
+        first = end = self._num_quiet
+        while end < len(ends) and ends[end] <= now:
+            end += 1
+        if end == first:
+            return None
+        tokens = tuple(self.scheduler.running)
+        take_quiet_steps(self.scheduler, self._blocks, end - first, OUTPUT_TOKEN_ID)
+        self._num_quiet = end
+        if end == len(ends):
+            self._quiet_ends, self.next_at = (), inf
+        return Progress(ends[first:end], tokens)
+
+    def _cut_quiet(self, now: float) -> None:
+        """Whoever comes joins after the step that runs."""
+        if self._quiet_ends:
+            num_steps = next(number for number, end in enumerate(self._quiet_ends, 1) if end > now)
+            self.busy_s -= self._quiet_ends[-1] - self._quiet_ends[num_steps - 1]
+            self._quiet_ends = self._quiet_ends[:num_steps]
+            self.next_at = self._quiet_ends[-1]
+
+    def _run(self, now: float, step_s: float) -> None:
+        self.busy_s += step_s
+        self.next_at = now + step_s
+
+
+def _step_time(timing: StepTiming) -> StepTime:
+    """What a worker would have measured."""
+    return StepTime(
+        prefill_base_s=timing.prefill_base / 1e3,
+        prefill_s_per_token=timing.prefill_linear / 1e3,
+        prefill_s_per_token2=timing.prefill_square / 1e3,
+        decode_base_s=timing.decode_base / 1e3,
+        decode_s_per_context_token=timing.decode_linear / FULL_CONTEXT_TOKENS / 1e3,
+    )
+
+
+def _work(chunks: Sequence[ScheduledChunk]) -> tuple[int, int]:
+    """New prompt tokens, and the contexts of those that decode."""
+    num_prompt_tokens = num_context_tokens = 0
+    for chunk in chunks:
+        running = chunk.running
+        if chunk.first_position >= running.num_initial_tokens:
+            num_context_tokens += len(running.seq)
+        else:
+            num_prompt_tokens += chunk.num_tokens
+    return num_prompt_tokens, num_context_tokens

@@ -1,0 +1,166 @@
+"""Forecasts when each place would give each request its first token, and assigns all that wait together, late.
+
+A request is bound to a place only when that place is about to run out of prompts to compute: until then it stays in the
+router's queue, where it can still be assigned otherwise when others come.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quartet.discovery.place import Place
+from router.policy.base import Candidate, Decision, Pending, Placement, Snapshot
+from router.policy.greedy import Tally, can_ever_hold, welcome
+from router.policy.joint import JointAssignment
+from router.policy.lane import CostWeights, Job, Lane
+
+# Timers count milliseconds, and forecasts are not better.
+_MIN_LOOK_S = 0.0005
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvAwareConfig:
+    """What the policy weighs, and when it binds.
+
+    Attributes:
+        margin_s: a place gets its next group so long before it has computed all that it was given.
+        num_planned_per_place: of the requests that wait, so many for each place are planned together.
+    """
+
+    weights: CostWeights = field(default_factory=CostWeights)
+    margin_s: float = 0.005
+    num_planned_per_place: int = 3
+
+
+@dataclass(frozen=True)
+class _Route:
+    """A lane of the plan: the place that prefills, and where its requests are decoded if not there."""
+
+    place: Candidate
+    is_decode: bool
+
+
+class KvAwarePolicy:
+    """See the module."""
+
+    def __init__(self, rng: random.Random, config: KvAwareConfig | None = None) -> None:
+        """``rng`` breaks ties."""
+        self._rng = rng
+        self._config = config or KvAwareConfig()
+
+    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
+        """Choose places for those whose turn it is; the others wait for theirs."""
+        decision = Decision([None] * len(waiting))
+        routes = [_Route(place, False) for place in snapshot.prefill] + [
+            _Route(place, True) for place in snapshot.decode
+        ]
+        planned = self._plannable(waiting, snapshot, len(routes))
+        if not planned:
+            return decision
+        lanes = [self._lane(number, route) for number, route in enumerate(routes)]
+        jobs = self._jobs([waiting[index] for index in planned], routes, snapshot)
+        assignment = JointAssignment(lanes, jobs, self._rng)
+        tally, next_look_s = Tally(), math.inf
+        for lane, route, turn in zip(lanes, routes, assignment.turns, strict=True):
+            if not turn.groups:
+                continue
+            if lane.free_in_s > self._config.margin_s:
+                next_look_s = min(next_look_s, lane.free_in_s - self._config.margin_s)
+                continue
+            for job in turn.groups[0]:
+                index = planned[job.number]
+                decision[index] = self._placement(waiting[index], route, turn.first_token_in_s[0], snapshot, tally)
+        decision.look_again_in_s = None if next_look_s == math.inf else max(next_look_s, _MIN_LOOK_S)
+        return decision
+
+    def _plannable(self, waiting: Sequence[Pending], snapshot: Snapshot, num_places: int) -> list[int]:
+        """Those that find room now; whoever does not fences the place with the most, so that it is not starved."""
+        tally, fenced = Tally(), set[Place]()
+        found: list[int] = []
+        for index, pending in enumerate(waiting):
+            if len(found) >= self._config.num_planned_per_place * num_places:
+                break
+            eligible = [
+                place for place in snapshot.decode if place.place not in fenced and can_ever_hold(place, pending)
+            ]
+            if any(tally.has_room(place, pending) for place in eligible):
+                found.append(index)
+            elif eligible:
+                fenced.add(max(eligible, key=tally.num_free).place)
+        return found
+
+    def _lane(self, number: int, route: _Route) -> Lane:
+        place = route.place
+        free = Lane(
+            number,
+            free_in_s=place.step_ends_in_s,
+            num_decoding=place.num_decoding,
+            num_context_tokens=place.num_context_tokens,
+            max_step_tokens=place.max_step_tokens,
+            step_time=place.step_time,
+            weights=self._config.weights,
+        )
+        if place.num_unbegun_tokens:
+            free.free_in_s += free.prefill_s(place.num_unbegun_tokens)
+        return free
+
+    def _jobs(self, pendings: Sequence[Pending], routes: Sequence[_Route], snapshot: Snapshot) -> list[Job]:
+        tally = Tally()
+        return [
+            Job(
+                number=number,
+                num_tokens=pending.num_tokens,
+                age_s=max(snapshot.now - pending.arrived_at, 0.0),
+                priority=pending.priority,
+                num_missing=_num_missing(pending, routes, tally),
+                num_shared=[
+                    0 if other is pending else pending.num_shared_tokens(other, routes[0].place.block_size)
+                    for other in pendings
+                ],
+            )
+            for number, pending in enumerate(pendings)
+        ]
+
+    def _placement(
+        self, pending: Pending, route: _Route, first_token_in_s: float, snapshot: Snapshot, tally: Tally
+    ) -> Placement | None:
+        decode = route.place if route.is_decode else self._decode(pending, snapshot, tally)
+        if decode is None or not tally.has_room(decode, pending):
+            return None
+        tally.add(pending, None if route.is_decode else route.place, decode)
+        return Placement(
+            None if route.is_decode else route.place.place,
+            decode.place,
+            pending.num_cached_tokens.get(route.place.place, 0),
+            first_token_in_s,
+        )
+
+    def _decode(self, pending: Pending, snapshot: Snapshot, tally: Tally) -> Candidate | None:
+        """Where blocks are least scarce; among equals, at random."""
+        able = [place for place in snapshot.decode if can_ever_hold(place, pending) and tally.has_room(place, pending)]
+        if not able:
+            return None
+        shares = [tally.num_taken(place) / max(place.num_total_blocks, 1) for place in able]
+        least = min(shares)
+        return self._rng.choice([place for place, share in zip(able, shares, strict=True) if share <= least])
+
+
+def _num_missing(pending: Pending, routes: Sequence[_Route], tally: Tally) -> list[int | None]:
+    able = [route.place for route in routes if _can_prefill(pending, route, tally)]
+    welcomed = {place.place for place in welcome(able, pending)}
+    return [
+        pending.num_missing_tokens(route.place.place)
+        if route.place.place in welcomed and _can_prefill(pending, route, tally)
+        else None
+        for route in routes
+    ]
+
+
+def _can_prefill(pending: Pending, route: _Route, tally: Tally) -> bool:
+    place = route.place
+    if route.is_decode:
+        return can_ever_hold(place, pending) and tally.has_room(place, pending)
+    return place.serves(pending.adapter) and place.num_blocks(pending.num_tokens) <= place.num_total_blocks

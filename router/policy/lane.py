@@ -1,0 +1,150 @@
+"""One place's turn of prefills: in which order, which of them share a step, and what that costs everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quartet.events.step_time import StepTime
+
+#: Fewer tokens than this are never missing: the last token is always computed.
+_MIN_MISSING_TOKENS = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostWeights:
+    """What a second of each kind is worth; the unit of cost is a second of one request's time to first token.
+
+    Attributes:
+        work: per second of prefill computed, whoever waits for it: the price of a place kept busy and of a copy in
+            one more cache.
+        impatience_per_s: how much more a second costs a request for each second that it will have waited; it keeps
+            long prompts from waiting for ever behind short ones.
+        decode_delay: per second by which a prefill holds up one request that decodes at its place.
+    """
+
+    work: float = 0.5
+    impatience_per_s: float = 0.05
+    decode_delay: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A request that waits for a place to prefill it.
+
+    Attributes:
+        number: its position among those that are planned together.
+        num_tokens: of prompt and generated ones.
+        age_s: seconds that it has waited so far.
+        priority: higher first.
+        num_missing: by lane, tokens that would have to be computed there; ``None`` where it can't go.
+        num_shared: by other job's number, leading tokens that both have.
+    """
+
+    number: int
+    num_tokens: int
+    age_s: float
+    priority: int
+    num_missing: Sequence[int | None]
+    num_shared: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A lane's plan.
+
+    Attributes:
+        cost: of all of it.
+        groups: who shares a step, in order.
+        first_token_in_s: by group, seconds until it has its first tokens.
+    """
+
+    cost: float
+    groups: Sequence[Sequence[Job]] = ()
+    first_token_in_s: Sequence[float] = ()
+
+
+class Lane:
+    """One place that prefills."""
+
+    def __init__(
+        self,
+        number: int,
+        *,
+        free_in_s: float,
+        num_decoding: int,
+        num_context_tokens: int,
+        max_step_tokens: int,
+        step_time: StepTime,
+        weights: CostWeights,
+    ) -> None:
+        """A place that has computed all that it was given in ``free_in_s`` seconds, while ``num_decoding`` decode."""
+        self.number = number
+        self.free_in_s = free_in_s
+        self._num_decoding = num_decoding
+        self._budget = max(max_step_tokens - num_decoding, 1)
+        self._step_time = step_time
+        self._decode_s = step_time.decode_s(num_context_tokens)
+        self._weights = weights
+        self._turns: dict[frozenset[int], Turn] = {}
+
+    def turn(self, jobs: Sequence[Job]) -> Turn:
+        """The plan for ``jobs``, all of which can go here."""
+        key = frozenset([job.number for job in jobs])
+        turn = self._turns.get(key)
+        if turn is None:
+            turn = self._turns[key] = self._plan(jobs)
+        return turn
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Seconds until ``num_tokens`` tokens are computed, what the steps spend on decoding included."""
+        num_full, rest = divmod(num_tokens, self._budget)
+        time = self._step_time
+        full_s = num_full * (time.prefill_s(self._budget) + self._decode_s) if num_full else 0.0
+        return full_s + (time.prefill_s(rest) + self._decode_s if rest else 0.0)
+
+    def _plan(self, jobs: Sequence[Job]) -> Turn:
+        """Shortest first, weighed by impatience; small ones share a step where that pays."""
+        weights, time = self._weights, self._step_time
+        groups: list[list[Job]] = []
+        num_tokens: list[int] = []  # of each group
+        placed: list[Job] = []
+        for position, job in enumerate(ordered := self._ordered(jobs)):
+            num_missing = self._num_missing(job, placed)
+            placed.append(job)
+            if groups and (together := num_tokens[-1] + num_missing) <= self._budget:
+                delay_s = time.prefill_s(together) - time.prefill_s(num_tokens[-1])
+                saved_s = time.prefill_base_s + self._decode_s
+                if delay_s * len(groups[-1]) < saved_s * (len(ordered) - position):
+                    groups[-1].append(job)
+                    num_tokens[-1] = together
+                    continue
+            groups.append([job])
+            num_tokens.append(num_missing)
+        cost, ends_in_s, firsts = 0.0, self.free_in_s, []
+        for group, tokens in zip(groups, num_tokens, strict=True):
+            ends_in_s += self.prefill_s(tokens)
+            firsts.append(ends_in_s)
+            for job in group:
+                first_s = job.age_s + ends_in_s
+                cost += first_s * (1.0 + weights.impatience_per_s * first_s)
+            work_s = time.prefill_s(tokens)
+            cost += work_s * (weights.work + weights.decode_delay * self._num_decoding)
+        return Turn(cost, groups, firsts)
+
+    def _ordered(self, jobs: Sequence[Job]) -> list[Job]:
+        impatience = 2.0 * self._weights.impatience_per_s
+
+        def rank(job: Job) -> tuple[int, float, int]:
+            num_missing = job.num_missing[self.number]
+            assert num_missing is not None, "it can go here"
+            return -job.priority, num_missing / (1.0 + impatience * job.age_s), job.number
+
+        return sorted(jobs, key=rank)
+
+    def _num_missing(self, job: Job, placed: Sequence[Job]) -> int:
+        num_missing = job.num_missing[self.number]
+        assert num_missing is not None, "it can go here"
+        for other in placed:
+            num_missing = min(num_missing, job.num_tokens - job.num_shared[other.number])
+        return max(num_missing, _MIN_MISSING_TOKENS)
