@@ -10,6 +10,7 @@ import typer
 from cli.bench.command import bench
 from cli.chat import chat
 from cli.generate import generate
+from cli.replay.command import replay
 from cli.traces.command import trace
 from cli.up import up
 from cli.workers import workers
@@ -22,7 +23,7 @@ app = typer.Typer(
     # Locals hold prompts.
     pretty_exceptions_show_locals=False,
 )
-for command in (up, generate, chat, workers, bench, trace):
+for command in (up, generate, chat, workers, bench, trace, replay):
     app.command()(command)
 
 
