@@ -63,6 +63,7 @@ class Total:
 BENCHMARKS = (
     Benchmark("relay", ("--short",)),
     Benchmark("many_streams", ("--short",)),
+    Benchmark("index", ("--short",)),
     Benchmark("transfer"),
     Benchmark("disagg"),
     Benchmark("engine", ("--short",)),

@@ -17,6 +17,7 @@ from pathlib import Path
 from benchmarks.tables import Report
 from benchmarks.tables.disagg import disagg_tables
 from benchmarks.tables.engine import engine_tables
+from benchmarks.tables.index import index_tables
 from benchmarks.tables.many_streams import many_streams_tables
 from benchmarks.tables.overload import overload_tables
 from benchmarks.tables.profile import profile_tables
@@ -87,6 +88,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "relay": relay_tables,
     "many_streams": many_streams_tables,
     "profile": profile_tables,
+    "index": index_tables,
     "transfer": transfer_tables,
     "disagg": disagg_tables,
     "engine": engine_tables,

@@ -1,0 +1,107 @@
+"""How long a router that was just started takes until it knows what its workers hold."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from quartet.discovery.place import Place
+from quartet.kvcache.events import Tier
+from quartet.rpc.channels import create_channel
+from quartet.rpc.worker_client import WorkerClient
+from router.prefix_index import PrefixIndex
+
+_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rebuild:
+    """Workers' snapshots taken over gRPC, all at once, into one new index.
+
+    Attributes:
+        num_blocks: of all workers together, no two alike.
+        runs_s: wall time of each rebuild, from the first call on.
+        router_cpu_s: CPU time that the router's process spent on one, median.
+    """
+
+    num_workers: int
+    num_blocks: int
+    runs_s: Sequence[float]
+    router_cpu_s: float
+
+    @property
+    def median_s(self) -> float:
+        """Of ``runs_s``."""
+        return statistics.median(self.runs_s)
+
+
+async def measure_rebuild(num_workers: int, num_blocks: int, num_runs: int) -> Rebuild:
+    """Start the workers, rebuild ``num_runs`` times, end them.
+
+    Raises:
+        RuntimeError: a worker did not start, or an index lacks blocks afterwards.
+        TimeoutError: it takes too long.
+    """
+    wall_s: list[float] = []
+    cpu_s: list[float] = []
+    async with asyncio.timeout(_TIMEOUT_S), _workers(num_workers, num_blocks // num_workers) as ports:
+        for _ in range(num_runs):
+            began, cpu_began = time.perf_counter(), time.process_time()
+            index = await _rebuild(ports)
+            wall_s.append(time.perf_counter() - began)
+            cpu_s.append(time.process_time() - cpu_began)
+            if index.num_blocks(Tier.DEVICE) != num_blocks // num_workers * num_workers:
+                raise RuntimeError(f"{index.num_blocks(Tier.DEVICE)} blocks of {num_blocks} are in the index")
+    return Rebuild(num_workers=num_workers, num_blocks=num_blocks, runs_s=wall_s, router_cpu_s=statistics.median(cpu_s))
+
+
+async def _rebuild(ports: Sequence[int]) -> PrefixIndex:
+    index = PrefixIndex()
+    async with asyncio.TaskGroup() as group:
+        for number, port in enumerate(ports):
+            group.create_task(_take(index, Place(f"worker-{number}"), port))
+    return index
+
+
+async def _take(index: PrefixIndex, place: Place, port: int) -> None:
+    async with create_channel(f"127.0.0.1:{port}", None, is_bulk=True) as channel:
+        async for part in WorkerClient(channel).kv_snapshot(_TIMEOUT_S):
+            for stored in part.stored:
+                index.store(place, stored.parent_hash, stored.sequence_hashes, stored.tier)
+
+
+@asynccontextmanager
+async def _workers(count: int, num_blocks: int) -> AsyncIterator[list[int]]:
+    """Ports of that many worker processes."""
+    processes: list[Process] = []
+    try:
+        for seed in range(count):
+            processes.append(
+                await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "benchmarks.index_worker"),
+                    *("--num-blocks", str(num_blocks), "--seed", str(seed)),
+                    stdin=PIPE,
+                    stdout=PIPE,
+                )
+            )
+        yield [await _port(process) for process in processes]
+    finally:
+        for process in processes:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+
+async def _port(process: Process) -> int:
+    assert process.stdout is not None
+    line = await process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"a worker ended with exit code {await process.wait()}")
+    return int(json.loads(line)["port"])
