@@ -57,11 +57,6 @@ class FleetRouter:
             place: (0.0, worker.candidate(0.0)) for place, worker in workers.items()
         }
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._waiting)
-
     def arrive(self, waiting: Waiting) -> None:
         """Queue a request."""
         self._waiting.append(waiting)

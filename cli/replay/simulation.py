@@ -16,7 +16,6 @@ from cli.traces.format import BLOCK_SIZE, TraceRequest
 from quartet.discovery.place import Place
 from quartet.engine.base import EngineRequest, Generation, RequestKind
 from quartet.engine.sampling import Sampling
-from quartet.errors import ServingError
 from quartet.kvcache.block_hash import sequence_hashes
 from router.policy.base import Pending, Policy
 
@@ -119,6 +118,10 @@ class Simulation:
     def _arrive(self, number: int) -> None:
         request = self._requests[number]
         num_most_tokens = request.num_input_tokens + request.num_output_tokens - 1
+        if num_most_tokens > self._settings.engine.num_pool_tokens:
+            self._recorder.num_refused += 1
+            self._num_ended += 1
+            return
         num_reserved = request.num_input_tokens + min(request.num_output_tokens, _RESERVED_TOKENS)
         pending = Pending(
             num_tokens=request.num_input_tokens,
@@ -141,14 +144,7 @@ class Simulation:
             sampling=Sampling(max_tokens=request.num_output_tokens, ignore_eos=True),
         )
         self._sent[number] = (waiting, router, timeline)
-        try:
-            self._workers[place].submit(EngineRequest(id=number, kind=RequestKind.DECODE, generation=generation), now)
-        except ServingError:
-            del self._sent[number]
-            self._recorder.num_refused += 1
-            self._num_ended += 1
-            router.first_token(waiting)
-            router.ended(waiting)
+        self._workers[place].submit(EngineRequest(id=number, kind=RequestKind.DECODE, generation=generation), now)
         self._touched.add(place)
 
     def _begin(self, now: float) -> None:

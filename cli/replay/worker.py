@@ -37,6 +37,11 @@ class EngineSettings:
     max_num_batched_tokens: int = 8_192
     timing: StepTiming = field(default_factory=StepTiming)
 
+    @property
+    def num_pool_tokens(self) -> int:
+        """Tokens whose KV one engine holds."""
+        return self.num_blocks * self.block_size
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -73,8 +78,8 @@ class SimulatedWorker:
         self._settings = settings
         self._blocks = BlockManager(settings.num_blocks, settings.block_size, has_events=True)
         limits = EngineLimits(
-            max_model_len=settings.num_blocks * settings.block_size,
-            num_pool_tokens=settings.num_blocks * settings.block_size,
+            max_model_len=settings.num_pool_tokens,
+            num_pool_tokens=settings.num_pool_tokens,
             vocab_size=OUTPUT_TOKEN_ID,
         )
         config = SchedulerConfig(

@@ -1,0 +1,115 @@
+"""Replays in virtual time: every token of every request, the same each time, and what policies make of it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from cli.replay.policies import POLICIES
+from cli.replay.simulation import FleetSettings, Simulation
+from cli.replay.worker import EngineSettings, SimulatedWorker
+from cli.traces.arrivals import Arrivals
+from cli.traces.format import TraceRequest
+from cli.traces.generate import TraceConfig, generate
+from quartet.discovery.place import Place
+from quartet.engine.base import EngineRequest, Generation, RequestKind
+from quartet.engine.sampling import Sampling
+
+each_policy = pytest.mark.parametrize("name", POLICIES)
+
+
+@pytest.fixture(scope="module")
+def trace() -> list[TraceRequest]:
+    return list(generate(TraceConfig(arrivals=Arrivals(rate=8.0), max_requests=120, seed=5)))
+
+
+def run(trace: list[TraceRequest], name: str, **settings):
+    return Simulation(trace, POLICIES[name], FleetSettings(num_workers=4, **settings), seed=1).run()
+
+
+@each_policy
+def test_all_are_served_to_their_last_token_and_the_same_each_time(trace: list[TraceRequest], name: str) -> None:
+    first, again = run(trace, name), run(trace, name)
+    assert first.requests_completed == len(trace)
+    assert first.requests_refused == 0
+    num_tokens = sum(request.num_output_tokens for request in trace)
+    assert first.output_tokens_per_s * first.duration_s == pytest.approx(num_tokens)
+    assert replace(first, cpu_s=0.0) == replace(again, cpu_s=0.0)
+
+
+def test_one_request_alone_takes_what_the_timing_says() -> None:
+    engine = EngineSettings()
+    request = TraceRequest(arrival_s=1.0, num_input_tokens=1000, num_output_tokens=3, hash_ids=(1, 2))
+    result = Simulation([request], POLICIES["round_robin"], FleetSettings(engine=engine)).run()
+    timing = engine.timing
+    assert result.ttft_ms.mean == pytest.approx(timing.prefill_ms(1000))
+    assert result.itl_ms.mean == pytest.approx((timing.decode_ms(1001) + timing.decode_ms(1002)) / 2)
+    assert result.e2e_ms.mean == pytest.approx(result.ttft_ms.mean + 2 * result.itl_ms.mean)
+
+
+def test_blocks_are_shared_from_the_step_that_computes_them() -> None:
+    requests = [
+        TraceRequest(arrival_s=0.0, num_input_tokens=1024 + extra, num_output_tokens=1, hash_ids=(1, 2, 10 + extra))
+        for extra in (1, 2)
+    ]
+    result = Simulation(requests, POLICIES["round_robin"], FleetSettings(num_workers=1)).run()
+    assert result.reuse_ratio == pytest.approx(1024 / (1025 + 1026))
+
+
+def test_knowing_the_caches_helps(trace: list[TraceRequest]) -> None:
+    aware, blind = run(trace, "kv_aware"), run(trace, "round_robin")
+    assert aware.reuse_ratio > 1.1 * blind.reuse_ratio
+    assert aware.ttft_ms.mean < 0.95 * blind.ttft_ms.mean
+
+
+@each_policy
+@pytest.mark.parametrize("settings", [{"num_routers": 3}, {"load_age_s": 0.05}, {"num_routers": 2, "load_age_s": 0.05}])
+def test_several_routers_and_old_news_lose_nothing(trace: list[TraceRequest], name: str, settings) -> None:
+    assert run(trace, name, **settings).requests_completed == len(trace)
+
+
+def test_what_can_never_fit_is_refused_and_told() -> None:
+    requests = [
+        TraceRequest(arrival_s=0.0, num_input_tokens=5000, num_output_tokens=5, hash_ids=tuple(range(10))),
+        TraceRequest(arrival_s=0.0, num_input_tokens=100, num_output_tokens=5, hash_ids=(50,)),
+    ]
+    for name in POLICIES:
+        result = run(requests, name, engine=EngineSettings(num_blocks=32))
+        assert (result.requests_refused, result.requests_completed) == (1, 1), name
+
+
+def test_a_worker_that_is_interrupted_steps_on_as_if_it_had_stepped_one_by_one() -> None:
+    """A request that comes within quiet steps joins after the one that runs; nobody's token moves."""
+
+    def times(second_at: float, looks_at: list[float]) -> dict[int, list[float]]:
+        worker = SimulatedWorker(Place("worker"), EngineSettings())
+        found: dict[int, list[float]] = {1: [], 2: []}
+        todo = sorted([(0.0, 1), (second_at, 2), *((at, 0) for at in looks_at)])
+        while todo or not worker.is_idle:
+            now = min(todo[0][0] if todo else worker.next_at, worker.next_at)
+            progress = worker.advance(now)
+            for running in progress.tokens if progress else ():
+                found[running.id].extend(progress.ends)
+            while todo and todo[0][0] <= now:
+                _, id = todo.pop(0)
+                if id:
+                    worker.submit(_request(id), now)
+            worker.begin(now)
+        return found
+
+    rng = random.Random(2)
+    for _ in range(20):
+        second_at = rng.uniform(0.0, 0.6)
+        watched = times(second_at, [rng.uniform(0.0, 1.0) for _ in range(15)])
+        alone = times(second_at, [])
+        assert {id: len(ends) for id, ends in alone.items()} == {1: 70, 2: 70}
+        for id, ends in alone.items():
+            assert watched[id] == pytest.approx(ends)
+
+
+def _request(id: int) -> EngineRequest:
+    sampling = Sampling(max_tokens=70, ignore_eos=True)
+    generation = Generation(prompt_token_ids=[id] * 100, sampling=sampling)
+    return EngineRequest(id=id, kind=RequestKind.DECODE, generation=generation)
