@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from itertools import product
 from statistics import mean
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -36,7 +37,7 @@ def candidate(name: str, *, total: int = 1000, used: int = 0, ends_in_s: float =
     )
 
 
-def pending(num_tokens: int, *, cached: dict[str, int] | None = None, first_hash: int = 0, **more) -> Pending:
+def pending(num_tokens: int, *, cached: dict[str, int] | None = None, first_hash: int = 0, **more: Any) -> Pending:
     return Pending(
         num_tokens=num_tokens,
         num_reserved_tokens=num_tokens,
@@ -47,12 +48,12 @@ def pending(num_tokens: int, *, cached: dict[str, int] | None = None, first_hash
     )
 
 
-def policy(**config) -> KvAwarePolicy:
+def policy(**config: Any) -> KvAwarePolicy:
     return KvAwarePolicy(random.Random(0), KvAwareConfig(**config))
 
 
 def decodes(placements: list[Placement | None]) -> list[str | None]:
-    return [placement and placement.decode.worker_id for placement in placements]
+    return [None if placement is None else placement.decode.worker_id for placement in placements]
 
 
 def test_a_prompt_goes_where_most_of_it_is_cached() -> None:

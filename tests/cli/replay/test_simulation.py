@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from cli.replay.policies import POLICIES
+from cli.replay.results import PolicyResult
 from cli.replay.simulation import FleetSettings, Simulation
 from cli.replay.worker import EngineSettings, SimulatedWorker
 from cli.traces.arrivals import Arrivals
@@ -25,7 +27,7 @@ def trace() -> list[TraceRequest]:
     return list(generate(TraceConfig(arrivals=Arrivals(rate=8.0), max_requests=120, seed=5)))
 
 
-def run(trace: list[TraceRequest], name: str, **settings):
+def run(trace: list[TraceRequest], name: str, **settings: Any) -> PolicyResult:
     return Simulation(trace, POLICIES[name], FleetSettings(num_workers=4, **settings), seed=1).run()
 
 
@@ -66,7 +68,9 @@ def test_knowing_the_caches_helps(trace: list[TraceRequest]) -> None:
 
 @each_policy
 @pytest.mark.parametrize("settings", [{"num_routers": 3}, {"load_age_s": 0.05}, {"num_routers": 2, "load_age_s": 0.05}])
-def test_several_routers_and_old_news_lose_nothing(trace: list[TraceRequest], name: str, settings) -> None:
+def test_several_routers_and_old_news_lose_nothing(
+    trace: list[TraceRequest], name: str, settings: dict[str, Any]
+) -> None:
     assert run(trace, name, **settings).requests_completed == len(trace)
 
 
@@ -90,8 +94,9 @@ def test_a_worker_that_is_interrupted_steps_on_as_if_it_had_stepped_one_by_one()
         while todo or not worker.is_idle:
             now = min(todo[0][0] if todo else worker.next_at, worker.next_at)
             progress = worker.advance(now)
-            for running in progress.tokens if progress else ():
-                found[running.id].extend(progress.ends)
+            if progress is not None:
+                for running in progress.tokens:
+                    found[running.id].extend(progress.ends)
             while todo and todo[0][0] <= now:
                 _, id = todo.pop(0)
                 if id:
