@@ -16,7 +16,7 @@ from router.prefix_masks import MaskMap, Sweep
 from router.prefix_match import Kind, Matches, Reach
 from router.prefix_places import PlaceNumbers
 from router.prefix_predictions import Predictions
-from router.prefix_walk import Group, walk
+from router.prefix_walk import Group, Walker, walk
 
 _MAX_PREDICTED_BLOCKS = 1 << 20
 
@@ -38,6 +38,7 @@ class PrefixIndex:
         self._numbers = PlaceNumbers()
         self._device, self._host, self._disk = MaskMap(), MaskMap(), MaskMap()
         self._tiers = {Tier.DEVICE: self._device, Tier.HOST: self._host, Tier.DISK: self._disk}
+        self._walker = Walker(self._device.mask_of)
         self._predictions = Predictions(max_predicted_blocks)
         self._predicted = self._predictions.masks
         self._further_kinds = ((Kind.PREDICTED, self._predicted), (Kind.HOST, self._host), (Kind.DISK, self._disk))
@@ -128,9 +129,8 @@ class PrefixIndex:
         numbering = self._numbers.current
         if not sequence_hashes:
             return Matches(numbering, (), ())
-        reaches: list[Reach] = [
-            ((depth,), mask) for depth, mask in walk(self._device.mask_of, sequence_hashes, 0, numbering.alive)
-        ]
+        groups = self._walker.walk(sequence_hashes, numbering.alive)
+        reaches: list[Reach] = [((depth,), mask) for depth, mask in groups]
         kinds = [Kind.DEVICE]
         maps = [self._device]
         for kind, more in self._further_kinds:

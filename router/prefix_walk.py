@@ -26,6 +26,42 @@ _Probe: TypeAlias = tuple[int, int, int]
 _JUMP = 64
 
 
+# Beginnings remembered.
+_MAX_FORKS = 1 << 12
+
+
+class Walker:
+    """Walks from the first block on, and remembers where places first dropped out.
+
+    Prompts that begin alike mostly part at the same block again, the end of a system prompt, which two probes confirm.
+    What is remembered decides only where is looked first, never what is found.
+    """
+
+    def __init__(self, mask_of: MaskOf) -> None:
+        self._mask_of = mask_of
+        self._forks: dict[int, int] = {}  # by first block: the first one that some places lacked
+
+    def walk(self, sequence_hashes: Sequence[int], places: int) -> list[Group]:
+        """As ``walk`` from block 0, of at least one."""
+        first = sequence_hashes[0]
+        fork = self._forks.get(first)
+        if fork is not None and fork < len(sequence_hashes):
+            first_mask = self._mask_of(first, 0)
+            alive = first_mask & places
+            mask = self._mask_of(sequence_hashes[fork - 1], 0)
+            if alive and (mask is first_mask or mask & alive == alive):
+                left = self._mask_of(sequence_hashes[fork], 0) & alive
+                if left != alive:
+                    group = (fork, alive ^ left)
+                    return [group, *walk(self._mask_of, sequence_hashes, fork, left)] if left else [group]
+        groups = walk(self._mask_of, sequence_hashes, 0, places)
+        if len(groups) > 1:
+            if len(self._forks) >= _MAX_FORKS:
+                self._forks.clear()
+            self._forks[first] = groups[0][0]
+        return groups
+
+
 def walk(mask_of: MaskOf, sequence_hashes: Sequence[int], start: int, places: int) -> list[Group]:
     """Groups of those of ``places`` that have block ``start``, by ascending depth; masks are disjoint, not zero.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prefix_walk import walk
+from router.prefix_walk import Group, Walker, walk
 
 NUM_PLACES = 4
 #: Runs of blocks that the same places have; long ones make the walk jump.
@@ -18,7 +18,37 @@ def test_each_place_is_in_one_group_that_ends_where_it_lacks_a_block(
 ) -> None:
     masks = [mask for mask, length in runs for _ in range(length)]
     start = data.draw(st.integers(0, len(masks) - 1))
-    groups = walk(lambda block, _: masks[block], range(len(masks)), start, places)
+    check(walk(lambda block, _: masks[block], range(len(masks)), start, places), masks, start, places)
+
+
+@given(walks=st.lists(st.tuples(RUNS, st.integers(0, 2**NUM_PLACES - 1)), min_size=2, max_size=5))
+def test_a_walker_that_remembers_other_walks_finds_what_is_there_now(
+    walks: list[tuple[list[tuple[int, int]], int]],
+) -> None:
+    masks: list[int] = []
+    walker = Walker(lambda block, _: masks[block])
+    for runs, places in walks:
+        masks[:] = [mask for mask, length in runs for _ in range(length)]
+        check(walker.walk(range(len(masks)), places), masks, 0, places)
+
+
+def test_a_walker_looks_first_where_places_dropped_out_before() -> None:
+    probes: list[int] = []
+
+    def mask_of(block: int, _: int) -> int:
+        probes.append(block)
+        return 0b11 if block < 40 else 0b10
+
+    walker = Walker(mask_of)
+    assert walker.walk(range(64), 0b11) == [(40, 0b01), (64, 0b10)]
+    assert len(probes) > 6
+    probes.clear()
+    assert walker.walk(range(60), 0b11) == [(40, 0b01), (60, 0b10)]
+    assert probes == [0, 39, 40, 40, 59]
+    assert walker.walk(range(40), 0b11) == [(40, 0b11)]
+
+
+def check(groups: list[Group], masks: list[int], start: int, places: int) -> None:
     assert [depth for depth, _ in groups] == sorted(depth for depth, _ in groups)
     assert sum(mask.bit_count() for _, mask in groups) == (masks[start] & places).bit_count()
     for number in range(NUM_PLACES):
