@@ -83,11 +83,10 @@ class SimulatedWorker:
             vocab_size=OUTPUT_TOKEN_ID,
         )
         config = SchedulerConfig(
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            shares_within_step=True,
+            max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens
         )
-        self.scheduler = Scheduler(config, self._blocks, limits)
+        # As the engine that the default timing is of: what a step will write can be shared from its start.
+        self.scheduler = Scheduler(config, self._blocks, limits, shares_within_step=True)
         self._step_time = _step_time(settings.timing)
         self._num_missing: dict[int, int] = {}  # tokens to compute of those that no step has begun
         self._num_left = 0  # of prompts that steps have begun, after the running one

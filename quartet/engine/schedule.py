@@ -18,13 +18,10 @@ class SchedulerConfig:
         max_num_seqs: requests that have blocks at the same time.
         max_num_batched_tokens: tokens that one step computes: the longest chunk of a prompt, and so what a long
             prompt adds to the time between others' tokens.
-        shares_within_step: the runner writes the KV of all tokens of a step before it reads any, so what one request
-            computes can be shared by another one of the same step.
     """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
-    shares_within_step: bool = False
 
     def __post_init__(self) -> None:
         """Refuse bounds under which a step could leave out a request that decodes."""

@@ -41,13 +41,20 @@ class Scheduler:
         block_manager: BlockManager,
         limits: EngineLimits,
         eos_token_ids: frozenset[int] = frozenset(),
+        *,
+        shares_within_step: bool = False,
     ) -> None:
-        """Begin without requests; nobody else changes ``block_manager`` from here on."""
+        """Begin without requests; nobody else changes ``block_manager`` from here on.
+
+        ``shares_within_step``: what one request computes can be shared by another one of the same step. That takes a
+        runner that writes the KV of all tokens of a step before it reads any.
+        """
         self.num_preemptions = 0
         self._config = config
         self._blocks = block_manager
         self._limits = limits
         self._eos_token_ids = eos_token_ids
+        self._shares_within_step = shares_within_step
         self._num_added = 0
         self.live: dict[int, RunningRequest] = {}
         self._waiting = WaitingQueue()
@@ -200,7 +207,7 @@ class Scheduler:
 
     def _prefill(self, schedule: Schedule, running: RunningRequest, budget: int) -> int:
         num_tokens = schedule.add_chunk(running, budget)
-        if self._config.shares_within_step:
+        if self._shares_within_step:
             self._blocks.commit(running.seq, running.seq.num_computed_tokens + num_tokens)
         return num_tokens
 

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from quartet.engine.base import FinishReason, RequestKind
+from quartet.engine.base import EngineRequest, FinishReason, Generation, RequestKind
 from quartet.engine.sampling import Sampling
-from quartet.engine.scheduler import RequestState, SchedulerConfig
+from quartet.engine.scheduler import RequestState, Scheduler, SchedulerConfig
+from quartet.engine.validation import EngineLimits
+from quartet.kvcache.block_pool import BlockManager
 from tests.engine.fakes import expected_output, make_request, next_token
 from tests.engine.stepping import Stepper
 
@@ -237,3 +239,17 @@ def test_queued_prefill_tokens_are_those_that_nobody_has_computed() -> None:
 def test_impossible_bounds_are_refused(num_seqs: int, num_tokens: int) -> None:
     with pytest.raises(ValueError, match="must be at least"):
         SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=num_tokens)
+
+
+def test_what_a_step_computes_is_shared_within_it_where_the_runner_allows_that() -> None:
+    def cached_tokens(*, shares_within_step: bool) -> list[int]:
+        blocks = BlockManager(16, 4)
+        limits = EngineLimits(max_model_len=64, num_pool_tokens=64, vocab_size=100)
+        scheduler = Scheduler(SchedulerConfig(), blocks, limits, shares_within_step=shares_within_step)
+        for id in (1, 2):
+            generation = Generation(prompt_token_ids=[1, 2, 3, 4, 5, 6, 7, 8, id], sampling=Sampling(max_tokens=1))
+            scheduler.add(EngineRequest(id=id, kind=RequestKind.DECODE, generation=generation))
+        return [chunk.running.num_cached_tokens for chunk in scheduler.schedule().chunks]
+
+    assert cached_tokens(shares_within_step=False) == [0, 0]
+    assert cached_tokens(shares_within_step=True) == [0, 8]

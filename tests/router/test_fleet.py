@@ -203,8 +203,9 @@ async def test_a_router_that_leaves_lets_requests_end(tmp_path: Path, monkeypatc
                     pass
                 raise AssertionError("the watch ended without a status")
             assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-            with pytest.raises(grpc.aio.AioRpcError):
+            with pytest.raises(grpc.aio.AioRpcError) as told:
                 await read_all(silent)
+            assert told.value.code() == grpc.StatusCode.UNAVAILABLE
         open_gates(system)
         assert token_ids_of(await finish(call, [accepted])) == expected(PROMPT, 12)
         await system.router.end()

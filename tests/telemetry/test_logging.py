@@ -87,3 +87,13 @@ def test_records_below_the_level_are_not_written(log_to: Callable[[LogConfig], i
 
 def test_logging_is_configured_by_name() -> None:
     assert build(LogConfig, {"level": "debug", "json": True}) == LogConfig(level=LogLevel.DEBUG, json=True)
+
+
+def test_each_line_has_its_own_time(log_to: Callable[[LogConfig], io.StringIO]) -> None:
+    stream = log_to(LogConfig())
+    for created in (0.0, 0.25, 1.5, 86_399.999):
+        record = LOGGER.makeRecord(LOGGER.name, logging.INFO, "", 0, "hello", (), None)
+        record.created, record.msecs = created, created * 1000 % 1000
+        LOGGER.handle(record)
+    times = [line.partition(" ")[0] for line in stream.getvalue().splitlines()]
+    assert times == [f"1970-01-01T{time}Z" for time in ("00:00:00.000", "00:00:00.250", "00:00:01.500", "23:59:59.999")]
