@@ -115,6 +115,21 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class SampledRows:
+    """The rows whose logits are wanted, as a batch of their own: the last layer owes the others only keys and values.
+
+    Attributes:
+        rows: ``[S]`` int64: which rows of the whole step they are, from the shortest sequence on.
+        segments: these ``S`` rows, numbered from 0, each with all its sequence's tokens before it.
+        order: ``[S]`` int64: where among them each of ``FlatBatch.last_rows`` is.
+    """
+
+    rows: torch.Tensor
+    segments: tuple[Segment, ...]
+    order: torch.Tensor
+
+
+@dataclass(frozen=True)
 class FlatBatch:
     """One step's tokens.
 
@@ -123,6 +138,7 @@ class FlatBatch:
         positions: ``[1, T]`` int64.
         slots: for each layer, ``[2, T]`` int64: where each token's keys go, and its values (``KvPool.write``).
         last_rows: ``[S]`` int64: row of the last token of each chunk that samples, in the order of the chunks.
+        sampled: the same rows by themselves; ``None`` where they are all there are.
     """
 
     token_ids: torch.Tensor
@@ -130,6 +146,7 @@ class FlatBatch:
     slots: Sequence[torch.Tensor]
     last_rows: torch.Tensor
     segments: tuple[Segment, ...]
+    sampled: SampledRows | None = None
 
 
 def build_batch(chunks: Sequence[ScheduledChunk], layout: KvLayout, device: torch.device) -> FlatBatch:
@@ -142,13 +159,12 @@ def build_batch(chunks: Sequence[ScheduledChunk], layout: KvLayout, device: torc
     ends = np.cumsum(sizes)
     positions = np.arange(ends[-1]) + np.repeat(first_positions - ends + sizes, sizes)
     last_row_of = dict(zip(order, (ends - 1).tolist(), strict=True))
+    last_rows = np.array([last_row_of[i] for i, chunk in enumerate(chunks) if chunk.samples], dtype=np.int64)
     return FlatBatch(
         token_ids=_tensor(_token_ids(ordered), device)[None],
         positions=_tensor(positions, device)[None],
         slots=_slots(_blocks_of_tokens(ordered, tables, positions, layout), positions, layout, device),
-        last_rows=_tensor(
-            np.array([last_row_of[i] for i, chunk in enumerate(chunks) if chunk.samples], dtype=np.int64), device
-        ),
+        last_rows=_tensor(last_rows, device),
         segments=tuple(
             Segment(
                 begin=int(ends[first] - sizes[first]),
@@ -158,8 +174,9 @@ def build_batch(chunks: Sequence[ScheduledChunk], layout: KvLayout, device: torc
                 layout=layout,
                 device=device,
             )
-            for first, end in _group(ordered, layout.block_size)
+            for first, end in _group(first_positions, sizes, layout.block_size)
         ),
+        sampled=None if len(last_rows) == ends[-1] else _sampled(ordered, tables, ends - 1, last_rows, layout, device),
     )
 
 
@@ -206,13 +223,42 @@ def _slots(blocks: _Ids, positions: _Ids, layout: KvLayout, device: torch.device
     return _tensor(in_first_layer + parts, device).unbind()
 
 
-def _group(ordered: Sequence[ScheduledChunk], block_size: int) -> list[tuple[int, int]]:
-    """Ranges of ``ordered`` that make one segment each."""
+def _sampled(
+    chunks: Sequence[ScheduledChunk],
+    tables: Sequence[_Ids],
+    ends: _Ids,
+    last_rows: _Ids,
+    layout: KvLayout,
+    device: torch.device,
+) -> SampledRows:
+    """``ends`` are the chunks' last rows, ``last_rows`` those of them that sample, in the order of the answer."""
+    sampling = [i for i, chunk in enumerate(chunks) if chunk.samples]
+    sampling.sort(key=lambda i: chunks[i].first_position + chunks[i].num_tokens)
+    positions = np.array([chunks[i].first_position + chunks[i].num_tokens - 1 for i in sampling], dtype=np.int64)
+    rows = ends[sampling] if sampling else np.empty(0, dtype=np.int64)
+    index_of = {row: index for index, row in enumerate(rows.tolist())}
+    segments = tuple(
+        Segment(
+            begin=first,
+            num_queries=1,
+            block_tables=[tables[i] for i in sampling[first:end]],
+            first_positions=positions[first:end],
+            layout=layout,
+            device=device,
+        )
+        for first, end in _group(positions, np.ones_like(positions), layout.block_size)
+    )
+    order = np.array([index_of[row] for row in last_rows.tolist()], dtype=np.int64)
+    return SampledRows(_tensor(rows, device), segments, _tensor(order, device))
+
+
+def _group(first_positions: _Ids, sizes: _Ids, block_size: int) -> list[tuple[int, int]]:
+    """Ranges of chunks, single tokens first and from the shortest sequence on, that make one segment each."""
     groups: list[tuple[int, int]] = []
     longest_allowed = 0.0
-    for i, chunk in enumerate(ordered):
-        num_blocks = chunk.first_position // block_size + 1
-        if groups and chunk.num_tokens == 1 and num_blocks <= longest_allowed:
+    for i, (first_position, size) in enumerate(zip(first_positions.tolist(), sizes.tolist(), strict=True)):
+        num_blocks = first_position // block_size + 1
+        if groups and size == 1 and num_blocks <= longest_allowed:
             groups[-1] = (groups[-1][0], i + 1)
         else:
             groups.append((i, i + 1))

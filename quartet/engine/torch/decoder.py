@@ -2,8 +2,9 @@
 
 For models whose every module is one that this code knows (Llama, Mistral, Qwen2 and Qwen3 and what has their layers):
 RMS norm, attention with rotary embedding, RMS norm, gated SiLU. Queries, keys and values come from one product, gate
-and up projection from another; residuals are added by the products themselves; and wide intermediate results are made
-for a few rows at a time, which then are still in the processor's cache.
+and up projection from another; residuals are added by the products themselves; wide intermediate results are made for a
+few rows at a time, which then are still in the processor's cache; and past its keys and values, the last layer computes
+only the rows whose logits are wanted.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import torch
 from torch.nn import functional
 
 from quartet.engine.torch.attention import LayerAttention, PagedStep, attend
+from quartet.engine.torch.batch import Segment
 from quartet.engine.torch.buffers import Buffers
 from quartet.engine.torch.linear import ROWS_ON_CPU, Linear
-from quartet.engine.torch.pool import KeysValues
+from quartet.engine.torch.pool import KeysValues, KvPool
 
 
 class Norm:
@@ -98,16 +100,29 @@ class Decoder:
         batch = step.batch
         hidden = functional.embedding(batch.token_ids[0], self._embedding)
         rope = _Rope.at(self._rotary, hidden, batch.positions)
-        num_tokens = hidden.shape[0]
-        slices = [slice(first, end) for first, end in _cut(num_tokens, self._max_rows or num_tokens)]
-        for layer in self._layers:
-            self._add_attention(layer, hidden, rope, step, slices)
+        slices = self._slices(hidden.shape[0])
+        sampled = batch.sampled
+        for layer in self._layers if sampled is None else self._layers[:-1]:
+            heads, fresh = self._project(layer, hidden, rope, step, slices)
+            self._add_attention(layer, hidden, heads, fresh, step.pool, batch.segments, slices)
             self._add_mlp(layer, hidden, slices)
-        return self._head(self._norm(hidden.index_select(0, batch.last_rows)))
+        if sampled is None:
+            return self._head(self._norm(hidden.index_select(0, batch.last_rows)))
+        layer = self._layers[-1]
+        heads, fresh = self._project(layer, hidden, rope, step, slices)
+        hidden, heads = hidden.index_select(0, sampled.rows), heads.index_select(0, sampled.rows)
+        slices = self._slices(hidden.shape[0])
+        self._add_attention(layer, hidden, heads, fresh, step.pool, sampled.segments, slices)
+        self._add_mlp(layer, hidden, slices)
+        return self._head(self._norm(hidden.index_select(0, sampled.order)))
 
-    def _add_attention(
+    def _slices(self, num_rows: int) -> list[slice]:
+        return [slice(first, end) for first, end in _cut(num_rows, self._max_rows or max(num_rows, 1))]
+
+    def _project(
         self, layer: DecoderLayer, hidden: torch.Tensor, rope: _Rope, step: PagedStep, slices: Sequence[slice]
-    ) -> None:
+    ) -> tuple[torch.Tensor, KeysValues]:
+        """Queries, keys and values of all rows, ``[T, H + 2 * Hkv, D]``; the latter two are in the pool then."""
         shape, num_tokens = self._shape, hidden.shape[0]
         num_rotated = shape.num_heads + shape.num_kv_heads
         heads = self._buffers.take("heads", num_tokens, num_rotated + shape.num_kv_heads, shape.head_dim)
@@ -118,11 +133,24 @@ class Decoder:
         keys_values = heads[:, shape.num_heads :].view(num_tokens, 2, -1, shape.head_dim).transpose(0, 1)
         step.pool.write(step.batch.slots[layer.attention.index], keys_values)
         by_head = keys_values.transpose(1, 2)[:, None]
-        fresh = KeysValues(by_head[0], by_head[1])
-        query = heads[None, :, : shape.num_heads].transpose(1, 2)
-        attended = self._buffers.take("attended", num_tokens, shape.num_heads, shape.head_dim)
-        for segment in step.batch.segments:
-            attend(layer.attention, segment, step.pool, query, fresh, attended)
+        return heads, KeysValues(by_head[0], by_head[1])
+
+    def _add_attention(
+        self,
+        layer: DecoderLayer,
+        hidden: torch.Tensor,
+        heads: torch.Tensor,
+        fresh: KeysValues,
+        pool: KvPool,
+        segments: Sequence[Segment],
+        slices: Sequence[slice],
+    ) -> None:
+        """``hidden``, ``heads`` and ``segments`` are of the same rows; ``fresh`` are the whole step's."""
+        num_heads, head_dim = self._shape.num_heads, self._shape.head_dim
+        query = heads[None, :, :num_heads].transpose(1, 2)
+        attended = self._buffers.take("attended", hidden.shape[0], num_heads, head_dim)
+        for segment in segments:
+            attend(layer.attention, segment, pool, query, fresh, attended)
         for rows in slices:
             layer.output.add_to(hidden[rows], attended[rows].flatten(1))
 
