@@ -13,6 +13,8 @@ is a message over a stream that is open already, each ``~>`` a change between a 
     decode's loop     ~> decode's thread                  ``Fetched``: the next step has the request in it
 
 ``begin`` and ``granted`` take no time of their own: ``finish`` does not wait for them.
+
+It goes twice: with bytes that nobody reads, and with the contract's messages in full (``benchmarks.contract_chain``).
 """
 
 from __future__ import annotations
@@ -21,28 +23,59 @@ import asyncio
 import json
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 
-from benchmarks.bare_chain_processes import Sample
+import grpc
 
-__all__ = ["BareChain", "Sample", "bare_chain"]
+from benchmarks import contract_chain
+from benchmarks.bare_chain_parts import open_stream
 
 _MODULE = "benchmarks.bare_chain_processes"
 _TIMEOUT_S = 60.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One look at what a machine makes such processes pay, each after a pause. In milliseconds.
+
+    Attributes:
+        chain_ms: from the end of the prefill's step to the beginning of the decode's, both in their threads.
+        contract_chain_ms: the same with the contract's messages.
+        thread_change_ms: from an event loop to a thread that sleeps, and back.
+        round_trip_ms: a message there and one back over an open stream.
+    """
+
+    chain_ms: float
+    contract_chain_ms: float
+    thread_change_ms: float
+    round_trip_ms: float
+
+
 class BareChain:
-    """Three processes that are up; made by ``bare_chain``."""
+    """Three processes that are up, and their client; made by ``bare_chain``."""
 
-    def __init__(self, router: Process) -> None:
+    def __init__(self, router: Process, channel: grpc.aio.Channel) -> None:
+        """Ask ``router`` for the bare chain, and through ``channel``, which leads there, for the contract's."""
         self._router = router
+        self._channel = channel
 
-    async def measure(self) -> Sample:
-        """Go the way once, and each part alone. Raises ``RuntimeError``: a process is gone."""
+    async def measure(self, token_ids: Sequence[int]) -> Sample:
+        """Go the way once each, with the prompt ``token_ids`` in the contract's messages, and each part alone.
+
+        Raises:
+            RuntimeError: a process is gone.
+        """
         assert self._router.stdin is not None, "made with a pipe"
         self._router.stdin.write(b"\n")
-        return Sample(**json.loads(await _line(self._router)))
+        bare: dict[str, float] = json.loads(await _line(self._router))
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                contract_chain_ms = await contract_chain.ask(open_stream(self._channel, "ContractGenerate"), token_ids)
+        except (EOFError, grpc.aio.AioRpcError) as error:
+            raise RuntimeError(f"a process of the contract's chain has ended: {error!r}") from error
+        return Sample(**bare, contract_chain_ms=contract_chain_ms)
 
 
 @asynccontextmanager
@@ -51,7 +84,9 @@ async def bare_chain() -> AsyncIterator[BareChain]:
     async with AsyncExitStack() as exits:
         prefill = f"127.0.0.1:{int(await _line(await _start(exits, 'prefill')))}"
         decode = f"127.0.0.1:{int(await _line(await _start(exits, 'decode', prefill)))}"
-        yield BareChain(await _start(exits, "router", prefill, decode))
+        router = await _start(exits, "router", prefill, decode)
+        address = f"127.0.0.1:{int(await _line(router))}"
+        yield BareChain(router, await exits.enter_async_context(grpc.aio.insecure_channel(address)))
 
 
 async def _start(exits: AsyncExitStack, *arguments: str) -> Process:

@@ -3,7 +3,8 @@
 Two topologies of real processes run beside each other, one Decode worker alone and a Prefill before a Decode, and are
 asked in turn, one request at a time. With the stub engine, whose steps take a fixed time, all that is left when steps
 and the copying of bytes are taken off is Quartet's own cost; the small random model shows the same with computing.
-Each round also goes the same way with nothing of Quartet (``benchmarks.bare_chain``).
+Each round also goes the same way with nothing of Quartet (``benchmarks.bare_chain``), and then with the contract's
+messages too (``benchmarks.contract_chain``).
 
     python -m benchmarks.disagg --json FILE [--long]
 """
@@ -14,17 +15,16 @@ import argparse
 import asyncio
 import random
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import uvloop
 
 from benchmarks.bare_chain import BareChain, bare_chain
-from benchmarks.disagg_client import ask
+from benchmarks.disagg_client import ask, random_prompt
+from benchmarks.disagg_copies import BlockCopier
 from benchmarks.disagg_figures import BareFigures, LengthFigures, Round, summarize, summarize_bare
 from benchmarks.disagg_stack import BLOCK_SIZE, EngineName, Side, StackMaker, make_model
 from benchmarks.progress import LiveLine
@@ -33,7 +33,6 @@ from benchmarks.stack import Stack
 from benchmarks.stub_engine.runner import STEP_S, stub_layout
 from models.random_llama import LlamaShape
 from quartet.rpc.channels import create_channel
-from quartet.transfer.base import PoolMemory
 from quartet.v1 import router_pb2_grpc
 
 _PROMPT_LENGTHS = (128, 1024, 4096)
@@ -92,7 +91,10 @@ async def _run(plan: Plan) -> Results:
         rounds = await _measure(EngineName.STUB, plan.num_stub_rounds, stub_block_bytes, line)
         stub = _summarize(EngineName.STUB, rounds, stub_block_bytes, line)
         bare = summarize_bare([item.bare for of_length in rounds.values() for item in of_length])
-        line.say(f"nothing of Quartet: {bare.bare_chain_ms:.2f} ms the same way")
+        line.say(
+            f"nothing of Quartet: {bare.bare_chain_ms:.2f} ms the same way, {bare.contract_chain_ms:.2f} ms with the "
+            "contract's messages"
+        )
         rounds = await _measure(EngineName.TINY, plan.num_tiny_rounds, _tiny_block_bytes(), line)
         tiny = _summarize(EngineName.TINY, rounds, _tiny_block_bytes(), line)
     return Results(
@@ -145,7 +147,10 @@ def _describe(figures: LengthFigures) -> str:
     second = ", ".join(f"{side} {value:.1f}" for side, value in figures.second_token_ms.items())
     overhead = ""
     if figures.overhead_ms is not None:
-        overhead = f"; {figures.overhead_ms:.2f} ms beyond step and copying, bare chain {figures.bare_chain_ms:.2f} ms"
+        overhead = (
+            f"; {figures.overhead_ms:.2f} ms beyond step and copying, bare chain {figures.bare_chain_ms:.2f} ms, "
+            f"with the contract's messages {figures.contract_chain_ms:.2f} ms"
+        )
     return f"second token {second} ms{overhead}"
 
 
@@ -163,7 +168,7 @@ class _Rounds:
         self._engine = engine
         self._stubs = stubs
         self._bare = bare
-        self._copier = _Copier(block_bytes)
+        self._copier = BlockCopier(_NUM_COPY_BLOCKS, block_bytes)
         self._line = line
         self._rng = random.Random(0)
         self._num_done = 0
@@ -188,34 +193,12 @@ class _Rounds:
         for side in Side:
             answered[side] = await ask(self._stubs[side], self._rng, length)
             await asyncio.sleep(_PAUSE_S)
-        copy_ms = self._copier.copy_ms(_num_blocks(length))
-        bare = await self._bare.measure()
-        return Round(agg=answered[Side.AGG], disagg=answered[Side.DISAGG], copy_ms=copy_ms, bare=bare)
+        copies = await self._copier.copy(_num_blocks(length))
+        bare = await self._bare.measure(random_prompt(self._rng, length))
+        return Round(agg=answered[Side.AGG], disagg=answered[Side.DISAGG], copies=copies, bare=bare)
 
     def _describe(self, elapsed: float, num_rounds: int) -> str:
         return f"{self._engine}: round {self._num_done} of {num_rounds + _NUM_WARM_UP_ROUNDS}, {elapsed:.0f} s"
-
-
-class _Copier:
-    """Copies blocks between two pools of this process, as workers have them: what as many bytes take at least."""
-
-    def __init__(self, block_bytes: int) -> None:
-        pools = [PoolMemory(_NUM_COPY_BLOCKS, block_bytes) for _ in range(2)]
-        self._source, self._destination = (
-            np.frombuffer(pool.view, np.uint8).reshape(_NUM_COPY_BLOCKS, block_bytes) for pool in pools
-        )
-        for pool in pools:
-            pool.close()  # the mappings live on
-        self._next = 0
-
-    def copy_ms(self, num_blocks: int) -> float:
-        """Copy the next blocks, which no cache holds any more."""
-        began = time.perf_counter()
-        for number in range(self._next, self._next + num_blocks):
-            block = number % _NUM_COPY_BLOCKS
-            np.copyto(self._destination[block], self._source[block])
-        self._next += num_blocks
-        return 1e3 * (time.perf_counter() - began)
 
 
 async def _check_moved(stack: Stack, num_rounds: int, block_bytes: int) -> None:

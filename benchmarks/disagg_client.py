@@ -47,7 +47,7 @@ async def ask(stub: router_pb2_grpc.RouterServiceAsyncStub, rng: random.Random, 
         grpc.aio.AioRpcError: it ended badly.
         RuntimeError: not as many tokens came as were asked for.
     """
-    ids = rng.choices(range(_FIRST_TOKEN_ID, _END_TOKEN_ID), k=num_tokens)
+    ids = random_prompt(rng, num_tokens)
     sampling = types_pb2.Sampling(max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
     start = router_pb2.GenerateStart(token_ids=router_pb2.TokenIds(ids=ids), sampling=sampling)
     request = router_pb2.GenerateRequest(start=start)
@@ -68,6 +68,11 @@ async def ask(stub: router_pb2_grpc.RouterServiceAsyncStub, rng: random.Random, 
         decode_queue_ms=_ms(times.decode_queue),
         transfer_ms=_ms(times.transfer) if times.HasField("transfer") else None,
     )
+
+
+def random_prompt(rng: random.Random, num_tokens: int) -> list[int]:
+    """So many random ids of the small random model, none of a special token."""
+    return rng.choices(range(_FIRST_TOKEN_ID, _END_TOKEN_ID), k=num_tokens)
 
 
 def _ms(duration: Duration) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.bare_chain import Sample
 from benchmarks.disagg_client import Answered
+from benchmarks.disagg_copies import CopyTimes
 from benchmarks.disagg_stack import Side
 
 
@@ -16,13 +17,13 @@ class Round:
     """The same kind of prompt once by each side, one right after the other.
 
     Attributes:
-        copy_ms: a plain copy of as many bytes as were moved, block by block, in the benchmark's own process.
+        copies: of as many bytes as were moved, in the benchmark's own process.
         bare: the same way without Quartet, right after.
     """
 
     agg: Answered
     disagg: Answered
-    copy_ms: float
+    copies: CopyTimes
     bare: Sample
 
     def of(self, side: Side) -> Answered:
@@ -35,7 +36,16 @@ class Round:
 
         Both sides compute the prompt in as many steps and the second token in one more, so those cancel out.
         """
-        return self.disagg.second_token_ms - self.agg.second_token_ms - self.copy_ms
+        return self._later_ms - self.copies.plain_ms
+
+    @property
+    def overhead_beyond_transfer_copy_ms(self) -> float:
+        """The same, less what moving the bytes takes as the transfer copies them."""
+        return self._later_ms - self.copies.transfer_ms
+
+    @property
+    def _later_ms(self) -> float:
+        return self.disagg.second_token_ms - self.agg.second_token_ms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +56,11 @@ class LengthFigures:
         ttft_ms, second_token_ms: by side, as the client saw them.
         parts_ms: by side, what the second token's time is made of; see ``split``.
         transfer_bytes: moved for each request.
-        copy_ms: a plain copy of as many bytes.
+        copy_ms, transfer_copy_ms: ``CopyTimes`` of as many bytes.
         overhead_ms: see ``Round.overhead_ms``; ``None`` where computing takes now more, now less time, and hides it.
         overhead_ms_p10: a tenth of the rounds was at or below this.
-        bare_chain_ms: ``Sample.chain_ms`` of the same rounds.
+        overhead_beyond_transfer_copy_ms: as of ``Round``; ``None`` as before.
+        bare_chain_ms, contract_chain_ms: ``Sample`` of the same rounds.
     """
 
     ttft_ms: Mapping[str, float]
@@ -57,17 +68,22 @@ class LengthFigures:
     parts_ms: Mapping[str, Mapping[str, float]]
     transfer_bytes: int
     copy_ms: float
+    transfer_copy_ms: float
     overhead_ms: float | None
     overhead_ms_p10: float | None
+    overhead_beyond_transfer_copy_ms: float | None
     bare_chain_ms: float
+    contract_chain_ms: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class BareFigures:
-    """Medians of ``Sample`` over all rounds, in milliseconds, and below what a tenth of the chains was."""
+    """Medians of ``Sample`` over all rounds, in milliseconds, and at or below what a tenth of each chain was."""
 
     bare_chain_ms: float
     bare_chain_ms_p10: float
+    contract_chain_ms: float
+    contract_chain_ms_p10: float
     thread_change_ms: float
     round_trip_ms: float
 
@@ -75,24 +91,31 @@ class BareFigures:
 def summarize(rounds: Sequence[Round], transfer_bytes: int, *, is_paced: bool) -> LengthFigures:
     """Medians of ``rounds``, of which there are at least two. ``is_paced``: every step took the same time."""
     overheads = [item.overhead_ms for item in rounds]
+    beyond_transfer_copy = [item.overhead_beyond_transfer_copy_ms for item in rounds]
     return LengthFigures(
         ttft_ms=_by_side(rounds, lambda answered: answered.ttft_ms),
         second_token_ms=_by_side(rounds, lambda answered: answered.second_token_ms),
         parts_ms={side: _median_parts([split(item.of(side)) for item in rounds]) for side in Side},
         transfer_bytes=transfer_bytes,
-        copy_ms=statistics.median(item.copy_ms for item in rounds),
+        copy_ms=statistics.median(item.copies.plain_ms for item in rounds),
+        transfer_copy_ms=statistics.median(item.copies.transfer_ms for item in rounds),
         overhead_ms=statistics.median(overheads) if is_paced else None,
         overhead_ms_p10=_tenth(overheads) if is_paced else None,
+        overhead_beyond_transfer_copy_ms=statistics.median(beyond_transfer_copy) if is_paced else None,
         bare_chain_ms=statistics.median(item.bare.chain_ms for item in rounds),
+        contract_chain_ms=statistics.median(item.bare.contract_chain_ms for item in rounds),
     )
 
 
 def summarize_bare(samples: Sequence[Sample]) -> BareFigures:
     """Medians of ``samples``, of which there are at least two."""
     chains = [sample.chain_ms for sample in samples]
+    contract_chains = [sample.contract_chain_ms for sample in samples]
     return BareFigures(
         bare_chain_ms=statistics.median(chains),
         bare_chain_ms_p10=_tenth(chains),
+        contract_chain_ms=statistics.median(contract_chains),
+        contract_chain_ms_p10=_tenth(contract_chains),
         thread_change_ms=statistics.median(sample.thread_change_ms for sample in samples),
         round_trip_ms=statistics.median(sample.round_trip_ms for sample in samples),
     )
