@@ -119,9 +119,10 @@ async def _measure(
     engine: EngineName, num_rounds: int, block_bytes: int, line: LiveLine
 ) -> Mapping[int, Sequence[Round]]:
     async with AsyncExitStack() as exits:
-        bare = await exits.enter_async_context(bare_chain())
         maker = StackMaker(Path(exits.enter_context(tempfile.TemporaryDirectory())), line.say)
         stacks = {side: await exits.enter_async_context(maker.make(engine, side)) for side in Side}
+        # Before the first channel is open, behind which gRPC complains of every fork.
+        bare = await exits.enter_async_context(bare_chain())
         stubs = {}
         for side, stack in stacks.items():
             channel = await exits.enter_async_context(create_channel(stack.router_address, None))
