@@ -78,20 +78,30 @@ class Floor:
     def _run(self, steps: Sequence[Sequence[int]]) -> None:
         for lengths in steps:
             hidden = self._hidden[: sum(lengths)]
-            for layer in self._layers:
-                self._run_layer(layer, hidden, lengths)
+            *layers, last = self._layers
+            for layer in layers:
+                self._attend(layer, hidden, lengths, is_causal=True)
+                self._run_mlp(layer, hidden)
+            # Of the last one's rows only those count whose logits are wanted: one of each prompt.
+            self._attend(last, hidden, lengths, is_causal=False)
+            self._run_mlp(last, hidden[: len(lengths)])
             self._head(hidden[: len(lengths)])
 
-    def _run_layer(self, layer: _Layer, hidden: torch.Tensor, lengths: Sequence[int]) -> None:
-        slices = hidden.split(ROWS_ON_CPU)
-        for rows, output in zip(slices, self._heads[: len(hidden)].split(ROWS_ON_CPU), strict=True):
+    def _attend(self, layer: _Layer, hidden: torch.Tensor, lengths: Sequence[int], *, is_causal: bool) -> None:
+        """Not causal: of each prompt only its last query."""
+        for rows, output in zip(
+            torch.split(hidden, ROWS_ON_CPU), torch.split(self._heads[: len(hidden)], ROWS_ON_CPU), strict=True
+        ):
             layer.query_key_value.write_to(output, rows)
         heads = self._heads[: len(hidden)].view(len(hidden), -1, self._head_dim).transpose(0, 1)[None]
         sizes = [self._num_heads, self._num_kv_heads, self._num_kv_heads]
-        for part in heads.split(list(lengths), dim=2):
-            query, key, value = part.split(sizes, dim=1)
-            functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        for rows in slices:
+        for part in torch.split(heads, list(lengths), dim=2):
+            query, key, value = torch.split(part, sizes, dim=1)
+            queries = query if is_causal else query[:, :, -1:]
+            functional.scaled_dot_product_attention(queries, key, value, is_causal=is_causal, enable_gqa=True)
+
+    def _run_mlp(self, layer: _Layer, hidden: torch.Tensor) -> None:
+        for rows in torch.split(hidden, ROWS_ON_CPU):
             layer.output(rows)
             layer.gate_up(rows)
             layer.down(self._activated[: len(rows)])

@@ -5,17 +5,19 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import Progress, TaskID
 
 from cli.errors import reporting_errors
+from cli.replay import options
 from cli.replay.display import print_results, progress_bar
-from cli.replay.policies import POLICIES, find_policies
+from cli.replay.policies import find_policies
 from cli.replay.results import Objectives, PolicyResult
 from cli.replay.simulation import FleetSettings, MakePolicy, Simulation
 from cli.replay.worker import EngineSettings
@@ -25,41 +27,46 @@ from quartet.telemetry.provenance import read_commit, read_machine, read_version
 _STDOUT = "-"
 _MS = 1e3
 _PACKAGES = ("quartet", "numpy", "xxhash")
-_ENGINE, _OBJECTIVES = EngineSettings(), Objectives()
+_ENGINE, _OBJECTIVES, _FLEET = EngineSettings(), Objectives(), FleetSettings()
 _PIPE_WIDTH = 180
 
 
-def _fleet(name: str, help: str, minimum: float = 1) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(name, min=minimum, rich_help_panel="Fleet", help=help)
-    return option
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What is replayed, how."""
+
+    trace: str
+    requests: Sequence[TraceRequest]
+    speed: float
+    seed: int
+    fleet: FleetSettings
+    started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    def __str__(self) -> str:
+        fleet = f"{self.fleet.num_workers} workers"
+        if self.fleet.num_prefill_workers:
+            fleet += f" and {self.fleet.num_prefill_workers} that only prefill"
+        return f"{self.trace}, {len(self.requests)} requests at {self.speed:g}x, {fleet}"
 
 
 def replay(
     *,
-    trace: Annotated[Path, typer.Argument(help="Requests in Mooncake's format; may be gzipped.", dir_okay=False)],
-    policy: Annotated[
-        str, typer.Option("--policy", metavar="A,B,C", help=f"Policies to replay it under, of {', '.join(POLICIES)}.")
-    ] = "kv_aware,round_robin",
-    speed: Annotated[float, typer.Option("--speed", help="Requests come so many times as fast.")] = 1.0,
-    max_requests: Annotated[int | None, typer.Option("--requests", min=1, help="Only the first so many.")] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the policies' random choices.")] = 0,
-    workers: Annotated[int, _fleet("--workers", "Workers, which prefill and decode.")] = 8,
-    routers: Annotated[int, _fleet("--routers", "Routers, which get the requests in turn.")] = 1,
-    load_age_ms: Annotated[float, _fleet("--load-age-ms", "How old the load that routers know is.", 0)] = 0.0,
-    num_blocks: Annotated[int, _fleet("--blocks", "KV blocks of each worker.")] = _ENGINE.num_blocks,
-    block_size: Annotated[int, _fleet("--block-size", "Tokens of a KV block.")] = _ENGINE.block_size,
-    ttft_objective_ms: Annotated[
-        float, typer.Option("--good-ttft-ms", help="Goodput counts requests whose first token takes no longer.")
-    ] = _OBJECTIVES.ttft_ms,
-    itl_objective_ms: Annotated[
-        float, typer.Option("--good-itl-ms", help="And whose tokens take no longer on average.")
-    ] = _OBJECTIVES.itl_ms,
-    json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the figures there; - is standard output.")
-    ] = None,
-    plot_file: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", dir_okay=False, help="Draw the policies side by side.")
-    ] = None,
+    trace: options.TraceArgument,
+    policy: options.PolicyOption = "kv_aware,round_robin",
+    speed: options.SpeedOption = 1.0,
+    max_requests: options.RequestsOption = None,
+    seed: options.SeedOption = 0,
+    workers: options.WorkersOption = _FLEET.num_workers,
+    prefill_workers: options.PrefillWorkersOption = _FLEET.num_prefill_workers,
+    transfer_gb_per_s: options.TransferOption = _FLEET.transfer_gb_per_s,
+    routers: options.RoutersOption = _FLEET.num_routers,
+    load_age_ms: options.LoadAgeOption = _MS * _FLEET.load_age_s,
+    num_blocks: options.BlocksOption = _ENGINE.num_blocks,
+    block_size: options.BlockSizeOption = _ENGINE.block_size,
+    good_ttft_ms: options.GoodTtftOption = _OBJECTIVES.ttft_ms,
+    good_itl_ms: options.GoodItlOption = _OBJECTIVES.itl_ms,
+    json_file: options.JsonOption = None,
+    plot_file: options.PlotOption = None,
 ) -> None:
     """Replay a trace in virtual time: the router's own policies, index, scheduler and block pool, no network, no model.
 
@@ -67,53 +74,66 @@ def replay(
     """
     if speed <= 0:
         raise typer.BadParameter("must be above 0", param_hint="--speed")
+    fleet = FleetSettings(
+        num_workers=workers,
+        num_prefill_workers=prefill_workers,
+        transfer_gb_per_s=transfer_gb_per_s,
+        num_routers=routers,
+        load_age_s=load_age_ms / _MS,
+        engine=EngineSettings(num_blocks=num_blocks, block_size=block_size),
+        objectives=Objectives(ttft_ms=good_ttft_ms, itl_ms=good_itl_ms),
+    )
     with reporting_errors():
         makers = find_policies(policy)
         requests = [replace(item, arrival_s=item.arrival_s / speed) for item in read_trace(trace)[:max_requests]]
-        settings = FleetSettings(
-            num_workers=workers,
-            num_routers=routers,
-            load_age_s=load_age_ms / _MS,
-            engine=EngineSettings(num_blocks=num_blocks, block_size=block_size),
-            objectives=Objectives(ttft_ms=ttft_objective_ms, itl_ms=itl_objective_ms),
-        )
-        started_at = datetime.now(UTC)
-        results = _run(requests, makers, settings, seed)
-        title = f"{trace.name}, {len(requests)} requests at {speed:g}x, {workers} workers"
-        console = Console(stderr=json_file == _STDOUT, highlight=False)
-        if not console.is_terminal:
-            console = Console(stderr=json_file == _STDOUT, highlight=False, width=_PIPE_WIDTH)
-        print_results(console, title, results)
-        if json_file is not None:
-            report = {
-                "benchmark": "replay",
-                "command": shlex.join(["quartet", *sys.argv[1:]]),
-                "started_at": started_at.isoformat(timespec="seconds"),
-                "commit": asdict(read_commit()),
-                "versions": read_versions(_PACKAGES),
-                "machine": asdict(read_machine()),
-                "trace": trace.name,
-                "num_requests": len(requests),
-                "speed": speed,
-                "seed": seed,
-                "fleet": asdict(settings),
-                "policies": {name: asdict(result) for name, result in results.items()},
-            }
-            write_report(report, json_file)
-        if plot_file is not None:
-            # It takes a second to import, and few need it.
-            from cli.replay.plot import plot
-
-            plot(results, title, plot_file)
+        plan = _Plan(trace=trace.name, requests=requests, speed=speed, seed=seed, fleet=fleet)
+        results = _run(plan, makers)
+        print_results(_console(json_file), str(plan), results)
+        _write(plan, results, json_file, plot_file)
 
 
-def _run(
-    requests: Sequence[TraceRequest], makers: Mapping[str, MakePolicy], settings: FleetSettings, seed: int
-) -> dict[str, PolicyResult]:
+def _run(plan: _Plan, makers: Mapping[str, MakePolicy]) -> dict[str, PolicyResult]:
     results: dict[str, PolicyResult] = {}
     with progress_bar(Console(stderr=True)) as progress:
         for name, make_policy in makers.items():
-            bar = progress.add_task(name, total=len(requests))
-            simulation = Simulation(requests, make_policy, settings, seed)
-            results[name] = simulation.run(lambda num_ended, bar=bar: progress.update(bar, completed=num_ended))  # type: ignore[misc]
+            bar = progress.add_task(name, total=len(plan.requests))
+            simulation = Simulation(plan.requests, make_policy, plan.fleet, plan.seed)
+            results[name] = simulation.run(partial(_show_progress, progress, bar))
     return results
+
+
+def _show_progress(progress: Progress, bar: TaskID, num_ended: int) -> None:
+    progress.update(bar, completed=num_ended)
+
+
+def _console(json_file: str | None) -> Console:
+    """For the table: standard output, unless that is for JSON only."""
+    console = Console(stderr=json_file == _STDOUT, highlight=False)
+    return console if console.is_terminal else Console(stderr=console.stderr, highlight=False, width=_PIPE_WIDTH)
+
+
+def _write(plan: _Plan, results: Mapping[str, PolicyResult], json_file: str | None, plot_file: Path | None) -> None:
+    if json_file is not None:
+        write_report(_report(plan, results), json_file)
+    if plot_file is not None:
+        # It takes a second to import, and few need it.
+        from cli.replay.plot import plot
+
+        plot(results, str(plan), plot_file)
+
+
+def _report(plan: _Plan, results: Mapping[str, PolicyResult]) -> Mapping[str, object]:
+    return {
+        "benchmark": "replay",
+        "command": shlex.join(["quartet", *sys.argv[1:]]),
+        "started_at": plan.started_at.isoformat(timespec="seconds"),
+        "commit": asdict(read_commit()),
+        "versions": read_versions(_PACKAGES),
+        "machine": asdict(read_machine()),
+        "trace": plan.trace,
+        "num_requests": len(plan.requests),
+        "speed": plan.speed,
+        "seed": plan.seed,
+        "fleet": asdict(plan.fleet),
+        "policies": {name: asdict(result) for name, result in results.items()},
+    }

@@ -41,12 +41,19 @@ class FleetRouter:
     """Sees the fleet as it was ``load_age_s`` ago; what it sent since, it remembers."""
 
     def __init__(
-        self, policy: Policy, workers: Mapping[Place, SimulatedWorker], *, block_size: int, load_age_s: float = 0.0
+        self,
+        policy: Policy,
+        workers: Mapping[Place, SimulatedWorker],
+        *,
+        num_prefill: int,
+        block_size: int,
+        load_age_s: float = 0.0,
     ) -> None:
-        """All caches are empty."""
+        """All caches are empty; the first ``num_prefill`` of ``workers`` only prefill."""
         self.look_at = inf
         self._policy = policy
         self._workers = workers
+        self._prefill_places, self._decode_places = list(workers)[:num_prefill], list(workers)[num_prefill:]
         self._block_size = block_size
         self._load_age_s = load_age_s
         self._index = PrefixIndex()
@@ -94,7 +101,11 @@ class FleetRouter:
             return []
         for waiting in self._waiting:
             waiting.pending = replace(waiting.pending, num_cached_tokens=self._num_cached_tokens(waiting.pending))
-        snapshot = Snapshot(prefill=(), decode=[self._candidate(place, now) for place in self._workers], now=now)
+        snapshot = Snapshot(
+            prefill=[self._candidate(place, now) for place in self._prefill_places],
+            decode=[self._candidate(place, now) for place in self._decode_places],
+            now=now,
+        )
         placements = self._policy.assign([waiting.pending for waiting in self._waiting], snapshot)
         sent, kept = list[Waiting](), list[Waiting]()
         for waiting, placement in zip(self._waiting, placements, strict=True):

@@ -7,16 +7,19 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from heapq import heappop, heappush
 from math import inf
 
 from cli.replay.fleet_router import FleetRouter, Waiting
 from cli.replay.results import Objectives, PolicyResult, Recorder, Timeline
-from cli.replay.worker import EngineSettings, Progress, SimulatedWorker
+from cli.replay.worker import OUTPUT_TOKEN_ID, EngineSettings, Progress, SimulatedWorker
 from cli.traces.format import BLOCK_SIZE, TraceRequest
 from quartet.discovery.place import Place
 from quartet.engine.base import EngineRequest, Generation, RequestKind
 from quartet.engine.sampling import Sampling
 from quartet.kvcache.block_hash import sequence_hashes
+from quartet.kvcache.layout import BlocksPayload, HandOff, KvLayout
 from router.policy.base import Pending, Policy
 
 # Output tokens that a router books room for.
@@ -30,12 +33,17 @@ class FleetSettings:
     """What a trace is replayed on.
 
     Attributes:
-        num_workers: that prefill and decode.
+        num_workers: that decode, and prefill what is not prefilled elsewhere.
+        num_prefill_workers: that only prefill.
+        transfer_gb_per_s, transfer_latency_s: how fast blocks move from one worker to another.
         num_routers: each has its share of the requests, in turn.
         load_age_s: how old what they know of the workers' load is.
     """
 
     num_workers: int = 8
+    num_prefill_workers: int = 0
+    transfer_gb_per_s: float = 50.0
+    transfer_latency_s: float = 0.002
     num_routers: int = 1
     load_age_s: float = 0.0
     engine: EngineSettings = field(default_factory=EngineSettings)
@@ -51,12 +59,14 @@ class Simulation:
         """Nothing has come yet; ``seed`` is that of the policies' ties."""
         self._requests = requests
         self._settings = settings
-        self._places = [Place(f"worker-{number:03}", 0) for number in range(settings.num_workers)]
-        self._workers = {place: SimulatedWorker(place, settings.engine) for place in self._places}
+        prefill = [Place(f"prefill-{number:03}") for number in range(settings.num_prefill_workers)]
+        decode = [Place(f"decode-{number:03}") for number in range(settings.num_workers)]
+        self._workers = {place: SimulatedWorker(place, settings.engine) for place in (*prefill, *decode)}
         self._routers = [
             FleetRouter(
                 make_policy(random.Random(seed * 1_000_003 + number)),
                 self._workers,
+                num_prefill=len(prefill),
                 block_size=settings.engine.block_size,
                 load_age_s=settings.load_age_s,
             )
@@ -64,6 +74,7 @@ class Simulation:
         ]
         self._recorder = Recorder()
         self._sent: dict[int, tuple[Waiting, FleetRouter, Timeline]] = {}
+        self._pulls: list[tuple[float, int]] = []  # when each ends, and whose it is; a heap
         self._timelines: dict[int, Timeline] = {}
         self._touched: set[Place] = set()
         self._num_ended = 0
@@ -74,6 +85,8 @@ class Simulation:
         while self._num_ended < len(self._requests):
             now = min(worker.next_at for worker in self._workers.values())
             now = min(now, *(router.look_at for router in self._routers))
+            if self._pulls:
+                now = min(now, self._pulls[0][0])
             if num_begun < len(self._requests):
                 now = min(now, self._requests[num_begun].arrival_s)
             assert now < inf, "somebody waits for nothing"
@@ -89,8 +102,9 @@ class Simulation:
                 num_told = self._num_ended
                 on_progress(num_told)
         on_progress(self._num_ended)
+        num_prefilling = self._settings.num_prefill_workers
         return self._recorder.result(
-            [worker.num_computed_tokens for worker in self._workers.values()],
+            [worker.num_computed_tokens for worker in list(self._workers.values())[: num_prefilling or None]],
             self._settings.objectives,
             time.process_time() - began,
         )
@@ -100,15 +114,19 @@ class Simulation:
             progress = worker.advance(now)
             if progress is not None:
                 self._touched.add(place)
-                self._take(progress)
+                self._take(progress, now)
+        while self._pulls and self._pulls[0][0] <= now:
+            self._end_pull(heappop(self._pulls)[1], now)
 
-    def _take(self, progress: Progress) -> None:
+    def _take(self, progress: Progress, now: float) -> None:
         for running in progress.tokens:
             waiting, router, timeline = self._sent[running.id]
             if timeline.num_tokens == 0:
                 timeline.num_cached_tokens = running.num_cached_tokens
                 router.first_token(waiting)
             self._recorder.took(timeline, progress.ends)
+        for running in progress.prefilled:
+            self._decode(running.id, now)
         for running in progress.finished:
             waiting, router, timeline = self._sent.pop(running.id)
             router.ended(waiting)
@@ -137,25 +155,71 @@ class Simulation:
         assert waiting.placement is not None, "just placed"
         number = waiting.number
         timeline = self._timelines.pop(number)
-        request = self._requests[number]
-        place = waiting.placement.decode
-        generation = Generation(
-            prompt_token_ids=_prompt(request),
-            sampling=Sampling(max_tokens=request.num_output_tokens, ignore_eos=True),
-        )
         self._sent[number] = (waiting, router, timeline)
-        self._workers[place].submit(EngineRequest(id=number, kind=RequestKind.DECODE, generation=generation), now)
+        placement = waiting.placement
+        kind = RequestKind.DECODE if placement.prefill is None else RequestKind.PREFILL
+        request = EngineRequest(id=number, kind=kind, generation=_generation(self._requests[number]))
+        self._submit(placement.prefill or placement.decode, request, now)
+
+    def _decode(self, number: int, now: float) -> None:
+        """Go on with a request that was prefilled elsewhere, from its first token."""
+        placement = self._sent[number][0].placement
+        assert placement is not None, "it was sent"
+        generation = _generation(self._requests[number], OUTPUT_TOKEN_ID)
+        hand_off = _hand_off(len(generation.prompt_token_ids))
+        request = EngineRequest(id=number, kind=RequestKind.DECODE, generation=generation, hand_off=hand_off)
+        self._submit(placement.decode, request, now)
+
+    def _submit(self, place: Place, request: EngineRequest, now: float) -> None:
+        self._workers[place].submit(request, now)
         self._touched.add(place)
+
+    def _end_pull(self, number: int, now: float) -> None:
+        placement = self._sent[number][0].placement
+        assert placement is not None and placement.prefill is not None, "only what was prefilled elsewhere is pulled"
+        self._workers[placement.decode].end_pull(number, now)
+        self._workers[placement.prefill].release(number)
+        self._touched.update((placement.prefill, placement.decode))
+
+    def _transfer_s(self, num_blocks: int) -> float:
+        engine = self._settings.engine
+        num_bytes = num_blocks * engine.block_size * engine.kv_bytes_per_token
+        return self._settings.transfer_latency_s + num_bytes / (self._settings.transfer_gb_per_s * 1e9)
 
     def _begin(self, now: float) -> None:
         for place in self._touched:
             worker = self._workers[place]
-            worker.begin(now)
+            for pull in worker.begin(now):
+                heappush(self._pulls, (now + self._transfer_s(len(pull.copies)), pull.id))
             events = worker.take_events()
             for router in self._routers:
                 router.hear(place, events)
                 router.report(place, now)
         self._touched.clear()
+
+
+def _generation(request: TraceRequest, *generated: int) -> Generation:
+    return Generation(
+        prompt_token_ids=_prompt(request),
+        generated_token_ids=generated,
+        sampling=Sampling(max_tokens=request.num_output_tokens, ignore_eos=True),
+    )
+
+
+def _hand_off(num_tokens: int) -> HandOff:
+    """A claim on blocks that no network moves: only the number of tokens is looked at."""
+    layout = KvLayout(
+        model_fingerprint="", dtype="uint8", num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE
+    )
+    return HandOff(
+        hand_off_id=b"",
+        secret=b"",
+        worker_id="",
+        epoch=0,
+        address="",
+        lease=timedelta(0),
+        payload=BlocksPayload(layout, num_tokens),
+    )
 
 
 def _prompt(request: TraceRequest) -> array[int]:

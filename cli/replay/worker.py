@@ -11,6 +11,7 @@ from quartet.discovery.place import Place
 from quartet.engine.base import EngineRequest
 from quartet.engine.mock.quiet import num_quiet_steps, take_quiet_steps
 from quartet.engine.mock.timing import FULL_CONTEXT_TOKENS, StepTiming
+from quartet.engine.mock.work import step_work
 from quartet.engine.runner import SampledToken
 from quartet.engine.running import RunningRequest, ScheduledChunk
 from quartet.engine.schedule import Pull, SchedulerConfig
@@ -29,12 +30,18 @@ _OUTPUT = SampledToken(OUTPUT_TOKEN_ID)
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What every engine of a fleet is like. The defaults are those of ai-dynamo/dynamo's mock engine in its replays."""
+    """What every engine of a fleet is like. The defaults are those of ai-dynamo/dynamo's mock engine in its replays.
+
+    Attributes:
+        kv_bytes_per_token: of all layers; only transfers ask. The default is that of 8 billion parameters with grouped
+            queries in 16 bits.
+    """
 
     block_size: int = 64
     num_blocks: int = 16_384
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8_192
+    kv_bytes_per_token: int = 131_072
     timing: StepTiming = field(default_factory=StepTiming)
 
     @property
@@ -51,13 +58,13 @@ class Progress:
         ends: when each of them ended, in seconds.
         tokens: requests that got a token, in each of them.
         finished: those of ``tokens`` whose generation ended with it.
-        pulls: to be begun.
+        prefilled: those of ``tokens`` that are to go on elsewhere; their blocks are held until ``release``.
     """
 
     ends: Sequence[float]
     tokens: Sequence[RunningRequest]
     finished: Sequence[RunningRequest] = ()
-    pulls: Sequence[Pull] = ()
+    prefilled: Sequence[RunningRequest] = ()
 
 
 class SimulatedWorker:
@@ -80,7 +87,7 @@ class SimulatedWorker:
         limits = EngineLimits(
             max_model_len=settings.num_pool_tokens,
             num_pool_tokens=settings.num_pool_tokens,
-            vocab_size=OUTPUT_TOKEN_ID,
+            vocab_size=OUTPUT_TOKEN_ID + 1,
         )
         config = SchedulerConfig(
             max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens
@@ -130,8 +137,18 @@ class SimulatedWorker:
         """
         self._cut_quiet(now)
         running = self.scheduler.add(request)
-        self._num_missing[request.id] = len(running.seq) - self._blocks.num_cached_tokens(running.seq)
+        num_missing = 0 if running.needs_pull else len(running.seq) - self._blocks.num_cached_tokens(running.seq)
+        self._num_missing[request.id] = num_missing
         return running
+
+    def end_pull(self, id: int, now: float) -> None:
+        """The blocks of ``id``'s hand-off are here; ``begin`` has to follow."""
+        self._cut_quiet(now)
+        self.scheduler.end_pull(id, succeeded=True)
+
+    def release(self, id: int) -> None:
+        """Nobody needs any more what the prefill ``id`` holds."""
+        self.scheduler.release(id)
 
     def begin(self, now: float) -> Sequence[Pull]:
         """Begin the next step if none runs and there is something to do; pulls to start meanwhile."""
@@ -144,14 +161,16 @@ class SimulatedWorker:
         schedule = self.scheduler.schedule()
         self._chunks = schedule.chunks
         for running in schedule.started:
-            del self._num_missing[running.id]
+            self._num_missing.pop(running.id, None)
         self._num_left = sum(
             chunk.running.num_uncomputed_tokens - chunk.num_tokens for chunk in schedule.chunks if not chunk.samples
         )
         if schedule.chunks:
-            num_prompt_tokens, num_context_tokens = _work(schedule.chunks)
-            self.num_computed_tokens += num_prompt_tokens
-            self._run(now, self._settings.timing.step_ms(num_prompt_tokens, num_context_tokens) / 1e3)
+            work = step_work(schedule.chunks)
+            self.num_computed_tokens += work.num_prompt_tokens
+            step_s = self._settings.timing.step_ms(work.num_prompt_tokens, work.num_context_tokens) / 1e3
+            self.busy_s += step_s
+            self.next_at = now + step_s
         return schedule.pulls
 
     def advance(self, now: float) -> Progress | None:
@@ -166,6 +185,7 @@ class SimulatedWorker:
             (ended_at,),
             [out.running for out in outs],
             [out.running for out in outs if out.finished is not None],
+            [out.running for out in outs if out.held_block_ids],
         )
 
     def _begin_quiet(self, num_steps: int, now: float) -> None:
@@ -200,10 +220,6 @@ class SimulatedWorker:
             self._quiet_ends = self._quiet_ends[:num_steps]
             self.next_at = self._quiet_ends[-1]
 
-    def _run(self, now: float, step_s: float) -> None:
-        self.busy_s += step_s
-        self.next_at = now + step_s
-
 
 def _step_time(timing: StepTiming) -> StepTime:
     """What a worker would have measured."""
@@ -214,15 +230,3 @@ def _step_time(timing: StepTiming) -> StepTime:
         decode_base_s=timing.decode_base / 1e3,
         decode_s_per_context_token=timing.decode_linear / FULL_CONTEXT_TOKENS / 1e3,
     )
-
-
-def _work(chunks: Sequence[ScheduledChunk]) -> tuple[int, int]:
-    """New prompt tokens, and the contexts of those that decode."""
-    num_prompt_tokens = num_context_tokens = 0
-    for chunk in chunks:
-        running = chunk.running
-        if chunk.first_position >= running.num_initial_tokens:
-            num_context_tokens += len(running.seq)
-        else:
-            num_prompt_tokens += chunk.num_tokens
-    return num_prompt_tokens, num_context_tokens

@@ -25,7 +25,7 @@ class CostWeights:
 
     work: float = 0.5
     impatience_per_s: float = 0.05
-    decode_delay: float = 0.0
+    decode_delay: float = 0.1
 
 
 @dataclass(frozen=True, eq=False)

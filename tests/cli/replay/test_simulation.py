@@ -51,6 +51,17 @@ def test_one_request_alone_takes_what_the_timing_says() -> None:
     assert result.e2e_ms.mean == pytest.approx(result.ttft_ms.mean + 2 * result.itl_ms.mean)
 
 
+def test_a_prompt_that_is_prefilled_elsewhere_is_moved_before_it_decodes() -> None:
+    request = TraceRequest(arrival_s=0.0, num_input_tokens=1000, num_output_tokens=3, hash_ids=(1, 2))
+    fleet = FleetSettings(num_workers=1, num_prefill_workers=1, transfer_gb_per_s=1.0, transfer_latency_s=0.5)
+    result = Simulation([request], POLICIES["round_robin"], fleet).run()
+    engine = fleet.engine
+    moved_ms = 500 + 16 * engine.block_size * engine.kv_bytes_per_token / 1e6
+    steps_ms = engine.timing.decode_ms(1001) + engine.timing.decode_ms(1002)
+    assert result.ttft_ms.mean == pytest.approx(engine.timing.prefill_ms(1000))
+    assert result.e2e_ms.mean == pytest.approx(result.ttft_ms.mean + moved_ms + steps_ms)
+
+
 def test_blocks_are_shared_from_the_step_that_computes_them() -> None:
     requests = [
         TraceRequest(arrival_s=0.0, num_input_tokens=1024 + extra, num_output_tokens=1, hash_ids=(1, 2, 10 + extra))
@@ -67,7 +78,15 @@ def test_knowing_the_caches_helps(trace: list[TraceRequest]) -> None:
 
 
 @each_policy
-@pytest.mark.parametrize("settings", [{"num_routers": 3}, {"load_age_s": 0.05}, {"num_routers": 2, "load_age_s": 0.05}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_routers": 3},
+        {"load_age_s": 0.05},
+        {"num_routers": 2, "load_age_s": 0.05},
+        {"num_prefill_workers": 2, "load_age_s": 0.05},
+    ],
+)
 def test_several_routers_and_old_news_lose_nothing(
     trace: list[TraceRequest], name: str, settings: dict[str, Any]
 ) -> None:
