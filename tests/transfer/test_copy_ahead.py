@@ -10,12 +10,16 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import grpc
 import pytest
 
 from quartet.errors import HandOffNotFoundError, TransferError
 from quartet.kvcache.hand_off import HandOffEntry, HandOffState
 from quartet.kvcache.layout import BlocksPayload, HandOff
 from quartet.transfer.base import PieceCopy, TransferWay
+from quartet.transfer.grpc.messages import PullMessage
+from quartet.transfer.grpc.pull_stream import PullStream
+from quartet.transfer.grpc.status import to_error
 from quartet.transfer.source import HandOffTicket
 from quartet.v1 import transfer_pb2 as pb
 from tests.transfer.test_hostile_source import FINISHED, GRANTED, HEAR, granted, scripted
@@ -121,6 +125,30 @@ async def test_block_ids_outside_the_pool_are_a_transfer_error() -> None:
             await claim.fetch(COPIES)
         await claim.abort()
         assert await source.end() == Ended(2, HandOffState.CANCELLED)
+
+
+@pytest.mark.parametrize("num_hidden", [1, 2])
+async def test_a_refusal_that_grpc_hides_behind_a_status_of_its_own_is_asked_for_again(
+    num_hidden: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = grpc.aio.AioRpcError(
+        grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "Internal error from Core"
+    )
+    receive, num_asked = PullStream.receive, 0
+
+    async def receive_or_not(stream: PullStream) -> PullMessage:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked <= num_hidden:
+            raise to_error(hidden)
+        return await receive(stream)
+
+    async with mapped_workers() as (source, here):
+        hand_off = source.offer(2, (3, 7))
+        source.source.withdraw(2)
+        monkeypatch.setattr(PullStream, "receive", receive_or_not)
+        with pytest.raises(HandOffNotFoundError):
+            await here.puller.claim(hand_off).fetch(COPIES)
 
 
 async def test_what_was_read_ahead_of_a_refusal_does_not_count() -> None:

@@ -14,7 +14,7 @@ import grpc
 from quartet.discovery.base import HostIdentity
 from quartet.errors import HandOffStateError, LayoutMismatchError, TransferError
 from quartet.kvcache.layout import BlocksPayload, HandOff, KvLayout
-from quartet.transfer.base import FetchResult, PieceCopy, PoolMemory
+from quartet.transfer.base import FetchResult, PieceCopy, PoolMemory, TransferWay
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.fetch import Fetch, LocalPool
 from quartet.transfer.grpc.heap import keep_freed_memory
@@ -22,10 +22,13 @@ from quartet.transfer.grpc.lease import HandOffLease
 from quartet.transfer.grpc.peer_channels import PeerChannels
 from quartet.transfer.grpc.pull_stream import PullStream
 from quartet.transfer.grpc.spare_streams import SpareStreams
+from quartet.transfer.grpc.status import HiddenStatusError
 from quartet.transfer.shm_pools import ShmPools
 
 #: By then whoever fetched goes on, and the engine's thread wants nothing of the time that the event loop takes.
 _REST_S = 0.005
+#: What a source answered may be lost so often before that is told as what it is.
+_MAX_HIDDEN = 2
 #: One thread comes near a core's memory bandwidth; the second is for another fetch, not for more of one.
 _NUM_COPY_THREADS = 2
 
@@ -122,15 +125,24 @@ class TransferPuller:
                 shm_pools=self._shm_pools,
                 executor=self._copy_threads,
             )
-            try:
-                way = await fetch.run(stream)
-            except BaseException:
-                stream.cancel()
-                raise
+            for _ in range(_MAX_HIDDEN):
+                with contextlib.suppress(HiddenStatusError):
+                    way = await self._run(fetch, stream)
+                    break
+                stream = self._open(hand_off.address)
+            else:
+                way = await self._run(fetch, stream)
             self._end(stream, hand_off)
         result = FetchResult(way, fetch.size_bytes, time.monotonic() - started)
         self._on_fetch(result)
         return result
+
+    async def _run(self, fetch: Fetch, stream: PullStream) -> TransferWay:
+        try:
+            return await fetch.run(stream)
+        except BaseException:
+            stream.cancel()
+            raise
 
     def _prepare(self, hand_off: HandOff) -> None:
         """Have a stream ready for ``hand_off``, or the next one of its source."""

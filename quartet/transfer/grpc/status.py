@@ -36,10 +36,20 @@ _BY_CODE: dict[StatusCode, type[ServingError]] = {
     StatusCode.UNAVAILABLE: WorkerUnavailableError,
 }
 _DETAILS_KEY = "grpc-status-details-bin"
+_MADE_UP_DETAILS = "Internal error from Core"
+
+
+class HiddenStatusError(TransferError):
+    """The source ended the stream while a message was on its way to it: gRPC put a status of its own over the source's.
+
+    Asking again tells more.
+    """
 
 
 def to_error(error: AioRpcError) -> ServingError:
     """What the source meant: by the reason it gave, else by the status code, else a ``TransferError``."""
+    if error.details() == _MADE_UP_DETAILS:
+        return HiddenStatusError("the source of the hand-off ended the stream while it was written to")
     error_type = _BY_REASON.get(_reason(error)) or _BY_CODE.get(error.code(), TransferError)
     return error_type(f"the source of the hand-off answered {error.code().name}: {error.details()}")
 
