@@ -33,7 +33,7 @@ test: test-unit tools  ## Run all tests
 test-unit: setup tools  ## Run the tests that start no service processes (JOBS=4: that many at once)
 	$(BIN)/python -m pytest -m "not e2e" -n $(JOBS)
 
-bench: setup $(MODEL)/model.safetensors  ## Run all benchmarks' short forms and fill docs/performance.md from them (10 minutes at most)
+bench: setup $(MODEL)/model.safetensors  ## Run all benchmarks' short forms and fill docs/performance.md from them (about 10 minutes)
 	$(BIN)/python -m benchmarks
 
 lint: lint-format lint-code lint-types lint-imports lint-sizes lint-protos lint-stubs  ## Run every check of the gate
