@@ -135,10 +135,12 @@ class FleetRouter:
         while account.unreported and account.unreported[0].sent_at <= reported_at:
             account.unreported.popleft()
         unreported = account.unreported if self._load_age_s else ()
+        num_unreported_tokens = sum(item.num_missing_tokens for item in unreported)
         return replace(
             candidate,
+            num_queued_tokens=candidate.num_queued_tokens + num_unreported_tokens,
             step_ends_in_s=max(candidate.step_ends_in_s - (now - reported_at), 0.0),
-            num_unbegun_tokens=candidate.num_unbegun_tokens + sum(item.num_missing_tokens for item in unreported),
+            num_unbegun_tokens=candidate.num_unbegun_tokens + num_unreported_tokens,
             num_promised_blocks=sum(candidate.num_blocks(item.pending.num_reserved_tokens) for item in unreported),
             num_unanswered_tokens=account.num_unanswered_tokens,
             num_prompt_blocks=account.num_prompt_blocks,

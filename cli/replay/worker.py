@@ -73,7 +73,6 @@ class SimulatedWorker:
     Attributes:
         next_at: when the next thing happens by itself; ``inf``: nothing before somebody calls.
         num_computed_tokens: prompt tokens computed, ever.
-        busy_s: time spent in steps.
     """
 
     def __init__(self, place: Place, settings: EngineSettings) -> None:
@@ -81,7 +80,6 @@ class SimulatedWorker:
         self.place = place
         self.next_at = inf
         self.num_computed_tokens = 0
-        self.busy_s = 0.0
         self._settings = settings
         self._blocks = BlockManager(settings.num_blocks, settings.block_size, has_events=True)
         limits = EngineLimits(
@@ -112,6 +110,7 @@ class SimulatedWorker:
             num_total_blocks=counts.total,
             block_size=self._settings.block_size,
             num_used_blocks=counts.in_use + counts.held,
+            num_queued_tokens=self.scheduler.num_queued_prefill_tokens,
             num_unbegun_tokens=sum(self._num_missing.values()) + self._num_left,
             step_ends_in_s=0.0 if step_ends_at == inf else max(step_ends_at - now, 0.0),
             num_decoding=sum(running.is_decoding for running in self.scheduler.running),
@@ -169,7 +168,6 @@ class SimulatedWorker:
             work = step_work(schedule.chunks)
             self.num_computed_tokens += work.num_prompt_tokens
             step_s = self._settings.timing.step_ms(work.num_prompt_tokens, work.num_context_tokens) / 1e3
-            self.busy_s += step_s
             self.next_at = now + step_s
         return schedule.pulls
 
@@ -195,7 +193,6 @@ class SimulatedWorker:
         steps_s = [timing.decode_ms(num_tokens) / 1e3 for num_tokens in contexts]
         self._quiet_ends = list(accumulate(steps_s, initial=now))[1:]
         self._num_quiet = 0
-        self.busy_s += self._quiet_ends[-1] - now
         self.next_at = self._quiet_ends[-1]
 
     def _advance_quiet(self, now: float) -> Progress | None:
@@ -216,7 +213,6 @@ class SimulatedWorker:
         """Whoever comes joins after the step that runs."""
         if self._quiet_ends:
             num_steps = next(number for number, end in enumerate(self._quiet_ends, 1) if end > now)
-            self.busy_s -= self._quiet_ends[-1] - self._quiet_ends[num_steps - 1]
             self._quiet_ends = self._quiet_ends[:num_steps]
             self.next_at = self._quiet_ends[-1]
 
