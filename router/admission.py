@@ -195,8 +195,8 @@ class Admission:
         now = time.monotonic()
         for pool, queue in list(self._queues.items()):
             head = [waiting for waiting in queue[:MAX_ASSIGNED_TOGETHER] if not waiting.placed.done()]
-            placements = self._policy.assign([waiting.pending for waiting in head], self._table.snapshot(pool, now))
-            placed = list(zip(head, placements, strict=True))
+            decision = self._policy.assign([waiting.pending for waiting in head], self._table.snapshot(pool, now))
+            placed = list(zip(head, decision.placements, strict=True))
             # Those of which one has to wait.
             torn = {waiting.together for waiting, placement in placed if placement is None} - {None}
             for waiting, placement in placed:

@@ -25,7 +25,7 @@ class DynamoPolicy:
 
     def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
         """Place all of ``waiting``, each as if the ones before it had been sent already."""
-        decision, sent = Decision(), dict[Candidate, list[Pending]]()
+        placements, sent = list[Placement](), dict[Candidate, list[Pending]]()
         for pending in waiting:
             costs = [self._cost(pending, place, sent.get(place, ())) for place in snapshot.decode]
             least = min(costs)
@@ -34,8 +34,8 @@ class DynamoPolicy:
             )
             num_cached_tokens = _num_cached_tokens(pending, chosen, sent.get(chosen, ()))
             sent.setdefault(chosen, []).append(pending)
-            decision.append(Placement(None, chosen.place, num_cached_tokens))
-        return decision
+            placements.append(Placement(None, chosen.place, num_cached_tokens))
+        return Decision(placements)
 
     def _cost(self, pending: Pending, candidate: Candidate, sent: Sequence[Pending]) -> float:
         size = candidate.block_size

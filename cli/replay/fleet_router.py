@@ -10,7 +10,7 @@ from math import inf
 from cli.replay.worker import SimulatedWorker
 from quartet.discovery.place import Place
 from quartet.kvcache.events import Cleared, KvEvent, Removed, Stored
-from router.policy.base import Candidate, Decision, Pending, Placement, Policy, Snapshot
+from router.policy.base import Candidate, Pending, Placement, Policy, Snapshot
 from router.prefix_index import PrefixIndex
 
 # Long after any request has been begun somewhere.
@@ -87,7 +87,7 @@ class FleetRouter:
     def first_token(self, waiting: Waiting) -> None:
         """A request that was sent has its first token."""
         assert waiting.placement is not None, "it was sent"
-        self._accounts[_prefill_place(waiting.placement)].num_unanswered_tokens -= waiting.num_missing_tokens
+        self._accounts[waiting.placement.prefills_at].num_unanswered_tokens -= waiting.num_missing_tokens
 
     def ended(self, waiting: Waiting) -> None:
         """A request that was sent has its last token."""
@@ -106,21 +106,21 @@ class FleetRouter:
             decode=[self._candidate(place, now) for place in self._decode_places],
             now=now,
         )
-        placements = self._policy.assign([waiting.pending for waiting in self._waiting], snapshot)
+        decision = self._policy.assign([waiting.pending for waiting in self._waiting], snapshot)
         sent, kept = list[Waiting](), list[Waiting]()
-        for waiting, placement in zip(self._waiting, placements, strict=True):
+        for waiting, placement in zip(self._waiting, decision.placements, strict=True):
             if placement is None:
                 kept.append(waiting)
             else:
                 self._book(waiting, placement, now)
                 sent.append(waiting)
         self._waiting = kept
-        if kept and isinstance(placements, Decision) and placements.look_again_in_s is not None:
-            self.look_at = now + placements.look_again_in_s
+        if kept and decision.look_again_in_s is not None:
+            self.look_at = now + decision.look_again_in_s
         return sent
 
     def _book(self, waiting: Waiting, placement: Placement, now: float) -> None:
-        place = _prefill_place(placement)
+        place = placement.prefills_at
         pending = waiting.pending
         waiting.placement, waiting.sent_at = placement, now
         waiting.num_missing_tokens = pending.num_tokens - placement.num_cached_tokens
@@ -160,7 +160,3 @@ class FleetRouter:
 
     def _num_prompt_blocks(self, pending: Pending) -> int:
         return -(-pending.num_tokens // self._block_size)
-
-
-def _prefill_place(placement: Placement) -> Place:
-    return placement.prefill or placement.decode

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from quartet.events.step_time import StepTime
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankLoad:
@@ -17,6 +19,12 @@ class RankLoad:
         num_held_blocks: blocks held for hand-offs.
         num_cached_blocks: blocks that nobody uses, kept for reuse.
         num_steps: steps done since the start; grows while anything moves.
+        num_unbegun_prefill_tokens: prompt tokens that wait and that no step has begun to compute.
+        step_ends_in_s: seconds until the running step should end; 0: none runs, or nothing is known.
+        num_decoding: requests that take one token each in every step.
+        num_context_tokens: tokens that these have together.
+        max_step_tokens: tokens that a step computes at most; 0: unknown.
+        step_time: how long steps take; ``None``: too few were measured.
     """
 
     num_running: int = 0
@@ -28,6 +36,12 @@ class RankLoad:
     num_free_blocks: int = 0
     num_total_blocks: int = 0
     num_steps: int = 0
+    num_unbegun_prefill_tokens: int = 0
+    step_ends_in_s: float = 0.0
+    num_decoding: int = 0
+    num_context_tokens: int = 0
+    max_step_tokens: int = 0
+    step_time: StepTime | None = None
 
     @property
     def num_used_blocks(self) -> int:

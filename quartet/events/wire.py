@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import inf
 
 from google.protobuf.message import DecodeError
 
+from quartet.errors import ProtocolError
 from quartet.events.kv import Cleared, KvBatch, KvEvent, Removed, Stored, Tier
 from quartet.events.load import NumberedLoad, PlacementProgress, RankLoad, WorkerLoad
+from quartet.events.step_time import StepTime
 from quartet.v1 import kv_events_pb2 as pb
 
 #: Topic of ``WorkerLoad`` frames.
@@ -28,7 +31,7 @@ _TIERS = {Tier.DEVICE: pb.TIER_DEVICE, Tier.HOST: pb.TIER_HOST, Tier.DISK: pb.TI
 _TIERS_BACK = {value: tier for tier, value in _TIERS.items()}
 
 
-class MalformedFrameError(Exception):
+class MalformedFrameError(ProtocolError):
     """What arrived is no message of ours."""
 
 
@@ -156,6 +159,22 @@ def _to_rank_load(rank: RankLoad) -> pb.RankLoad:
         num_free_blocks=rank.num_free_blocks,
         num_total_blocks=rank.num_total_blocks,
         num_steps=rank.num_steps,
+        num_unbegun_prefill_tokens=rank.num_unbegun_prefill_tokens,
+        step_ends_in_s=rank.step_ends_in_s,
+        num_decoding=rank.num_decoding,
+        num_context_tokens=rank.num_context_tokens,
+        max_step_tokens=rank.max_step_tokens,
+        step_time=None if rank.step_time is None else _to_step_time(rank.step_time),
+    )
+
+
+def _to_step_time(step_time: StepTime) -> pb.StepTime:
+    return pb.StepTime(
+        prefill_base_s=step_time.prefill_base_s,
+        prefill_s_per_token=step_time.prefill_s_per_token,
+        prefill_s_per_token2=step_time.prefill_s_per_token2,
+        decode_base_s=step_time.decode_base_s,
+        decode_s_per_context_token=step_time.decode_s_per_context_token,
     )
 
 
@@ -170,7 +189,30 @@ def _from_rank_load(message: pb.RankLoad) -> RankLoad:
         num_free_blocks=message.num_free_blocks,
         num_total_blocks=message.num_total_blocks,
         num_steps=message.num_steps,
+        num_unbegun_prefill_tokens=message.num_unbegun_prefill_tokens,
+        step_ends_in_s=_seconds(message.step_ends_in_s),
+        num_decoding=message.num_decoding,
+        num_context_tokens=message.num_context_tokens,
+        max_step_tokens=message.max_step_tokens,
+        step_time=_from_step_time(message.step_time) if message.HasField("step_time") else None,
     )
+
+
+def _from_step_time(message: pb.StepTime) -> StepTime:
+    return StepTime(
+        prefill_base_s=_seconds(message.prefill_base_s),
+        prefill_s_per_token=_seconds(message.prefill_s_per_token),
+        prefill_s_per_token2=_seconds(message.prefill_s_per_token2),
+        decode_base_s=_seconds(message.decode_base_s),
+        decode_s_per_context_token=_seconds(message.decode_s_per_context_token),
+    )
+
+
+def _seconds(value: float) -> float:
+    # A forecast that is no number would spoil all that it is compared with.
+    if not 0.0 <= value < inf:
+        raise MalformedFrameError(f"{value} are no seconds")
+    return value
 
 
 def _number(frames: Sequence[bytes], topic: bytes) -> int:

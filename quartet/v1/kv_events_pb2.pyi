@@ -207,7 +207,7 @@ Global___AllBlocksCleared: _TypeAlias = AllBlocksCleared  # noqa: Y015
 
 @_typing.final
 class WorkerLoad(_message.Message):
-    """Payload of topic `load`: sent when the prefill queue empties, else at most 20 times a second, and once a second
+    """Payload of topic `load`: sent when a step begins with which no prompt waits any more, else at most 20 times a second, and once a second
     as a heartbeat. Its frame's number is that of the last frame of topic `kv`, so that a lost tail shows.
     """
 
@@ -268,6 +268,12 @@ class RankLoad(_message.Message):
     NUM_FREE_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_UNBEGUN_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    STEP_ENDS_IN_S_FIELD_NUMBER: _builtins.int
+    NUM_DECODING_FIELD_NUMBER: _builtins.int
+    NUM_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    STEP_TIME_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Requests in the running batch. 0: none."""
     num_waiting: _builtins.int
@@ -286,6 +292,20 @@ class RankLoad(_message.Message):
     """All blocks. Always set."""
     num_steps: _builtins.int
     """Steps done since the start: it grows while anything moves. 0: none yet."""
+    num_unbegun_prefill_tokens: _builtins.int
+    """Prompt tokens that wait and that no step has begun to compute. 0: none: what comes now is in the next step."""
+    step_ends_in_s: _builtins.float
+    """Seconds until the running step should end. 0: none runs, it should have ended, or nothing is known."""
+    num_decoding: _builtins.int
+    """Requests that take one token each in every step. 0: none."""
+    num_context_tokens: _builtins.int
+    """Tokens that these have together. 0: none."""
+    max_step_tokens: _builtins.int
+    """Tokens that a step computes at most. 0: the engine does not say."""
+    @_builtins.property
+    def step_time(self) -> Global___StepTime:
+        """How long steps take. Absent: too few were measured."""
+
     def __init__(
         self,
         *,
@@ -298,14 +318,61 @@ class RankLoad(_message.Message):
         num_free_blocks: _builtins.int = ...,
         num_total_blocks: _builtins.int = ...,
         num_steps: _builtins.int = ...,
+        num_unbegun_prefill_tokens: _builtins.int = ...,
+        step_ends_in_s: _builtins.float = ...,
+        num_decoding: _builtins.int = ...,
+        num_context_tokens: _builtins.int = ...,
+        max_step_tokens: _builtins.int = ...,
+        step_time: Global___StepTime | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["step_time", b"step_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_in_use_blocks", b"num_in_use_blocks", "num_queued_prefill_tokens", b"num_queued_prefill_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_step_tokens", b"max_step_tokens", "num_cached_blocks", b"num_cached_blocks", "num_context_tokens", b"num_context_tokens", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_in_use_blocks", b"num_in_use_blocks", "num_queued_prefill_tokens", b"num_queued_prefill_tokens", "num_running", b"num_running", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_unbegun_prefill_tokens", b"num_unbegun_prefill_tokens", "num_waiting", b"num_waiting", "step_ends_in_s", b"step_ends_in_s", "step_time", b"step_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankLoad: _TypeAlias = RankLoad  # noqa: Y015
+
+@_typing.final
+class StepTime(_message.Message):
+    """Seconds of a step: a part for the `n` prompt tokens that it computes, which is
+    prefill_base_s + n (prefill_s_per_token + n prefill_s_per_token2), and one for those that decode, which have `c` tokens
+    together: decode_base_s + c decode_s_per_context_token. A part that has nothing to do takes no time.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_BASE_S_FIELD_NUMBER: _builtins.int
+    PREFILL_S_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    PREFILL_S_PER_TOKEN2_FIELD_NUMBER: _builtins.int
+    DECODE_BASE_S_FIELD_NUMBER: _builtins.int
+    DECODE_S_PER_CONTEXT_TOKEN_FIELD_NUMBER: _builtins.int
+    prefill_base_s: _builtins.float
+    """Of any step that computes prompt tokens. 0: nothing."""
+    prefill_s_per_token: _builtins.float
+    """For each prompt token. 0: nothing."""
+    prefill_s_per_token2: _builtins.float
+    """For each pair of prompt tokens. 0: nothing."""
+    decode_base_s: _builtins.float
+    """Of any step that decodes. 0: nothing."""
+    decode_s_per_context_token: _builtins.float
+    """For each token of context. 0: nothing."""
+    def __init__(
+        self,
+        *,
+        prefill_base_s: _builtins.float = ...,
+        prefill_s_per_token: _builtins.float = ...,
+        prefill_s_per_token2: _builtins.float = ...,
+        decode_base_s: _builtins.float = ...,
+        decode_s_per_context_token: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_base_s", b"decode_base_s", "decode_s_per_context_token", b"decode_s_per_context_token", "prefill_base_s", b"prefill_base_s", "prefill_s_per_token", b"prefill_s_per_token", "prefill_s_per_token2", b"prefill_s_per_token2"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepTime: _TypeAlias = StepTime  # noqa: Y015
 
 @_typing.final
 class RouterProgress(_message.Message):

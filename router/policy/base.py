@@ -119,30 +119,38 @@ class Placement:
 
     Attributes:
         num_cached_tokens: of its leading tokens, as expected where it is prefilled.
-        first_token_in_s: forecast, in seconds; ``None``: the policy makes none.
+        cost: what the policy took it to cost, in its ``cost_unit``; ``None``: it weighs nothing.
     """
 
     prefill: Place | None
     decode: Place
     num_cached_tokens: int = 0
-    first_token_in_s: float | None = None
+    cost: float | None = None
+
+    @property
+    def prefills_at(self) -> Place:
+        """Where its prompt is computed."""
+        return self.prefill or self.decode
 
 
-class Decision(list["Placement | None"]):
-    """One entry for each request that waits, in their order; ``None`` keeps it in the router's queue.
+@dataclass(frozen=True)
+class Decision:
+    """What a policy makes of those that wait.
 
     Attributes:
+        placements: one entry for each request, in their order; ``None`` keeps it in the router's queue.
         look_again_in_s: seconds after which a request that is kept may be placed though nothing was heard meanwhile;
             ``None``: only news can change anything.
     """
 
+    placements: Sequence[Placement | None]
     look_again_in_s: float | None = None
 
 
 class Policy(Protocol):
     """Chooses places; pure but for its own random numbers or turn."""
 
-    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> list[Placement | None]:
+    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
         """Choose places for ``waiting``, first come first; ``None`` keeps a request in the router's queue.
 
         A request is placed only where its decode place has room for ``num_reserved_tokens``, counting those placed

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from quartet.discovery.place import Place
-from router.policy.base import Candidate, Pending, Placement, Snapshot
+from router.policy.base import Candidate, Decision, Pending, Placement, Snapshot
 
 
 class GreedyPolicy(ABC):
@@ -30,7 +30,7 @@ class GreedyPolicy(ABC):
     def choose_decode(self, candidates: Sequence[Candidate], tally: Tally) -> Candidate:
         """One of ``candidates``, of which there is at least one; all have room."""
 
-    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> list[Placement | None]:
+    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
         """Choose places for ``waiting``; ``None`` keeps a request in the router's queue."""
         tally = Tally()
         fenced: set[Place] = set()
@@ -39,7 +39,7 @@ class GreedyPolicy(ABC):
             if len(fenced) == len(snapshot.decode):
                 break
             placements.append(self._place(pending, snapshot, tally, fenced))
-        return placements + [None] * (len(waiting) - len(placements))
+        return Decision(placements + [None] * (len(waiting) - len(placements)))
 
     def _place(self, pending: Pending, snapshot: Snapshot, tally: Tally, fenced: set[Place]) -> Placement | None:
         eligible = [place for place in snapshot.decode if place.place not in fenced and can_ever_hold(place, pending)]

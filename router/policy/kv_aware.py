@@ -53,13 +53,13 @@ class KvAwarePolicy:
 
     def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
         """Choose places for those whose turn it is; the others wait for theirs."""
-        decision = Decision([None] * len(waiting))
+        placements: list[Placement | None] = [None] * len(waiting)
         routes = [_Route(place, False) for place in snapshot.prefill] + [
             _Route(place, True) for place in snapshot.decode
         ]
         planned = self._plannable(waiting, snapshot, len(routes))
         if not planned:
-            return decision
+            return Decision(placements)
         lanes = [self._lane(number, route) for number, route in enumerate(routes)]
         jobs = self._jobs([waiting[index] for index in planned], routes, snapshot)
         assignment = JointAssignment(lanes, jobs, self._rng)
@@ -72,9 +72,8 @@ class KvAwarePolicy:
                 continue
             for job in turn.groups[0]:
                 index = planned[job.number]
-                decision[index] = self._placement(waiting[index], route, turn.first_token_in_s[0], snapshot, tally)
-        decision.look_again_in_s = None if next_look_s == math.inf else max(next_look_s, _MIN_LOOK_S)
-        return decision
+                placements[index] = self._placement(waiting[index], route, turn.first_token_in_s[0], snapshot, tally)
+        return Decision(placements, None if next_look_s == math.inf else max(next_look_s, _MIN_LOOK_S))
 
     def _plannable(self, waiting: Sequence[Pending], snapshot: Snapshot, num_places: int) -> list[int]:
         """Those that find room now; whoever does not fences the place with the most, so that it is not starved."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from quartet.events.kv import Cleared, KvBatch, KvEvent, Removed, Stored, Tier
 from quartet.events.load import NumberedLoad, PlacementProgress, RankLoad, WorkerLoad
+from quartet.events.step_time import StepTime
 from quartet.events.wire import (
     KV_TOPIC,
     LOAD_TOPIC,
@@ -27,6 +28,15 @@ from quartet.v1 import kv_events_pb2 as pb
 from tests.events.loads import make_load
 
 _counts = st.integers(0, 2**32 - 1)
+_seconds = st.floats(0, 1e9)
+_step_times = st.builds(
+    StepTime,
+    prefill_base_s=_seconds,
+    prefill_s_per_token=_seconds,
+    prefill_s_per_token2=_seconds,
+    decode_base_s=_seconds,
+    decode_s_per_context_token=_seconds,
+)
 _ranks = st.builds(
     RankLoad,
     num_running=_counts,
@@ -38,6 +48,12 @@ _ranks = st.builds(
     num_free_blocks=_counts,
     num_total_blocks=_counts,
     num_steps=st.integers(0, 2**64 - 1),
+    num_unbegun_prefill_tokens=st.integers(0, 2**64 - 1),
+    step_ends_in_s=_seconds,
+    num_decoding=_counts,
+    num_context_tokens=st.integers(0, 2**64 - 1),
+    max_step_tokens=_counts,
+    step_time=st.none() | _step_times,
 )
 _numbers = st.lists(st.integers(1, 2**64 - 1), max_size=3).map(tuple)
 _placements = st.builds(PlacementProgress, _numbers, _numbers).filter(lambda progress: progress != PlacementProgress())
@@ -167,3 +183,15 @@ def test_frames_of_another_shape_are_refused(frames: list[bytes]) -> None:
 
 def test_what_is_only_cached_is_not_used() -> None:
     assert RankLoad(num_in_use_blocks=3, num_held_blocks=2, num_cached_blocks=50).num_used_blocks == 5
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+def test_what_is_no_time_is_refused(bad: float) -> None:
+    ranks = (
+        RankLoad(num_total_blocks=1, step_ends_in_s=bad),
+        RankLoad(num_total_blocks=1, step_time=StepTime(decode_base_s=bad)),
+    )
+    for rank in ranks:
+        frames = encode_load(WorkerLoad(worker_id="decode-0", epoch=7, ranks=(rank,)), 0)
+        with pytest.raises(MalformedFrameError, match="seconds"):
+            decode_load(frames)

@@ -37,7 +37,7 @@ from router.admission import Admission, AdmissionConfig
 from router.attempt_tools import AttemptConfig, AttemptTools
 from router.pipeline import Pipeline
 from router.pipeline_tools import PipelineTools
-from router.policy.base import Pending, Placement, Snapshot
+from router.policy.base import Decision, Pending, Snapshot
 from router.policy.least_loaded import LeastLoadedPolicy
 from router.sealing import Sealer
 from router.worker import PoolKey
@@ -311,11 +311,11 @@ class NotingPolicy(LeastLoadedPolicy):
         super().__init__(local_prefill_max_tokens, rng)
         self.kept_waiting = asyncio.Event()
 
-    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> list[Placement | None]:
-        placements = super().assign(waiting, snapshot)
-        if None in placements:
+    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
+        decision = super().assign(waiting, snapshot)
+        if None in decision.placements:
             self.kept_waiting.set()
-        return placements
+        return decision
 
 
 class Fleet:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from quartet.discovery.place import Place
 from quartet.events.step_time import StepTime
-from router.policy.base import Candidate, Pending, Placement, Snapshot
+from router.policy.base import Candidate, Decision, Pending, Snapshot
 from router.policy.joint import JointAssignment
 from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy
 from router.policy.lane import CostWeights, Job, Lane
@@ -52,17 +52,17 @@ def policy(**config: Any) -> KvAwarePolicy:
     return KvAwarePolicy(random.Random(0), KvAwareConfig(**config))
 
 
-def decodes(placements: list[Placement | None]) -> list[str | None]:
-    return [None if placement is None else placement.decode.worker_id for placement in placements]
+def decodes(decision: Decision) -> list[str | None]:
+    return [None if placement is None else placement.decode.worker_id for placement in decision.placements]
 
 
 def test_a_prompt_goes_where_most_of_it_is_cached() -> None:
     snapshot = Snapshot([], [candidate("a"), candidate("b"), candidate("c")])
-    [placement] = policy().assign([pending(1000, cached={"a": 100, "b": 900})], snapshot)
+    [placement] = policy().assign([pending(1000, cached={"a": 100, "b": 900})], snapshot).placements
     assert placement is not None
     assert placement.decode == Place("b")
     assert placement.num_cached_tokens == 900
-    assert placement.first_token_in_s == pytest.approx(0.01 + 100 * 1e-4)
+    assert placement.cost == pytest.approx(0.01 + 100 * 1e-4)
 
 
 def test_a_cache_is_not_worth_any_wait() -> None:
@@ -120,7 +120,7 @@ def test_prompts_queued_at_a_place_count_as_its_time() -> None:
 
 def test_prefill_places_take_prompts_that_would_hold_up_others() -> None:
     snapshot = Snapshot([candidate("p")], [candidate("d", ends_in_s=0.3)])
-    [placement] = policy().assign([pending(1000)], snapshot)
+    [placement] = policy().assign([pending(1000)], snapshot).placements
     assert placement is not None
     assert placement.prefill == Place("p")
     assert placement.decode == Place("d")
@@ -141,7 +141,7 @@ def test_who_just_failed_it_is_avoided_while_others_can() -> None:
 def test_no_place_is_given_more_than_it_has_room_for(frees: list[int], sizes: list[int], seed: int) -> None:
     places = [candidate(str(number), total=100, used=100 - free) for number, free in enumerate(frees)]
     waiting = [pending(size) for size in sizes]
-    placements = KvAwarePolicy(random.Random(seed)).assign(waiting, Snapshot([], places))
+    placements = KvAwarePolicy(random.Random(seed)).assign(waiting, Snapshot([], places)).placements
     taken: Counter[Place] = Counter()
     for item, placement in zip(waiting, placements, strict=True):
         if placement is not None:

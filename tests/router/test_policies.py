@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -55,46 +56,50 @@ def pending(
     )
 
 
-def decodes(placements: list[Placement | None]) -> list[str | None]:
+def decodes(placements: Sequence[Placement | None]) -> list[str | None]:
     return [placement and placement.decode.worker_id for placement in placements]
 
 
 @each_policy
 def test_long_prompts_are_prefilled_elsewhere_and_short_ones_where_they_are_decoded(make_policy) -> None:
     snapshot = Snapshot([candidate("p")], [candidate("d")])
-    long, short = make_policy().assign([pending(_LOCAL_MAX + 1), pending(_LOCAL_MAX)], snapshot)
+    long, short = make_policy().assign([pending(_LOCAL_MAX + 1), pending(_LOCAL_MAX)], snapshot).placements
     assert long == Placement(Place("p"), Place("d"))
     assert short == Placement(None, Place("d"))
 
 
 @each_policy
 def test_without_prefill_places_the_decode_place_prefills(make_policy) -> None:
-    [placement] = make_policy().assign([pending()], Snapshot([], [candidate("d")]))
+    [placement] = make_policy().assign([pending()], Snapshot([], [candidate("d")])).placements
     assert placement == Placement(None, Place("d"))
 
 
 @each_policy
 def test_a_prompt_too_long_for_every_prefill_place_is_prefilled_locally(make_policy) -> None:
-    [placement] = make_policy().assign([pending(200)], Snapshot([candidate("p", total=19)], [candidate("d")]))
+    [placement] = (
+        make_policy().assign([pending(200)], Snapshot([candidate("p", total=19)], [candidate("d")])).placements
+    )
     assert placement == Placement(None, Place("d"))
 
 
 @each_policy
 def test_without_room_at_a_decode_place_a_request_waits(make_policy) -> None:
     full = candidate("d", total=100, used=50, promised=40)
-    assert make_policy().assign([pending(100, reserve=1)], Snapshot([candidate("p")], [full])) == [None]
-    assert make_policy().assign([pending(100)], Snapshot([candidate("p")], [full])) != [None]
+    assert make_policy().assign([pending(100, reserve=1)], Snapshot([candidate("p")], [full])).placements == [None]
+    assert make_policy().assign([pending(100)], Snapshot([candidate("p")], [full])).placements != [None]
 
 
 @each_policy
 def test_without_decode_places_everything_waits(make_policy) -> None:
-    assert make_policy().assign([pending(), pending()], Snapshot([candidate("p")], [])) == [None, None]
+    assert make_policy().assign([pending(), pending()], Snapshot([candidate("p")], [])).placements == [None, None]
 
 
 @each_policy
 def test_those_placed_together_share_the_room(make_policy) -> None:
-    placements = make_policy().assign(
-        [pending(100)] * 12, Snapshot([], [candidate("d1", total=50), candidate("d2", total=50)])
+    placements = (
+        make_policy()
+        .assign([pending(100)] * 12, Snapshot([], [candidate("d1", total=50), candidate("d2", total=50)]))
+        .placements
     )
     assert Counter(decodes(placements)) == {"d1": 5, "d2": 5, None: 2}
     assert placements[-2:] == [None, None]
@@ -104,18 +109,18 @@ def test_those_placed_together_share_the_room(make_policy) -> None:
 def test_a_worker_that_just_failed_it_is_avoided_where_another_will_do(make_policy) -> None:
     snapshot = Snapshot([candidate("p1"), candidate("p2")], [candidate("d1"), candidate("d2")])
     for _ in range(20):
-        [placement] = make_policy().assign([pending(avoid=("p1", "d2"))], snapshot)
+        [placement] = make_policy().assign([pending(avoid=("p1", "d2"))], snapshot).placements
         assert placement == Placement(Place("p2"), Place("d1"))
     only = Snapshot([candidate("p1")], [candidate("d2")])
-    assert make_policy().assign([pending(avoid=("p1", "d2"))], only) == [Placement(Place("p1"), Place("d2"))]
+    assert make_policy().assign([pending(avoid=("p1", "d2"))], only).placements == [Placement(Place("p1"), Place("d2"))]
 
 
 @each_policy
 def test_the_preferred_prefill_place_is_taken_while_it_is_there(make_policy) -> None:
     busy, idle = candidate("busy", queued=10_000), candidate("idle")
-    [placement] = make_policy().assign([pending(prefer="busy")], Snapshot([idle, busy], [candidate("d")]))
+    [placement] = make_policy().assign([pending(prefer="busy")], Snapshot([idle, busy], [candidate("d")])).placements
     assert placement is not None and placement.prefill == Place("busy")
-    [placement] = make_policy().assign([pending(prefer="gone")], Snapshot([idle], [candidate("d")]))
+    [placement] = make_policy().assign([pending(prefer="gone")], Snapshot([idle], [candidate("d")])).placements
     assert placement is not None and placement.prefill == Place("idle")
 
 
@@ -125,39 +130,43 @@ def test_an_adapter_is_asked_only_of_those_that_serve_it(make_policy) -> None:
         [candidate("p1"), candidate("p2", adapters=("lora",))], [candidate("d1"), candidate("d2", adapters=("lora",))]
     )
     for _ in range(10):
-        assert make_policy().assign([pending(adapter="lora")], snapshot) == [Placement(Place("p2"), Place("d2"))]
+        assert make_policy().assign([pending(adapter="lora")], snapshot).placements == [
+            Placement(Place("p2"), Place("d2"))
+        ]
 
 
 @each_policy
 def test_a_large_request_is_not_starved_by_small_ones_behind_it(make_policy) -> None:
     places = [candidate("d1", total=100, used=30), candidate("d2", total=100, used=60)]
-    placements = make_policy().assign([pending(800), *[pending(100)] * 6], Snapshot([], places))
+    placements = make_policy().assign([pending(800), *[pending(100)] * 6], Snapshot([], places)).placements
     # It fences d1, which has the most room; the small ones use what is left of d2.
     assert decodes(placements) == [None, "d2", "d2", "d2", "d2", None, None]
 
 
 @each_policy
 def test_a_request_that_no_place_can_ever_hold_blocks_nobody(make_policy) -> None:
-    placements = make_policy().assign([pending(1001), pending(100)], Snapshot([], [candidate("d", total=100)]))
+    placements = (
+        make_policy().assign([pending(1001), pending(100)], Snapshot([], [candidate("d", total=100)])).placements
+    )
     assert decodes(placements) == [None, "d"]
 
 
 @each_policy
 def test_a_place_too_small_for_all_that_a_request_may_become_is_left_out(make_policy) -> None:
     small, large = candidate("small", total=20), candidate("large", total=100, used=80)
-    [placement] = make_policy().assign([pending(100, later=101)], Snapshot([], [small, large]))
+    [placement] = make_policy().assign([pending(100, later=101)], Snapshot([], [small, large])).placements
     assert decodes([placement]) == ["large"]
-    [placement] = make_policy().assign([pending(100, later=100)], Snapshot([], [small]))
+    [placement] = make_policy().assign([pending(100, later=100)], Snapshot([], [small])).placements
     assert decodes([placement]) == ["small"]
     full = candidate("large", total=100, used=95)
-    assert make_policy().assign([pending(100, later=101)], Snapshot([], [small, full])) == [None]
+    assert make_policy().assign([pending(100, later=101)], Snapshot([], [small, full])).placements == [None]
 
 
 @each_policy
 @given(st.lists(st.integers(1, 400), max_size=12), st.lists(st.integers(0, 60), min_size=1, max_size=4))
 def test_no_place_is_ever_overbooked(make_policy, lengths: list[int], used: list[int]) -> None:
     places = [candidate(f"d{i}", total=60, used=used[i]) for i in range(len(used))]
-    placements = make_policy().assign([pending(length) for length in lengths], Snapshot([], places))
+    placements = make_policy().assign([pending(length) for length in lengths], Snapshot([], places)).placements
     assert len(placements) == len(lengths)
     taken: Counter[str] = Counter()
     for length, placement in zip(lengths, placements, strict=True):
@@ -170,28 +179,30 @@ def test_no_place_is_ever_overbooked(make_policy, lengths: list[int], used: list
 def test_round_robin_takes_turns_by_name() -> None:
     policy: Policy = RoundRobinPolicy(_LOCAL_MAX)
     snapshot = Snapshot([candidate("p2"), candidate("p1")], [candidate("d3"), candidate("d1"), candidate("d2")])
-    placements = policy.assign([pending()] * 4, snapshot) + policy.assign([pending()], snapshot)
+    placements = policy.assign([pending()] * 4, snapshot).placements + policy.assign([pending()], snapshot).placements
     assert decodes(placements) == ["d1", "d2", "d3", "d1", "d2"]
     assert [placement and placement.prefill for placement in placements[:3]] == [Place("p1"), Place("p2"), Place("p1")]
 
 
 def test_least_loaded_decodes_where_the_smallest_share_is_taken() -> None:
     places = [candidate("small", total=50, used=20), candidate("large", total=200, used=60)]
-    [placement] = LeastLoadedPolicy(_LOCAL_MAX, random.Random(1)).assign([pending()], Snapshot([], places))
+    [placement] = LeastLoadedPolicy(_LOCAL_MAX, random.Random(1)).assign([pending()], Snapshot([], places)).placements
     assert placement is not None and placement.decode.worker_id == "large"
 
 
 def test_least_loaded_counts_promises_like_use() -> None:
     places = [candidate("used", used=10), candidate("promised", promised=30)]
-    assert decodes(LeastLoadedPolicy(_LOCAL_MAX, random.Random(1)).assign([pending()], Snapshot([], places))) == [
-        "used"
-    ]
+    assert decodes(
+        LeastLoadedPolicy(_LOCAL_MAX, random.Random(1)).assign([pending()], Snapshot([], places)).placements
+    ) == ["used"]
 
 
 def test_least_loaded_prefills_where_the_fewest_tokens_wait() -> None:
     places = [candidate("p1", queued=500), candidate("p2", queued=100)]
-    placements = LeastLoadedPolicy(_LOCAL_MAX, random.Random(1)).assign(
-        [pending(300)] * 3, Snapshot(places, [candidate("d")])
+    placements = (
+        LeastLoadedPolicy(_LOCAL_MAX, random.Random(1))
+        .assign([pending(300)] * 3, Snapshot(places, [candidate("d")]))
+        .placements
     )
     assert [placement and placement.prefill and placement.prefill.worker_id for placement in placements] == [
         "p2",
@@ -203,6 +214,6 @@ def test_least_loaded_prefills_where_the_fewest_tokens_wait() -> None:
 def test_least_loaded_breaks_near_ties_at_random() -> None:
     places = [candidate("a", used=40), candidate("b", used=41), candidate("c", used=60)]
     policy = LeastLoadedPolicy(_LOCAL_MAX, random.Random(3))
-    chosen = Counter(decodes([policy.assign([pending()], Snapshot([], places))[0] for _ in range(100)]))
+    chosen = Counter(decodes([policy.assign([pending()], Snapshot([], places)).placements[0] for _ in range(100)]))
     assert chosen.keys() == {"a", "b"}
     assert min(chosen.values()) > 20
