@@ -27,7 +27,7 @@ class RankAccount:
 
     Attributes:
         num_promised_blocks: blocks that the bookings may take beyond what the place reports as used.
-        num_unreported_tokens: tokens to prefill of bookings that the place's reports don't count in yet.
+        num_unreported_tokens: tokens to prefill of bookings that have not arrived, as far as the place's reports tell.
     """
 
     num_promised_blocks: int = 0
@@ -39,7 +39,8 @@ class WorkerBook:
 
     A booking counts in full until a load report names it as included; from then on only with what it may still take,
     since the report's ``used`` holds the rest. Tokens reach the router before the report that counts their blocks as
-    used. So what a booking holds is taken off its promise one report late: no block is ever counted nowhere.
+    used. So what a booking holds is taken off its promise one report late: no block is ever counted nowhere. Its tokens
+    to prefill count until it has arrived, as reports have the tokens of whoever waits there, too.
 
     Attributes:
         placed: starts that were placed for clients; they have numbers of their own.
@@ -52,6 +53,7 @@ class WorkerBook:
         self._block_size = block_size
         self._last_number = 0
         self._unreported: deque[Booking] = deque()
+        self._not_arrived: deque[Booking] = deque()
         self._grown: list[Booking] = []  # since the last report
         self._settling: list[Booking] = []  # before it
         self._num_booked = 0
@@ -72,14 +74,23 @@ class WorkerBook:
         self._num_booked += 1
         return Booking(self, self._accounts[rank], self._block_size, num_blocks, num_queued_tokens)
 
-    def reported(self, number: int, placements: PlacementProgress = _NO_PLACEMENTS) -> None:
-        """A load report came; it counts in all starts up to ``number``, and tells of ``placements``."""
+    def reported(self, number: int, placements: PlacementProgress = _NO_PLACEMENTS, *, arrived_number: int = 0) -> None:
+        """A load report came.
+
+        Args:
+            number: all starts up to it are counted in.
+            placements: what became of placed starts.
+            arrived_number: all starts up to it, or up to ``number``, have arrived.
+        """
         self.placed.reported(placements)
         for booking in self._settling:
             booking.settle()
         for booking in self._grown:
             booking.begin_settling()
         self._settling, self._grown = self._grown, []
+        arrived_number = max(number, arrived_number)
+        while self._not_arrived and self._not_arrived[0].number <= arrived_number:
+            self._not_arrived.popleft().arrive()
         while self._unreported and self._unreported[0].number <= number:
             self._unreported.popleft().count_in()
 
@@ -95,6 +106,7 @@ class WorkerBook:
         """The ``router_request_number`` of the start that ``booking`` is for."""
         self._last_number += 1
         self._unreported.append(booking)
+        self._not_arrived.append(booking)
         return self._last_number
 
 
@@ -173,11 +185,15 @@ class Booking:
         self._num_settled = self._num_settling
         self._promise()
 
+    def arrive(self) -> None:
+        """The place's reports have its tokens to prefill from now on."""
+        self._account.num_unreported_tokens -= self._num_queued_tokens
+        self._num_queued_tokens = 0
+
     def count_in(self) -> None:
-        """The place's reports hold it from now on."""
+        """The place's reports hold its blocks from now on."""
         self._is_reported = True
         self._promise()
-        self._drop_queued()
 
     def release(self) -> None:
         """The request is no longer there. May be called twice."""
@@ -185,7 +201,7 @@ class Booking:
             self._is_released = True
             self._book.released()
             self._promise()
-            self._drop_queued()
+            self.arrive()
 
     def _promise(self) -> None:
         if self._is_released:
@@ -196,10 +212,6 @@ class Booking:
             num_promised = self._num_reserved
         self._account.num_promised_blocks += num_promised - self._num_promised
         self._num_promised = num_promised
-
-    def _drop_queued(self) -> None:
-        self._account.num_unreported_tokens -= self._num_queued_tokens
-        self._num_queued_tokens = 0
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from quartet.discovery.base import WorkerRecord
 from quartet.discovery.place import Place
 from quartet.events.load import RankLoad, WorkerLoad
+from quartet.events.step_time import StepTime
 from quartet.rpc.fleet import WorkerState, WorkerStatus
 from router.book import WorkerBook
-from router.policy.base import Candidate
+from router.policy.base import DEFAULT_MAX_STEP_TOKENS, Candidate
 
 
 @dataclass(frozen=True, order=True)
@@ -82,9 +83,9 @@ class KnownWorker:
             num_requests=self.book.num_requests,
         )
 
-    def candidates(self) -> list[Candidate]:
+    def candidates(self, now: float) -> list[Candidate]:
         """Its places, for a policy."""
-        return [self._candidate(rank) for rank in range(self.record.data_parallel_size)]
+        return [self._candidate(rank, now) for rank in range(self.record.data_parallel_size)]
 
     def num_total_blocks(self, rank: int) -> int:
         """Blocks of one place: as last reported, else as announced."""
@@ -95,8 +96,9 @@ class KnownWorker:
             return RankLoad()
         return self.load.ranks[rank]
 
-    def _candidate(self, rank: int) -> Candidate:
+    def _candidate(self, rank: int, now: float) -> Candidate:
         load, account = self._rank_load(rank), self.book.account(rank)
+        load_age_s = 0.0 if self.load_at is None else now - self.load_at
         return Candidate(
             place=self._places[rank],
             num_total_blocks=self.num_total_blocks(rank),
@@ -105,4 +107,10 @@ class KnownWorker:
             num_promised_blocks=account.num_promised_blocks,
             num_queued_tokens=load.num_queued_prefill_tokens + account.num_unreported_tokens,
             adapters=self._adapters,
+            num_unbegun_tokens=load.num_unbegun_prefill_tokens + account.num_unreported_tokens,
+            step_ends_in_s=max(load.step_ends_in_s - load_age_s, 0.0),
+            num_decoding=load.num_decoding,
+            num_context_tokens=load.num_context_tokens,
+            max_step_tokens=load.max_step_tokens or DEFAULT_MAX_STEP_TOKENS,
+            step_time=load.step_time or StepTime(),
         )

@@ -28,6 +28,7 @@ class Pool:
     Attributes:
         max_model_len: tokens of prompt and output together.
         num_place_tokens: tokens whose KV the largest decode place holds.
+        block_size: tokens of a block; 0: places differ, so that none has what another one has.
         sampling_fields: fields of ``Sampling`` and ``OutputOptions`` that are honoured.
         adapters: adapters that at least one decode worker serves; requests for them go only there.
     """
@@ -35,6 +36,7 @@ class Pool:
     key: PoolKey
     max_model_len: int
     num_place_tokens: int
+    block_size: int
     sampling_fields: frozenset[str]
     media: frozenset[str]
     adapters: frozenset[str]
@@ -159,8 +161,11 @@ class WorkerTable:
         """The places of ``pool`` that take requests now."""
         ready = [worker for worker in self._workers.values() if worker.pool == pool and self._is_ready(worker, now)]
         return Snapshot(
-            prefill=[place for worker in ready if worker.record.role is Role.PREFILL for place in worker.candidates()],
-            decode=[place for worker in ready if worker.record.role is Role.DECODE for place in worker.candidates()],
+            prefill=[
+                place for worker in ready if worker.record.role is Role.PREFILL for place in worker.candidates(now)
+            ],
+            decode=[place for worker in ready if worker.record.role is Role.DECODE for place in worker.candidates(now)],
+            now=now,
         )
 
     def book(self, placement: Placement, pending: Pending, *, waited_s: float = 0.0) -> Reservation:
@@ -170,12 +175,12 @@ class WorkerTable:
         if placement.prefill is not None:
             place = placement.prefill
             book = self._workers[WorkerKey(role=Role.PREFILL, worker_id=place.worker_id)].book
-            prefill = book.book(place.data_parallel_rank, num_queued_tokens=pending.num_tokens)
+            prefill = book.book(place.data_parallel_rank, num_queued_tokens=pending.num_missing_tokens(place))
         place = placement.decode
         decode = self._workers[WorkerKey(role=Role.DECODE, worker_id=place.worker_id)].book.book(
             place.data_parallel_rank,
             num_reserved_tokens=pending.num_reserved_tokens,
-            num_queued_tokens=pending.num_tokens if is_local else 0,
+            num_queued_tokens=pending.num_missing_tokens(place) if is_local else 0,
         )
         return Reservation(placement, prefill, decode, waited_s=waited_s)
 
@@ -216,7 +221,11 @@ class WorkerTable:
         if worker.cut_at is not None and now - worker.cut_at > _LAST_REPORTS_S:
             worker.cut_at = None
         name = numbering(self.router_id, load.epoch)
-        worker.book.reported(load.router_progress.get(name, 0), load.placements.get(name, _NO_PLACEMENTS))
+        worker.book.reported(
+            load.router_progress.get(name, 0),
+            load.placements.get(name, _NO_PLACEMENTS),
+            arrived_number=load.router_arrivals.get(name, 0),
+        )
         # Reports come by the dozen a second; few of them change what a pool is.
         is_same = (state, num_tokens) == (worker.state(now, self._heartbeat_timeout_s), _num_place_tokens(worker))
         self._changed(keep_pools=is_same)
@@ -233,10 +242,12 @@ class WorkerTable:
         ]
         decode = [worker for worker in workers if worker.record.role is Role.DECODE]
         prefill = [worker for worker in workers if worker.record.role is Role.PREFILL]
+        block_sizes = {worker.record.block_size for worker in workers}
         return Pool(
             key=key,
             max_model_len=min(worker.record.max_model_len for worker in workers),
             num_place_tokens=max((_num_place_tokens(worker) for worker in decode), default=0),
+            block_size=block_sizes.pop() if len(block_sizes) == 1 else 0,
             sampling_fields=frozenset.intersection(*(frozenset(worker.record.sampling_fields) for worker in workers)),
             media=frozenset.intersection(*(frozenset(worker.record.media) for worker in workers)),
             adapters=frozenset().union(*(worker.record.adapters for worker in decode)),

@@ -71,6 +71,8 @@ class WorkerLoad:
         epoch: of which of its lives.
         ranks: one entry a data-parallel rank, in order.
         router_progress: by router id, the last ``router_request_number`` of it that ``ranks`` counts in.
+        router_arrivals: by router id, the last one of which ``ranks`` has the prompt tokens: a start that waits for the
+            running batch has arrived, but is not counted in.
         placements: by router id, what became of its placements; a router without news is left out.
         is_draining: nothing new is taken.
         is_healthy: false once health is NOT_SERVING for another reason than draining.
@@ -80,6 +82,7 @@ class WorkerLoad:
     epoch: int
     ranks: tuple[RankLoad, ...]
     router_progress: Mapping[str, int] = field(default_factory=dict)
+    router_arrivals: Mapping[str, int] = field(default_factory=dict)
     placements: Mapping[str, PlacementProgress] = field(default_factory=dict)
     is_draining: bool = False
     is_healthy: bool = True

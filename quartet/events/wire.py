@@ -115,7 +115,10 @@ def to_worker_load(load: WorkerLoad) -> pb.WorkerLoad:
         worker_id=load.worker_id,
         epoch=load.epoch,
         ranks=[_to_rank_load(rank) for rank in load.ranks],
-        routers=[_to_router_progress(load, router_id) for router_id in {**load.router_progress, **load.placements}],
+        routers=[
+            _to_router_progress(load, router_id)
+            for router_id in {**load.router_progress, **load.router_arrivals, **load.placements}
+        ],
         is_draining=load.is_draining,
         is_healthy=load.is_healthy,
     )
@@ -128,6 +131,9 @@ def from_worker_load(message: pb.WorkerLoad) -> WorkerLoad:
         epoch=message.epoch,
         ranks=tuple(_from_rank_load(rank) for rank in message.ranks),
         router_progress={entry.router_id: entry.router_request_number for entry in message.routers},
+        router_arrivals={
+            entry.router_id: entry.arrived_request_number for entry in message.routers if entry.arrived_request_number
+        },
         placements={
             entry.router_id: PlacementProgress(tuple(entry.started_placements), tuple(entry.ended_placements))
             for entry in message.routers
@@ -145,6 +151,7 @@ def _to_router_progress(load: WorkerLoad, router_id: str) -> pb.RouterProgress:
         router_request_number=load.router_progress.get(router_id, 0),
         started_placements=placements.started,
         ended_placements=placements.ended,
+        arrived_request_number=load.router_arrivals.get(router_id, 0),
     )
 
 

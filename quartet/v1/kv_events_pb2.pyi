@@ -384,12 +384,17 @@ class RouterProgress(_message.Message):
     ROUTER_REQUEST_NUMBER_FIELD_NUMBER: _builtins.int
     STARTED_PLACEMENTS_FIELD_NUMBER: _builtins.int
     ENDED_PLACEMENTS_FIELD_NUMBER: _builtins.int
+    ARRIVED_REQUEST_NUMBER_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """The router. Always set."""
     router_request_number: _builtins.int
     """All its starts up to this `router_request_number` are counted in, or have ended. 0: none. A prefill is counted in
     when it arrives: its tokens are. A decode is when it joins the running batch: the blocks of one that waits are in
     no figure, so whoever placed it goes on booking them.
+    """
+    arrived_request_number: _builtins.int
+    """All its starts up to this `router_request_number` have arrived: their prompt tokens are in the ranks' load, or they
+    have ended. At least `router_request_number`. 0: none.
     """
     @_builtins.property
     def started_placements(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -408,10 +413,11 @@ class RouterProgress(_message.Message):
         router_request_number: _builtins.int = ...,
         started_placements: _abc.Iterable[_builtins.int] | None = ...,
         ended_placements: _abc.Iterable[_builtins.int] | None = ...,
+        arrived_request_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_placements", b"ended_placements", "router_id", b"router_id", "router_request_number", b"router_request_number", "started_placements", b"started_placements"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived_request_number", b"arrived_request_number", "ended_placements", b"ended_placements", "router_id", b"router_id", "router_request_number", b"router_request_number", "started_placements", b"started_placements"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

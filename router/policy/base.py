@@ -10,6 +10,9 @@ from typing import Protocol
 from quartet.discovery.place import Place
 from quartet.events.step_time import StepTime
 
+#: Tokens that a step computes at most, where a worker does not say.
+DEFAULT_MAX_STEP_TOKENS = 2048
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pending:
@@ -85,7 +88,7 @@ class Candidate:
     step_ends_in_s: float = 0.0
     num_decoding: int = 0
     num_context_tokens: int = 0
-    max_step_tokens: int = 2048
+    max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS
     step_time: StepTime = field(default_factory=StepTime)
     num_unanswered_tokens: int = 0
     num_prompt_blocks: int = 0

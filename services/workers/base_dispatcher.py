@@ -83,6 +83,11 @@ class Dispatcher(Generic[OutboxT]):
         return self._counted.watermarks()
 
     @property
+    def router_arrivals(self) -> dict[str, int]:
+        """By router, the last request number that arrived: its tokens are in the engine's load."""
+        return self._counted.arrivals()
+
+    @property
     def placements(self) -> dict[str, PlacementProgress]:
         """By router, what became lately of the starts that it placed for clients: all that is still known."""
         return self._placements.progress()

@@ -65,6 +65,10 @@ class CountedStarts:
             for router_id, router in self._routers.items()
         }
 
+    def arrivals(self) -> dict[str, int]:
+        """By router, the highest number that arrived."""
+        return {router_id: router.highest for router_id, router in self._routers.items()}
+
     def _forget_quiet(self) -> None:
         oldest = self._clock() - _FORGET_AFTER_S
         for router_id, router in list(self._routers.items()):

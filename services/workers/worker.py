@@ -137,6 +137,7 @@ class Worker:
             epoch=self.record.epoch,
             ranks=tuple(convert.rank_load(stats) for stats in self._engine.stats()),
             router_progress=self._dispatcher.router_progress,
+            router_arrivals=self._dispatcher.router_arrivals,
             placements=placements,
             is_draining=self._draining is not None,
             is_healthy=self._is_healthy,

@@ -57,12 +57,16 @@ _ranks = st.builds(
 )
 _numbers = st.lists(st.integers(1, 2**64 - 1), max_size=3).map(tuple)
 _placements = st.builds(PlacementProgress, _numbers, _numbers).filter(lambda progress: progress != PlacementProgress())
+_numbers_of_routers: st.SearchStrategy[dict[str, int]] = st.dictionaries(
+    st.text(max_size=4), st.integers(0, 2**64 - 1), max_size=3
+)
 _loads = st.builds(
     WorkerLoad,
     worker_id=st.text(min_size=1, max_size=8),
     epoch=st.integers(0, 2**64 - 1),
     ranks=st.lists(_ranks, max_size=3).map(tuple),
-    router_progress=st.dictionaries(st.text(max_size=4), st.integers(0, 2**64 - 1), max_size=3),
+    router_progress=_numbers_of_routers,
+    router_arrivals=_numbers_of_routers,
     placements=st.dictionaries(st.text(max_size=4), _placements, max_size=3),
     is_draining=st.booleans(),
     is_healthy=st.booleans(),
@@ -159,9 +163,11 @@ def test_frames_that_are_no_batch_are_refused(frames: list[bytes]) -> None:
 def test_every_report_survives_the_wire(load: WorkerLoad, number: int) -> None:
     frames = encode_load(load, number)
     assert frames[:2] == [LOAD_TOPIC, number.to_bytes(8, "big")]
-    # A router with placements has a number too: 0, where nothing of its own was counted in.
-    router_progress = dict.fromkeys(load.placements, 0) | dict(load.router_progress)
-    assert decode_load(frames) == NumberedLoad(replace(load, router_progress=router_progress), number)
+    # A router of which anything is told has this number: 0, where nothing of its own was counted in.
+    nothing = dict.fromkeys((*load.router_progress, *load.router_arrivals, *load.placements), 0)
+    arrivals = {router: number for router, number in load.router_arrivals.items() if number}
+    whole = replace(load, router_progress=nothing | dict(load.router_progress), router_arrivals=arrivals)
+    assert decode_load(frames) == NumberedLoad(whole, number)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,17 @@ def test_a_booking_counts_in_full_until_a_report_names_it() -> None:
     assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (5, 0)
 
 
+def test_tokens_to_prefill_count_until_their_request_has_arrived() -> None:
+    book = WorkerBook(1, block_size=10)
+    first, second = (book.book(0, num_reserved_tokens=20, num_queued_tokens=20) for _ in range(2))
+    first.send()
+    second.send()
+    book.reported(0, arrived_number=1)  # it waits there for the running batch
+    assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (4, 20)
+    second.release()
+    assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (2, 0)
+
+
 def test_what_a_request_holds_leaves_its_promise_one_report_late() -> None:
     book = WorkerBook(1, block_size=10)
     booking = book.book(0, num_reserved_tokens=100)
@@ -75,7 +86,7 @@ class Naive:
     def __init__(self, booking: Booking, reserved: int, queued: int) -> None:
         self.booking, self.reserved, self.queued = booking, reserved, queued
         self.held = self.held_at_report = self.settled = 0
-        self.is_reported = self.is_released = False
+        self.has_arrived = self.is_reported = self.is_released = False
 
     @property
     def promised(self) -> int:
@@ -99,10 +110,12 @@ def test_the_sums_are_those_of_the_bookings(data: st.DataObject) -> None:
             chosen.booking.send()
         elif step == "report":
             number = data.draw(st.integers(0, len(bookings)))
-            book.reported(number)
+            arrived = data.draw(st.integers(0, len(bookings)))
+            book.reported(number, arrived_number=arrived)
             for naive in bookings:
                 naive.settled, naive.held_at_report = naive.held_at_report, naive.held
                 naive.is_reported |= 0 < naive.booking.number <= number
+                naive.has_arrived |= 0 < naive.booking.number <= max(number, arrived)
         elif step == "hold":
             chosen.held = max(chosen.held, data.draw(st.integers(0, 12)))
             chosen.booking.hold(chosen.held * 10)
@@ -112,7 +125,7 @@ def test_the_sums_are_those_of_the_bookings(data: st.DataObject) -> None:
         account = book.account(0)
         assert account.num_promised_blocks == sum(naive.promised for naive in bookings)
         assert account.num_unreported_tokens == sum(
-            naive.queued for naive in bookings if not naive.is_reported and not naive.is_released
+            naive.queued for naive in bookings if not naive.has_arrived and not naive.is_released
         )
         assert book.num_requests == sum(not naive.is_released for naive in bookings)
 
