@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from router.policy.base import Candidate, Decision, Pending, Placement, Snapshot
+from router.policy.base import Candidate, Decision, Option, Pending, Placement, Snapshot
 
 
 class DynamoPolicy:
@@ -23,21 +23,45 @@ class DynamoPolicy:
         self._scale = scale
         self._rng = rng
 
+    @property
+    def name(self) -> str:
+        """What replays know it by."""
+        return f"dynamo_{self._scale:g}"
+
     def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
         """Place all of ``waiting``, each as if the ones before it had been sent already."""
         placements, sent = list[Placement](), dict[Candidate, list[Pending]]()
         for pending in waiting:
-            costs = [self._cost(pending, place, sent.get(place, ())) for place in snapshot.decode]
+            costs = [sum(self._terms(pending, place, sent.get(place, ())).values()) for place in snapshot.decode]
             least = min(costs)
             chosen = self._rng.choice(
                 [place for place, cost in zip(snapshot.decode, costs, strict=True) if cost == least]
             )
             num_cached_tokens = _num_cached_tokens(pending, chosen, sent.get(chosen, ()))
             sent.setdefault(chosen, []).append(pending)
-            placements.append(Placement(None, chosen.place, num_cached_tokens))
+            placements.append(Placement(None, chosen.place, num_cached_tokens, least))
         return Decision(placements)
 
-    def _cost(self, pending: Pending, candidate: Candidate, sent: Sequence[Pending]) -> float:
+    def explain(self, pending: Pending, snapshot: Snapshot) -> Sequence[Option]:
+        """What ``pending`` would cost at each place, were it all that waits."""
+        idle = [
+            Option(place=place.place, is_decode=False, obstacle="only places that decode are used")
+            for place in snapshot.prefill
+        ]
+        return idle + [
+            Option(
+                place=place.place,
+                is_decode=True,
+                num_cached_tokens=pending.num_cached_tokens.get(place.place, 0),
+                cost=sum((terms := self._terms(pending, place, ())).values()),
+                cost_unit="blocks",
+                terms=terms,
+            )
+            for place in snapshot.decode
+        ]
+
+    def _terms(self, pending: Pending, candidate: Candidate, sent: Sequence[Pending]) -> dict[str, float]:
+        """What the cost is the sum of."""
         size = candidate.block_size
         num_tokens = candidate.num_unanswered_tokens + pending.num_tokens
         num_tokens += sum(
@@ -47,7 +71,8 @@ class DynamoPolicy:
         num_prompt_blocks = candidate.num_prompt_blocks + sum(
             candidate.num_blocks(item.num_tokens) for item in (*sent, pending)
         )
-        return self._scale * max(num_tokens / size - num_cached_blocks, 0.0) + num_prompt_blocks
+        prefill = self._scale * max(num_tokens / size - num_cached_blocks, 0.0)
+        return {"prefill_blocks": prefill, "decode_blocks": float(num_prompt_blocks)}
 
 
 def _num_cached_tokens(pending: Pending, candidate: Candidate, sent: Sequence[Pending]) -> int:

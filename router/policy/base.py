@@ -29,6 +29,7 @@ class Pending:
         prefer_prefill: where its blocks are probably cached.
         priority: higher first.
         arrived_at: monotonic seconds.
+        session_key: requests of one conversation share it; empty: none.
         sequence_hashes: names of its full blocks, first to last; empty where nothing is known of what is cached.
         num_cached_tokens: by place, how many leading tokens of it are cached there; a place left out has none.
     """
@@ -41,6 +42,7 @@ class Pending:
     prefer_prefill: Place | None = None
     priority: int = 0
     arrived_at: float = 0.0
+    session_key: str = field(default="", repr=False)
     sequence_hashes: Sequence[int] = field(default=(), repr=False)
     num_cached_tokens: Mapping[Place, int] = field(default_factory=dict)
 
@@ -122,7 +124,8 @@ class Placement:
 
     Attributes:
         num_cached_tokens: of its leading tokens, as expected where it is prefilled.
-        cost: what the policy took it to cost, in its ``cost_unit``; ``None``: it weighs nothing.
+        cost: what the policy took it to cost where it is prefilled, as ``Policy.explain`` says it; ``None``: it weighs
+            nothing.
     """
 
     prefill: Place | None
@@ -150,6 +153,29 @@ class Decision:
     look_again_in_s: float | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One place, as a policy sees it for one request.
+
+    Attributes:
+        is_decode: a place that decodes, and may prefill itself; else it only prefills.
+        num_cached_tokens: leading tokens of the request that are cached there.
+        cost: what it would cost; ``None``: the policy weighs nothing, or the request can't go there.
+        cost_unit: the unit of ``cost``; empty where that is ``None``. Places that prefill may be weighed by something
+            else than those that decode.
+        terms: what the policy went by; each name ends with its unit.
+        obstacle: why the request can't go there now; empty: it can.
+    """
+
+    place: Place
+    is_decode: bool
+    num_cached_tokens: int = 0
+    cost: float | None = None
+    cost_unit: str = ""
+    terms: Mapping[str, float] = field(default_factory=dict)
+    obstacle: str = ""
+
+
 class Policy(Protocol):
     """Chooses places; pure but for its own random numbers or turn."""
 
@@ -159,4 +185,13 @@ class Policy(Protocol):
         A request is placed only where its decode place has room for ``num_reserved_tokens``, counting those placed
         by this very call.
         """
+        ...
+
+    @property
+    def name(self) -> str:
+        """What its users know it by."""
+        ...
+
+    def explain(self, pending: Pending, snapshot: Snapshot) -> Sequence[Option]:
+        """How ``pending`` stands at each place of ``snapshot``, were it all that waits. Changes nothing."""
         ...

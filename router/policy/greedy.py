@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from quartet.discovery.place import Place
-from router.policy.base import Candidate, Decision, Pending, Placement, Snapshot
+from router.policy.base import Candidate, Decision, Option, Pending, Placement, Snapshot
+from router.policy.obstacle import JUST_FAILED, decode_obstacle, prefill_obstacle
+from router.policy.room import Tally, can_ever_hold, can_prefill, decode_choices, welcome
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What a simple policy weighs a place by; less is better. ``name`` ends with the unit."""
+
+    name: str
+    unit: str
+    value: float
 
 
 class GreedyPolicy(ABC):
@@ -22,6 +33,11 @@ class GreedyPolicy(ABC):
         """Requests of up to ``local_prefill_max_tokens`` tokens are prefilled where they are decoded."""
         self._local_prefill_max_tokens = local_prefill_max_tokens
 
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What its users know it by."""
+
     @abstractmethod
     def choose_prefill(self, candidates: Sequence[Candidate], tally: Tally) -> Candidate:
         """One of ``candidates``, of which there is at least one."""
@@ -29,6 +45,14 @@ class GreedyPolicy(ABC):
     @abstractmethod
     def choose_decode(self, candidates: Sequence[Candidate], tally: Tally) -> Candidate:
         """One of ``candidates``, of which there is at least one; all have room."""
+
+    @abstractmethod
+    def weigh_prefill(self, candidate: Candidate, tally: Tally) -> Weight | None:
+        """What ``choose_prefill`` goes by; ``None``: by nothing that a place has."""
+
+    @abstractmethod
+    def weigh_decode(self, candidate: Candidate, tally: Tally) -> Weight | None:
+        """What ``choose_decode`` goes by; ``None``: by nothing that a place has."""
 
     def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
         """Choose places for ``waiting``; ``None`` keeps a request in the router's queue."""
@@ -41,67 +65,74 @@ class GreedyPolicy(ABC):
             placements.append(self._place(pending, snapshot, tally, fenced))
         return Decision(placements + [None] * (len(waiting) - len(placements)))
 
+    def explain(self, pending: Pending, snapshot: Snapshot) -> Sequence[Option]:
+        """How ``pending`` stands at each place, were it all that waits."""
+        tally = Tally()
+        prefill = {place.place for place in self._prefill_choices(pending, snapshot)}
+        decode = {place.place for place in decode_choices(snapshot.decode, pending, tally)}
+        return [
+            *(
+                _option(place, pending, self.weigh_prefill(place, tally))
+                if place.place in prefill
+                else _option(place, pending, obstacle=self._why_not_prefill(place, pending))
+                for place in snapshot.prefill
+            ),
+            *(
+                _option(place, pending, self.weigh_decode(place, tally), is_decode=True)
+                if place.place in decode
+                else _option(
+                    place, pending, is_decode=True, obstacle=decode_obstacle(place, pending, tally) or JUST_FAILED
+                )
+                for place in snapshot.decode
+            ),
+        ]
+
     def _place(self, pending: Pending, snapshot: Snapshot, tally: Tally, fenced: set[Place]) -> Placement | None:
-        eligible = [place for place in snapshot.decode if place.place not in fenced and can_ever_hold(place, pending)]
-        roomy = [place for place in eligible if tally.has_room(place, pending)]
-        if not roomy:
-            if eligible:
+        unfenced = [place for place in snapshot.decode if place.place not in fenced]
+        choices = decode_choices(unfenced, pending, tally)
+        if not choices:
+            if eligible := [place for place in unfenced if can_ever_hold(place, pending)]:
                 fenced.add(max(eligible, key=tally.num_free).place)
             return None
-        decode = self.choose_decode(welcome(roomy, pending), tally)
-        prefill = self._prefill(pending, snapshot, tally)
+        decode = self.choose_decode(choices, tally)
+        able = self._prefill_choices(pending, snapshot)
+        prefill = self.choose_prefill(able, tally) if able else None
+        weight = self.weigh_decode(decode, tally) if prefill is None else self.weigh_prefill(prefill, tally)
         tally.add(pending, prefill, decode)
-        return Placement(None if prefill is None else prefill.place, decode.place)
+        return Placement(
+            None if prefill is None else prefill.place,
+            decode.place,
+            pending.num_cached_tokens.get((prefill or decode).place, 0),
+            None if weight is None else weight.value,
+        )
 
-    def _prefill(self, pending: Pending, snapshot: Snapshot, tally: Tally) -> Candidate | None:
-        if pending.num_tokens <= self._local_prefill_max_tokens:
-            return None
-        able = [
-            place
-            for place in snapshot.prefill
-            if place.serves(pending.adapter) and place.num_blocks(pending.num_tokens) <= place.num_total_blocks
-        ]
-        for place in able:
-            if place.place == pending.prefer_prefill:
-                return place
-        return self.choose_prefill(welcome(able, pending), tally) if able else None
+    def _prefill_choices(self, pending: Pending, snapshot: Snapshot) -> Sequence[Candidate]:
+        """The places that would prefill it as well as any; none: its decode place does."""
+        if self._is_short(pending):
+            return ()
+        able = [place for place in snapshot.prefill if can_prefill(place, pending)]
+        return [place for place in able if place.place == pending.prefer_prefill] or welcome(able, pending)
 
+    def _why_not_prefill(self, place: Candidate, pending: Pending) -> str:
+        if self._is_short(pending):
+            return f"prompts of up to {self._local_prefill_max_tokens} tokens are prefilled where they are decoded"
+        if obstacle := prefill_obstacle(place, pending):
+            return obstacle
+        return JUST_FAILED if place.place.worker_id in pending.avoid else f"its blocks are at {pending.prefer_prefill}"
 
-class Tally:
-    """What one ``assign`` has given out so far, on top of its snapshot."""
-
-    def __init__(self) -> None:
-        self._num_blocks: Counter[Place] = Counter()
-        self._num_tokens: Counter[Place] = Counter()
-
-    def num_free(self, candidate: Candidate) -> int:
-        """Blocks of a decode place that are still to be had."""
-        return candidate.num_free_for_booking - self._num_blocks[candidate.place]
-
-    def num_taken(self, candidate: Candidate) -> int:
-        """Blocks of a decode place that are used or spoken for."""
-        return candidate.num_total_blocks - self.num_free(candidate)
-
-    def num_queued_tokens(self, candidate: Candidate) -> int:
-        """Prompt tokens that wait at a place that prefills."""
-        return candidate.num_queued_tokens + self._num_tokens[candidate.place]
-
-    def has_room(self, candidate: Candidate, pending: Pending) -> bool:
-        """Whether ``pending`` fits a decode place now."""
-        return candidate.num_blocks(pending.num_reserved_tokens) <= self.num_free(candidate)
-
-    def add(self, pending: Pending, prefill: Candidate | None, decode: Candidate) -> None:
-        """Count ``pending`` in."""
-        self._num_blocks[decode.place] += decode.num_blocks(pending.num_reserved_tokens)
-        self._num_tokens[(prefill or decode).place] += pending.num_tokens
+    def _is_short(self, pending: Pending) -> bool:
+        return pending.num_tokens <= self._local_prefill_max_tokens
 
 
-def can_ever_hold(candidate: Candidate, pending: Pending) -> bool:
-    """Whether ``pending`` can be decoded there, were it empty."""
-    num_blocks = candidate.num_blocks(pending.num_most_tokens)
-    return num_blocks <= candidate.num_total_blocks and candidate.serves(pending.adapter)
-
-
-def welcome(candidates: Sequence[Candidate], pending: Pending) -> Sequence[Candidate]:
-    """Those that did not just fail ``pending``; if there are none, all."""
-    return [place for place in candidates if place.place.worker_id not in pending.avoid] or candidates
+def _option(
+    place: Candidate, pending: Pending, weight: Weight | None = None, *, is_decode: bool = False, obstacle: str = ""
+) -> Option:
+    return Option(
+        place=place.place,
+        is_decode=is_decode,
+        num_cached_tokens=pending.num_cached_tokens.get(place.place, 0),
+        cost=None if weight is None else weight.value,
+        cost_unit="" if weight is None else weight.unit,
+        terms={} if weight is None else {weight.name: weight.value},
+        obstacle=obstacle,
+    )

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quartet.discovery.place import Place
-from router.policy.base import Candidate, Decision, Pending, Placement, Snapshot
-from router.policy.greedy import Tally, can_ever_hold, welcome
+from router.policy.base import Candidate, Decision, Option, Pending, Placement, Snapshot
 from router.policy.joint import JointAssignment
-from router.policy.lane import CostWeights, Job, Lane
+from router.policy.kv_aware_explain import explain_lanes
+from router.policy.lane import CostWeights, Job, Lane, Turn
+from router.policy.room import Tally, can_ever_hold, can_prefill, decode_choices, welcome
 
 # Timers count milliseconds, and forecasts are not better.
 _MIN_LOOK_S = 0.0005
@@ -28,11 +29,14 @@ class KvAwareConfig:
     Attributes:
         margin_s: a place gets its next group so long before it has computed all that it was given.
         num_planned_per_place: of the requests that wait, so many for each place are planned together.
+        transfer_s_per_token: seconds that moving a token's KV from where it is prefilled to where it is decoded takes.
+            The default is that of 8 billion parameters with grouped queries (131,072 bytes) at 50 GB/s.
     """
 
     weights: CostWeights = field(default_factory=CostWeights)
     margin_s: float = 0.005
     num_planned_per_place: int = 3
+    transfer_s_per_token: float = 2.6e-6
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,15 @@ class KvAwarePolicy:
         self._rng = rng
         self._config = config or KvAwareConfig()
 
+    @property
+    def name(self) -> str:
+        """What its users know it by."""
+        return "kv_aware"
+
     def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
         """Choose places for those whose turn it is; the others wait for theirs."""
         placements: list[Placement | None] = [None] * len(waiting)
-        routes = [_Route(place, False) for place in snapshot.prefill] + [
-            _Route(place, True) for place in snapshot.decode
-        ]
+        routes = _routes(snapshot)
         planned = self._plannable(waiting, snapshot, len(routes))
         if not planned:
             return Decision(placements)
@@ -72,8 +79,18 @@ class KvAwarePolicy:
                 continue
             for job in turn.groups[0]:
                 index = planned[job.number]
-                placements[index] = self._placement(waiting[index], route, turn.first_token_in_s[0], snapshot, tally)
+                cost = _added_cost(lane, turn, job)
+                placements[index] = self._placement(waiting[index], route, cost, snapshot, tally)
         return Decision(placements, None if next_look_s == math.inf else max(next_look_s, _MIN_LOOK_S))
+
+    def explain(self, pending: Pending, snapshot: Snapshot) -> Sequence[Option]:
+        """How ``pending`` stands at each place, were it all that waits."""
+        routes = _routes(snapshot)
+        if not routes:
+            return []
+        [job] = self._jobs([pending], routes, snapshot)
+        lanes = [self._lane(number, route) for number, route in enumerate(routes)]
+        return explain_lanes(pending, job, lanes[: len(snapshot.prefill)], lanes[len(snapshot.prefill) :], snapshot)
 
     def _plannable(self, waiting: Sequence[Pending], snapshot: Snapshot, num_places: int) -> list[int]:
         """Those that find room now; whoever does not fences the place with the most, so that it is not starved."""
@@ -101,6 +118,7 @@ class KvAwarePolicy:
             max_step_tokens=place.max_step_tokens,
             step_time=place.step_time,
             weights=self._config.weights,
+            transfer_s_per_token=0.0 if route.is_decode else self._config.transfer_s_per_token,
         )
         if place.num_unbegun_tokens:
             free.free_in_s += free.prefill_s(place.num_unbegun_tokens)
@@ -124,7 +142,7 @@ class KvAwarePolicy:
         ]
 
     def _placement(
-        self, pending: Pending, route: _Route, first_token_in_s: float, snapshot: Snapshot, tally: Tally
+        self, pending: Pending, route: _Route, cost: float, snapshot: Snapshot, tally: Tally
     ) -> Placement | None:
         decode = route.place if route.is_decode else self._decode(pending, snapshot, tally)
         if decode is None or not tally.has_room(decode, pending):
@@ -134,17 +152,26 @@ class KvAwarePolicy:
             None if route.is_decode else route.place.place,
             decode.place,
             pending.num_cached_tokens.get(route.place.place, 0),
-            first_token_in_s,
+            cost,
         )
 
     def _decode(self, pending: Pending, snapshot: Snapshot, tally: Tally) -> Candidate | None:
         """Where blocks are least scarce; among equals, at random."""
-        able = [place for place in snapshot.decode if can_ever_hold(place, pending) and tally.has_room(place, pending)]
+        able = decode_choices(snapshot.decode, pending, tally)
         if not able:
             return None
         shares = [tally.num_taken(place) / max(place.num_total_blocks, 1) for place in able]
         least = min(shares)
         return self._rng.choice([place for place, share in zip(able, shares, strict=True) if share <= least])
+
+
+def _routes(snapshot: Snapshot) -> list[_Route]:
+    return [_Route(place, False) for place in snapshot.prefill] + [_Route(place, True) for place in snapshot.decode]
+
+
+def _added_cost(lane: Lane, turn: Turn, job: Job) -> float:
+    """What ``job`` adds to the cost of its lane's ``turn``."""
+    return turn.cost - lane.turn([other for group in turn.groups for other in group if other is not job]).cost
 
 
 def _num_missing(pending: Pending, routes: Sequence[_Route], tally: Tally) -> list[int | None]:
@@ -162,4 +189,4 @@ def _can_prefill(pending: Pending, route: _Route, tally: Tally) -> bool:
     place = route.place
     if route.is_decode:
         return can_ever_hold(place, pending) and tally.has_room(place, pending)
-    return place.serves(pending.adapter) and place.num_blocks(pending.num_tokens) <= place.num_total_blocks
+    return can_prefill(place, pending)

@@ -77,8 +77,12 @@ class Lane:
         max_step_tokens: int,
         step_time: StepTime,
         weights: CostWeights,
+        transfer_s_per_token: float = 0.0,
     ) -> None:
-        """A place that has computed all that it was given in ``free_in_s`` seconds, while ``num_decoding`` decode."""
+        """A place that has computed all that it was given in ``free_in_s`` seconds, while ``num_decoding`` decode.
+
+        ``transfer_s_per_token``: seconds of moving what is prefilled here to where it is decoded.
+        """
         self.number = number
         self.free_in_s = free_in_s
         self._num_decoding = num_decoding
@@ -86,6 +90,7 @@ class Lane:
         self._step_time = step_time
         self._decode_s = step_time.decode_s(num_context_tokens)
         self._weights = weights
+        self._transfer_s_per_token = transfer_s_per_token
         self._turns: dict[frozenset[int], Turn] = {}
 
     def turn(self, jobs: Sequence[Job]) -> Turn:
@@ -102,6 +107,20 @@ class Lane:
         time = self._step_time
         full_s = num_full * (time.prefill_s(self._budget) + self._decode_s) if num_full else 0.0
         return full_s + (time.prefill_s(rest) + self._decode_s if rest else 0.0)
+
+    def terms(self, job: Job) -> dict[str, float]:
+        """What the cost of ``job`` here is made of, were it alone: their sum is that of its ``turn``."""
+        weights, num_missing = self._weights, self._num_missing(job, ())
+        wait_s, prefill_s = job.age_s + self.free_in_s, self.prefill_s(num_missing)
+        work_s = self._step_time.prefill_s(num_missing)
+        return {
+            "wait_s": wait_s,
+            "prefill_s": prefill_s,
+            "impatience_s": weights.impatience_per_s * (wait_s + prefill_s) ** 2,
+            "work_s": weights.work * work_s,
+            "decode_delay_s": weights.decode_delay * self._num_decoding * work_s,
+            "transfer_s": self._transfer_s_per_token * job.num_tokens,
+        }
 
     def _plan(self, jobs: Sequence[Job]) -> Turn:
         """Shortest first, weighed by impatience; small ones share a step where that pays."""
@@ -128,6 +147,7 @@ class Lane:
             for job in group:
                 first_s = job.age_s + ends_in_s
                 cost += first_s * (1.0 + weights.impatience_per_s * first_s)
+                cost += self._transfer_s_per_token * job.num_tokens
             work_s = time.prefill_s(tokens)
             cost += work_s * (weights.work + weights.decode_delay * self._num_decoding)
         return Turn(cost, groups, firsts)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from router.policy.base import Candidate
-from router.policy.greedy import GreedyPolicy, Tally
+from router.policy.greedy import GreedyPolicy, Weight
+from router.policy.room import Tally
 
 # Costs this close count as equal. The choice among equals is random, so that several routers with the same
 # picture don't all send to the same place.
@@ -21,17 +22,28 @@ class LeastLoadedPolicy(GreedyPolicy):
         super().__init__(local_prefill_max_tokens)
         self._rng = rng
 
+    @property
+    def name(self) -> str:
+        """What its users know it by."""
+        return "least_loaded"
+
     def choose_prefill(self, candidates: Sequence[Candidate], tally: Tally) -> Candidate:
         """The one with the shortest queue, in tokens."""
-        return self._cheapest(candidates, lambda candidate: float(tally.num_queued_tokens(candidate)))
+        return self._cheapest(candidates, [self.weigh_prefill(candidate, tally).value for candidate in candidates])
 
     def choose_decode(self, candidates: Sequence[Candidate], tally: Tally) -> Candidate:
         """The one with the smallest share of blocks used or promised."""
-        return self._cheapest(
-            candidates, lambda candidate: tally.num_taken(candidate) / max(candidate.num_total_blocks, 1)
-        )
+        return self._cheapest(candidates, [self.weigh_decode(candidate, tally).value for candidate in candidates])
 
-    def _cheapest(self, candidates: Sequence[Candidate], cost: Callable[[Candidate], float]) -> Candidate:
-        costs = [cost(candidate) for candidate in candidates]
+    def weigh_prefill(self, candidate: Candidate, tally: Tally) -> Weight:
+        """Prompt tokens that wait there."""
+        return Weight("queued_tokens", "tokens", float(tally.num_queued_tokens(candidate)))
+
+    def weigh_decode(self, candidate: Candidate, tally: Tally) -> Weight:
+        """Share of its blocks that are used or promised."""
+        share = tally.num_taken(candidate) / max(candidate.num_total_blocks, 1)
+        return Weight("taken_share", "share", share)
+
+    def _cheapest(self, candidates: Sequence[Candidate], costs: Sequence[float]) -> Candidate:
         limit = min(costs) * _TIE
         return self._rng.choice([candidate for candidate, cost in zip(candidates, costs, strict=True) if cost <= limit])

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from quartet.discovery.place import Place
 from router.policy.base import Candidate
-from router.policy.greedy import GreedyPolicy, Tally
+from router.policy.greedy import GreedyPolicy, Weight
+from router.policy.room import Tally
 
 
 class RoundRobinPolicy(GreedyPolicy):
@@ -16,6 +17,11 @@ class RoundRobinPolicy(GreedyPolicy):
         super().__init__(local_prefill_max_tokens)
         self._last_prefill: Place | None = None
         self._last_decode: Place | None = None
+
+    @property
+    def name(self) -> str:
+        """What its users know it by."""
+        return "round_robin"
 
     def choose_prefill(self, candidates: Sequence[Candidate], tally: Tally) -> Candidate:
         """The next one."""
@@ -28,6 +34,14 @@ class RoundRobinPolicy(GreedyPolicy):
         chosen = _after(candidates, self._last_decode)
         self._last_decode = chosen.place
         return chosen
+
+    def weigh_prefill(self, candidate: Candidate, tally: Tally) -> Weight | None:
+        """Nothing."""
+        return None
+
+    def weigh_decode(self, candidate: Candidate, tally: Tally) -> Weight | None:
+        """Nothing."""
+        return None
 
 
 def _after(candidates: Sequence[Candidate], last: Place | None) -> Candidate:

@@ -62,7 +62,9 @@ def test_a_prompt_goes_where_most_of_it_is_cached() -> None:
     assert placement is not None
     assert placement.decode == Place("b")
     assert placement.num_cached_tokens == 900
-    assert placement.cost == pytest.approx(0.01 + 100 * 1e-4)
+    prefill_s = 0.01 + 100 * 1e-4
+    weights = CostWeights()
+    assert placement.cost == pytest.approx(prefill_s * (1 + weights.work + weights.impatience_per_s * prefill_s))
 
 
 def test_a_cache_is_not_worth_any_wait() -> None:

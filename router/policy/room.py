@@ -1,0 +1,60 @@
+"""Who fits where, and what one ``assign`` has given out so far."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from quartet.discovery.place import Place
+from router.policy.base import Candidate, Pending
+
+
+class Tally:
+    """What one ``assign`` has given out so far, on top of its snapshot."""
+
+    def __init__(self) -> None:
+        self._num_blocks: Counter[Place] = Counter()
+        self._num_tokens: Counter[Place] = Counter()
+
+    def num_free(self, candidate: Candidate) -> int:
+        """Blocks of a decode place that are still to be had."""
+        return candidate.num_free_for_booking - self._num_blocks[candidate.place]
+
+    def num_taken(self, candidate: Candidate) -> int:
+        """Blocks of a decode place that are used or spoken for."""
+        return candidate.num_total_blocks - self.num_free(candidate)
+
+    def num_queued_tokens(self, candidate: Candidate) -> int:
+        """Prompt tokens that wait at a place that prefills."""
+        return candidate.num_queued_tokens + self._num_tokens[candidate.place]
+
+    def has_room(self, candidate: Candidate, pending: Pending) -> bool:
+        """Whether ``pending`` fits a decode place now."""
+        return candidate.num_blocks(pending.num_reserved_tokens) <= self.num_free(candidate)
+
+    def add(self, pending: Pending, prefill: Candidate | None, decode: Candidate) -> None:
+        """Count ``pending`` in."""
+        self._num_blocks[decode.place] += decode.num_blocks(pending.num_reserved_tokens)
+        self._num_tokens[(prefill or decode).place] += pending.num_tokens
+
+
+def can_ever_hold(candidate: Candidate, pending: Pending) -> bool:
+    """Whether ``pending`` can be decoded there, were it empty."""
+    num_blocks = candidate.num_blocks(pending.num_most_tokens)
+    return num_blocks <= candidate.num_total_blocks and candidate.serves(pending.adapter)
+
+
+def can_prefill(candidate: Candidate, pending: Pending) -> bool:
+    """Whether ``pending`` can be prefilled there, were it empty."""
+    return candidate.serves(pending.adapter) and candidate.num_blocks(pending.num_tokens) <= candidate.num_total_blocks
+
+
+def welcome(candidates: Sequence[Candidate], pending: Pending) -> Sequence[Candidate]:
+    """Those that did not just fail ``pending``; if there are none, all."""
+    return [place for place in candidates if place.place.worker_id not in pending.avoid] or candidates
+
+
+def decode_choices(candidates: Sequence[Candidate], pending: Pending, tally: Tally) -> Sequence[Candidate]:
+    """Those where ``pending`` can be decoded now, and that are welcome."""
+    able = [place for place in candidates if can_ever_hold(place, pending) and tally.has_room(place, pending)]
+    return welcome(able, pending)
