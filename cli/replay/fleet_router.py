@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from cli.replay.worker import SimulatedWorker
+from cli.replay.worker import EngineSettings, SimulatedWorker, WorkerState, measured
 from quartet.discovery.place import Place
 from quartet.kvcache.events import Cleared, KvEvent, Removed, Stored
 from router.policy.base import Candidate, Pending, Placement, Policy, Snapshot
@@ -35,6 +35,25 @@ class _Account:
         self.num_unanswered_tokens = 0
         self.num_prompt_blocks = 0
         self.unreported: deque[Waiting] = deque()
+        self._num_reserved: dict[int, int] = {}  # blocks, by request that decodes or will decode there
+        self._promised: tuple[Mapping[int, int] | None, int] = (None, 0)
+
+    def reserve(self, number: int, num_blocks: int) -> None:
+        """A request was sent there."""
+        self._num_reserved[number] = num_blocks
+        self._promised = (None, 0)
+
+    def release(self, number: int) -> None:
+        """It has ended."""
+        del self._num_reserved[number]
+        self._promised = (None, 0)
+
+    def num_promised_blocks(self, num_held: Mapping[int, int]) -> int:
+        """What its requests may still take, where ``num_held`` says what they have there."""
+        if self._promised[0] is not num_held:
+            left = [num_blocks - num_held.get(number, 0) for number, num_blocks in self._num_reserved.items()]
+            self._promised = (num_held, sum([num_blocks for num_blocks in left if num_blocks > 0]))
+        return self._promised[1]
 
 
 class FleetRouter:
@@ -44,25 +63,24 @@ class FleetRouter:
         self,
         policy: Policy,
         workers: Mapping[Place, SimulatedWorker],
+        engine: EngineSettings,
         *,
         num_prefill: int,
-        block_size: int,
         load_age_s: float = 0.0,
     ) -> None:
-        """All caches are empty; the first ``num_prefill`` of ``workers`` only prefill."""
+        """All caches are empty; the first ``num_prefill`` of ``workers``, all of whom are ``engine``, only prefill."""
         self.look_at = inf
         self._policy = policy
         self._workers = workers
+        self._engine = engine
+        self._step_time = measured(engine.timing)
         self._prefill_places, self._decode_places = list(workers)[:num_prefill], list(workers)[num_prefill:]
-        self._block_size = block_size
         self._load_age_s = load_age_s
         self._index = PrefixIndex()
         self._waiting: list[Waiting] = []
         self._accounts = {place: _Account() for place in workers}
-        self._reports: dict[Place, deque[tuple[float, Candidate]]] = {place: deque() for place in workers}
-        self._known: dict[Place, tuple[float, Candidate]] = {
-            place: (0.0, worker.candidate(0.0)) for place, worker in workers.items()
-        }
+        self._reports = {place: deque[tuple[float, WorkerState]]() for place in workers}
+        self._known = {place: (0.0, worker.state()) for place, worker in workers.items()}
 
     def arrive(self, waiting: Waiting) -> None:
         """Queue a request."""
@@ -82,7 +100,7 @@ class FleetRouter:
     def report(self, place: Place, now: float) -> None:
         """The worker's state has changed: it will be known when it has aged."""
         if self._load_age_s:
-            self._reports[place].append((now, self._workers[place].candidate(now)))
+            self._reports[place].append((now, self._workers[place].state()))
 
     def first_token(self, waiting: Waiting) -> None:
         """A request that was sent has its first token."""
@@ -92,7 +110,9 @@ class FleetRouter:
     def ended(self, waiting: Waiting) -> None:
         """A request that was sent has its last token."""
         assert waiting.placement is not None, "it was sent"
-        self._accounts[waiting.placement.decode].num_prompt_blocks -= self._num_prompt_blocks(waiting.pending)
+        account = self._accounts[waiting.placement.decode]
+        account.num_prompt_blocks -= self._num_blocks(waiting.pending.num_tokens)
+        account.release(waiting.number)
 
     def pump(self, now: float) -> list[Waiting]:
         """Let the policy place whom it will; these are to be sent."""
@@ -126,37 +146,47 @@ class FleetRouter:
         waiting.num_missing_tokens = pending.num_tokens - placement.num_cached_tokens
         self._index.predict(place, pending.sequence_hashes, now + _PREDICTION_LIFE_S)
         self._accounts[place].num_unanswered_tokens += waiting.num_missing_tokens
-        self._accounts[place].unreported.append(waiting)
-        self._accounts[placement.decode].num_prompt_blocks += self._num_prompt_blocks(pending)
+        if self._load_age_s:
+            self._accounts[place].unreported.append(waiting)
+        decode = self._accounts[placement.decode]
+        decode.num_prompt_blocks += self._num_blocks(pending.num_tokens)
+        decode.reserve(waiting.number, self._num_blocks(pending.num_reserved_tokens))
 
     def _candidate(self, place: Place, now: float) -> Candidate:
-        reported_at, candidate = self._latest(place, now)
-        account = self._accounts[place]
-        while account.unreported and account.unreported[0].sent_at <= reported_at:
-            account.unreported.popleft()
-        unreported = account.unreported if self._load_age_s else ()
-        num_unreported_tokens = sum(item.num_missing_tokens for item in unreported)
-        return replace(
-            candidate,
-            num_queued_tokens=candidate.num_queued_tokens + num_unreported_tokens,
-            step_ends_in_s=max(candidate.step_ends_in_s - (now - reported_at), 0.0),
-            num_unbegun_tokens=candidate.num_unbegun_tokens + num_unreported_tokens,
-            num_promised_blocks=sum(candidate.num_blocks(item.pending.num_reserved_tokens) for item in unreported),
+        state, account = self._latest(place, now), self._accounts[place]
+        step_ends_at, num_context_tokens = state.step_at(now - self._load_age_s)
+        num_unreported_tokens = sum([item.num_missing_tokens for item in account.unreported])
+        return Candidate(
+            place=place,
+            num_total_blocks=self._engine.num_blocks,
+            block_size=self._engine.block_size,
+            num_used_blocks=state.num_used_blocks,
+            num_promised_blocks=account.num_promised_blocks(state.num_blocks),
+            num_queued_tokens=state.num_queued_tokens + num_unreported_tokens,
+            num_unbegun_tokens=state.num_unbegun_tokens + num_unreported_tokens,
+            step_ends_in_s=max(step_ends_at - now, 0.0),
+            num_decoding=state.num_decoding,
+            num_context_tokens=num_context_tokens,
+            max_step_tokens=self._engine.max_num_batched_tokens,
+            step_time=self._step_time,
             num_unanswered_tokens=account.num_unanswered_tokens,
             num_prompt_blocks=account.num_prompt_blocks,
         )
 
-    def _latest(self, place: Place, now: float) -> tuple[float, Candidate]:
+    def _latest(self, place: Place, now: float) -> WorkerState:
         if not self._load_age_s:
-            return now, self._workers[place].candidate(now)
-        reports = self._reports[place]
+            return self._workers[place].state()
+        reports, account = self._reports[place], self._accounts[place]
         while reports and reports[0][0] <= now - self._load_age_s:
             self._known[place] = reports.popleft()
-        return self._known[place]
+        reported_at, state = self._known[place]
+        while account.unreported and account.unreported[0].sent_at <= reported_at:
+            account.unreported.popleft()
+        return state
 
     def _num_cached_tokens(self, pending: Pending) -> dict[Place, int]:
         matches = self._index.match(pending.sequence_hashes)
-        return {place: match.num_blocks * self._block_size for place, match in matches.items()}
+        return {place: match.num_blocks * self._engine.block_size for place, match in matches.items()}
 
-    def _num_prompt_blocks(self, pending: Pending) -> int:
-        return -(-pending.num_tokens // self._block_size)
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._engine.block_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import sub
 
 import numpy as np
 
@@ -80,13 +81,13 @@ class Recorder:
 
     def took(self, timeline: Timeline, ends: Sequence[float]) -> None:
         """A request got a token at the end of each of these steps."""
-        first = 0
         if timeline.first_at < 0:
-            timeline.first_at = timeline.last_at = ends[0]
-            first = 1
-        for end in ends[first:]:
-            self._gaps_s.append(end - timeline.last_at)
-            timeline.last_at = end
+            timeline.first_at = ends[0]
+        else:
+            self._gaps_s.append(ends[0] - timeline.last_at)
+        if len(ends) > 1:
+            self._gaps_s.extend(map(sub, ends[1:], ends))
+        timeline.last_at = ends[-1]
         timeline.num_tokens += len(ends)
 
     def ended(self, timeline: Timeline) -> None:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from heapq import heappop, heappush
 from math import inf
 
 from cli.replay.fleet_router import FleetRouter, Waiting
+from cli.replay.prompts import Prompts
 from cli.replay.results import Objectives, PolicyResult, Recorder, Timeline
 from cli.replay.worker import OUTPUT_TOKEN_ID, EngineSettings, Progress, SimulatedWorker
 from cli.traces.format import BLOCK_SIZE, TraceRequest
 from quartet.discovery.place import Place
 from quartet.engine.base import EngineRequest, Generation, RequestKind
 from quartet.engine.sampling import Sampling
-from quartet.kvcache.block_hash import sequence_hashes
 from quartet.kvcache.layout import BlocksPayload, HandOff, KvLayout
+from quartet.kvcache.sequence import KnownBlocks
+from quartet.kvcache.sequence import Sequence as TokenSequence
 from router.policy.base import Pending, Policy
 
 # Output tokens that a router books room for.
@@ -66,8 +69,8 @@ class Simulation:
             FleetRouter(
                 make_policy(random.Random(seed * 1_000_003 + number)),
                 self._workers,
+                settings.engine,
                 num_prefill=len(prefill),
-                block_size=settings.engine.block_size,
                 load_age_s=settings.load_age_s,
             )
             for number in range(settings.num_routers)
@@ -75,13 +78,27 @@ class Simulation:
         self._recorder = Recorder()
         self._sent: dict[int, tuple[Waiting, FleetRouter, Timeline]] = {}
         self._pulls: list[tuple[float, int]] = []  # when each ends, and whose it is; a heap
+        self._prompts = Prompts(requests, settings.engine.block_size)
+        self._known_blocks: dict[int, KnownBlocks] = {}
         self._timelines: dict[int, Timeline] = {}
         self._touched: set[Place] = set()
         self._num_ended = 0
 
     def run(self, on_progress: Callable[[int], None] = lambda _num_ended: None) -> PolicyResult:
         """Replay to the last token; ``on_progress`` hears now and then how many requests have ended."""
-        began, num_begun, num_told = time.process_time(), 0, 0
+        began = time.process_time()
+        with _no_garbage():
+            self._replay(on_progress)
+        on_progress(self._num_ended)
+        num_prefilling = self._settings.num_prefill_workers
+        return self._recorder.result(
+            [worker.num_computed_tokens for worker in list(self._workers.values())[: num_prefilling or None]],
+            self._settings.objectives,
+            time.process_time() - began,
+        )
+
+    def _replay(self, on_progress: Callable[[int], None]) -> None:
+        num_begun = num_told = 0
         while self._num_ended < len(self._requests):
             now = min(worker.next_at for worker in self._workers.values())
             now = min(now, *(router.look_at for router in self._routers))
@@ -101,13 +118,6 @@ class Simulation:
             if self._num_ended >= num_told + 64:
                 num_told = self._num_ended
                 on_progress(num_told)
-        on_progress(self._num_ended)
-        num_prefilling = self._settings.num_prefill_workers
-        return self._recorder.result(
-            [worker.num_computed_tokens for worker in list(self._workers.values())[: num_prefilling or None]],
-            self._settings.objectives,
-            time.process_time() - began,
-        )
 
     def _advance(self, now: float) -> None:
         for place, worker in self._workers.items():
@@ -131,6 +141,7 @@ class Simulation:
             waiting, router, timeline = self._sent.pop(running.id)
             router.ended(waiting)
             self._recorder.ended(timeline)
+            del self._known_blocks[running.id]
             self._num_ended += 1
 
     def _arrive(self, number: int) -> None:
@@ -140,15 +151,17 @@ class Simulation:
             self._recorder.num_refused += 1
             self._num_ended += 1
             return
+        blocks = self._prompts.blocks(request)
         num_reserved = request.num_input_tokens + min(request.num_output_tokens, _RESERVED_TOKENS)
         pending = Pending(
             num_tokens=request.num_input_tokens,
             num_reserved_tokens=min(num_reserved, num_most_tokens),
             num_most_tokens=num_most_tokens,
             arrived_at=request.arrival_s,
-            sequence_hashes=sequence_hashes(_prompt(request), self._settings.engine.block_size),
+            sequence_hashes=blocks.hashes,
         )
         self._timelines[number] = Timeline(request.arrival_s, request.num_input_tokens)
+        self._known_blocks[number] = blocks
         self._routers[number % len(self._routers)].arrive(Waiting(number, pending))
 
     def _send(self, waiting: Waiting, router: FleetRouter, now: float) -> None:
@@ -158,20 +171,31 @@ class Simulation:
         self._sent[number] = (waiting, router, timeline)
         placement = waiting.placement
         kind = RequestKind.DECODE if placement.prefill is None else RequestKind.PREFILL
-        request = EngineRequest(id=number, kind=kind, generation=_generation(self._requests[number]))
-        self._submit(placement.prefill or placement.decode, request, now)
+        self._submit(placement.prefills_at, number, kind, now)
 
     def _decode(self, number: int, now: float) -> None:
         """Go on with a request that was prefilled elsewhere, from its first token."""
         placement = self._sent[number][0].placement
         assert placement is not None, "it was sent"
-        generation = _generation(self._requests[number], OUTPUT_TOKEN_ID)
-        hand_off = _hand_off(len(generation.prompt_token_ids))
-        request = EngineRequest(id=number, kind=RequestKind.DECODE, generation=generation, hand_off=hand_off)
-        self._submit(placement.decode, request, now)
+        self._submit(placement.decode, number, RequestKind.DECODE, now, (OUTPUT_TOKEN_ID,))
 
-    def _submit(self, place: Place, request: EngineRequest, now: float) -> None:
-        self._workers[place].submit(request, now)
+    def _submit(
+        self, place: Place, number: int, kind: RequestKind, now: float, generated: tuple[int, ...] = ()
+    ) -> None:
+        request = self._requests[number]
+        token_ids = self._prompts.token_ids(request)
+        generation = Generation(
+            prompt_token_ids=token_ids,
+            generated_token_ids=generated,
+            sampling=Sampling(max_tokens=request.num_output_tokens, ignore_eos=True),
+        )
+        hand_off = _hand_off(request.num_input_tokens) if generated else None
+        seq = TokenSequence(
+            [*token_ids, *generated], block_size=self._settings.engine.block_size, known=self._known_blocks[number]
+        )
+        self._workers[place].submit(
+            EngineRequest(id=number, kind=kind, generation=generation, hand_off=hand_off), seq, now
+        )
         self._touched.add(place)
 
     def _end_pull(self, number: int, now: float) -> None:
@@ -198,12 +222,16 @@ class Simulation:
         self._touched.clear()
 
 
-def _generation(request: TraceRequest, *generated: int) -> Generation:
-    return Generation(
-        prompt_token_ids=_prompt(request),
-        generated_token_ids=generated,
-        sampling=Sampling(max_tokens=request.num_output_tokens, ignore_eos=True),
-    )
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Nothing in a replay ends in a cycle: looking for such among millions of blocks' names takes a quarter of it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _hand_off(num_tokens: int) -> HandOff:
@@ -220,11 +248,3 @@ def _hand_off(num_tokens: int) -> HandOff:
         lease=timedelta(0),
         payload=BlocksPayload(layout, num_tokens),
     )
-
-
-def _prompt(request: TraceRequest) -> array[int]:
-    """Token ids that are equal where, and only where, the trace says so."""
-    token_ids = array("I")
-    for hash_id in request.hash_ids:
-        token_ids.extend(array("I", [hash_id + 1]) * BLOCK_SIZE)
-    return token_ids[: request.num_input_tokens]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
@@ -11,16 +12,16 @@ from quartet.discovery.place import Place
 from quartet.engine.base import EngineRequest
 from quartet.engine.mock.quiet import num_quiet_steps, take_quiet_steps
 from quartet.engine.mock.timing import FULL_CONTEXT_TOKENS, StepTiming
-from quartet.engine.mock.work import step_work
 from quartet.engine.runner import SampledToken
 from quartet.engine.running import RunningRequest, ScheduledChunk
 from quartet.engine.schedule import Pull, SchedulerConfig
 from quartet.engine.scheduler import Scheduler
+from quartet.engine.mock.work import step_work
 from quartet.engine.validation import EngineLimits
 from quartet.events.step_time import StepTime
 from quartet.kvcache.block_pool import BlockManager
 from quartet.kvcache.events import KvEvent
-from router.policy.base import Candidate
+from quartet.kvcache.sequence import Sequence as TokenSequence
 
 #: Every token that a replayed engine samples; no trace asks for it.
 OUTPUT_TOKEN_ID = (1 << 32) - 1
@@ -67,6 +68,34 @@ class Progress:
     prefilled: Sequence[RunningRequest] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkerState:
+    """What a worker does as long as nobody calls it: one step, or many that only decode.
+
+    Attributes:
+        step_ends: when each of them ends, in seconds; none: it is idle.
+        num_decoding, num_context_tokens: requests that decode, and the tokens that they have together in the first
+            step; each of them has one more in each further step.
+        num_used_blocks, num_queued_tokens, num_unbegun_tokens: as in ``Candidate``.
+        num_blocks: by request, how many it has; one that waits has none.
+    """
+
+    step_ends: Sequence[float]
+    num_decoding: int
+    num_context_tokens: int
+    num_used_blocks: int
+    num_queued_tokens: int
+    num_unbegun_tokens: int
+    num_blocks: Mapping[int, int]
+
+    def step_at(self, time: float) -> tuple[float, int]:
+        """When the step ends that runs at ``time``, and its context tokens; 0 seconds where none does."""
+        if not self.step_ends:
+            return 0.0, self.num_context_tokens
+        step = min(bisect_right(self.step_ends, time), len(self.step_ends) - 1)
+        return self.step_ends[step], self.num_context_tokens + step * self.num_decoding
+
+
 class SimulatedWorker:
     """Steps when there is something to do; nobody waits for it. All times are seconds of the replay.
 
@@ -92,32 +121,27 @@ class SimulatedWorker:
         )
         # As the engine that the default timing is of: what a step will write can be shared from its start.
         self.scheduler = Scheduler(config, self._blocks, limits, shares_within_step=True)
-        self._step_time = _step_time(settings.timing)
+        self._state: WorkerState | None = None  # until somebody calls
         self._num_missing: dict[int, int] = {}  # tokens to compute of those that no step has begun
         self._num_left = 0  # of prompts that steps have begun, after the running one
         self._chunks: Sequence[ScheduledChunk] = ()  # of the running step
-        self._quiet_ends: Sequence[float] = ()  # of the quiet steps under way, where the step is one of them
-        self._num_quiet = 0  # of these, how many were taken
+        self._quiet_ends: Sequence[float] = ()  # of the quiet steps under way, which are taken all together
 
-    def candidate(self, now: float) -> Candidate:
-        """It as a router sees it whom nothing has to reach."""
-        counts = self._blocks.counts
-        step_ends_at = self.next_at
-        if self._quiet_ends:
-            step_ends_at = next((end for end in self._quiet_ends[self._num_quiet :] if end >= now), self.next_at)
-        return Candidate(
-            place=self.place,
-            num_total_blocks=counts.total,
-            block_size=self._settings.block_size,
-            num_used_blocks=counts.in_use + counts.held,
-            num_queued_tokens=self.scheduler.num_queued_prefill_tokens,
-            num_unbegun_tokens=sum(self._num_missing.values()) + self._num_left,
-            step_ends_in_s=0.0 if step_ends_at == inf else max(step_ends_at - now, 0.0),
-            num_decoding=sum(running.is_decoding for running in self.scheduler.running),
-            num_context_tokens=sum(len(running.seq) for running in self.scheduler.running if running.is_decoding),
-            max_step_tokens=self._settings.max_num_batched_tokens,
-            step_time=self._step_time,
-        )
+    def state(self) -> WorkerState:
+        """What it does from now on."""
+        if self._state is None:
+            counts, scheduler = self._blocks.counts, self.scheduler
+            lengths = [len(running.seq) for running in scheduler.running if running.is_decoding]
+            self._state = WorkerState(
+                step_ends=self._quiet_ends or ((self.next_at,) if self.next_at < inf else ()),
+                num_decoding=len(lengths),
+                num_context_tokens=sum(lengths),
+                num_used_blocks=counts.in_use + counts.held,
+                num_queued_tokens=scheduler.num_queued_prefill_tokens,
+                num_unbegun_tokens=sum(self._num_missing.values()) + self._num_left,
+                num_blocks={id: len(running.seq.block_table) for id, running in scheduler.live.items()},
+            )
+        return self._state
 
     def take_events(self) -> Sequence[KvEvent]:
         """What became or ceased to be shareable since the last call."""
@@ -128,14 +152,11 @@ class SimulatedWorker:
         """Whether no step runs."""
         return self.next_at == inf
 
-    def submit(self, request: EngineRequest, now: float) -> RunningRequest:
-        """Queue ``request``; ``begin`` has to follow once all that come at ``now`` are there.
-
-        Raises:
-            InvalidRequestError, PromptTooLongError: it can never run here.
-        """
+    def submit(self, request: EngineRequest, seq: TokenSequence, now: float) -> RunningRequest:
+        """Queue ``request``, which can run here; ``begin`` has to follow once all that come at ``now`` are there."""
         self._cut_quiet(now)
-        running = self.scheduler.add(request)
+        self._state = None
+        running = self.scheduler.add_sequence(request, seq)
         num_missing = 0 if running.needs_pull else len(running.seq) - self._blocks.num_cached_tokens(running.seq)
         self._num_missing[request.id] = num_missing
         return running
@@ -143,16 +164,19 @@ class SimulatedWorker:
     def end_pull(self, id: int, now: float) -> None:
         """The blocks of ``id``'s hand-off are here; ``begin`` has to follow."""
         self._cut_quiet(now)
+        self._state = None
         self.scheduler.end_pull(id, succeeded=True)
 
     def release(self, id: int) -> None:
         """Nobody needs any more what the prefill ``id`` holds."""
+        self._state = None
         self.scheduler.release(id)
 
     def begin(self, now: float) -> Sequence[Pull]:
         """Begin the next step if none runs and there is something to do; pulls to start meanwhile."""
         if not self.is_idle:
             return ()
+        self._state = None
         num_quiet = num_quiet_steps(self.scheduler, self._settings.block_size)
         if num_quiet > 1:
             self._begin_quiet(num_quiet, now)
@@ -172,11 +196,12 @@ class SimulatedWorker:
         return schedule.pulls
 
     def advance(self, now: float) -> Progress | None:
-        """Take what has ended by ``now``."""
-        if self._quiet_ends:
-            return self._advance_quiet(now)
+        """Take what has ended at ``now``, where that is ``next_at``."""
         if now < self.next_at:
             return None
+        self._state = None
+        if self._quiet_ends:
+            return self._end_quiet()
         outs = self.scheduler.update(self._chunks, [_OUTPUT for chunk in self._chunks if chunk.samples])
         ended_at, self.next_at, self._chunks = self.next_at, inf, ()
         return Progress(
@@ -192,22 +217,13 @@ class SimulatedWorker:
         contexts = range(num_context_tokens, num_context_tokens + num_steps * len(running), len(running))
         steps_s = [timing.decode_ms(num_tokens) / 1e3 for num_tokens in contexts]
         self._quiet_ends = list(accumulate(steps_s, initial=now))[1:]
-        self._num_quiet = 0
         self.next_at = self._quiet_ends[-1]
 
-    def _advance_quiet(self, now: float) -> Progress | None:
-        ends = self._quiet_ends
-        first = end = self._num_quiet
-        while end < len(ends) and ends[end] <= now:
-            end += 1
-        if end == first:
-            return None
-        tokens = tuple(self.scheduler.running)
-        take_quiet_steps(self.scheduler, self._blocks, end - first, OUTPUT_TOKEN_ID)
-        self._num_quiet = end
-        if end == len(ends):
-            self._quiet_ends, self.next_at = (), inf
-        return Progress(ends[first:end], tokens)
+    def _end_quiet(self) -> Progress:
+        ends, tokens = self._quiet_ends, tuple(self.scheduler.running)
+        take_quiet_steps(self.scheduler, self._blocks, len(ends), OUTPUT_TOKEN_ID)
+        self._quiet_ends, self.next_at = (), inf
+        return Progress(ends, tokens)
 
     def _cut_quiet(self, now: float) -> None:
         """Whoever comes joins after the step that runs."""
@@ -217,8 +233,8 @@ class SimulatedWorker:
             self.next_at = self._quiet_ends[-1]
 
 
-def _step_time(timing: StepTiming) -> StepTime:
-    """What a worker would have measured."""
+def measured(timing: StepTiming) -> StepTime:
+    """What a worker whose steps take so long would have measured."""
     return StepTime(
         prefill_base_s=timing.prefill_base / 1e3,
         prefill_s_per_token=timing.prefill_linear / 1e3,

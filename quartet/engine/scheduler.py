@@ -77,6 +77,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens to compute of requests without blocks."""
+        return self._waiting.num_prefill_tokens
+
+    @property
     def num_queued_prefill_tokens(self) -> int:
         """Tokens to compute until everybody here decodes."""
         num_missing = sum(running.num_uncomputed_tokens for running in self._running if not running.is_decoding)
@@ -90,14 +95,19 @@ class Scheduler:
         """
         check_request(request, self._limits)
         generation = request.generation
+        seq = sequence.Sequence(
+            (*generation.prompt_token_ids, *generation.generated_token_ids),
+            block_size=self._blocks.block_size,
+            extra_key=ExtraKey(adapter=generation.adapter, cache_salt=generation.cache_salt),
+            media=generation.media,
+        )
+        return self.add_sequence(request, seq)
+
+    def add_sequence(self, request: EngineRequest, seq: sequence.Sequence) -> RunningRequest:
+        """As ``add``, where the caller knows that the request can be served; ``seq`` is its, without blocks."""
         running = RunningRequest(
             request=request,
-            seq=sequence.Sequence(
-                (*generation.prompt_token_ids, *generation.generated_token_ids),
-                block_size=self._blocks.block_size,
-                extra_key=ExtraKey(adapter=generation.adapter, cache_salt=generation.cache_salt),
-                media=generation.media,
-            ),
+            seq=seq,
             arrival=self._num_added,
             max_output_tokens=max_output_tokens(request, self._limits),
             stop_ids=_stop_ids(request, self._eos_token_ids),

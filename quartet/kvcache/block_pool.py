@@ -90,7 +90,7 @@ class BlockManager:
         self._check_available(seq.num_blocks - len(shared), self.num_available - num_spent)
         for block_id in shared:
             self._use(block_id)
-        seq.block_table = shared + [self._take() for _ in range(seq.num_blocks - len(shared))]
+        seq.block_table = shared + self._take(seq.num_blocks - len(shared))
         seq.num_named_blocks = len(shared)
         seq.num_computed_tokens = len(shared) * self.block_size
         return seq.num_computed_tokens
@@ -107,7 +107,8 @@ class BlockManager:
         """
         num_new = -(-(len(seq) + num_tokens) // self.block_size) - len(seq.block_table)
         self._check_available(num_new, self.num_available)
-        seq.block_table.extend(self._take() for _ in range(num_new))
+        if num_new > 0:
+            seq.block_table += self._take(num_new)
 
     def commit(self, seq: Sequence, num_tokens: int | None = None) -> None:
         """Name every full block whose KV is computed, so that others can share it.
@@ -117,14 +118,15 @@ class BlockManager:
 
         Where an equal block already bears the name, ``seq`` keeps its own block as a copy, which is not shared.
         """
-        parent: _Name | bytes | None = seq.extra_key.digest
-        if seq.num_named_blocks:
-            parent = self._names[seq.block_table[seq.num_named_blocks - 1]]
-        num_computed = seq.num_computed_tokens if num_tokens is None else num_tokens
-        for index in range(seq.num_named_blocks, num_computed // self.block_size):
+        first = seq.num_named_blocks
+        end = (seq.num_computed_tokens if num_tokens is None else num_tokens) // self.block_size
+        if end <= first:  # mostly: it decodes
+            return
+        parent = self._names[seq.block_table[first - 1]] if first else seq.extra_key.digest
+        for index in range(first, end):
             assert parent is not None, "a block is named before the ones before it"
             parent = self._name(seq, index, parent)
-            seq.num_named_blocks = index + 1
+        seq.num_named_blocks = end
 
     def free(self, seq: Sequence) -> None:
         """Take back all blocks of ``seq``; shareable ones stay cached. May be called twice."""
@@ -204,20 +206,26 @@ class BlockManager:
         self._names[block_id] = name
         return name
 
-    def _take(self) -> int:
-        """One empty block, now in use; the least recently used cached one where none is free."""
-        if self._free:
-            block_id = self._free.pop()
-        else:
-            block_id, _ = self._cached.popitem(last=False)
-            name = self._names[block_id]
-            assert name is not None, "a cached block has a name"
-            del self._by_key[name.key]
-            self._names[block_id] = None
-            if self._log is not None:
-                self._log.remove(name.sequence_hash)
-        self._num_users[block_id] = 1
-        self._num_in_use += 1
+    def _take(self, num_blocks: int) -> list[int]:
+        """So many empty blocks, now in use; the least recently used cached ones where no more are free."""
+        num_free = min(num_blocks, len(self._free))
+        taken = self._free[len(self._free) - num_free :]
+        del self._free[len(self._free) - num_free :]
+        taken.reverse()
+        taken += [self._evict() for _ in range(num_blocks - num_free)]
+        for block_id in taken:
+            self._num_users[block_id] = 1
+        self._num_in_use += num_blocks
+        return taken
+
+    def _evict(self) -> int:
+        block_id, _ = self._cached.popitem(last=False)
+        name = self._names[block_id]
+        assert name is not None, "a cached block has a name"
+        del self._by_key[name.key]
+        self._names[block_id] = None
+        if self._log is not None:
+            self._log.remove(name.sequence_hash)
         return block_id
 
     def _use(self, block_id: int) -> None:
@@ -231,12 +239,13 @@ class BlockManager:
 
     def _stop_using(self, block_table: list[int]) -> None:
         # Last one first: then the least recently used cached block never has a cached child.
+        num_users, num_holders = self._num_users, self._num_holders
         for block_id in reversed(block_table):
-            self._num_users[block_id] -= 1
-            if self._num_users[block_id]:
+            num_users[block_id] -= 1
+            if num_users[block_id]:
                 continue
             self._num_in_use -= 1
-            if self._num_holders[block_id]:
+            if num_holders[block_id]:
                 self._num_held += 1
             else:
                 self._retire(block_id)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 from quartet.kvcache.block_hash import (
     NO_EXTRA_KEY,
@@ -14,6 +16,22 @@ from quartet.kvcache.block_hash import (
     pack_token_ids,
     split_blocks,
 )
+
+
+@dataclass(frozen=True)
+class KnownBlocks:
+    """What somebody has worked out of a sequence's full blocks already, from the first one on.
+
+    Attributes:
+        contents: as ``Sequence.block_content`` gives them.
+        hashes: as ``Sequence.sequence_hash`` gives them; may be more or fewer.
+    """
+
+    contents: Items[bytes] = ()
+    hashes: Items[int] = ()
+
+
+_NOTHING_KNOWN = KnownBlocks()
 
 
 class Sequence:
@@ -35,8 +53,9 @@ class Sequence:
         block_size: int,
         extra_key: ExtraKey = NO_EXTRA_KEY,
         media: tuple[MediaSpan, ...] = (),
+        known: KnownBlocks = _NOTHING_KNOWN,
     ) -> None:
-        """Start with ``token_ids`` and no blocks.
+        """Start with ``token_ids`` and no blocks; what is ``known`` of these and ``media`` is taken as true.
 
         Raises:
             InvalidRequestError: field ``media``; items overlap or go beyond the tokens.
@@ -48,8 +67,8 @@ class Sequence:
         self.block_table: list[int] = []
         self.num_named_blocks = 0
         self._media_suffixes = media_suffixes(media, block_size, len(self.token_ids))
-        self._contents: list[bytes] = []
-        self._hashes: list[int] = []
+        self._contents = list(known.contents)
+        self._hashes = list(known.hashes)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -71,10 +90,15 @@ class Sequence:
 
     def sequence_hash(self, index: int) -> int:
         """The public name of full block ``index`` with all before it."""
-        while index >= len(self._hashes):
-            parent = self._hashes[-1] if self._hashes else self.extra_key.hash_seed
-            self._hashes.append(chain_hash(parent, hash_bytes(self.block_content(len(self._hashes)))))
+        if index >= len(self._hashes):
+            self._name_blocks(index + 1)
         return self._hashes[index]
+
+    def _name_blocks(self, num_blocks: int) -> None:
+        parent = self._hashes[-1] if self._hashes else self.extra_key.hash_seed
+        for index in range(len(self._hashes), num_blocks):
+            parent = chain_hash(parent, hash_bytes(self.block_content(index)))
+            self._hashes.append(parent)
 
     def _read_new_blocks(self) -> None:
         first = len(self._contents)

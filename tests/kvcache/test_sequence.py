@@ -6,7 +6,7 @@ import pytest
 
 from quartet.errors import InvalidRequestError
 from quartet.kvcache.block_hash import ExtraKey, MediaSpan, pack_token_ids, sequence_hashes
-from quartet.kvcache.sequence import Sequence
+from quartet.kvcache.sequence import KnownBlocks, Sequence
 
 ITEM = bytes(range(32))
 
@@ -52,3 +52,13 @@ def test_media_beyond_the_prompt_is_refused() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         Sequence(range(4), block_size=4, media=(MediaSpan(ITEM, 3, 2),))
     assert caught.value.field == "media"
+
+
+def test_what_is_known_already_is_not_worked_out_again_and_what_follows_is() -> None:
+    tokens = range(22)
+    whole = Sequence(tokens, block_size=4)
+    names = sequence_hashes(tokens, 4)
+    marked = b"what somebody said of it"
+    seq = Sequence(tokens, block_size=4, known=KnownBlocks([marked, whole.block_content(1)], names[:3]))
+    assert [seq.block_content(index) for index in range(3)] == [marked, *map(whole.block_content, (1, 2))]
+    assert [seq.sequence_hash(index) for index in range(5)] == names

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from cli.replay.fleet_router import FleetRouter, Waiting
 from cli.replay.policies import POLICIES
 from cli.replay.results import PolicyResult
 from cli.replay.simulation import FleetSettings, Simulation
@@ -18,6 +20,8 @@ from cli.traces.generate import TraceConfig, generate
 from quartet.discovery.place import Place
 from quartet.engine.base import EngineRequest, Generation, RequestKind
 from quartet.engine.sampling import Sampling
+from quartet.kvcache.sequence import Sequence as TokenSequence
+from router.policy.base import Candidate, Decision, Option, Pending, Placement, Snapshot
 
 each_policy = pytest.mark.parametrize("name", POLICIES)
 
@@ -119,7 +123,7 @@ def test_a_worker_that_is_interrupted_steps_on_as_if_it_had_stepped_one_by_one()
             while todo and todo[0][0] <= now:
                 _, id = todo.pop(0)
                 if id:
-                    worker.submit(_request(id), now)
+                    worker.submit(*_request(id), now)
             worker.begin(now)
         return found
 
@@ -133,7 +137,59 @@ def test_a_worker_that_is_interrupted_steps_on_as_if_it_had_stepped_one_by_one()
             assert watched[id] == pytest.approx(ends)
 
 
-def _request(id: int) -> EngineRequest:
+def test_quiet_steps_look_from_outside_as_they_would_one_by_one() -> None:
+    worker = SimulatedWorker(Place("worker"), EngineSettings())
+    worker.submit(*_request(1), 0.0)
+    worker.begin(0.0)
+    first_at = worker.next_at
+    worker.advance(first_at)
+    worker.begin(first_at)
+    state, decode_ms = worker.state(), EngineSettings().timing.decode_ms
+    assert len(state.step_ends) > 10, "the prompt's last block has room for more tokens"
+    ends_at = first_at
+    for step in range(10):
+        begins_at, ends_at = ends_at, ends_at + decode_ms(101 + step) / 1e3
+        for time in (begins_at, (begins_at + ends_at) / 2):
+            assert state.step_at(time) == (pytest.approx(ends_at), 101 + step)
+
+
+def test_a_router_counts_the_blocks_of_its_requests_wherever_they_are() -> None:
+    """Promised in full while they wait at the worker; once they run, only what they may still take."""
+    place, engine = Place("worker"), EngineSettings(max_num_seqs=1, num_blocks=64)
+    worker = SimulatedWorker(place, engine)
+    policy = _Watching()
+    router = FleetRouter(policy, {place: worker}, engine, num_prefill=0)
+    for number in (0, 1):
+        pending = Pending(num_tokens=100, num_reserved_tokens=170, num_most_tokens=170)
+        router.arrive(Waiting(number, pending))
+        [_] = router.pump(0.0)
+        worker.submit(*_request(number), 0.0)
+    worker.begin(0.0)
+    router.arrive(Waiting(2, Pending(num_tokens=100, num_reserved_tokens=170, num_most_tokens=170)))
+    router.pump(0.0)
+    seen = [(candidate.num_used_blocks, candidate.num_promised_blocks) for candidate in policy.seen]
+    assert seen == [(0, 0), (0, 3), (2, 1 + 3)]
+
+
+class _Watching:
+    """Sends all to the only place, and remembers how that looked."""
+
+    name = "watching"
+
+    def __init__(self) -> None:
+        self.seen: list[Candidate] = []
+
+    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
+        [candidate] = snapshot.decode
+        self.seen.append(candidate)
+        return Decision([Placement(None, candidate.place) for _ in waiting])
+
+    def explain(self, pending: Pending, snapshot: Snapshot) -> Sequence[Option]:
+        return ()
+
+
+def _request(id: int) -> tuple[EngineRequest, TokenSequence]:
     sampling = Sampling(max_tokens=70, ignore_eos=True)
     generation = Generation(prompt_token_ids=[id] * 100, sampling=sampling)
-    return EngineRequest(id=id, kind=RequestKind.DECODE, generation=generation)
+    request = EngineRequest(id=id, kind=RequestKind.DECODE, generation=generation)
+    return request, TokenSequence(generation.prompt_token_ids, block_size=EngineSettings().block_size)
