@@ -1,21 +1,26 @@
-"""The router's one queue: requests wait here, in order of priority, until a policy finds them a place with room."""
+"""The router's one queue: requests wait here, by priority and fair share, until a policy finds them a place."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
-from operator import attrgetter
+from dataclasses import replace
 
-from quartet.errors import ConfigError, PlaceTooLargeError, QueueFullError, ServingError, WorkerUnavailableError
+from quartet.errors import PlaceTooLargeError, QueueFullError, ServingError, WorkerUnavailableError
+from quartet.telemetry.routing_metrics import AdmissionOutcome, RoutingMetrics
+from router.admission_config import AdmissionConfig
 from router.book import Reservation
-from router.policy.base import Pending, Placement, Policy
+from router.fair_share import FairShare
+from router.policy.base import Pending, Placement, Policy, Snapshot
+from router.prefix_index import PrefixIndex
+from router.prompt_matches import PromptMatches
 from router.together import Together
+from router.waiting import Ticket, Waiting, WaitingLine
 from router.worker import PoolKey
 from router.worker_table import WorkerTable
+
+__all__ = ["MAX_ASSIGNED_TOGETHER", "Admission", "AdmissionConfig", "Ticket"]
 
 #: As many requests at the head of the queue are assigned together; the rest would hardly find room anyway.
 MAX_ASSIGNED_TOGETHER = 256
@@ -24,75 +29,24 @@ MAX_ASSIGNED_TOGETHER = 256
 _LATENESS, _MAX_LOOK_INTERVAL_S = 0.1, 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdmissionConfig:
-    """Bounds of the queue.
-
-    Attributes:
-        max_queue_length: choices that wait at most; more are refused at once. A router's own retries always get in.
-        queue_timeout_s: longest wait for room.
-        unavailable_timeout_s: longest wait while no decode worker is ready at all.
-        retry_delay_s: what refused clients are told to wait.
-    """
-
-    max_queue_length: int = 1024
-    queue_timeout_s: float = 60.0
-    unavailable_timeout_s: float = 10.0
-    retry_delay_s: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Refuse impossible values, naming the field."""
-        if self.max_queue_length < 1:
-            raise ConfigError("max_queue_length: must be at least 1")
-        for name in ("queue_timeout_s", "unavailable_timeout_s", "retry_delay_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}: must be above 0")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ticket:
-    """A request's standing in the queue; its retries keep it.
-
-    Attributes:
-        priority: higher first.
-        number: arrival at this router; lower first among equals.
-    """
-
-    pool: PoolKey
-    priority: int
-    number: int
-
-
-@dataclass(eq=False)
-class _Waiting:
-    rank: tuple[int, int, int]
-    pending: Pending
-    placed: asyncio.Future[Reservation]
-    since: float
-    ready_at: float  # when a decode worker was last seen to be ready
-    together: Together | None
-
-
-_by_rank: Callable[[_Waiting], tuple[int, int, int]] = attrgetter("rank")
-
-
 class Admission:
     """Holds requests back until they fit, and no longer than allowed.
 
-    All that arrive, or that became possible, within one turn of the event loop are assigned together.
+    All that arrive, or that became possible, within one turn of the event loop are assigned together. A full queue
+    refuses whoever stands last: a tenant that floods is refused itself, and keeps nobody else out.
     """
 
     def __init__(
-        self,
-        table: WorkerTable,
-        policy: Policy,
-        config: AdmissionConfig,
+        self, table: WorkerTable, policy: Policy, config: AdmissionConfig, index: PrefixIndex, metrics: RoutingMetrics
     ) -> None:
-        """Nobody waits yet."""
+        """Nobody waits yet; ``index`` knows what workers hold, and is told what they are sent."""
         self._table = table
         self._policy = policy
         self._config = config
-        self._queues: defaultdict[PoolKey, list[_Waiting]] = defaultdict(list)
+        self._index = index
+        self._metrics = metrics
+        self._share = FairShare(config.tenant_weights)
+        self._lines: defaultdict[PoolKey, WaitingLine] = defaultdict(WaitingLine)
         self._num_tickets = 0
         self._num_entries = 0
         self._is_pump_due = False
@@ -101,22 +55,55 @@ class Admission:
             _MAX_LOOK_INTERVAL_S, min(config.queue_timeout_s, config.unavailable_timeout_s) * _LATENESS
         )
         self._look: asyncio.TimerHandle | None = None
+        self._next_pump: asyncio.TimerHandle | None = None
+
+    @property
+    def policy(self) -> Policy:
+        """What chooses places."""
+        return self._policy
 
     @property
     def length(self) -> int:
         """Choices that wait now. May be asked from any thread."""
         return self._length
 
-    def ticket(self, pool: PoolKey, priority: int) -> Ticket:
-        """Draw a place in the order of arrival."""
+    def ticket(
+        self,
+        pool: PoolKey,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        num_tokens: int = 1,
+        num_choices: int = 1,
+        deadline: float = float("inf"),
+    ) -> Ticket:
+        """Draw a place in the queue, for ``num_choices`` choices of ``num_tokens`` tokens of work each."""
         self._num_tickets += 1
-        return Ticket(pool=pool, priority=priority, number=self._num_tickets)
+        return Ticket(
+            pool=pool,
+            tenant=tenant,
+            priority=priority,
+            start=self._share.start(tenant, num_tokens * num_choices),
+            number=self._num_tickets,
+            num_tokens=num_tokens,
+            deadline=deadline,
+        )
 
     def wake(self) -> None:
         """Something may have become possible: room, a worker, a report."""
-        if not self._is_pump_due and any(self._queues.values()):
+        if not self._is_pump_due and self._length:
             self._is_pump_due = True
             asyncio.get_running_loop().call_soon(self._pump)
+
+    def num_waiting(self, pool: PoolKey) -> int:
+        """Choices that wait for a place of ``pool``."""
+        return len(self._lines[pool]) if pool in self._lines else 0
+
+    def preview(self, pool: PoolKey, pending: Pending) -> tuple[Pending, Snapshot]:
+        """What the policy would be shown if ``pending`` waited; it does not."""
+        now = time.monotonic()
+        matches = PromptMatches(self._index, pending.sequence_hashes, self._table.block_size(pool, now))
+        return replace(pending, num_cached_tokens=matches), self._table.snapshot(pool, now)
 
     async def admit(
         self, ticket: Ticket, pending: Pending, *, is_retry: bool = False, together: Together | None = None
@@ -127,51 +114,83 @@ class Admission:
 
         Raises:
             PlaceTooLargeError: it would.
-            QueueFullError: the queue is full, or no room came up in time.
+            QueueFullError: the queue is full of others that come first, or no room came up in time.
             WorkerUnavailableError: no decode worker was ready for too long.
         """
-        if not is_retry and self.length >= self._config.max_queue_length:
-            self._pump()
-            if self.length >= self._config.max_queue_length:
-                raise self._refusal("the router's queue is full")
-        waiting = self._enqueue(ticket, pending, together)
+        waiting = self._enqueue(ticket, pending, together, is_retry=is_retry)
         try:
             return await waiting.placed
-        except BaseException:
+        except BaseException as error:
             # Placed in the very moment in which its wait ended otherwise.
             if waiting.placed.done() and not waiting.placed.cancelled() and waiting.placed.exception() is None:
                 waiting.placed.result().release()
                 self.wake()
+            self._note_unserved(waiting, error)
             raise
         finally:
-            self._leave(ticket.pool, waiting)
+            self._leave(waiting)
 
-    def _enqueue(self, ticket: Ticket, pending: Pending, together: Together | None) -> _Waiting:
-        self._num_entries += 1
-        rank = (-ticket.priority, ticket.number, self._num_entries)
+    def _enqueue(self, ticket: Ticket, pending: Pending, together: Together | None, *, is_retry: bool) -> Waiting:
         loop, now = asyncio.get_running_loop(), time.monotonic()
-        waiting = _Waiting(rank, pending, loop.create_future(), now, now, together)
-        insort(self._queues[ticket.pool], waiting, key=_by_rank)
+        matches = PromptMatches(self._index, pending.sequence_hashes, self._table.block_size(ticket.pool, now))
+        self._num_entries += 1
+        waiting = Waiting(
+            ticket=ticket,
+            entry=self._num_entries,
+            pending=replace(pending, num_cached_tokens=matches),
+            matches=matches,
+            placed=loop.create_future(),
+            since=now,
+            ready_at=now,
+            is_retry=is_retry,
+            together=together,
+        )
+        self._lines[ticket.pool].add(waiting)
         self._length += 1
         if self._look is None:
             self._look = loop.call_later(self._look_interval_s, self._end_waits)
+        if self._length > self._config.max_queue_length and not is_retry:
+            self._make_room(waiting)
         self.wake()
         return waiting
 
-    def _leave(self, pool: PoolKey, waiting: _Waiting) -> None:
-        queue = self._queues[pool]
-        if self._take_out(waiting, queue):
+    def _make_room(self, newcomer: Waiting) -> None:
+        """The queue is longer than it may be: unless some of it can be placed now, who stands last has to go."""
+        self._pump()
+        if self._length <= self._config.max_queue_length or newcomer.placed.done():
+            return
+        lasts = [line.last_refusable() for line in self._lines.values()]
+        last = max((waiting for waiting in lasts if waiting is not None), key=lambda waiting: waiting.rank)
+        self._take_out(last)
+        last.placed.set_exception(self._refusal("the router's queue is full"))
+
+    def _leave(self, waiting: Waiting) -> None:
+        if self._take_out(waiting):
             # Its fence falls: others may fit now.
             self.wake()
-        if not queue:
-            del self._queues[pool]
+
+    def _note_unserved(self, waiting: Waiting, error: BaseException) -> None:
+        ticket = waiting.ticket
+        if not waiting.is_retry:
+            self._share.give_back(ticket.tenant, ticket.num_tokens)
+        if isinstance(error, QueueFullError):
+            is_late = time.monotonic() - waiting.since >= self._config.queue_timeout_s
+            outcome = AdmissionOutcome.EXPIRED if is_late else AdmissionOutcome.REFUSED
+        elif isinstance(error, WorkerUnavailableError):
+            outcome = AdmissionOutcome.UNAVAILABLE
+        elif isinstance(error, PlaceTooLargeError):
+            outcome = AdmissionOutcome.REFUSED
+        else:
+            is_late = time.monotonic() >= ticket.deadline
+            outcome = AdmissionOutcome.EXPIRED if is_late else AdmissionOutcome.CANCELLED
+        self._metrics.count_admission(outcome)
 
     def _end_waits(self) -> None:
         """Look who has waited for too long. One look at all now and then costs less than a timer for each."""
         self._look, now = None, time.monotonic()
-        for pool, queue in self._queues.items():
+        for pool, line in self._lines.items():
             is_ready = self._table.has_ready_decode(pool, now)
-            for waiting in queue:
+            for waiting in line:
                 if is_ready:
                     waiting.ready_at = now
                 is_too_long = now - waiting.since >= self._config.queue_timeout_s
@@ -191,33 +210,55 @@ class Admission:
         return QueueFullError(message, retry_delay_s=self._config.retry_delay_s)
 
     def _pump(self) -> None:
+        """Have the policy place whom it will, and look again when it says so."""
         self._is_pump_due = False
+        if self._next_pump is not None:
+            self._next_pump.cancel()
+            self._next_pump = None
         now = time.monotonic()
-        for pool, queue in list(self._queues.items()):
-            head = [waiting for waiting in queue[:MAX_ASSIGNED_TOGETHER] if not waiting.placed.done()]
-            decision = self._policy.assign([waiting.pending for waiting in head], self._table.snapshot(pool, now))
-            placed = list(zip(head, decision.placements, strict=True))
-            # Those of which one has to wait.
-            torn = {waiting.together for waiting, placement in placed if placement is None} - {None}
-            for waiting, placement in placed:
-                together = waiting.together
-                if together in torn and together is not None and (placement is not None or together.holds_room):
-                    waiting.placed.set_exception(PlaceTooLargeError("there is no room for all choices at once"))
-                elif placement is not None:
-                    self._place(waiting, placement, now)
-                    self._take_out(waiting, queue)
+        looks = [self._assign(pool, line, now) for pool, line in list(self._lines.items())]
+        look_in_s = min((look_s for look_s in looks if look_s is not None), default=None)
+        if look_in_s is not None and self._length:
+            self._next_pump = asyncio.get_running_loop().call_later(look_in_s, self._pump)
 
-    def _place(self, waiting: _Waiting, placement: Placement, now: float) -> None:
-        reservation = self._table.book(placement, waiting.pending, waited_s=now - waiting.since)
+    def _assign(self, pool: PoolKey, line: WaitingLine, now: float) -> float | None:
+        """Place those of one pool; returns ``Decision.look_again_in_s``."""
+        head = line.head(MAX_ASSIGNED_TOGETHER)
+        if not head:
+            return None
+        for waiting in head:
+            waiting.matches.renew()
+        decision = self._policy.assign([waiting.pending for waiting in head], self._table.snapshot(pool, now))
+        placed = list(zip(head, decision.placements, strict=True))
+        # Those of which one has to wait.
+        torn = {waiting.together for waiting, placement in placed if placement is None} - {None}
+        for waiting, placement in placed:
+            together = waiting.together
+            if together in torn and together is not None and (placement is not None or together.holds_room):
+                waiting.placed.set_exception(PlaceTooLargeError("there is no room for all choices at once"))
+            elif placement is not None:
+                self._place(waiting, placement, now)
+                self._take_out(waiting)
+        return decision.look_again_in_s
+
+    def _place(self, waiting: Waiting, placement: Placement, now: float) -> None:
+        pending = waiting.pending
+        reservation = self._table.book(placement, pending, waited_s=now - waiting.since)
+        self._index.predict(placement.prefills_at, pending.sequence_hashes, now + self._config.prediction_life_s)
+        self._share.served(waiting.ticket.start)
+        self._metrics.count_admission(AdmissionOutcome.PLACED)
+        self._metrics.count_matched_tokens(placement.num_cached_tokens)
         waiting.placed.set_result(reservation)
         if waiting.together is not None:
             waiting.together.booked(reservation)
 
-    def _take_out(self, waiting: _Waiting, queue: list[_Waiting]) -> bool:
-        """Take ``waiting`` out of the sorted ``queue``; return whether it was in there."""
-        index = bisect_left(queue, waiting.rank, key=_by_rank)
-        if index == len(queue) or queue[index] is not waiting:
+    def _take_out(self, waiting: Waiting) -> bool:
+        """Take ``waiting`` out of its line; return whether it was in there."""
+        pool = waiting.ticket.pool
+        line = self._lines.get(pool)
+        if line is None or not line.remove(waiting):
             return False
-        del queue[index]
         self._length -= 1
+        if not line:
+            del self._lines[pool]
         return True

@@ -28,6 +28,19 @@ from router.together import Together
 ResultT = TypeVar("ResultT")
 
 
+def draw_ticket(request: PreparedRequest, num_choices: int, tools: AttemptTools) -> Ticket:
+    """The standing in the queue of ``request``, of which ``num_choices`` choices run."""
+    num_output_tokens = min(request.max_output_tokens, tools.config.reserve_tokens)
+    return tools.admission.ticket(
+        request.pool.key,
+        priority=request.start.priority,
+        tenant=request.start.tenant,
+        num_tokens=len(request.prompt_token_ids) + num_output_tokens,
+        num_choices=num_choices,
+        deadline=request.deadline,
+    )
+
+
 class ChoiceRun:
     """Runs one choice.
 
@@ -137,6 +150,10 @@ class ChoiceRun:
             adapter=self._request.start.adapter,
             avoid=frozenset(self._hints.avoid),
             prefer_prefill=self._hints.prefer_prefill,
+            priority=self._request.start.priority,
+            session_key=self._request.start.session_key,
+            arrived_at=self._request.arrived_at,
+            sequence_hashes=self._request.sequence_hashes(self._output.token_ids),
         )
 
     async def _attempt(self, reservation: Reservation) -> FinishReason:

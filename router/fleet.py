@@ -37,7 +37,6 @@ from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.lease import HandOffLease
 from quartet.transfer.grpc.puller import TransferPuller
 from router.connections import WorkerConnection
-from router.kv_feed import KvIndex
 from router.kv_join import KvJoins
 from router.model_texts import FetchedTexts
 from router.worker import PoolKey
@@ -65,7 +64,7 @@ class Fleet:
         tls: TlsConfig | None,
         *,
         events_key: EventsKey | None = None,
-        kv_index: KvIndex | None = None,
+        kv: KvJoins | None = None,
     ) -> None:
         """Connect to nobody yet; needs a running event loop.
 
@@ -74,7 +73,7 @@ class Fleet:
             metrics: of the router.
             tls: to dial workers with.
             events_key: that workers serve their events with; ``None``: in the clear.
-            kv_index: kept equal to what workers hold; ``None``: their KV events are not listened to.
+            kv: told of workers and of what they publish; ``None``: their KV events are not listened to.
         """
         self.texts = FetchedTexts(self._fetch_files)
         #: Set once discovery has told of every worker that it knew at the start.
@@ -82,8 +81,8 @@ class Fleet:
         self._table = table
         self._metrics = metrics
         self._tls = tls
-        self._kv = None if kv_index is None else KvJoins(kv_index)
-        on_kv = None if self._kv is None else self._kv.take_batch
+        self._kv = kv
+        on_kv = None if kv is None else kv.take_batch
         self._subscriber = EventSubscriber(self._take_load, metrics.count_malformed_event, on_kv, key=events_key)
         self._connections: dict[WorkerKey, WorkerConnection] = {}
         self._probes: dict[WorkerKey, asyncio.Task[None]] = {}

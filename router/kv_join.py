@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +13,7 @@ from quartet.discovery.base import WorkerRecord
 from quartet.errors import ServingError
 from quartet.events.kv import KvBatch, KvSnapshotPart
 from quartet.events.load import NumberedLoad
+from quartet.telemetry.routing_metrics import SnapshotOutcome
 from router.kv_feed import FeedState, KvFeed, KvIndex
 
 logger = logging.getLogger(__name__)
@@ -47,17 +48,27 @@ class JoinTimes:
 class KvJoins:
     """Keeps a ``KvIndex`` equal to what the workers that entered hold. Lives on the event loop."""
 
-    def __init__(self, index: KvIndex, times: JoinTimes | None = None) -> None:
-        """Know of nobody yet; nobody else changes ``index`` for the places of those that enter."""
+    def __init__(
+        self,
+        index: KvIndex,
+        times: JoinTimes | None = None,
+        *,
+        count: Callable[[SnapshotOutcome], None] = lambda _outcome: None,
+    ) -> None:
+        """Know of nobody yet; nobody else changes ``index`` for the places of those that enter.
+
+        ``count`` hears what became of each snapshot.
+        """
         self._index = index
+        self._count = count
         self._times = times or JoinTimes()
         self._members: dict[str, _Member] = {}
         self._turns = asyncio.Semaphore(_MAX_SNAPSHOTS)
 
     @property
     def num_live(self) -> int:
-        """Workers of which everything is known that was heard of."""
-        return sum(member.feed.state is FeedState.LIVE for member in self._members.values())
+        """Workers of which everything is known that was heard of. May be asked from any thread."""
+        return sum(member.feed.state is FeedState.LIVE for member in list(self._members.values()))
 
     def enter(self, record: WorkerRecord, client: SnapshotClient) -> None:
         """Follow this life of a worker from now on, which ``client`` asks; another life of it is forgotten."""
@@ -124,18 +135,23 @@ class KvJoins:
             member.joining = None
 
     async def _take_snapshot(self, worker_id: str, member: _Member) -> bool:
+        outcome = SnapshotOutcome.FAILED
         try:
             async with self._turns, aclosing(member.client.kv_snapshot(self._times.timeout_s)) as parts:
                 async for part in parts:
                     if not member.feed.take_part(part):
                         logger.debug("worker %s: a snapshot as of batch %d is of no use", worker_id, part.number)
+                        outcome = SnapshotOutcome.OUTDATED
                         return False
-                return member.feed.finish()
+                is_whole = member.feed.finish()
+                outcome = SnapshotOutcome.USED if is_whole else SnapshotOutcome.OUTDATED
+                return is_whole
         except ServingError as error:
             logger.warning("worker %s gives no snapshot of its blocks: %s", worker_id, error)
             return False
         finally:
             member.feed.abandon()
+            self._count(outcome)
 
 
 @dataclass

@@ -20,11 +20,13 @@ from quartet.rpc.edge import (
     TimeBreakdown,
     Usage,
 )
+from quartet.rpc.explanation import Explanation
 from quartet.rpc.placement import PlacedRequest
 from quartet.text.text_stream import TextStream
-from router.attempts import ChoiceRun
+from router.attempts import ChoiceRun, draw_ticket
+from router.explain import explain
 from router.pipeline_tools import PipelineTools
-from router.place import PlaceRun
+from router.place import PlaceRun, told_placement
 from router.policy.base import Placement
 from router.prepared import ArrivedRequest, PreparedRequest, run_prepared
 from router.request_log import RequestLog, first_error, outcome_of
@@ -70,6 +72,10 @@ class Pipeline:
             return await run.run()
         finally:
             self._ended(run)
+
+    async def explain(self, start: GenerateStart) -> Explanation:
+        """Where a request would go now. Raises ``ServingError`` as it would be refused before it waits for room."""
+        return await explain(start, self._tools)
 
     def abort_all(self, error: ServingError) -> None:
         """End every running request with ``error``."""
@@ -149,7 +155,7 @@ class GenerateRun:
         self._num_prompt_tokens, self._seed = len(request.prompt_token_ids), request.seed
         self._model_fingerprint = request.pool.key.fingerprint
         self._make_outputs(request)
-        ticket = self._tools.attempts.admission.ticket(request.pool.key, request.start.priority)
+        ticket = draw_ticket(request, len(self._outputs), self._tools.attempts)
         works = [
             self._run_choice(
                 choice, ChoiceRun(request, choice, output, self._tools.attempts, ticket, partial(self._placed, choice))
@@ -199,7 +205,7 @@ class GenerateRun:
         if choice in self._placed_choices:
             return  # a later attempt: the client was told where the first one went
         self._placed_choices.add(choice)
-        told = ChoicePlacement(choice=choice, prefill=placement.prefill, decode=placement.decode)
+        told = told_placement(choice, placement)
         if self._is_accepted:
             self._sink.place(told)
         else:

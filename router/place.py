@@ -16,7 +16,7 @@ from quartet.rpc.edge import ChoicePlacement, Resume
 from quartet.rpc.placement import PlacedChoice, PlacedRequest
 from quartet.text.text_stream import TextStream
 from router.admission import Ticket
-from router.attempts import ChoiceRun
+from router.attempts import ChoiceRun, draw_ticket
 from router.pipeline_tools import PipelineTools
 from router.policy.base import Placement
 from router.prepared import ArrivedRequest, PreparedRequest, run_prepared
@@ -98,7 +98,7 @@ class PlaceRun:
         self._log.prepared(request, [choice.output for choice in self._choices])
 
     async def _place_choices(self, request: PreparedRequest) -> None:
-        ticket = self._tools.attempts.admission.ticket(request.pool.key, request.start.priority)
+        ticket = draw_ticket(request, len(self._choices), self._tools.attempts)
         runs = [self._choice_run(request, choice, ticket) for choice in self._choices]
         together = Together(len(runs))
         if len(runs) == 1:
@@ -173,6 +173,15 @@ class _Choice:
         )
 
     def _told_placement(self) -> ChoicePlacement | None:
-        if self.placement is None:
-            return None
-        return ChoicePlacement(choice=self.number, prefill=self.placement.prefill, decode=self.placement.decode)
+        return None if self.placement is None else told_placement(self.number, self.placement)
+
+
+def told_placement(choice: int, placement: Placement) -> ChoicePlacement:
+    """What a client is told of where a choice went."""
+    return ChoicePlacement(
+        choice=choice,
+        prefill=placement.prefill,
+        decode=placement.decode,
+        num_matched_tokens=placement.num_cached_tokens,
+        cost=placement.cost,
+    )

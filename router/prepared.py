@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from quartet.engine.sampling import MAX_STOP_IDS, Sampling
 from quartet.errors import InvalidRequestError, ModelNotFoundError, RequestTimeoutError, WorkerUnavailableError
+from quartet.kvcache.block_hash import ExtraKey, sequence_hashes
 from quartet.rpc.check_start import check_resume, check_start
 from quartet.rpc.edge import ChatPrompt, GenerateStart, Prompt, Resume, TextPrompt
 from quartet.text.model_text import ModelText
@@ -109,6 +110,23 @@ class PreparedRequest:
             known = (token_id for token_id in self.text.eos_token_ids if token_id < self.text.vocab_size)
             stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *known)))[:MAX_STOP_IDS]
         return replace(given, max_tokens=self.max_output_tokens, stop_token_ids=stop_token_ids)
+
+    @cached_property
+    def _prompt_hashes(self) -> Sequence[int]:
+        return self._hashes(self.prompt_token_ids)
+
+    def sequence_hashes(self, generated: Sequence[int]) -> Sequence[int]:
+        """Names of the full blocks of the prompt and of ``generated``, which follows it, as workers name them.
+
+        Empty where the pool's workers have blocks of different sizes.
+        """
+        return self._hashes([*self.prompt_token_ids, *generated]) if generated else self._prompt_hashes
+
+    def _hashes(self, token_ids: Sequence[int]) -> Sequence[int]:
+        if not self.pool.block_size:
+            return ()
+        extra_key = ExtraKey(adapter=self.start.adapter, cache_salt=self.start.cache_salt)
+        return sequence_hashes(token_ids, self.pool.block_size, extra_key)
 
     def ended_by(self, token_ids: Sequence[int]) -> bool:
         """Whether the last of ``token_ids`` is one that ends the output."""

@@ -14,21 +14,26 @@ from prometheus_client import CollectorRegistry
 from quartet.discovery.create import create_registry
 from quartet.errors import DrainingError
 from quartet.events.curve import read_events_key
+from quartet.kvcache.events import Tier
 from quartet.rpc.seal_keys import SealKeys
 from quartet.rpc.server import RpcServer
 from quartet.rpc.stalled_calls import StalledCalls
 from quartet.telemetry.event_loop_lag import monitor_event_loop_lag
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics
+from quartet.telemetry.routing_metrics import RoutingMetrics
 from router.admission import Admission
 from router.attempt_tools import AttemptTools
 from router.config import PolicyName, RouterConfig
 from router.fleet import Fleet
+from router.index_upkeep import keep_up
+from router.kv_join import KvJoins
 from router.pipeline import Pipeline
 from router.pipeline_tools import PipelineTools
 from router.policy.base import Policy
 from router.policy.least_loaded import LeastLoadedPolicy
 from router.policy.round_robin import RoundRobinPolicy
+from router.prefix_index import PrefixIndex
 from router.sealing import Sealer
 from router.servicer import RouterServicer, router_service
 from router.worker_table import WorkerTable
@@ -47,6 +52,7 @@ class RouterProcess:
         self._config = config
         self._registry = CollectorRegistry()
         self._metrics = RouterMetrics(self._registry)
+        self._routing_metrics = RoutingMetrics(self._registry)
         self._stalled = StalledCalls(config.stall_timeout_s)
         self._seal_keys = None if config.seal_keys_file is None else SealKeys(config.seal_keys_file)
         self._events_key = None if config.events_key_file is None else read_events_key(config.events_key_file)
@@ -69,9 +75,14 @@ class RouterProcess:
             # New at each start: workers' reports must not count in what another life of this router placed.
             router_id = f"router-{secrets.token_hex(8)}"
             table = WorkerTable(router_id, heartbeat_timeout_s=config.heartbeat_timeout_s)
-            fleet = Fleet(table, self._metrics, config.server.tls, events_key=self._events_key)
+            index = PrefixIndex()
+            kv = KvJoins(index, count=self._routing_metrics.count_snapshot)
+            self._routing_metrics.watch_index(
+                lambda: kv.num_live, lambda: index.num_blocks(Tier.DEVICE), lambda: index.num_predicted_blocks
+            )
+            fleet = Fleet(table, self._metrics, config.server.tls, events_key=self._events_key, kv=kv)
             stack.push_async_callback(fleet.close)
-            pipeline = self._pipeline(table, fleet)
+            pipeline = self._pipeline(table, fleet, index)
             servicer = RouterServicer(
                 pipeline,
                 table,
@@ -85,19 +96,20 @@ class RouterProcess:
             self.address = f"{config.server.address.rpartition(':')[0]}:{await server.start()}"
             stack.push_async_callback(server.drain, 0)
             http_address = f"{config.http_address.rpartition(':')[0]}:{http_port}"
-            async with self._background(fleet, server, stop, http_address):
+            async with self._background(fleet, index, server, stop, http_address):
                 fleet.drain()
                 await self._drain(server, servicer, pipeline)
 
     @asynccontextmanager
     async def _background(
-        self, fleet: Fleet, server: RpcServer, stop: asyncio.Event, http_address: str
+        self, fleet: Fleet, index: PrefixIndex, server: RpcServer, stop: asyncio.Event, http_address: str
     ) -> AsyncIterator[None]:
         """Run what keeps the fleet known, until ``stop`` is set and then until the block ends."""
         registry = create_registry(self._config.discovery)
         tasks = [
             asyncio.create_task(fleet.watch(registry.watch()), name="discovery"),
             asyncio.create_task(fleet.tend(), name="tend"),
+            asyncio.create_task(keep_up(index), name="index-upkeep"),
             asyncio.create_task(self._stalled.run(), name="stalled"),
             asyncio.create_task(monitor_event_loop_lag(ProcessMetrics(self._registry)), name="lag"),
             asyncio.create_task(self._announce(fleet, server, http_address), name="announce"),
@@ -131,9 +143,9 @@ class RouterProcess:
         pipeline.abort_all(DrainingError("the router is going away", retry_delay_s=_LAST_WORDS_S))
         await draining
 
-    def _pipeline(self, table: WorkerTable, fleet: Fleet) -> Pipeline:
+    def _pipeline(self, table: WorkerTable, fleet: Fleet, index: PrefixIndex) -> Pipeline:
         config = self._config
-        admission = Admission(table, self._policy(), config.admission)
+        admission = Admission(table, self._policy(), config.admission, index, self._routing_metrics)
         table.listen(admission.wake)
         attempts = AttemptTools(
             router_id=table.router_id, admission=admission, hops=fleet, config=config.attempts, metrics=self._metrics

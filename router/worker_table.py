@@ -157,6 +157,10 @@ class WorkerTable:
         """Whether any decode worker of ``pool`` is ready."""
         return any(known.num_ready_decode for known in self.pools(now) if known.key == pool)
 
+    def block_size(self, pool: PoolKey, now: float) -> int:
+        """``Pool.block_size`` of ``pool``; 0 also where it is gone."""
+        return next((known.block_size for known in self.pools(now) if known.key == pool), 0)
+
     def snapshot(self, pool: PoolKey, now: float) -> Snapshot:
         """The places of ``pool`` that take requests now."""
         ready = [worker for worker in self._workers.values() if worker.pool == pool and self._is_ready(worker, now)]

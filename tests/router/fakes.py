@@ -32,6 +32,7 @@ from quartet.rpc.edge import (
 from quartet.rpc.inner import DecodeFinished, DecodeSink, DecodeStarted, InnerStart, PrefillOutcome
 from quartet.rpc.seal_keys import SealKey
 from quartet.telemetry.metrics import RouterMetrics
+from quartet.telemetry.routing_metrics import RoutingMetrics
 from quartet.text.model_text import ModelText
 from router.admission import Admission, AdmissionConfig
 from router.attempt_tools import AttemptConfig, AttemptTools
@@ -39,6 +40,7 @@ from router.pipeline import Pipeline
 from router.pipeline_tools import PipelineTools
 from router.policy.base import Decision, Pending, Snapshot
 from router.policy.least_loaded import LeastLoadedPolicy
+from router.prefix_index import PrefixIndex
 from router.sealing import Sealer
 from router.worker import PoolKey
 from router.worker_table import WorkerTable
@@ -334,7 +336,10 @@ class Fleet:
         self.registry = CollectorRegistry()
         metrics = RouterMetrics(self.registry)
         self.policy = NotingPolicy(LOCAL_PREFILL_MAX_TOKENS, random.Random(0))
-        self.admission = Admission(self.table, self.policy, admission or AdmissionConfig())
+        self.index = PrefixIndex()
+        self.admission = Admission(
+            self.table, self.policy, admission or AdmissionConfig(), self.index, RoutingMetrics(CollectorRegistry())
+        )
         self.table.listen(self.admission.wake)
         self.pauses: list[float] = []
         self.on_pause: Callable[[], None] = lambda: None

@@ -8,65 +8,16 @@ from collections.abc import AsyncIterator
 import pytest
 
 from quartet.errors import QueueFullError
-from router.admission import Admission, AdmissionConfig
-from router.book import Reservation
 from router.policy.base import Pending
-from router.policy.round_robin import RoundRobinPolicy
-from router.worker import PoolKey
-from router.worker_table import WorkerTable
-from tests.router.records import make_load, make_record
-
-_TIMEOUT_S = 10.0
-_RECORD = make_record("decode-0", num_blocks=10)
-_POOL = PoolKey(_RECORD.model_name, _RECORD.model_fingerprint)
-
-
-class Desk:
-    """An admission to one decode worker with 10 blocks of 10 tokens."""
-
-    def __init__(self, **config: object) -> None:
-        self.table = WorkerTable("router-a", heartbeat_timeout_s=10**9)
-        policy = RoundRobinPolicy(10**9)
-        self.admission = Admission(self.table, policy, AdmissionConfig(**config))
-        self.table.listen(self.admission.wake)
-        self.table.put(_RECORD, 0.0)
-        self.table.connected(_RECORD.key, make_load(_RECORD), 0.0)
-        self.tasks: list[asyncio.Task[Reservation]] = []
-        self.order: list[str] = []
-
-    def ask(self, name: str, num_blocks: int, *, priority: int = 0) -> asyncio.Task[Reservation]:
-        ticket = self.admission.ticket(_POOL, priority)
-        pending = Pending(num_tokens=1, num_reserved_tokens=num_blocks * 10, num_most_tokens=num_blocks * 10)
-
-        async def wait() -> Reservation:
-            reservation = await self.admission.admit(ticket, pending)
-            self.order.append(name)
-            return reservation
-
-        self.tasks.append(asyncio.create_task(wait()))
-        return self.tasks[-1]
-
-    async def settle(self) -> None:
-        for _ in range(20):
-            await asyncio.sleep(0)
-
-    async def release(self, task: asyncio.Task[Reservation]) -> None:
-        (await self.result(task)).release()
-        self.admission.wake()
-        await self.settle()
-
-    async def result(self, task: asyncio.Task[Reservation]) -> Reservation:
-        async with asyncio.timeout(_TIMEOUT_S):
-            return await task
+from tests.router.desk import POOL, RECORD, TIMEOUT_S, Desk
+from tests.router.records import make_load
 
 
 @pytest.fixture
 async def desk() -> AsyncIterator[Desk]:
     desk = Desk()
     yield desk
-    for task in desk.tasks:
-        task.cancel()
-    await asyncio.gather(*desk.tasks, return_exceptions=True)
+    await desk.close()
 
 
 async def test_what_fits_is_placed_at_once_and_the_rest_when_room_comes(desk: Desk) -> None:
@@ -110,11 +61,11 @@ async def test_one_that_leaves_makes_way(desk: Desk) -> None:
 
 
 async def test_a_load_report_that_shows_room_lets_the_next_one_in(desk: Desk) -> None:
-    desk.table.report(make_load(_RECORD, num_in_use_blocks=8), 0.0)
+    desk.table.report(make_load(RECORD, num_in_use_blocks=8), 0.0)
     waiting = desk.ask("waiting", 5)
     await desk.settle()
     assert not waiting.done()
-    desk.table.report(make_load(_RECORD, num_in_use_blocks=5, num_cached_blocks=5), 0.0)
+    desk.table.report(make_load(RECORD, num_in_use_blocks=5, num_cached_blocks=5), 0.0)
     await desk.settle()
     assert waiting.done()
 
@@ -142,8 +93,10 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
     with pytest.raises(QueueFullError) as caught:
         await desk.result(desk.ask("refused", 1))
     assert caught.value.retry_delay_s == 3.0
+    assert desk.outcomes() == {"placed": 1, "refused": 1}
     await desk.release(full)
     assert all(task.done() for task in waiting)
+    assert desk.outcomes() == {"placed": 3, "refused": 1}
 
 
 async def test_a_burst_larger_than_the_queue_gets_in_while_there_is_room() -> None:
@@ -159,7 +112,7 @@ async def test_a_retry_gets_in_past_the_bound() -> None:
     await desk.settle()
     desk.ask("waiting", 10)
     await desk.settle()
-    ticket = desk.admission.ticket(_POOL, 0)
+    ticket = desk.admission.ticket(POOL)
     pending = Pending(num_tokens=1, num_reserved_tokens=10, num_most_tokens=10)
     retry = asyncio.create_task(desk.admission.admit(ticket, pending, is_retry=True))
     await desk.settle()
@@ -195,7 +148,7 @@ async def test_no_request_walks_through_a_long_queue() -> None:
     assert [task.done() for task in waiting].count(True) == 10
     for task in waiting:
         task.cancel()
-    async with asyncio.timeout(_TIMEOUT_S):
+    async with asyncio.timeout(TIMEOUT_S):
         await asyncio.gather(*waiting, return_exceptions=True)
     assert desk.admission.length == 0
     # Binary searches look at no more than log2(500) = 9 each; three of them make one request's way.

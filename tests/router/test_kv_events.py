@@ -97,7 +97,7 @@ async def ask(record: WorkerRecord) -> Held:
 async def following(system: System, key: EventsKey | None = None) -> AsyncIterator[Follower]:
     """A router's fleet that follows the workers of ``system``."""
     index, table = SetIndex(), WorkerTable("router-a", heartbeat_timeout_s=30)
-    fleet = Fleet(table, RouterMetrics(CollectorRegistry()), None, events_key=key, kv_index=index)
+    fleet = Fleet(table, RouterMetrics(CollectorRegistry()), None, events_key=key, kv=KvJoins(index))
     registry = create_registry(system.discovery)
     tasks = [asyncio.create_task(fleet.watch(registry.watch())), asyncio.create_task(fleet.tend())]
     try:

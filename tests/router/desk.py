@@ -1,0 +1,87 @@
+"""An admission desk for tests: a router's queue before one small worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry
+
+from quartet.telemetry.routing_metrics import RoutingMetrics
+from router.admission import Admission, AdmissionConfig
+from router.book import Reservation
+from router.policy.base import Pending, Policy
+from router.policy.round_robin import RoundRobinPolicy
+from router.prefix_index import PrefixIndex
+from router.worker import PoolKey
+from router.worker_table import WorkerTable
+from tests.router.records import make_load, make_record
+
+TIMEOUT_S = 10.0
+RECORD = make_record("decode-0", num_blocks=10)
+POOL = PoolKey(RECORD.model_name, RECORD.model_fingerprint)
+
+
+class Desk:
+    """An admission to one decode worker with 10 blocks of 10 tokens."""
+
+    def __init__(self, policy: Policy | None = None, **config: object) -> None:
+        self.table = WorkerTable("router-a", heartbeat_timeout_s=10**9)
+        policy = policy or RoundRobinPolicy(10**9)
+        self.index = PrefixIndex()
+        self.metrics = CollectorRegistry()
+        self.admission = Admission(
+            self.table, policy, AdmissionConfig(**config), self.index, RoutingMetrics(self.metrics)
+        )
+        self.table.listen(self.admission.wake)
+        self.table.put(RECORD, 0.0)
+        self.table.connected(RECORD.key, make_load(RECORD), 0.0)
+        self.tasks: list[asyncio.Task[Reservation]] = []
+        self.order: list[str] = []
+
+    def ask(
+        self, name: str, num_blocks: int, *, priority: int = 0, tenant: str = "", hashes: Sequence[int] = ()
+    ) -> asyncio.Task[Reservation]:
+        num_tokens = num_blocks * 10
+        ticket = self.admission.ticket(POOL, priority=priority, tenant=tenant, num_tokens=num_tokens)
+        pending = Pending(
+            num_tokens=max(10 * len(hashes), 1),
+            num_reserved_tokens=num_tokens,
+            num_most_tokens=num_tokens,
+            sequence_hashes=hashes,
+        )
+
+        async def wait() -> Reservation:
+            reservation = await self.admission.admit(ticket, pending)
+            self.order.append(name)
+            return reservation
+
+        self.tasks.append(asyncio.create_task(wait()))
+        return self.tasks[-1]
+
+    def outcomes(self) -> dict[str, float]:
+        """How many waits ended in which way."""
+        names = ("placed", "refused", "expired", "unavailable", "cancelled")
+        counts = {
+            name: self.metrics.get_sample_value("quartet_router_admissions_total", {"outcome": name}) for name in names
+        }
+        return {name: count for name, count in counts.items() if count}
+
+    async def settle(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def release(self, task: asyncio.Task[Reservation]) -> None:
+        (await self.result(task)).release()
+        self.admission.wake()
+        await self.settle()
+
+    async def result(self, task: asyncio.Task[Reservation]) -> Reservation:
+        async with asyncio.timeout(TIMEOUT_S):
+            return await task
+
+    async def close(self) -> None:
+        """End what still waits."""
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)

@@ -1,0 +1,112 @@
+"""Whom the router's queue serves first, whom it refuses, and what policies are shown of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from quartet.discovery.place import Place
+from quartet.errors import QueueFullError, WorkerUnavailableError
+from router.policy.base import Decision, Pending, Snapshot
+from router.policy.round_robin import RoundRobinPolicy
+from tests.router.desk import POOL, RECORD, Desk
+
+
+async def test_a_tenant_that_floods_is_refused_itself_and_keeps_nobody_waiting() -> None:
+    desk = Desk(max_queue_length=20)
+    full = desk.ask("full", 10, tenant="flood")
+    await desk.settle()
+    flood = [desk.ask(f"flood {number}", 10, tenant="flood") for number in range(30)]
+    await desk.settle()
+    assert [task.done() for task in flood] == [False] * 20 + [True] * 10
+    small = [desk.ask(f"small {number}", 10, tenant="small") for number in range(2)]
+    await desk.settle()
+    assert [task.done() for task in flood] == [False] * 18 + [True] * 12
+    for task in (full, small[0], flood[0], small[1]):
+        await desk.release(task)
+    assert desk.order == ["full", "small 0", "flood 0", "small 1", "flood 1"]
+    assert desk.outcomes() == {"placed": 5, "refused": 12}
+    await desk.close()
+
+
+async def test_a_tenant_that_weighs_more_gets_more() -> None:
+    desk = Desk(tenant_weights={"heavy": 3.0})
+    tasks = [desk.ask("full", 10, tenant="nobody")]
+    await desk.settle()
+    tasks += [desk.ask(name, 10, tenant=name) for _ in range(12) for name in ("heavy", "light")]
+    for _ in range(12):
+        [running] = [task for task in tasks if task.done() and not task.result().is_released]
+        await desk.release(running)
+    assert 8 <= desk.order[1:].count("heavy") <= 10
+
+
+async def test_a_higher_priority_pushes_out_who_stands_last() -> None:
+    desk = Desk(max_queue_length=1)
+    desk.ask("full", 10)
+    await desk.settle()
+    last = desk.ask("last", 10)
+    await desk.settle()
+    desk.ask("urgent", 10, priority=1)
+    with pytest.raises(QueueFullError):
+        await desk.result(last)
+    assert desk.admission.length == 1
+
+
+async def test_waits_that_end_for_nothing_are_counted_by_cause() -> None:
+    desk = Desk(queue_timeout_s=0.05, unavailable_timeout_s=0.05)
+    full = desk.ask("full", 10)
+    await desk.settle()
+    with pytest.raises(QueueFullError):
+        await desk.result(desk.ask("late", 10))
+    gone = desk.ask("gone", 10)
+    await desk.settle()
+    gone.cancel()
+    await asyncio.wait([gone])
+    (await desk.result(full)).release()
+    desk.table.broken(RECORD.key, RECORD.epoch)
+    with pytest.raises(WorkerUnavailableError):
+        await desk.result(desk.ask("nowhere", 1))
+    assert desk.outcomes() == {"placed": 1, "expired": 1, "cancelled": 1, "unavailable": 1}
+
+
+class PatientPolicy(RoundRobinPolicy):
+    """Keeps everybody at its first ``num_looks`` looks, and notes what it is shown."""
+
+    def __init__(self, num_looks: int) -> None:
+        super().__init__(10**9)
+        self.num_looks_left = num_looks
+        self.seen: list[dict[Place, int]] = []
+
+    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
+        self.seen += [dict(pending.num_cached_tokens) for pending in waiting]
+        self.num_looks_left -= 1
+        if self.num_looks_left >= 0:
+            return Decision([None] * len(waiting), look_again_in_s=0.001)
+        return super().assign(waiting, snapshot)
+
+
+async def test_a_policy_that_wants_to_look_again_is_asked_again_though_nothing_happens() -> None:
+    desk = Desk(PatientPolicy(3))
+    assert (await desk.result(desk.ask("late", 1))).placement.decode.worker_id == "decode-0"
+
+
+async def test_a_policy_is_shown_what_is_cached_now_and_what_was_sent_lately() -> None:
+    policy = PatientPolicy(1)
+    desk = Desk(policy)
+    place = Place("decode-0")
+    desk.index.store(place, None, [1, 2])
+    first = desk.ask("first", 4, hashes=[1, 2, 3])
+    await desk.settle()
+    desk.index.remove(place, [2])
+    await desk.result(first)
+    assert policy.seen == [{place: 20}, {place: 10}]
+    await desk.result(desk.ask("second", 4, hashes=[1, 2, 3, 4]))
+    assert policy.seen[2:] == [{place: 30}], "the blocks of the first one are predicted"
+    desk.index.expire(float("inf"))
+    pending = Pending(num_tokens=30, num_reserved_tokens=30, num_most_tokens=30, sequence_hashes=[1, 2, 3])
+    shown, snapshot = desk.admission.preview(POOL, pending)
+    assert dict(shown.num_cached_tokens) == {place: 10}
+    assert [candidate.place for candidate in snapshot.decode] == [place]
+    assert desk.admission.num_waiting(POOL) == 0
