@@ -19,7 +19,8 @@ from router.admission import Ticket
 from router.attempt_tools import AttemptTools
 from router.book import Booking, Reservation, numbering
 from router.booked_sink import BookedSink
-from router.policy.base import Pending, Placement
+from router.pending import make_pending
+from router.policy.base import Placement
 from router.prepared import PreparedRequest
 from router.retry import Hop, HopFailedError, RetryHints
 from router.sealing import SealedRun, Sealer, SealTerms
@@ -113,9 +114,10 @@ class ChoiceRun:
 
     async def _admit(self) -> Reservation:
         began = time.monotonic()
+        pending = make_pending(self._request, self._tools.config, self._hints, self._output.token_ids)
         try:
             return await self._tools.admission.admit(
-                self._ticket, self._pending(), is_retry=self._num_begun > 0, together=self._together
+                self._ticket, pending, is_retry=self._num_begun > 0, together=self._together
             )
         finally:
             # Also of those that never got room: how long they waited is all there is to know of them.
@@ -136,25 +138,6 @@ class ChoiceRun:
             return FinishReason.STOP_ID
         is_full = len(self._output.token_ids) >= self._request.max_output_tokens
         return FinishReason.LENGTH if is_full else None
-
-    def _pending(self) -> Pending:
-        num_generated = len(self._output.token_ids)
-        num_tokens = len(self._request.prompt_token_ids) + num_generated
-        num_left = min(self._request.max_output_tokens - num_generated, self._tools.config.reserve_tokens)
-        # The last token needs no room, as nothing attends to it.
-        num_most_tokens = len(self._request.prompt_token_ids) + self._request.max_output_tokens - 1
-        return Pending(
-            num_tokens=num_tokens,
-            num_reserved_tokens=min(num_tokens + num_left, num_most_tokens),
-            num_most_tokens=num_most_tokens,
-            adapter=self._request.start.adapter,
-            avoid=frozenset(self._hints.avoid),
-            prefer_prefill=self._hints.prefer_prefill,
-            priority=self._request.start.priority,
-            session_key=self._request.start.session_key,
-            arrived_at=self._request.arrived_at,
-            sequence_hashes=self._request.sequence_hashes(self._output.token_ids),
-        )
 
     async def _attempt(self, reservation: Reservation) -> FinishReason:
         """Raises ``HopFailedError``."""

@@ -16,6 +16,7 @@ from quartet.errors import DrainingError, ModelNotFoundError, ProtocolError, Ser
 from quartet.rpc.answer import AnswerSink
 from quartet.rpc.audience import Identity, caller_identity
 from quartet.rpc.convert.edge_start import from_generate_start
+from quartet.rpc.convert.explanation import from_explain_request, to_explain_response
 from quartet.rpc.convert.fleet import to_model, to_worker_status
 from quartet.rpc.convert.place import from_place_request, to_place_response
 from quartet.rpc.edge import GenerateStart
@@ -147,6 +148,11 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                     await asyncio.sleep(_WATCH_INTERVAL_S)
         finally:
             stop()
+
+    async def Explain(self, request: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:
+        """As router.proto says."""
+        start = self._with_tenant(from_explain_request(request), _identity(context))
+        return to_explain_response(await self._pipeline.explain(start))
 
     async def GetModel(self, request: pb.GetModelRequest, context: _Context) -> pb.GetModelResponse:
         """As router.proto says."""

@@ -72,6 +72,7 @@ AUDIENCES: Mapping[str, frozenset[Audience]] = {
     "/quartet.v1.RouterService/Generate": _USERS,
     "/quartet.v1.RouterService/Place": _USERS,
     "/quartet.v1.RouterService/Session": _USERS,
+    "/quartet.v1.RouterService/Explain": _USERS,
     "/quartet.v1.RouterService/GetModel": _USERS,
     "/quartet.v1.RouterService/ListWorkers": _OPERATORS,
     "/quartet.v1.RouterService/WatchWorkers": _OPERATORS,

@@ -116,12 +116,15 @@ class ChoicePlacement:
     Attributes:
         prefill: where the prompt is prefilled; ``None``: at the decode place.
         num_matched_tokens: prompt tokens that the router expects to be cached where it is prefilled.
+        cost: what the router's policy took it to cost there, in the unit that Explain tells; ``None``: it weighs
+            nothing.
     """
 
     choice: int
     prefill: Place | None
     decode: Place
     num_matched_tokens: int = 0
+    cost: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

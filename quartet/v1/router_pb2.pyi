@@ -484,10 +484,15 @@ class ChoicePlacement(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
     NUM_MATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    COST_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """Its number, from 0. Always set."""
     num_matched_tokens: _builtins.int
     """Prompt tokens that the router expects to be cached at the place that prefills. 0: none."""
+    cost: _builtins.float
+    """What the router's policy took it to cost at the place that prefills, as `PlaceOption.cost` has it and its unit.
+    Absent: it weighs nothing.
+    """
     @_builtins.property
     def prefill(self) -> _types_pb2.Place:
         """Where the prompt is prefilled. Absent: at the decode place."""
@@ -503,12 +508,15 @@ class ChoicePlacement(_message.Message):
         prefill: _types_pb2.Place | None = ...,
         decode: _types_pb2.Place | None = ...,
         num_matched_tokens: _builtins.int = ...,
+        cost: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "cost", b"cost", "decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "decode", b"decode", "num_matched_tokens", b"num_matched_tokens", "prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "choice", b"choice", "cost", b"cost", "decode", b"decode", "num_matched_tokens", b"num_matched_tokens", "prefill", b"prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__cost: _TypeAlias = _typing.Literal["cost"]  # noqa: Y015
+    _WhichOneofArgType__cost: _TypeAlias = _typing.Literal["_cost", b"_cost"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cost) -> _WhichOneofReturnType__cost | None: ...
 
 Global___ChoicePlacement: _TypeAlias = ChoicePlacement  # noqa: Y015
 
@@ -697,6 +705,152 @@ class TimeBreakdown(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TimeBreakdown: _TypeAlias = TimeBreakdown  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    """Asks where a request would go."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def start(self) -> Global___GenerateStart:
+        """The request; only one choice of it is looked at. Required."""
+
+    def __init__(
+        self,
+        *,
+        start: Global___GenerateStart | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    """Where a request would go."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    """The policy that places requests. Always set."""
+    model: _builtins.str
+    """The model that would answer. Always set."""
+    model_fingerprint: _builtins.str
+    """Its fingerprint, as in WorkerRecord. Always set."""
+    num_prompt_tokens: _builtins.int
+    """Tokens of the prompt. Always set."""
+    num_waiting: _builtins.int
+    """Choices that wait in the router's queue for this model; `options` are as if none did. 0: none."""
+    @_builtins.property
+    def options(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlaceOption]:
+        """Every place of the model, those that can't take the request included; the chosen ones first, then by cost. Empty:
+        all have gone.
+        """
+
+    def __init__(
+        self,
+        *,
+        policy: _builtins.str = ...,
+        model: _builtins.str = ...,
+        model_fingerprint: _builtins.str = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
+        options: _abc.Iterable[Global___PlaceOption] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "model_fingerprint", b"model_fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "num_waiting", b"num_waiting", "options", b"options", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class PlaceOption(_message.Message):
+    """One place, as the policy sees it for one request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TermsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    PLACE_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    IS_CHOSEN_FIELD_NUMBER: _builtins.int
+    NUM_MATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    COST_FIELD_NUMBER: _builtins.int
+    COST_UNIT_FIELD_NUMBER: _builtins.int
+    TERMS_FIELD_NUMBER: _builtins.int
+    OBSTACLE_FIELD_NUMBER: _builtins.int
+    role: _worker_pb2.WorkerRole.ValueType
+    """The work of its worker: a decode place may prefill itself. Always set."""
+    is_chosen: _builtins.bool
+    """The request would go there now. Default false: elsewhere, or it would wait in the router."""
+    num_matched_tokens: _builtins.int
+    """Prompt tokens that are cached there. 0: none."""
+    cost: _builtins.float
+    """What it would cost. Absent: the policy weighs nothing, or the request can't go there."""
+    cost_unit: _builtins.str
+    """The unit of `cost`, such as `s`. Empty: there is no cost."""
+    obstacle: _builtins.str
+    """Why the request can't go there now. Empty: it can."""
+    @_builtins.property
+    def place(self) -> _types_pb2.Place:
+        """The place. Always set."""
+
+    @_builtins.property
+    def terms(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What the policy went by; each name ends with its unit, as in `wait_s`. Empty: by nothing that the place has."""
+
+    def __init__(
+        self,
+        *,
+        place: _types_pb2.Place | None = ...,
+        role: _worker_pb2.WorkerRole.ValueType = ...,
+        is_chosen: _builtins.bool = ...,
+        num_matched_tokens: _builtins.int = ...,
+        cost: _builtins.float | None = ...,
+        cost_unit: _builtins.str = ...,
+        terms: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        obstacle: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "cost", b"cost", "place", b"place"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "cost", b"cost", "cost_unit", b"cost_unit", "is_chosen", b"is_chosen", "num_matched_tokens", b"num_matched_tokens", "obstacle", b"obstacle", "place", b"place", "role", b"role", "terms", b"terms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cost: _TypeAlias = _typing.Literal["cost"]  # noqa: Y015
+    _WhichOneofArgType__cost: _TypeAlias = _typing.Literal["_cost", b"_cost"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cost) -> _WhichOneofReturnType__cost | None: ...
+
+Global___PlaceOption: _TypeAlias = PlaceOption  # noqa: Y015
 
 @_typing.final
 class PlaceRequest(_message.Message):

@@ -65,6 +65,11 @@ class RouterServiceStub:
                 request_serializer=quartet_dot_v1_dot_router__pb2.WatchWorkersRequest.SerializeToString,
                 response_deserializer=quartet_dot_v1_dot_router__pb2.WatchWorkersResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/quartet.v1.RouterService/Explain',
+                request_serializer=quartet_dot_v1_dot_router__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=quartet_dot_v1_dot_router__pb2.ExplainResponse.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/quartet.v1.RouterService/GetModel',
                 request_serializer=quartet_dot_v1_dot_router__pb2.GetModelRequest.SerializeToString,
@@ -123,6 +128,14 @@ class RouterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Tells where a request would go now, and why, and runs nothing. It is refused as Generate would refuse it, but waits
+        for no room.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """Describes one model, or all.
         """
@@ -157,6 +170,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.WatchWorkers,
                     request_deserializer=quartet_dot_v1_dot_router__pb2.WatchWorkersRequest.FromString,
                     response_serializer=quartet_dot_v1_dot_router__pb2.WatchWorkersResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=quartet_dot_v1_dot_router__pb2.ExplainRequest.FromString,
+                    response_serializer=quartet_dot_v1_dot_router__pb2.ExplainResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
@@ -305,6 +323,33 @@ class RouterService:
             '/quartet.v1.RouterService/WatchWorkers',
             quartet_dot_v1_dot_router__pb2.WatchWorkersRequest.SerializeToString,
             quartet_dot_v1_dot_router__pb2.WatchWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quartet.v1.RouterService/Explain',
+            quartet_dot_v1_dot_router__pb2.ExplainRequest.SerializeToString,
+            quartet_dot_v1_dot_router__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

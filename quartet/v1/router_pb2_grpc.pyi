@@ -59,6 +59,10 @@ class RouterServiceStub:
     """Lists the workers that the router knows."""
     WatchWorkers: _grpc.UnaryStreamMultiCallable[_router_pb2.WatchWorkersRequest, _router_pb2.WatchWorkersResponse]
     """The list, then each change: the first message holds all workers."""
+    Explain: _grpc.UnaryUnaryMultiCallable[_router_pb2.ExplainRequest, _router_pb2.ExplainResponse]
+    """Tells where a request would go now, and why, and runs nothing. It is refused as Generate would refuse it, but waits
+    for no room.
+    """
     GetModel: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetModelRequest, _router_pb2.GetModelResponse]
     """Describes one model, or all."""
 
@@ -93,6 +97,10 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """Lists the workers that the router knows."""
     WatchWorkers: _aio.UnaryStreamMultiCallable[_router_pb2.WatchWorkersRequest, _router_pb2.WatchWorkersResponse]  # type: ignore[assignment]
     """The list, then each change: the first message holds all workers."""
+    Explain: _aio.UnaryUnaryMultiCallable[_router_pb2.ExplainRequest, _router_pb2.ExplainResponse]  # type: ignore[assignment]
+    """Tells where a request would go now, and why, and runs nothing. It is refused as Generate would refuse it, but waits
+    for no room.
+    """
     GetModel: _aio.UnaryUnaryMultiCallable[_router_pb2.GetModelRequest, _router_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes one model, or all."""
 
@@ -154,6 +162,16 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_router_pb2.WatchWorkersResponse], _abc.AsyncIterator[_router_pb2.WatchWorkersResponse]]:
         """The list, then each change: the first message holds all workers."""
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _router_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.ExplainResponse, _abc.Awaitable[_router_pb2.ExplainResponse]]:
+        """Tells where a request would go now, and why, and runs nothing. It is refused as Generate would refuse it, but waits
+        for no room.
+        """
 
     @_abc_1.abstractmethod
     def GetModel(

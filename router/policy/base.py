@@ -177,7 +177,7 @@ class Option:
 
 
 class Policy(Protocol):
-    """Chooses places; pure but for its own random numbers or turn."""
+    """Chooses places; pure but for its own random numbers or turn, which a deep copy has for itself."""
 
     def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
         """Choose places for ``waiting``, first come first; ``None`` keeps a request in the router's queue.

@@ -23,7 +23,7 @@ SERVICES = {
     "decode-0": {"quartet.v1.DecodeService"} | WORKER_SERVICES,
 }
 METHODS = {
-    "quartet.v1.RouterService": ["Generate", "Place", "Session", "ListWorkers", "WatchWorkers", "GetModel"],
+    "quartet.v1.RouterService": ["Generate", "Place", "Session", "ListWorkers", "WatchWorkers", "Explain", "GetModel"],
     "quartet.v1.PrefillService": ["Prefill"],
     "quartet.v1.DecodeService": ["Decode"],
     "quartet.v1.WorkerService": ["GetInfo", "GetModelFiles", "Drain"],
@@ -209,6 +209,18 @@ async def test_workers_and_models_are_listed(router: Grpcurl) -> None:
     assert model["name"] == MODEL_NAME and len(model["fingerprint"]) == 64
     assert model["num_prefill_workers"] == model["num_decode_workers"] == 1
     assert model["has_chat_template"] and "top_p" in model["sampling_fields"]
+
+
+async def test_where_a_request_would_go_is_explained(router: Grpcurl) -> None:
+    answer = await router.call("quartet.v1.RouterService/Explain", {"start": {"text": "The river and the old bridge"}})
+    [explained] = answer.messages
+    assert explained["policy"] and explained["model"] == MODEL_NAME
+    assert explained["num_prompt_tokens"] > 1
+    places = {option["place"]["worker_id"]: option for option in explained["options"]}
+    assert places.keys() == {"prefill-0", "decode-0"}
+    assert places["decode-0"]["is_chosen"]
+    refused = await router.call("quartet.v1.RouterService/Explain", {"start": {"text": ""}})
+    assert refused.status["code"] == 3
 
 
 async def test_a_watch_begins_with_all_workers(router: Grpcurl) -> None:

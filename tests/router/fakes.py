@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 import time
 import zlib
@@ -312,6 +313,10 @@ class NotingPolicy(LeastLoadedPolicy):
     def __init__(self, local_prefill_max_tokens: int, rng: random.Random) -> None:
         super().__init__(local_prefill_max_tokens, rng)
         self.kept_waiting = asyncio.Event()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> NotingPolicy:
+        # What a copy decides is noted nowhere.
+        return NotingPolicy(self._local_prefill_max_tokens, copy.deepcopy(self._rng, memo))
 
     def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
         decision = super().assign(waiting, snapshot)

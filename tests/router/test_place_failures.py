@@ -196,4 +196,7 @@ async def test_what_is_resumed_goes_where_it_was_if_there_is_no_other() -> None:
     fleet = Fleet("prefill-0", "decode-0")
     first = await place(fleet)
     again = await place(fleet, resume=Resume(request_id=first.request_id, attempt=1, seed=first.seed))
-    assert again.choices[0].placement == first.choices[0].placement
+    before, after = first.choices[0].placement, again.choices[0].placement
+    assert before is not None
+    assert after is not None
+    assert (before.prefill, before.decode) == (after.prefill, after.decode)

@@ -6,6 +6,7 @@ from dataclasses import fields
 
 from hypothesis import strategies as st
 
+from quartet.discovery.base import Role
 from quartet.discovery.place import Place
 from quartet.engine.base import FinishReason
 from quartet.rpc.edge import (
@@ -22,6 +23,7 @@ from quartet.rpc.edge import (
     TokenPrompt,
     Usage,
 )
+from quartet.rpc.explanation import Explanation, PlaceOption
 from quartet.rpc.fleet import Model, WorkerState, WorkerStatus
 from quartet.text.chat_message import ChatMessage
 from tests.events.loads import make_load
@@ -62,7 +64,37 @@ GENERATE_STARTS = st.builds(
     client_request_id=TEXT,
 )
 PLACES = st.builds(Place, TEXT, U32)
-PLACEMENTS = st.builds(ChoicePlacement, choice=U32, prefill=st.none() | PLACES, decode=PLACES, num_matched_tokens=U32)
+COSTS = st.floats(allow_nan=False)
+PLACEMENTS = st.builds(
+    ChoicePlacement,
+    choice=U32,
+    prefill=st.none() | PLACES,
+    decode=PLACES,
+    num_matched_tokens=U32,
+    cost=st.none() | COSTS,
+)
+EXPLANATIONS = st.builds(
+    Explanation,
+    policy=TEXT,
+    model=TEXT,
+    model_fingerprint=TEXT,
+    num_prompt_tokens=U32,
+    num_waiting=U32,
+    options=st.lists(
+        st.builds(
+            PlaceOption,
+            place=PLACES,
+            role=st.sampled_from([Role.PREFILL, Role.DECODE]),
+            is_chosen=st.booleans(),
+            num_matched_tokens=U32,
+            cost=st.none() | COSTS,
+            cost_unit=TEXT,
+            terms=st.dictionaries(TEXT, COSTS, max_size=3),
+            obstacle=TEXT,
+        ),
+        max_size=3,
+    ).map(tuple),
+)
 ACCEPTED = st.builds(
     Accepted,
     request_id=TEXT,

@@ -10,8 +10,15 @@ from quartet.engine.sampling import Sampling
 from quartet.errors import InvalidRequestError, ProtocolError, UnsupportedFieldError
 from quartet.rpc.convert.edge_answer import from_generate_response, to_generate_response
 from quartet.rpc.convert.edge_start import from_generate_start, to_generate_start
+from quartet.rpc.convert.explanation import (
+    from_explain_request,
+    from_explain_response,
+    to_explain_request,
+    to_explain_response,
+)
 from quartet.rpc.convert.fleet import from_model, from_worker_status, to_model, to_worker_status
 from quartet.rpc.edge import AnswerPart, ChatPrompt, GenerateStart, TextPrompt, TokenPrompt
+from quartet.rpc.explanation import Explanation
 from quartet.rpc.fleet import Model, WorkerStatus
 from quartet.text.chat_message import ChatMessage
 from quartet.v1 import router_pb2, types_pb2
@@ -34,6 +41,24 @@ def test_every_part_of_an_answer_survives(part: AnswerPart) -> None:
 @given(edge_strategies.WORKER_STATUSES)
 def test_a_workers_status_survives(status: WorkerStatus) -> None:
     assert from_worker_status(over_the_wire(to_worker_status(status))) == status
+
+
+@given(edge_strategies.EXPLANATIONS)
+def test_an_explanation_survives(explanation: Explanation) -> None:
+    assert from_explain_response(over_the_wire(to_explain_response(explanation))) == explanation
+
+
+@given(edge_strategies.GENERATE_STARTS)
+def test_what_is_to_be_explained_survives(start: GenerateStart) -> None:
+    assert from_explain_request(over_the_wire(to_explain_request(start))) == start
+
+
+def test_nothing_to_explain_and_places_of_no_kind_are_refused() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        from_explain_request(router_pb2.ExplainRequest())
+    assert caught.value.field == "start"
+    with pytest.raises(ProtocolError):
+        from_explain_response(router_pb2.ExplainResponse(options=[router_pb2.PlaceOption()]))
 
 
 @given(edge_strategies.MODELS)

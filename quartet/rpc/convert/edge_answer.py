@@ -86,27 +86,32 @@ def put_choice_placement(into: router_pb2.ChoicePlacement, placement: ChoicePlac
     """Set ``into``, which is empty."""
     into.choice = placement.choice
     if placement.prefill is not None:
-        _put_place(into.prefill, placement.prefill)
-    _put_place(into.decode, placement.decode)
+        put_place(into.prefill, placement.prefill)
+    put_place(into.decode, placement.decode)
     into.num_matched_tokens = placement.num_matched_tokens
+    if placement.cost is not None:
+        into.cost = placement.cost
 
 
 def from_choice_placement(message: router_pb2.ChoicePlacement) -> ChoicePlacement:
     """Where a choice runs."""
     return ChoicePlacement(
         choice=message.choice,
-        prefill=_from_place(message.prefill) if message.HasField("prefill") else None,
-        decode=_from_place(message.decode),
+        prefill=from_place(message.prefill) if message.HasField("prefill") else None,
+        decode=from_place(message.decode),
         num_matched_tokens=message.num_matched_tokens,
+        cost=message.cost if message.HasField("cost") else None,
     )
 
 
-def _put_place(into: types_pb2.Place, place: Place) -> None:
+def put_place(into: types_pb2.Place, place: Place) -> None:
+    """Set ``into``, which is empty."""
     into.worker_id = place.worker_id
     into.data_parallel_rank = place.data_parallel_rank
 
 
-def _from_place(message: types_pb2.Place) -> Place:
+def from_place(message: types_pb2.Place) -> Place:
+    """Where something runs."""
     return Place(message.worker_id, message.data_parallel_rank)
 
 

@@ -1,0 +1,86 @@
+"""Explain: a request as far as the policy, which tells what it would do with it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Iterable
+
+from quartet.discovery.base import Role
+from quartet.discovery.place import Place
+from quartet.rpc.edge import GenerateStart
+from quartet.rpc.explanation import Explanation, PlaceOption
+from quartet.rpc.fleet import WorkerState
+from router.pending import make_pending
+from router.pipeline_tools import PipelineTools
+from router.policy.base import Option
+from router.prepared import ArrivedRequest, PreparedRequest, run_prepared
+from router.retry import RetryHints
+from router.worker import PoolKey
+from router.worker_table import WorkerTable
+
+_ROLES = frozenset({Role.PREFILL, Role.DECODE})
+
+
+async def explain(start: GenerateStart, tools: PipelineTools) -> Explanation:
+    """Where one choice of the request would go now, were it all that waits. Books and runs nothing.
+
+    Raises:
+        ServingError: as a new request would be refused, before it waits for room.
+    """
+
+    async def look(request: PreparedRequest) -> Explanation:
+        return _explain(request, tools)
+
+    return await run_prepared(ArrivedRequest.now(start, None, ""), tools, look, late="was not explained")
+
+
+def _explain(request: PreparedRequest, tools: PipelineTools) -> Explanation:
+    attempts, pool = tools.attempts, request.pool.key
+    policy = attempts.admission.policy
+    pending, snapshot = attempts.admission.preview(pool, make_pending(request, attempts.config, RetryHints()))
+    # A copy decides, so that neither its turn nor its luck is used up.
+    [placement] = copy.deepcopy(policy).assign([pending], snapshot).placements
+    chosen = set() if placement is None else {placement.prefills_at, placement.decode}
+    options = [_to_place_option(option, chosen) for option in policy.explain(pending, snapshot)]
+    known = {option.place for option in options}
+    options += [option for option in _not_ready(pool, tools.table) if option.place not in known]
+    return Explanation(
+        policy=policy.name,
+        model=pool.model_name,
+        model_fingerprint=pool.fingerprint,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_waiting=attempts.admission.num_waiting(pool),
+        options=tuple(sorted(options, key=_rank)),
+    )
+
+
+def _to_place_option(option: Option, chosen: set[Place]) -> PlaceOption:
+    return PlaceOption(
+        place=option.place,
+        role=Role.DECODE if option.is_decode else Role.PREFILL,
+        is_chosen=option.place in chosen,
+        num_matched_tokens=option.num_cached_tokens,
+        cost=option.cost,
+        cost_unit=option.cost_unit,
+        terms=option.terms,
+        obstacle=option.obstacle,
+    )
+
+
+def _not_ready(pool: PoolKey, table: WorkerTable) -> Iterable[PlaceOption]:
+    """Places that no policy is shown."""
+    for status in table.statuses(time.monotonic()):
+        record = status.record
+        is_of_pool = PoolKey(record.model_name, record.model_fingerprint) == pool and record.role in _ROLES
+        if is_of_pool and status.state is not WorkerState.READY:
+            for rank in range(record.data_parallel_size):
+                place = Place(record.worker_id, rank)
+                yield PlaceOption(place=place, role=record.role, obstacle=f"not ready: {status.state}")
+
+
+def _rank(option: PlaceOption) -> tuple[bool, bool, float, str, Place]:
+    """Chosen ones first, those that can't take it last; costs of one role can be compared."""
+    cost = math.inf if option.cost is None else option.cost
+    return not option.is_chosen, bool(option.obstacle), cost, option.role, option.place

@@ -1,0 +1,123 @@
+"""Explain: where a request would go, told without its going there."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from quartet import errors
+from quartet.discovery.base import Role
+from quartet.discovery.place import Place
+from quartet.engine.sampling import Sampling
+from quartet.rpc.edge import GenerateStart, TextPrompt, TokenPrompt
+from quartet.rpc.explanation import Explanation, PlaceOption
+from tests.router.fakes import TIMEOUT_S, Fleet, Plan, collect
+from tests.router.test_pipeline import make_start
+
+
+async def explain(fleet: Fleet, start: GenerateStart) -> Explanation:
+    async with asyncio.timeout(TIMEOUT_S):
+        return await fleet.pipeline.explain(start)
+
+
+def by_name(explanation: Explanation) -> dict[str, PlaceOption]:
+    return {option.place.worker_id: option for option in explanation.options}
+
+
+async def test_the_places_of_a_request_are_told_the_chosen_ones_first() -> None:
+    fleet = Fleet("prefill-0", "decode-0", "decode-1")
+    explanation = await explain(fleet, make_start())
+    assert explanation.policy == "least_loaded"
+    assert (explanation.num_prompt_tokens, explanation.num_waiting) == (20, 0)
+    assert [option.is_chosen for option in explanation.options] == [True, True, False]
+    assert {option.role for option in explanation.options[:2]} == {Role.PREFILL, Role.DECODE}
+    assert not any(option.obstacle for option in explanation.options)
+    [pool] = fleet.table.pools(0.0)
+    assert (explanation.model, explanation.model_fingerprint) == (pool.key.model_name, pool.key.fingerprint)
+
+
+async def test_nothing_is_run_booked_or_used_up() -> None:
+    asked, unasked = (Fleet("prefill-0", "prefill-1", "decode-0", "decode-1") for _ in range(2))
+    for _ in range(10):
+        explanation = await explain(asked, make_start())
+        asked.assert_nothing_left()
+        routes = []
+        for fleet in (asked, unasked):
+            answer = await collect(fleet.generate(make_start()))
+            assert answer.accepted is not None
+            [placement] = answer.accepted.choices
+            routes.append((placement.prefill, placement.decode))
+        assert routes[0] == routes[1]
+        # What was foretold is what happened.
+        assert {option.place for option in explanation.options if option.is_chosen} == set(routes[0])
+    assert [call.kind for call in asked.hops.calls] == [call.kind for call in unasked.hops.calls]
+
+
+async def test_what_is_matched_and_what_it_costs_is_told_alike_by_accepted() -> None:
+    fleet = Fleet("prefill-0", "decode-0")
+    await collect(fleet.generate(make_start()))
+    explanation = await explain(fleet, make_start())
+    answer = await collect(fleet.generate(make_start()))
+    assert answer.accepted is not None
+    [placement] = answer.accepted.choices
+    option = by_name(explanation)["prefill-0"]
+    assert option.num_matched_tokens == placement.num_matched_tokens > 0
+    assert option.cost == placement.cost == 0
+    assert option.cost_unit == "tokens"
+
+
+async def test_a_place_without_room_is_told_with_what_it_lacks() -> None:
+    fleet = Fleet("prefill-0", "decode-0", num_blocks=10)
+    fleet.hops.plan("decode", Plan(hang_after=1))
+    running = fleet.generate(make_start(sampling=Sampling(max_tokens=60)))
+    async with asyncio.timeout(TIMEOUT_S):
+        await fleet.hops.hung.wait()
+    waiting = fleet.generate(make_start(sampling=Sampling(max_tokens=60)))
+    async with asyncio.timeout(TIMEOUT_S):
+        await fleet.policy.kept_waiting.wait()
+    explanation = await explain(fleet, make_start(sampling=Sampling(max_tokens=60)))
+    assert explanation.num_waiting == 1
+    option = by_name(explanation)["decode-0"]
+    assert option.obstacle.startswith("no room: ")
+    assert (option.cost, option.is_chosen) == (None, False)
+    assert not by_name(explanation)["prefill-0"].is_chosen
+    for request in (running, waiting):
+        request.cancel()
+        await collect(request)
+    fleet.assert_nothing_left()
+
+
+async def test_workers_that_take_nothing_are_told_too() -> None:
+    fleet = Fleet("prefill-0", "decode-0", "decode-1")
+    fleet.break_worker("decode-1")
+    explanation = await explain(fleet, make_start())
+    assert [option.place.worker_id for option in explanation.options][-1] == "decode-1"
+    assert explanation.options[-1].obstacle == "not ready: suspect"
+    assert by_name(explanation)["decode-0"].is_chosen
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "field"),
+    [
+        ({"prompt": TextPrompt("")}, errors.InvalidRequestError, "text"),
+        ({"prompt": TokenPrompt((2**31,))}, errors.InvalidRequestError, "token_ids.ids"),
+        ({"model": "none"}, errors.ModelNotFoundError, "model"),
+        ({"adapter": "lora"}, errors.InvalidRequestError, "adapter"),
+        ({"num_choices": 65}, errors.InvalidRequestError, "num_choices"),
+    ],
+)
+async def test_it_is_refused_as_the_request_would_be(
+    changes: dict[str, object], error: type[errors.ServingError], field: str
+) -> None:
+    fleet = Fleet("decode-0")
+    with pytest.raises(error) as caught:
+        await explain(fleet, make_start(**changes))
+    assert caught.value.field == field
+
+
+async def test_every_rank_is_a_place_of_its_own() -> None:
+    fleet = Fleet("decode-0", data_parallel_size=2)
+    explanation = await explain(fleet, make_start())
+    assert {option.place for option in explanation.options} == {Place("decode-0", 0), Place("decode-0", 1)}
+    assert sum(option.is_chosen for option in explanation.options) == 1
