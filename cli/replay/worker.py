@@ -16,7 +16,7 @@ from quartet.engine.runner import SampledToken
 from quartet.engine.running import RunningRequest, ScheduledChunk
 from quartet.engine.schedule import Pull, SchedulerConfig
 from quartet.engine.scheduler import Scheduler
-from quartet.engine.mock.work import step_work
+from quartet.engine.step_work import step_work
 from quartet.engine.validation import EngineLimits
 from quartet.events.step_time import StepTime
 from quartet.kvcache.block_pool import BlockManager

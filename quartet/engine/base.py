@@ -14,6 +14,7 @@ from typing import Protocol
 from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
 from quartet.errors import ServingError
 from quartet.events.kv import RankEvents, StoredBlocks
+from quartet.events.step_time import StepTime
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff, KvLayout
 from quartet.transfer.base import PoolMemory
@@ -145,6 +146,9 @@ class StepOutput:
     ``logprobs`` is aligned with ``token_ids`` where asked for. Every request gets exactly one of ``finished``,
     ``prefilled``, ``failed``, after which its id never appears again.
 
+    One with nothing in it says that a step has begun with which ``stats`` tell something else of the prompts that wait:
+    that none does any more, or that they are being computed.
+
     Attributes:
         kv_events: what became or ceased to be shareable, by data-parallel rank; ranks without a change are left out.
         kv_snapshot: all that every rank could share once ``kv_events`` of this and all earlier steps are applied;
@@ -174,17 +178,27 @@ class StepLogprobs:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """A snapshot of one data-parallel rank; block counts add up to ``num_total_blocks``."""
+    """A snapshot of one data-parallel rank; block counts add up to ``num_total_blocks``.
+
+    Where a step runs, it is included: what it computes is begun, and still queued.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
-    num_queued_prefill_tokens: int = 0
+    num_queued_prefill_tokens: int = 0  # not computed yet
+    num_unbegun_prefill_tokens: int = 0  # of these, those that are in no step yet; cached ones that wait are counted
+    num_decoding: int = 0  # requests that take one token in every step
+    num_context_tokens: int = 0  # that these have together
+    max_step_tokens: int = 0  # computed in a step; 0: unknown
+    step_ends_at: float = 0.0  # when the running step should end, in monotonic seconds; 0: none runs, or unknown
+    step_time: StepTime | None = None  # as measured; None: too few steps were
     num_in_use_blocks: int = 0
     num_held_blocks: int = 0
     num_cached_blocks: int = 0
     num_free_blocks: int = 0
     num_total_blocks: int = 0
     num_steps: int = 0  # the progress counter: grows with every step that did something
+    num_prompt_steps: int = 0  # begun, ever, that compute prompt tokens
     num_preemptions: int = 0
     num_prompt_tokens: int = 0  # computed, not counting cached ones
     num_output_tokens: int = 0

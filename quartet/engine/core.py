@@ -70,7 +70,11 @@ class StepEngine:
         """
         self._thread_end = asyncio.Event()
         listener = ThreadListener(
-            on_ready=self._on_ready, on_report=self._on_report, on_lost=self._on_lost, on_end=self._thread_end.set
+            on_ready=self._on_ready,
+            on_begin=self._on_begin,
+            on_report=self._on_report,
+            on_lost=self._on_lost,
+            on_end=self._thread_end.set,
         )
         self._thread = EngineThread(runner_factory, config, listener)
         self._puller = puller
@@ -164,12 +168,16 @@ class StepEngine:
     def stats(self) -> Sequence[EngineStats]:
         """The latest step's statistics; requests that no step has seen yet are counted as waiting."""
         snapshot = self._thread.snapshot
+        stats = snapshot.stats
         num_unseen = self._num_submits - snapshot.num_submits
+        if not num_unseen:
+            return (stats,)
         num_unseen_tokens = self._num_submitted_prefill_tokens - snapshot.num_submitted_prefill_tokens
         stats = replace(
-            snapshot.stats,
-            num_waiting=snapshot.stats.num_waiting + num_unseen,
-            num_queued_prefill_tokens=snapshot.stats.num_queued_prefill_tokens + num_unseen_tokens,
+            stats,
+            num_waiting=stats.num_waiting + num_unseen,
+            num_queued_prefill_tokens=stats.num_queued_prefill_tokens + num_unseen_tokens,
+            num_unbegun_prefill_tokens=stats.num_unbegun_prefill_tokens + num_unseen_tokens,
         )
         return (stats,)
 
@@ -186,6 +194,10 @@ class StepEngine:
         assert self._ready is not None, "start waits"
         if not self._ready.done():
             self._ready.set_result(runner)
+
+    def _on_begin(self) -> None:
+        if self._end_error is None:
+            self._outputs.put(StepOutput())
 
     def _on_report(self, report: StepReport) -> None:
         if self._pulls is not None:

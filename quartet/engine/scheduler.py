@@ -16,6 +16,7 @@ from quartet.engine.base import EngineRequest, FinishReason, RequestKind
 from quartet.engine.runner import SampledToken
 from quartet.engine.running import RequestState, RunningRequest, ScheduledChunk
 from quartet.engine.schedule import Pull, Schedule, SchedulerConfig, TokenOut
+from quartet.engine.step_work import backlog
 from quartet.engine.validation import EngineLimits, check_request, max_output_tokens
 from quartet.engine.waiting import WaitingQueue
 from quartet.errors import OutOfBlocksError
@@ -33,6 +34,7 @@ class Scheduler:
     Attributes:
         num_preemptions: times that a request lost its blocks, ever.
         live: requests that have not ended, by id; to be read only.
+        waiting: those of them without blocks; to be read only.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Scheduler:
         self._shares_within_step = shares_within_step
         self._num_added = 0
         self.live: dict[int, RunningRequest] = {}
-        self._waiting = WaitingQueue()
+        self.waiting = WaitingQueue()
         self._running: list[RunningRequest] = []  # best rank first
         self._num_pulling = 0
 
@@ -72,20 +74,9 @@ class Scheduler:
         return self._running
 
     @property
-    def num_waiting(self) -> int:
-        """Requests without blocks."""
-        return len(self._waiting)
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Tokens to compute of requests without blocks."""
-        return self._waiting.num_prefill_tokens
-
-    @property
     def num_queued_prefill_tokens(self) -> int:
         """Tokens to compute until everybody here decodes."""
-        num_missing = sum(running.num_uncomputed_tokens for running in self._running if not running.is_decoding)
-        return self._waiting.num_prefill_tokens + num_missing
+        return self.waiting.num_prefill_tokens + backlog(self._running).num_tokens
 
     def add(self, request: EngineRequest) -> RunningRequest:
         """Queue ``request``: higher priority first, then first come, first served.
@@ -204,8 +195,8 @@ class Scheduler:
 
     def _admit(self, schedule: Schedule, budget: int) -> None:
         """Give blocks to those that wait, in order: whoever does not fit keeps the rest waiting, so nobody starves."""
-        while self._waiting and self.num_running < self._config.max_num_seqs:
-            running = self._waiting.head
+        while self.waiting and self.num_running < self._config.max_num_seqs:
+            running = self.waiting.head
             if not (budget or running.needs_pull) or not self._allocate(running):
                 return
             self._leave(running)
@@ -263,7 +254,7 @@ class Scheduler:
 
     def _wait(self, running: RunningRequest) -> None:
         running.state = RequestState.WAITING
-        self._waiting.push(running)
+        self.waiting.push(running)
 
     def _run(self, running: RunningRequest) -> None:
         running.state = RequestState.RUNNING
@@ -272,7 +263,7 @@ class Scheduler:
     def _leave(self, running: RunningRequest) -> None:
         """Take it out of the list that its state puts it in."""
         if running.state is RequestState.WAITING:
-            self._waiting.remove(running)
+            self.waiting.remove(running)
         elif running.state is RequestState.RUNNING:
             self._running.remove(running)
         else:

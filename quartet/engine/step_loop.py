@@ -13,6 +13,8 @@ from quartet.engine.runner import ModelRunner
 from quartet.engine.running import RequestState, ScheduledChunk
 from quartet.engine.schedule import Pull, Schedule
 from quartet.engine.scheduler import Scheduler, SchedulerConfig
+from quartet.engine.step_clock import StepClock
+from quartet.engine.step_work import Backlog, StepWork, backlog, step_work
 from quartet.engine.validation import EngineLimits
 from quartet.errors import RequestCancelledError, ServingError
 from quartet.events.kv import RankEvents, StoredBlocks
@@ -88,7 +90,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Statistics after a step, which knows of the first ``num_submits`` requests, with these tokens to prefill."""
+    """Statistics that know of the first ``num_submits`` requests, with these tokens to prefill."""
 
     stats: EngineStats
     num_submits: int = 0
@@ -106,13 +108,26 @@ class StepLoop:
     """Scheduler, block pool and model of one engine, driven step by step. Owned by the engine thread.
 
     Attributes:
-        snapshot: replaced after every step; any thread may read it.
+        snapshot: replaced as every step begins, and after it; any thread may read it.
         is_idle: the last step left nothing to do until a message comes.
     """
 
     def __init__(
-        self, runner: ModelRunner, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic
+        self,
+        runner: ModelRunner,
+        config: SchedulerConfig,
+        clock: Callable[[], float] = time.monotonic,
+        on_begin: Callable[[], None] = lambda: None,
     ) -> None:
+        """Nothing is computed before the first ``step``.
+
+        Args:
+            runner: computes; stays the caller's to close.
+            config: bounds of a step.
+            clock: gives seconds.
+            on_begin: called, with the snapshot replaced, as a step with prompt tokens begins after which none is left
+                to begin, or before which none was.
+        """
         block_size = runner.layout.block_size
         limits = EngineLimits(
             max_model_len=runner.max_model_len,
@@ -123,19 +138,24 @@ class StepLoop:
         self._blocks = BlockManager(runner.num_blocks, block_size, has_events=True)
         self._scheduler = Scheduler(config, self._blocks, limits, runner.eos_token_ids)
         self._outputs = OutputBuilder(clock)
+        self._clock = StepClock(clock)
+        self._on_begin = on_begin
+        self._max_step_tokens = config.max_num_batched_tokens
         self._stopped_pulls: list[int] = []
         self._has_to_take_kv_snapshot = False
         self._num_steps = 0
+        self._num_prompt_steps = 0
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
         self._num_cached_tokens = 0
         self._num_submits = 0
         self._num_submitted_prefill_tokens = 0
         self.is_idle = False
-        self.snapshot = self._take_snapshot()
+        self.snapshot = self._snapshot_between()
 
     def step(self, messages: Iterable[Message]) -> StepReport:
         """Take ``messages`` in, compute one step. Raises whatever the runner raises: then it is not usable any more."""
+        self._clock.begin(is_continued=not self.is_idle)
         for message in messages:
             self._take(message)
         schedule = self._scheduler.schedule()
@@ -145,7 +165,7 @@ class StepLoop:
         report = StepReport(self._build_output(), schedule.pulls, self._stopped_pulls)
         self._stopped_pulls = []
         self._num_steps += bool(schedule.chunks or report)
-        self.snapshot = self._take_snapshot()
+        self.snapshot = self._snapshot_between()
         return report
 
     def _is_idle_after(self, schedule: Schedule) -> bool:
@@ -158,11 +178,24 @@ class StepLoop:
 
     def _compute(self, schedule: Schedule) -> None:
         self._outputs.start(schedule.started)
+        work = step_work(schedule.chunks)
+        self._begin(schedule.chunks, work)
         sampled = self._runner.run(schedule.chunks)
+        self._clock.end(work)
         self._outputs.take_tokens(self._scheduler.update(schedule.chunks, sampled))
         self._num_cached_tokens += sum(running.num_cached_tokens for running in schedule.started)
         self._num_prompt_tokens += sum(map(_num_given_tokens, schedule.chunks))
         self._num_output_tokens += len(sampled)
+
+    def _begin(self, chunks: Sequence[ScheduledChunk], work: StepWork) -> None:
+        had_unbegun = self.snapshot.stats.num_unbegun_prefill_tokens > 0
+        if not work.num_prompt_tokens:  # everybody who runs decodes
+            self.snapshot = self._snapshot_during(chunks, work, Backlog(0, len(chunks), work.num_context_tokens))
+            return
+        self._num_prompt_steps += 1
+        self.snapshot = self._snapshot_during(chunks, work, backlog(self._scheduler.running))
+        if not (had_unbegun and self.snapshot.stats.num_unbegun_prefill_tokens):
+            self._on_begin()
 
     def _build_output(self) -> StepOutput | None:
         events = self._blocks.take_events()
@@ -212,18 +245,35 @@ class StepLoop:
         elif error is not None:
             self._outputs.fail(id, error)
 
-    def _take_snapshot(self) -> Snapshot:
+    def _snapshot_during(self, chunks: Sequence[ScheduledChunk], work: StepWork, before: Backlog) -> Snapshot:
+        """As the step of ``chunks`` begins, before which those that run had so much to do."""
+        num_begun = sum([chunk.num_tokens for chunk in chunks]) - before.num_decoding
+        return self._snapshot(before, num_begun=num_begun, step_ends_at=self._clock.forecast(work))
+
+    def _snapshot_between(self) -> Snapshot:
+        """While no step runs."""
+        return self._snapshot(backlog(self._scheduler.running), num_begun=0, step_ends_at=0.0)
+
+    def _snapshot(self, running: Backlog, *, num_begun: int, step_ends_at: float) -> Snapshot:
         scheduler, counts = self._scheduler, self._blocks.counts
+        num_queued = scheduler.waiting.num_prefill_tokens + running.num_tokens
         stats = EngineStats(
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_queued_prefill_tokens=scheduler.num_queued_prefill_tokens,
+            num_waiting=len(scheduler.waiting),
+            num_queued_prefill_tokens=num_queued,
+            num_unbegun_prefill_tokens=num_queued - num_begun,
+            num_decoding=running.num_decoding,
+            num_context_tokens=running.num_context_tokens,
+            max_step_tokens=self._max_step_tokens,
+            step_ends_at=step_ends_at,
+            step_time=self._clock.step_time,
             num_in_use_blocks=counts.in_use,
             num_held_blocks=counts.held,
             num_cached_blocks=counts.cached,
             num_free_blocks=counts.free,
             num_total_blocks=counts.total,
             num_steps=self._num_steps,
+            num_prompt_steps=self._num_prompt_steps,
             num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,

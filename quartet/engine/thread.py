@@ -20,27 +20,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadListener:
-    """What hears of the thread, on the event loop and in order: ready, reports, lost, end.
+    """What hears of the thread, on the event loop and in order: ready, begins and reports, lost, end.
 
     Attributes:
         on_ready: the model is loaded; what the runner says of itself may be read.
+        on_begin: a step began, and what waits to be prefilled is not what it was (see ``StepLoop``).
         on_report: a step had something to say.
         on_lost: loading or a step failed; nothing is computed any more.
         on_end: the model is closed and the thread about to end.
     """
 
     on_ready: Callable[[ModelRunner], None]
+    on_begin: Callable[[], None]
     on_report: Callable[[StepReport], None]
     on_lost: Callable[[Exception], None]
     on_end: Callable[[], None]
 
 
 class EngineThread:
-    """Drives a ``StepLoop`` until ``stop``. A model whose step failed stays open until then: transfers may use it.
-
-    Attributes:
-        snapshot: statistics after the latest step; replaced, never changed.
-    """
+    """Drives a ``StepLoop`` until ``stop``. A model whose step failed stays open until then: transfers may use it."""
 
     def __init__(
         self, runner_factory: Callable[[], ModelRunner], config: SchedulerConfig, listener: ThreadListener
@@ -51,9 +49,14 @@ class EngineThread:
         self._inbox: deque[Message] = deque()
         self._wake_up = threading.Event()
         self._is_stopping = False
-        self.snapshot = Snapshot(EngineStats())
+        self._steps: StepLoop | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The latest statistics; any thread may ask."""
+        return Snapshot(EngineStats()) if self._steps is None else self._steps.snapshot
 
     def start(self) -> None:
         """Begin to load; the running event loop hears of it."""
@@ -81,7 +84,7 @@ class EngineThread:
         runner: ModelRunner | None = None
         try:
             runner = self._runner_factory()
-            steps = StepLoop(runner, self._config)
+            steps = self._steps = StepLoop(runner, self._config, on_begin=self._tell_begin)
             self._tell(self._listener.on_ready, runner)
             self._step_until_stopped(steps)
         except Exception as error:  # the thread's work ends here; the listener fails what it knows
@@ -98,7 +101,6 @@ class EngineThread:
                 self._wake_up.wait()
             self._wake_up.clear()  # before reading: what is posted from here on wakes up again
             report = steps.step([self._inbox.popleft() for _ in range(len(self._inbox))])
-            self.snapshot = steps.snapshot
             if report:
                 self._tell(self._listener.on_report, report)
 
@@ -106,6 +108,9 @@ class EngineThread:
         while not self._is_stopping:
             self._wake_up.wait()
             self._wake_up.clear()
+
+    def _tell_begin(self) -> None:
+        self._tell(self._listener.on_begin)
 
     def _tell(self, hear: Callable[..., None], *args: object) -> None:
         assert self._loop is not None, "started"

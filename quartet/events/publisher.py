@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import zmq
 
@@ -98,32 +99,59 @@ class EventPublisher:
         self._context.destroy(linger=0)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptQueue:
+    """What one data-parallel rank has to prefill: the part of its load that routers wait for.
+
+    Attributes:
+        num_queued_tokens: prompt tokens not computed yet.
+        num_unbegun_tokens: of these, those that no step has begun.
+        num_steps: steps begun, ever, that compute prompt tokens.
+    """
+
+    num_queued_tokens: int
+    num_unbegun_tokens: int
+    num_steps: int
+
+    def is_news(self, told: PromptQueue) -> bool:
+        """Whether routers should hear of it at once, of whom the last report told ``told``.
+
+        That is when all is computed, or a step with prompt tokens has begun after which none is left to begin (a router
+        may be waiting for just that), or before which none was, so that they know when it ends.
+        """
+        if told.num_queued_tokens and not self.num_queued_tokens:
+            return True
+        has_begun = self.num_steps != told.num_steps
+        return has_begun and not (self.num_unbegun_tokens and told.num_unbegun_tokens)
+
+
 class LoadPacer:
     """Decides when a report goes out.
 
-    At once when the prefill queue empties (a router may be waiting for just that), at most every
-    ``MIN_INTERVAL_S`` on other changes, every ``HEARTBEAT_INTERVAL_S`` otherwise.
+    At once where a rank's ``PromptQueue`` is news, at most every ``MIN_INTERVAL_S`` on other changes, every
+    ``HEARTBEAT_INTERVAL_S`` otherwise.
     """
 
     def __init__(
         self,
         sample: Callable[[], WorkerLoad],
         publish: Callable[[WorkerLoad], None],
-        count_queued_tokens: Callable[[], int],
+        prompt_queues: Callable[[], Sequence[PromptQueue]],
         *,
         min_interval_s: float = MIN_INTERVAL_S,
         heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
     ) -> None:
         """Report what ``sample`` returns to ``publish``, but not all of it; all are called on the event loop.
 
-        ``count_queued_tokens`` gives the sample's ``num_queued_prefill_tokens`` alone: it is asked at many a poke.
+        ``prompt_queues`` gives the part of the sample that is news, by rank: it is asked at every poke.
         """
         self._sample = sample
         self._publish = publish
-        self._count_queued_tokens = count_queued_tokens
+        self._prompt_queues = prompt_queues
         self._min_interval_s = min_interval_s
         self._heartbeat_interval_s = heartbeat_interval_s
         self._last: WorkerLoad | None = None
+        self._told: Sequence[PromptQueue] = ()
         self._sent_at = 0.0
         self._is_change_due = False
         self._timer: asyncio.TimerHandle | None = None
@@ -133,7 +161,7 @@ class LoadPacer:
         """Something may have changed: call it after each step and each arrival; it costs next to nothing."""
         if self._last is None:
             return
-        if self._last.num_queued_prefill_tokens and not self._count_queued_tokens():
+        if any(queue.is_news(told) for queue, told in zip(self._prompt_queues(), self._told, strict=True)):
             self._is_due.set()
         elif not self._is_change_due:
             self._is_change_due = True
@@ -145,10 +173,12 @@ class LoadPacer:
             while True:
                 self._is_due.clear()
                 self._is_change_due = False
+                # Before the sample: a step that begins in between is told twice, and not never.
+                queues = self._prompt_queues()
                 load, now = self._sample(), time.monotonic()
                 if load != self._last or now >= self._sent_at + self._heartbeat_interval_s:
                     self._publish(load)
-                    self._last, self._sent_at = load, now
+                    self._last, self._told, self._sent_at = load, queues, now
                 self._look_at(self._sent_at + self._heartbeat_interval_s)
                 await self._is_due.wait()
         finally:

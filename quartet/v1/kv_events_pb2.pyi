@@ -207,8 +207,9 @@ Global___AllBlocksCleared: _TypeAlias = AllBlocksCleared  # noqa: Y015
 
 @_typing.final
 class WorkerLoad(_message.Message):
-    """Payload of topic `load`: sent when a step begins with which no prompt waits any more, else at most 20 times a second, and once a second
-    as a heartbeat. Its frame's number is that of the last frame of topic `kv`, so that a lost tail shows.
+    """Payload of topic `load`: sent at once when a rank has no prompt tokens left to compute, and when it begins a step with
+    prompt tokens after which none is left to begin, or before which none was; else at most 20 times a second, and once a
+    second as a heartbeat. Its frame's number is that of the last frame of topic `kv`, so that a lost tail shows.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -293,7 +294,9 @@ class RankLoad(_message.Message):
     num_steps: _builtins.int
     """Steps done since the start: it grows while anything moves. 0: none yet."""
     num_unbegun_prefill_tokens: _builtins.int
-    """Prompt tokens that wait and that no step has begun to compute. 0: none: what comes now is in the next step."""
+    """Prompt tokens that wait and that no step has begun to compute; of those whose request is in no step yet, cached ones
+    count too. 0: none: what comes now is in the next step.
+    """
     step_ends_in_s: _builtins.float
     """Seconds until the running step should end. 0: none runs, it should have ended, or nothing is known."""
     num_decoding: _builtins.int

@@ -146,7 +146,7 @@ class WorkerProcess:
             publisher.publish_load(load)
             worker.told()
 
-        pacer = LoadPacer(worker.next_load, publish, lambda: worker.num_queued_prefill_tokens)
+        pacer = LoadPacer(worker.next_load, publish, worker.prompt_queues)
         registry = create_registry(self._config.discovery)
         tasks = [
             asyncio.create_task(worker.consume(pacer), name="outputs"),

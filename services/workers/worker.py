@@ -12,6 +12,7 @@ from quartet.discovery.base import Registration, WorkerRecord
 from quartet.engine.base import Engine
 from quartet.events.kv import KvSnapshot
 from quartet.events.load import PlacementProgress, WorkerLoad
+from quartet.events.publisher import PromptQueue
 from quartet.rpc import convert
 from quartet.rpc.server import RpcServer
 from quartet.transfer.source import TransferSource
@@ -110,10 +111,12 @@ class Worker:
             )
             await asyncio.sleep(self._look_interval_s)
 
-    @property
-    def num_queued_prefill_tokens(self) -> int:
-        """That of the load alone, which is asked for far more often."""
-        return sum(rank.num_queued_prefill_tokens for rank in self._engine.stats())
+    def prompt_queues(self) -> list[PromptQueue]:
+        """That of the load alone which is looked at after every step, by rank."""
+        return [
+            PromptQueue(rank.num_queued_prefill_tokens, rank.num_unbegun_prefill_tokens, rank.num_prompt_steps)
+            for rank in self._engine.stats()
+        ]
 
     def sample_load(self) -> WorkerLoad:
         """The load now, for one who asks."""
@@ -132,10 +135,11 @@ class Worker:
         self._dispatcher.placements_told()
 
     def _load(self, placements: Mapping[str, PlacementProgress]) -> WorkerLoad:
+        now = time.monotonic()
         return WorkerLoad(
             worker_id=self.record.worker_id,
             epoch=self.record.epoch,
-            ranks=tuple(convert.rank_load(stats) for stats in self._engine.stats()),
+            ranks=tuple(convert.rank_load(stats, now) for stats in self._engine.stats()),
             router_progress=self._dispatcher.router_progress,
             router_arrivals=self._dispatcher.router_arrivals,
             placements=placements,

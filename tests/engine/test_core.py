@@ -10,7 +10,7 @@ from itertools import count
 
 import pytest
 
-from quartet.engine.base import EngineRequest, Failed, Finished, FinishReason, Prefilled, RequestKind
+from quartet.engine.base import EngineRequest, Failed, Finished, FinishReason, Prefilled, RequestKind, StepOutput
 from quartet.engine.core import StepEngine
 from quartet.engine.sampling import OutputOptions
 from quartet.engine.scheduler import SchedulerConfig
@@ -177,8 +177,23 @@ async def test_a_request_that_no_step_has_seen_yet_counts_as_waiting(start_engin
     await asyncio.to_thread(runner.step_began.wait, WAIT_S)
     engine.submit(make_request(range(5)))  # the thread is inside a step
     [stats] = engine.stats()
-    assert (stats.num_waiting, stats.num_queued_prefill_tokens) == (2, 15)
+    assert (stats.num_running, stats.num_waiting) == (1, 1)
+    assert (stats.num_queued_prefill_tokens, stats.num_unbegun_prefill_tokens) == (15, 5)
     gate.release(100)
+
+
+async def test_the_event_loop_hears_of_prompts_as_they_begin_and_not_of_decoding(start_engine: StartEngine) -> None:
+    gate = threading.Semaphore(0)
+    engine = await start_engine(FakeRunner(step_gate=gate))
+    outputs = engine.outputs()
+    engine.submit(make_request(range(10), max_tokens=3))
+    async with asyncio.timeout(WAIT_S):
+        assert await anext(outputs) == StepOutput()
+        [stats] = engine.stats()
+        assert (stats.num_queued_prefill_tokens, stats.num_unbegun_prefill_tokens) == (10, 0)
+        assert stats.num_prompt_steps == 1
+        gate.release(100)
+        assert [len((await anext(outputs)).ids) for _ in range(3)] == [1, 1, 1]
 
 
 async def test_an_idle_engine_sleeps(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def test_a_pull_takes_a_place_among_max_num_seqs_so_that_it_can_join_at_once() -
     stepper = Stepper(max_num_seqs=1)
     stepper.add(_request(stepper, 10), make_request([40]))
     stepper.step()
-    assert (stepper.scheduler.num_running, stepper.scheduler.num_waiting) == (1, 1)
+    assert (stepper.scheduler.num_running, len(stepper.scheduler.waiting)) == (1, 1)
 
 
 def test_a_failed_pull_ends_the_request_and_frees_its_blocks() -> None:

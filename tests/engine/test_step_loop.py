@@ -1,13 +1,15 @@
-"""When the engine's thread may sleep: with nothing left to do, found out without a step for it, and never sooner."""
+"""When the engine's thread may sleep, with nothing left to do and never sooner; and what is said while a step runs."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 
-from quartet.engine.base import EngineRequest, RequestKind
+from quartet.engine.base import EngineRequest, EngineStats, RequestKind
+from quartet.engine.runner import SampledToken
+from quartet.engine.running import ScheduledChunk
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.engine.step_loop import Cancel, FetchFailed, Message, StepLoop, StepReport, Submit
 from quartet.errors import TransferError
@@ -17,12 +19,32 @@ CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
 
 
 class Loop:
-    """A step loop on a fake runner, which must have nothing to do whenever it is idle."""
+    """A step loop on a fake runner, which must have nothing to do whenever it is idle.
+
+    Attributes:
+        now: what its clock says; steps take no time but what ``step_s`` says.
+        during: statistics as the last step that computed something ran.
+        num_begins: steps that it told of as they began.
+    """
 
     def __init__(self, *, num_blocks: int = 64) -> None:
+        self.now = 100.0
+        self.step_s = 0.0
+        self.during = EngineStats()
+        self.num_begins = 0
         self.runner = FakeRunner(num_blocks=num_blocks)
-        self.steps = StepLoop(self.runner, CONFIG)
+        self.run = self.runner.run
+        self.runner.run = self.compute  # type: ignore[method-assign]
+        self.steps = StepLoop(self.runner, CONFIG, lambda: self.now, self.begin)
         self.ended: list[int] = []
+
+    def begin(self) -> None:
+        self.num_begins += 1
+
+    def compute(self, chunks: Sequence[ScheduledChunk]) -> list[SampledToken]:
+        self.during = self.steps.snapshot.stats
+        self.now += self.step_s
+        return self.run(chunks)
 
     @property
     def is_idle(self) -> bool:
@@ -93,3 +115,72 @@ def test_an_idle_loop_has_nothing_to_do_and_has_left_nobody_out(seed: int) -> No
         cancels = [Cancel(request.id) for request in requests if rng.random() < 0.2]
         loop.run_until_idle([*map(submit, requests), *cancels])
         assert sorted(loop.ended) == submitted
+
+
+def prompt_tokens(stats: EngineStats) -> tuple[int, int]:
+    return stats.num_queued_prefill_tokens, stats.num_unbegun_prefill_tokens
+
+
+def test_a_step_that_runs_has_begun_what_it_computes() -> None:
+    loop = Loop()
+    loop.step(submit(make_request(range(40))), submit(make_request(range(50, 57))))
+    # 16 of the first prompt's tokens are in the step.
+    assert prompt_tokens(loop.during) == (47, 31)
+    assert prompt_tokens(loop.steps.snapshot.stats) == (31, 31)
+    loop.step()
+    assert prompt_tokens(loop.during) == (31, 15)
+    loop.step()
+    assert prompt_tokens(loop.during) == (15, 0)
+    assert prompt_tokens(loop.steps.snapshot.stats) == (0, 0)
+    assert (loop.during.num_prompt_steps, loop.during.max_step_tokens) == (3, 16)
+
+
+def test_those_that_decode_are_told_with_their_tokens() -> None:
+    loop = Loop()
+    loop.step(submit(make_request(range(5))), submit(make_request(range(10, 18))))
+    assert (loop.during.num_decoding, loop.during.num_context_tokens) == (0, 0)
+    after = loop.steps.snapshot.stats
+    assert (after.num_decoding, after.num_context_tokens) == (2, 6 + 9)
+    loop.step(submit(make_request(range(30, 50))))
+    assert (loop.during.num_decoding, loop.during.num_context_tokens) == (2, 6 + 9)
+    assert prompt_tokens(loop.during) == (20, 6)
+    assert loop.steps.snapshot.stats.num_context_tokens == 7 + 10
+
+
+def test_a_step_is_told_of_as_it_begins_where_nothing_was_or_is_left_to_begin() -> None:
+    loop = Loop()
+    loop.step(submit(make_request(range(40), max_tokens=3)))
+    assert loop.num_begins == 1  # nothing was
+    loop.step()
+    assert loop.num_begins == 1  # 8 of 24 are
+    loop.step()
+    assert loop.num_begins == 2  # nothing is
+    loop.run_until_idle([])
+    assert loop.num_begins == 2  # nobody waits for steps that only decode
+    loop.step(submit(make_request(range(3), max_tokens=1)))
+    assert loop.num_begins == 3
+
+
+def test_the_end_of_a_step_is_foretold_by_those_before_it() -> None:
+    loop = Loop()
+    for num_tokens in (4, 8, 12, 16) * 4:
+        loop.step_s = 0.01 + 0.001 * num_tokens
+        loop.step(submit(make_request([num_tokens + index for index in range(num_tokens)], max_tokens=1)))
+        loop.now += 1.0  # there is nothing to do for a while
+    assert loop.steps.snapshot.stats.step_ends_at == 0.0
+    loop.step_s = 0.02
+    loop.step(submit(make_request(range(10), max_tokens=1)))
+    assert loop.during.step_time is not None
+    assert loop.during.step_ends_at == pytest.approx(loop.now, abs=0.0005)
+
+
+def test_the_time_between_two_steps_that_follow_is_the_second_ones() -> None:
+    loop = Loop()
+    loop.step_s = 0.01
+    loop.step(submit(make_request(range(5), max_tokens=100)))
+    for _ in range(50):
+        loop.now += 0.002  # what it takes to say what the last one brought
+        loop.step()
+    time = loop.steps.snapshot.stats.step_time
+    assert time is not None
+    assert time.decode_s(50) == pytest.approx(0.012, rel=0.02)

@@ -7,8 +7,10 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
+
 from quartet.events.load import WorkerLoad
-from quartet.events.publisher import LoadPacer
+from quartet.events.publisher import LoadPacer, PromptQueue
 from tests.events.loads import make_load
 
 _TIMEOUT_S = 10.0
@@ -19,12 +21,19 @@ class Reports:
 
     def __init__(self) -> None:
         self.now = make_load()
+        self.queues = [PromptQueue(0, 0, 0)]
         self.num_samples = 0
         self.sent: asyncio.Queue[WorkerLoad] = asyncio.Queue()
 
     def sample(self) -> WorkerLoad:
         self.num_samples += 1
         return self.now
+
+    def change(self, *queues: PromptQueue) -> None:
+        """The next sample has ``queues``, and differs from all before."""
+        self.queues = list(queues)
+        steps = self.now.ranks[0].num_steps + 1
+        self.now = make_load(queued=sum(queue.num_queued_tokens for queue in queues), steps=steps)
 
     async def next(self) -> WorkerLoad:
         async with asyncio.timeout(_TIMEOUT_S):
@@ -37,7 +46,7 @@ async def pacing(*, min_interval_s: float, heartbeat_s: float) -> AsyncIterator[
     pacer = LoadPacer(
         reports.sample,
         reports.sent.put_nowait,
-        lambda: reports.now.num_queued_prefill_tokens,
+        lambda: reports.queues,
         min_interval_s=min_interval_s,
         heartbeat_interval_s=heartbeat_s,
     )
@@ -89,24 +98,50 @@ async def test_a_poke_without_a_change_sends_nothing() -> None:
         assert await reports.next() == make_load(steps=5)
 
 
-async def test_an_emptied_prefill_queue_is_told_at_once() -> None:
+@pytest.mark.parametrize(
+    ("told", "now"),
+    [
+        (PromptQueue(100, 100, 3), PromptQueue(0, 0, 4)),  # all is computed
+        (PromptQueue(100, 100, 3), PromptQueue(100, 0, 4)),  # the last of it is begun
+        (PromptQueue(60, 0, 3), PromptQueue(80, 0, 4)),  # a later step has begun what has come meanwhile
+        (PromptQueue(0, 0, 3), PromptQueue(100, 0, 4)),  # an idle place has begun
+        (PromptQueue(0, 0, 3), PromptQueue(9000, 808, 4)),  # and has more than a step's work
+    ],
+)
+async def test_what_routers_may_wait_for_is_told_at_once(told: PromptQueue, now: PromptQueue) -> None:
     async with pacing(min_interval_s=0.05, heartbeat_s=60) as (pacer, reports):
-        reports.now = make_load(queued=100)
+        idle = PromptQueue(0, 0, 0)
+        reports.change(told, idle)
         pacer.poke()
-        assert (await reports.next()).num_queued_prefill_tokens == 100
+        assert await reports.next() == reports.now
         began = time.monotonic()
-        reports.now = make_load(queued=0, steps=1)
+        reports.change(now, idle)
         pacer.poke()
-        assert (await reports.next()).num_queued_prefill_tokens == 0
+        assert await reports.next() == reports.now
         assert time.monotonic() - began < 0.05
+        reports.change(now, idle)
+        pacer.poke()
+        assert await reports.next() == reports.now
+        assert time.monotonic() - began >= 0.04, "it is news once"
 
 
-async def test_pokes_take_no_samples_while_prefill_tokens_are_queued() -> None:
-    async with pacing(min_interval_s=0.001, heartbeat_s=60) as (pacer, reports):
-        reports.now = make_load(queued=100)
+@pytest.mark.parametrize(
+    "now",
+    [
+        PromptQueue(200, 100, 3),  # more has come
+        PromptQueue(100, 50, 4),  # a step has begun that leaves some
+        PromptQueue(50, 50, 3),  # and has ended
+    ],
+)
+async def test_what_they_do_not_wait_for_keeps_the_pace(now: PromptQueue) -> None:
+    async with pacing(min_interval_s=0.05, heartbeat_s=60) as (pacer, reports):
+        reports.change(PromptQueue(100, 100, 3))
         pacer.poke()
         await reports.next()
-        num_samples = reports.num_samples
+        num_samples, began = reports.num_samples, time.monotonic()
+        reports.change(now)
         for _ in range(100):
             pacer.poke()
-        assert reports.num_samples == num_samples
+        assert reports.num_samples == num_samples, "pokes take no samples"
+        assert await reports.next() == reports.now
+        assert time.monotonic() - began >= 0.04

@@ -130,8 +130,14 @@ def test_slot_logprobs_keep_their_order() -> None:
 
 
 def test_a_ranks_load_is_the_engines_own_figures() -> None:
-    load = convert.rank_load(EngineStats(num_running=1, num_held_blocks=2, num_in_use_blocks=3, num_steps=9))
-    assert (load.num_running, load.num_used_blocks, load.num_steps) == (1, 5, 9)
+    stats = EngineStats(num_running=1, num_held_blocks=2, num_in_use_blocks=3, num_steps=9, max_step_tokens=64)
+    load = convert.rank_load(stats, 5.0)
+    assert (load.num_running, load.num_used_blocks, load.num_steps, load.max_step_tokens) == (1, 5, 9, 64)
+
+
+@pytest.mark.parametrize(("ends_at", "ends_in_s"), [(0.0, 0.0), (1000.25, 0.25), (999.0, 0.0)])
+def test_a_steps_end_is_told_in_seconds_from_now(ends_at: float, ends_in_s: float) -> None:
+    assert convert.rank_load(EngineStats(step_ends_at=ends_at), 1000.0).step_ends_in_s == ends_in_s
 
 
 def test_the_engine_is_asked_for_what_the_start_says() -> None:

@@ -15,7 +15,9 @@ from prometheus_client import CollectorRegistry
 
 from quartet.discovery.base import Role, WorkerRecord
 from quartet.engine.base import RequestKind
+from quartet.engine.scheduler import SchedulerConfig
 from quartet.errors import DrainingError, RequestCancelledError
+from quartet.events.publisher import PromptQueue
 from quartet.telemetry.http import Probes, TelemetryServer
 from services.workers.health import ProgressWatch
 from services.workers.kv_events import KvEvents
@@ -110,6 +112,26 @@ async def test_a_standstill_is_told_to_everybody_who_asks_and_so_is_its_end() ->
         health.cancel()
         watching.cancel()
         await telemetry.close()
+
+
+async def test_the_load_tells_of_the_step_that_runs() -> None:
+    gate = threading.Semaphore(0)
+    async with inner_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as inner:
+        worker, client = make_worker(inner, Role.DECODE), inner.decodes()
+        first, second = make_start(PROMPT), make_start(PROMPT[:7])
+        calls = [client.start(first)]
+        await until(lambda: worker.sample_load().ranks[0].num_running == 1)
+        calls.append(client.start(second))
+        await until(lambda: worker.sample_load().ranks[0].num_waiting == 1)
+        [load] = worker.sample_load().ranks
+        assert (load.num_queued_prefill_tokens, load.num_unbegun_prefill_tokens) == (17, 7)
+        assert load.max_step_tokens == SchedulerConfig().max_num_batched_tokens
+        assert worker.prompt_queues() == [PromptQueue(17, 7, 1)]
+        gate.release(1000)
+        assert [await collect(call) for call in calls] == [expected(first), expected(second)]
+        await until(lambda: worker.sample_load().ranks[0].step_time is not None)
+        [load] = worker.sample_load().ranks
+        assert (load.num_unbegun_prefill_tokens, load.num_decoding, load.step_ends_in_s) == (0, 0, 0.0)
 
 
 async def test_a_drain_refuses_what_comes_and_lets_end_what_runs() -> None:

@@ -16,7 +16,7 @@ def num_quiet_steps(scheduler: Scheduler, block_size: int) -> int:
 
     Something else: somebody waits, pulls or prefills, ends, or needs a block.
     """
-    if scheduler.num_waiting or not scheduler.running or scheduler.num_running > len(scheduler.running):
+    if scheduler.waiting or not scheduler.running or scheduler.num_running > len(scheduler.running):
         return 0
     return max(0, min(_num_quiet_tokens(running, block_size) for running in scheduler.running))
 

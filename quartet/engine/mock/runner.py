@@ -11,9 +11,9 @@ from quartet.engine.mock.model import MockModel
 from quartet.engine.mock.pacer import StepPacer
 from quartet.engine.mock.stamps import BlockStamps
 from quartet.engine.mock.tokens import MockTokens
-from quartet.engine.mock.work import step_work
 from quartet.engine.runner import SampledToken
 from quartet.engine.running import ScheduledChunk
+from quartet.engine.step_work import step_work
 from quartet.errors import ModelFilesError
 from quartet.kvcache.layout import KvLayout
 from quartet.transfer.base import PoolMemory

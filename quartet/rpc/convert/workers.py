@@ -112,12 +112,21 @@ def from_worker_record(message: worker_pb2.WorkerRecord) -> WorkerRecord:
         raise ProtocolError(f"the worker record is impossible: {error}") from error
 
 
-def rank_load(stats: EngineStats) -> RankLoad:
-    """What a worker reports of one data-parallel rank: the part of its engine's figures that routers want."""
+def rank_load(stats: EngineStats, now: float) -> RankLoad:
+    """What a worker reports of one data-parallel rank: the part of its engine's figures that routers want.
+
+    ``now`` is in monotonic seconds, like those figures.
+    """
     return RankLoad(
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
         num_queued_prefill_tokens=stats.num_queued_prefill_tokens,
+        num_unbegun_prefill_tokens=stats.num_unbegun_prefill_tokens,
+        step_ends_in_s=max(stats.step_ends_at - now, 0.0) if stats.step_ends_at else 0.0,
+        num_decoding=stats.num_decoding,
+        num_context_tokens=stats.num_context_tokens,
+        max_step_tokens=stats.max_step_tokens,
+        step_time=stats.step_time,
         num_in_use_blocks=stats.num_in_use_blocks,
         num_held_blocks=stats.num_held_blocks,
         num_cached_blocks=stats.num_cached_blocks,

@@ -8,8 +8,8 @@ import pytest
 
 from quartet.engine.base import RequestKind
 from quartet.engine.mock.timing import FULL_CONTEXT_TOKENS, StepTiming
-from quartet.engine.mock.work import StepWork, step_work
 from quartet.engine.running import RunningRequest, ScheduledChunk
+from quartet.engine.step_work import StepWork, step_work
 from quartet.errors import ConfigError
 from quartet.kvcache.layout import BlocksPayload, HandOff
 from quartet.kvcache.sequence import Sequence

@@ -1,11 +1,11 @@
-"""What a step has to do, in the terms that ``StepTiming`` knows."""
+"""What a step has to do, in the terms that its time depends on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from quartet.engine.running import ScheduledChunk
+from quartet.engine.running import RunningRequest, ScheduledChunk
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,21 @@ class StepWork:
     num_context_tokens: int
 
 
+@dataclass(frozen=True)
+class Backlog:
+    """What requests have to compute before the next step.
+
+    Attributes:
+        num_tokens: of those that do not decode yet.
+        num_decoding: requests that decode.
+        num_context_tokens: tokens that these have together.
+    """
+
+    num_tokens: int
+    num_decoding: int
+    num_context_tokens: int
+
+
 def step_work(chunks: Iterable[ScheduledChunk]) -> StepWork:
     """The work of a step that computes ``chunks``."""
     num_prompt_tokens = num_context_tokens = 0
@@ -30,6 +45,21 @@ def step_work(chunks: Iterable[ScheduledChunk]) -> StepWork:
         else:
             num_prompt_tokens += chunk.num_tokens
     return StepWork(num_prompt_tokens, num_context_tokens)
+
+
+def backlog(running: Iterable[RunningRequest]) -> Backlog:
+    """That of ``running``."""
+    num_tokens = num_decoding = num_context_tokens = 0
+    for request in running:
+        # What ``RunningRequest.is_decoding`` says, without asking it: this is looked at twice a step for everybody.
+        seq = request.seq
+        num_uncomputed = len(seq.token_ids) - seq.num_computed_tokens
+        if num_uncomputed == 1:
+            num_decoding += 1
+            num_context_tokens += len(seq.token_ids)
+        else:
+            num_tokens += num_uncomputed
+    return Backlog(num_tokens, num_decoding, num_context_tokens)
 
 
 def _decodes(chunk: ScheduledChunk) -> bool:
