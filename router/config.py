@@ -21,6 +21,7 @@ class PolicyName(StrEnum):
 
     ROUND_ROBIN = "round_robin"
     LEAST_LOADED = "least_loaded"
+    KV_AWARE = "kv_aware"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ from router.kv_join import KvJoins
 from router.pipeline import Pipeline
 from router.pipeline_tools import PipelineTools
 from router.policy.base import Policy
+from router.policy.kv_aware import KvAwarePolicy
 from router.policy.least_loaded import LeastLoadedPolicy
 from router.policy.round_robin import RoundRobinPolicy
 from router.prefix_index import PrefixIndex
@@ -167,4 +168,6 @@ class RouterProcess:
         max_tokens = self._config.local_prefill_max_tokens
         if self._config.policy is PolicyName.ROUND_ROBIN:
             return RoundRobinPolicy(max_tokens)
+        if self._config.policy is PolicyName.KV_AWARE:
+            return KvAwarePolicy(random.Random())
         return LeastLoadedPolicy(max_tokens, random.Random())
