@@ -9,12 +9,14 @@ from cli.replay.simulation import MakePolicy
 from quartet.errors import InvalidRequestError
 from router.policy.kv_aware import KvAwarePolicy
 from router.policy.least_loaded import LeastLoadedPolicy
+from router.policy.power_of_two import PowerOfTwoPolicy
 from router.policy.round_robin import RoundRobinPolicy
 
 #: Each makes a policy of its own for one router.
 POLICIES: Mapping[str, MakePolicy] = {
     "kv_aware": KvAwarePolicy,
     "least_loaded": lambda rng: LeastLoadedPolicy(0, rng),
+    "power_of_two": lambda rng: PowerOfTwoPolicy(0, rng),
     "round_robin": lambda _rng: RoundRobinPolicy(0),
     "dynamo_1": lambda rng: DynamoPolicy(1.0, rng),
     "dynamo_16": lambda rng: DynamoPolicy(16.0, rng),

@@ -35,7 +35,8 @@ class Tally:
     def add(self, pending: Pending, prefill: Candidate | None, decode: Candidate) -> None:
         """Count ``pending`` in."""
         self._num_blocks[decode.place] += decode.num_blocks(pending.num_reserved_tokens)
-        self._num_tokens[(prefill or decode).place] += pending.num_tokens
+        place = (prefill or decode).place
+        self._num_tokens[place] += pending.num_missing_tokens(place)
 
 
 def can_ever_hold(candidate: Candidate, pending: Pending) -> bool:

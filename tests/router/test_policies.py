@@ -13,14 +13,20 @@ from hypothesis import strategies as st
 from quartet.discovery.place import Place
 from router.policy.base import Candidate, Pending, Placement, Policy, Snapshot
 from router.policy.least_loaded import LeastLoadedPolicy
+from router.policy.power_of_two import PowerOfTwoPolicy
 from router.policy.round_robin import RoundRobinPolicy
+from router.policy.session_affinity import SessionAffinityPolicy
+from router.policy.split import SplitPolicy
 
 _LOCAL_MAX = 16
 _POLICIES = [
     lambda: RoundRobinPolicy(_LOCAL_MAX),
     lambda: LeastLoadedPolicy(_LOCAL_MAX, random.Random(0)),
+    lambda: PowerOfTwoPolicy(_LOCAL_MAX, random.Random(0)),
+    lambda: SplitPolicy(LeastLoadedPolicy(_LOCAL_MAX, random.Random(0)), RoundRobinPolicy(0)),
+    lambda: SessionAffinityPolicy(LeastLoadedPolicy(_LOCAL_MAX, random.Random(0))),
 ]
-each_policy = pytest.mark.parametrize("make_policy", _POLICIES, ids=["round_robin", "least_loaded"])
+each_policy = pytest.mark.parametrize("make_policy", _POLICIES, ids=lambda make_policy: make_policy().name)
 
 
 def candidate(
@@ -214,6 +220,18 @@ def test_least_loaded_prefills_where_the_fewest_tokens_wait() -> None:
         "p2",
         "p1",
     ]
+
+
+def test_power_of_two_takes_the_less_loaded_of_two_and_so_never_the_worst() -> None:
+    prefill = [candidate("p1", queued=100), candidate("p2", queued=500), candidate("p3", queued=900)]
+    decode = [candidate("d1", used=10), candidate("d2", used=20), candidate("d3", used=40)]
+    policy = PowerOfTwoPolicy(_LOCAL_MAX, random.Random(1))
+    routes = [route(policy.assign([pending()], Snapshot(prefill, decode)).placements[0]) for _ in range(300)]
+    # Of three pairs, two have the best one in them.
+    for chosen, best in ((Counter(one for one, _ in routes), "p1"), (Counter(other for _, other in routes), "d1")):
+        assert len(chosen) == 2
+        assert chosen.keys() & {"p3", "d3"} == set()
+        assert 160 < chosen[best] < 240
 
 
 def test_least_loaded_breaks_near_ties_at_random() -> None:

@@ -1,0 +1,80 @@
+"""Which policy a router has."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+
+from quartet.errors import ConfigError
+from router.policy.base import Policy
+from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy
+from router.policy.least_loaded import LeastLoadedPolicy
+from router.policy.power_of_two import PowerOfTwoPolicy
+from router.policy.round_robin import RoundRobinPolicy
+from router.policy.session_affinity import SessionAffinityPolicy
+from router.policy.split import SplitPolicy
+
+
+class PolicyName(StrEnum):
+    """What places are chosen by."""
+
+    KV_AWARE = "kv_aware"
+    LEAST_LOADED = "least_loaded"
+    POWER_OF_TWO = "power_of_two"
+    ROUND_ROBIN = "round_robin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """How places are chosen.
+
+    Attributes:
+        name: the policy.
+        prefill_name: another one for where prompts are computed; ``None``: ``name``.
+        decode_name: another one for where what is prefilled elsewhere is decoded; ``None``: ``name``.
+        local_prefill_max_tokens: prompts of up to so many tokens are prefilled where they are decoded; 0: none, while
+            there is a prefill worker. kv_aware decides by cost instead.
+        transfer_s_per_token: seconds that moving a token's KV to another worker takes; part of kv_aware's cost.
+        session_affinity: requests of one ``session_key`` go to the same places.
+        session_max_load_factor: while these have at most so many times the mean load.
+    """
+
+    name: PolicyName = PolicyName.KV_AWARE
+    prefill_name: PolicyName | None = None
+    decode_name: PolicyName | None = None
+    local_prefill_max_tokens: int = 0
+    transfer_s_per_token: float = KvAwareConfig.transfer_s_per_token
+    session_affinity: bool = False
+    session_max_load_factor: float = 1.25
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        for name in ("local_prefill_max_tokens", "transfer_s_per_token"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: must not be negative")
+        if self.session_max_load_factor < 1:
+            raise ConfigError("session_max_load_factor: must be at least 1, which is the mean")
+
+
+def create_policy(config: PolicyConfig, rng: random.Random) -> Policy:
+    """The policy that ``config`` describes; all of its parts draw from ``rng``."""
+    prefill, decode = config.prefill_name or config.name, config.decode_name or config.name
+    policy = _create(prefill, config, rng)
+    if prefill is not decode:
+        policy = SplitPolicy(policy, _create(decode, config, rng))
+    if config.session_affinity:
+        policy = SessionAffinityPolicy(policy, max_load_factor=config.session_max_load_factor)
+    return policy
+
+
+def _create(name: PolicyName, config: PolicyConfig, rng: random.Random) -> Policy:
+    match name:
+        case PolicyName.KV_AWARE:
+            return KvAwarePolicy(rng, KvAwareConfig(transfer_s_per_token=config.transfer_s_per_token))
+        case PolicyName.LEAST_LOADED:
+            return LeastLoadedPolicy(config.local_prefill_max_tokens, rng)
+        case PolicyName.POWER_OF_TWO:
+            return PowerOfTwoPolicy(config.local_prefill_max_tokens, rng)
+        case PolicyName.ROUND_ROBIN:
+            return RoundRobinPolicy(config.local_prefill_max_tokens)

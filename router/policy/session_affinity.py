@@ -1,0 +1,151 @@
+"""Requests of one session go to the same places, whatever the policy, while these are not overloaded.
+
+No table of sessions is kept: where a session belongs follows from its key and the names of the places (``rendezvous``),
+so that all routers agree and a restart forgets nothing. That a place is passed over that has more than its share is
+Mirrokni, Thorup and Zadimoghaddam, "Consistent hashing with bounded loads", 2016.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from quartet.discovery.place import Place
+from router.policy.base import Candidate, Decision, Option, Pending, Placement, Policy, Snapshot
+from router.policy.remaining import Remaining
+from router.policy.rendezvous import rendezvous_order
+from router.policy.room import Tally, can_prefill, decode_choices, welcome
+
+# A place is never overloaded as long as less than this share of its blocks is spoken for.
+_FREE_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class _Home:
+    """Where a session belongs now; ``prefill`` is ``None`` where no place only prefills."""
+
+    prefill: Place | None
+    decode: Place
+
+
+class SessionAffinityPolicy:
+    """Shows ``inner`` only a session's own places; requests without session, all of them."""
+
+    def __init__(self, inner: Policy, *, max_load_factor: float = 1.25) -> None:
+        """A place with more than ``max_load_factor`` of the mean load is passed over for the next in a session's order.
+
+        Load is the share of blocks spoken for at places that decode, and the prompt tokens queued wherever something is
+        prefilled; what fits one step is no queue.
+        """
+        self._inner = inner
+        self._max_load_factor = max_load_factor
+
+    @property
+    def name(self) -> str:
+        """What its users know it by."""
+        return f"session_affinity({self._inner.name})"
+
+    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
+        """Choose places for ``waiting``; ``None`` keeps a request in the router's queue.
+
+        Of one priority, those of each home are shown to the inner policy together, in the order of the first of them.
+        """
+        homes, tally = _Homes(snapshot, self._max_load_factor), Tally()
+        remaining = Remaining(snapshot)
+        placements: list[Placement | None] = [None] * len(waiting)
+        looks: list[float] = []
+        for _, level in groupby(range(len(waiting)), key=lambda index: waiting[index].priority):
+            for home, indices in _grouped((index, homes.find(waiting[index], tally)) for index in level):
+                group = [waiting[index] for index in indices]
+                shown = remaining.snapshot if home is None else remaining.at(home.prefill, home.decode)
+                decision = self._inner.assign(group, shown)
+                remaining.decide(group, decision.placements)
+                for index, placement in zip(indices, decision.placements, strict=True):
+                    placements[index] = placement
+                if decision.look_again_in_s is not None:
+                    looks.append(decision.look_again_in_s)
+        return Decision(placements, min(looks, default=None))
+
+    def explain(self, pending: Pending, snapshot: Snapshot) -> Sequence[Option]:
+        """How ``pending`` stands at each place, were it all that waits."""
+        home = _Homes(snapshot, self._max_load_factor).find(pending, Tally())
+        everywhere = self._inner.explain(pending, snapshot)
+        if home is None:
+            return everywhere
+        shown = Remaining(snapshot).at(home.prefill, home.decode)
+        own = {option.place: option for option in self._inner.explain(pending, shown)}
+        return [own.get(option.place) or _elsewhere(option, home) for option in everywhere]
+
+
+class _Homes:
+    """Finds where sessions belong, given what those before them are expected to take."""
+
+    def __init__(self, snapshot: Snapshot, max_load_factor: float) -> None:
+        self._snapshot = snapshot
+        self._max_load_factor = max_load_factor
+
+    def find(self, pending: Pending, tally: Tally) -> _Home | None:
+        """The home of ``pending``, counted in; ``None``: the inner policy decides, it has no session or no room."""
+        if not pending.session_key:
+            return None
+        prefill = self._prefill(pending, tally)
+        decode = self._decode(pending, tally, is_queued=prefill is None)
+        if decode is None:
+            return None
+        tally.add(pending, prefill, decode)
+        return _Home(None if prefill is None else prefill.place, decode.place)
+
+    def _prefill(self, pending: Pending, tally: Tally) -> Candidate | None:
+        places = self._snapshot.prefill
+        able = [place for place in places if can_prefill(place, pending)]
+        choices = [place for place in able if place.place == pending.prefer_prefill] or welcome(able, pending)
+        limit = self._max_load_factor * _mean_queue(places, tally)
+        return _first(pending, choices, lambda place: _has_queue(place, limit, tally))
+
+    def _decode(self, pending: Pending, tally: Tally, *, is_queued: bool) -> Candidate | None:
+        """``is_queued``: the prompt waits there, too."""
+        places = self._snapshot.decode
+        choices = decode_choices(places, pending, tally)
+        queue_limit = self._max_load_factor * _mean_queue(places, tally)
+        num_taken, num_total = (
+            sum(tally.num_taken(place) for place in places),
+            sum(place.num_total_blocks for place in places),
+        )
+        share_limit = max(self._max_load_factor * num_taken / max(num_total, 1), _FREE_SHARE)
+
+        def is_overloaded(place: Candidate) -> bool:
+            is_full = tally.num_taken(place) > share_limit * place.num_total_blocks
+            return is_full or (is_queued and _has_queue(place, queue_limit, tally))
+
+        return _first(pending, choices, is_overloaded)
+
+
+def _first(
+    pending: Pending, choices: Sequence[Candidate], is_overloaded: Callable[[Candidate], bool]
+) -> Candidate | None:
+    """The first in the session's order that is not overloaded; if all are, the first."""
+    order = rendezvous_order(pending.session_key, choices)
+    return next((place for place in order if not is_overloaded(place)), order[0] if order else None)
+
+
+def _mean_queue(places: Sequence[Candidate], tally: Tally) -> float:
+    return sum(tally.num_queued_tokens(place) for place in places) / max(len(places), 1)
+
+
+def _has_queue(place: Candidate, limit: float, tally: Tally) -> bool:
+    return tally.num_queued_tokens(place) > limit + place.max_step_tokens
+
+
+def _grouped(found: Iterable[tuple[int, _Home | None]]) -> Iterable[tuple[_Home | None, list[int]]]:
+    groups: dict[_Home | None, list[int]] = {}
+    for index, home in found:
+        groups.setdefault(home, []).append(index)
+    return groups.items()
+
+
+def _elsewhere(option: Option, home: _Home) -> Option:
+    if option.obstacle:
+        return option
+    at = home.decode if option.is_decode else home.prefill
+    return replace(option, cost=None, cost_unit="", terms={}, obstacle=f"its session belongs to {at}")
