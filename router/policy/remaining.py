@@ -33,11 +33,14 @@ class Remaining:
 
     def decide(self, waiting: Sequence[Pending], placements: Sequence[Placement | None]) -> None:
         """Those were decided about: take what they were given; fence a place for whom there was no room anywhere."""
-        for pending, placement in zip(waiting, placements, strict=True):
+        decided = list(zip(waiting, placements, strict=True))
+        for pending, placement in decided:
+            if placement is not None:
+                self._take(pending, placement)
+        # Only now: policies differ in where they let others pass one that waits.
+        for pending, placement in decided:
             if placement is None:
                 self._fence(pending)
-            else:
-                self._take(pending, placement)
 
     def _take(self, pending: Pending, placement: Placement) -> None:
         decode = self._decode[placement.decode]
