@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quartet.discovery.base import WorkerRecord
@@ -56,6 +57,10 @@ class KnownWorker:
         self.pool = PoolKey(record.model_name, record.model_fingerprint)
         self._places = [Place(record.worker_id, rank) for rank in range(record.data_parallel_size)]
         self._adapters = frozenset(record.adapters)
+        # What each place was shown as, and from what: most pumps find most places as they were.
+        self._candidates = [self._candidate(rank) for rank in range(record.data_parallel_size)]
+        self._shown_load = self.load
+        self._shown_booked = [(0, 0)] * record.data_parallel_size
 
     def silence_s(self, now: float) -> float:
         """Seconds since it was last heard."""
@@ -83,9 +88,15 @@ class KnownWorker:
             num_requests=self.book.num_requests,
         )
 
-    def candidates(self, now: float) -> list[Candidate]:
-        """Its places, for a policy."""
-        return [self._candidate(rank, now) for rank in range(self.record.data_parallel_size)]
+    def candidates(self) -> Sequence[Candidate]:
+        """Its places, for a policy; the same ones again until something changes."""
+        for rank, account in enumerate(self.book.accounts):
+            booked = (account.num_promised_blocks, account.num_unreported_tokens)
+            if self._shown_load is not self.load or self._shown_booked[rank] != booked:
+                self._shown_booked[rank] = booked
+                self._candidates[rank] = self._candidate(rank)
+        self._shown_load = self.load
+        return self._candidates
 
     def num_total_blocks(self, rank: int) -> int:
         """Blocks of one place: as last reported, else as announced."""
@@ -96,9 +107,8 @@ class KnownWorker:
             return RankLoad()
         return self.load.ranks[rank]
 
-    def _candidate(self, rank: int, now: float) -> Candidate:
+    def _candidate(self, rank: int) -> Candidate:
         load, account = self._rank_load(rank), self.book.account(rank)
-        load_age_s = 0.0 if self.load_at is None else now - self.load_at
         return Candidate(
             place=self._places[rank],
             num_total_blocks=self.num_total_blocks(rank),
@@ -108,7 +118,7 @@ class KnownWorker:
             num_queued_tokens=load.num_queued_prefill_tokens + account.num_unreported_tokens,
             adapters=self._adapters,
             num_unbegun_tokens=load.num_unbegun_prefill_tokens + account.num_unreported_tokens,
-            step_ends_in_s=max(load.step_ends_in_s - load_age_s, 0.0),
+            step_ends_at=(self.load_at or 0.0) + load.step_ends_in_s,
             num_decoding=load.num_decoding,
             num_context_tokens=load.num_context_tokens,
             max_step_tokens=load.max_step_tokens or DEFAULT_MAX_STEP_TOKENS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from quartet.discovery.base import Role, WorkerKey, WorkerRecord
@@ -44,6 +44,14 @@ class Pool:
     num_ready_decode: int
 
 
+@dataclass(frozen=True)
+class _Ready:
+    """Workers of a pool that take requests."""
+
+    prefill: Sequence[KnownWorker]
+    decode: Sequence[KnownWorker]
+
+
 class WorkerTable:
     """All known workers. Times are monotonic seconds, given by the caller."""
 
@@ -53,7 +61,9 @@ class WorkerTable:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._workers: dict[WorkerKey, KnownWorker] = {}
         self._listeners: list[Callable[[], None]] = []
-        self._pools: list[Pool] | None = None  # worked out when next asked for
+        # Both are worked out when next asked for, and hold until a state changes; silence changes one at a tick.
+        self._pools: list[Pool] | None = None
+        self._ready: dict[PoolKey, _Ready] = {}
 
     def listen(self, on_change: Callable[[], None]) -> Callable[[], None]:
         """Call ``on_change`` after whatever may let more requests run or changes a status; returns how to stop it."""
@@ -97,7 +107,7 @@ class WorkerTable:
         if worker is not None:
             worker.is_connected = worker.has_joined = True
             worker.cut_at = None
-            self._pools = None
+            self._forget_states()
             self._take(worker, load, now)
 
     def broken(self, key: WorkerKey, epoch: int) -> None:
@@ -163,12 +173,12 @@ class WorkerTable:
 
     def snapshot(self, pool: PoolKey, now: float) -> Snapshot:
         """The places of ``pool`` that take requests now."""
-        ready = [worker for worker in self._workers.values() if worker.pool == pool and self._is_ready(worker, now)]
+        ready = self._ready.get(pool)
+        if ready is None:
+            ready = self._ready[pool] = self._find_ready(pool, now)
         return Snapshot(
-            prefill=[
-                place for worker in ready if worker.record.role is Role.PREFILL for place in worker.candidates(now)
-            ],
-            decode=[place for worker in ready if worker.record.role is Role.DECODE for place in worker.candidates(now)],
+            prefill=[place for worker in ready.prefill for place in worker.candidates()],
+            decode=[place for worker in ready.decode for place in worker.candidates()],
             now=now,
         )
 
@@ -259,12 +269,23 @@ class WorkerTable:
             num_ready_decode=self._num_ready(decode, now),
         )
 
+    def _find_ready(self, pool: PoolKey, now: float) -> _Ready:
+        ready = [worker for worker in self._workers.values() if worker.pool == pool and self._is_ready(worker, now)]
+        return _Ready(
+            prefill=[worker for worker in ready if worker.record.role is Role.PREFILL],
+            decode=[worker for worker in ready if worker.record.role is Role.DECODE],
+        )
+
     def _num_ready(self, workers: Iterable[KnownWorker], now: float) -> int:
         return sum(self._is_ready(worker, now) for worker in workers)
 
+    def _forget_states(self) -> None:
+        self._pools = None
+        self._ready.clear()
+
     def _changed(self, *, keep_pools: bool = False) -> None:
         if not keep_pools:
-            self._pools = None
+            self._forget_states()
         for on_change in tuple(self._listeners):
             on_change()
 

@@ -164,7 +164,7 @@ class FleetRouter:
             num_promised_blocks=account.num_promised_blocks(state.num_blocks),
             num_queued_tokens=state.num_queued_tokens + num_unreported_tokens,
             num_unbegun_tokens=state.num_unbegun_tokens + num_unreported_tokens,
-            step_ends_in_s=max(step_ends_at - now, 0.0),
+            step_ends_at=step_ends_at,
             num_decoding=state.num_decoding,
             num_context_tokens=num_context_tokens,
             max_step_tokens=self._engine.max_num_batched_tokens,

@@ -70,7 +70,8 @@ class Candidate:
         num_queued_tokens: prompt tokens that wait there, the router's own unreported ones included.
         adapters: adapters that it serves.
         num_unbegun_tokens: prompt tokens that wait there and that no step has begun to compute.
-        step_ends_in_s: seconds until the step that runs there should end; 0: none runs, or it should have ended.
+        step_ends_at: when the step that runs there should end, by the clock of ``Snapshot.now``; a time that is past:
+            none runs, or it should have ended.
         num_decoding: requests there that take one token each in every step.
         num_context_tokens: tokens that these have together.
         max_step_tokens: tokens that a step computes at most.
@@ -87,7 +88,7 @@ class Candidate:
     num_queued_tokens: int = 0
     adapters: frozenset[str] = frozenset()
     num_unbegun_tokens: int = 0
-    step_ends_in_s: float = 0.0
+    step_ends_at: float = 0.0
     num_decoding: int = 0
     num_context_tokens: int = 0
     max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS

@@ -17,6 +17,7 @@ from router.policy.joint import JointAssignment
 from router.policy.kv_aware_explain import explain_lanes
 from router.policy.lane import CostWeights, Job, Lane, Turn
 from router.policy.room import Tally, can_ever_hold, can_prefill, decode_choices, welcome
+from router.policy.shortlist import shortlist
 
 # Timers count milliseconds, and forecasts are not better.
 _MIN_LOOK_S = 0.0005
@@ -28,7 +29,10 @@ class KvAwareConfig:
 
     Attributes:
         margin_s: a place gets its next group so long before it has computed all that it was given.
-        num_planned_per_place: of the requests that wait, so many for each place are planned together.
+        num_planned_per_place: of the requests that wait, so many for each place are planned together,
+        max_planned: but not more than that.
+        shortlist_length: with more than twice as many places, only the most promising are planned for (see
+            ``router.policy.shortlist``).
         transfer_s_per_token: seconds that moving a token's KV from where it is prefilled to where it is decoded takes.
             The default is that of 8 billion parameters with grouped queries (131,072 bytes) at 50 GB/s.
     """
@@ -36,6 +40,8 @@ class KvAwareConfig:
     weights: CostWeights = field(default_factory=CostWeights)
     margin_s: float = 0.005
     num_planned_per_place: int = 3
+    max_planned: int = 48
+    shortlist_length: int = 12
     transfer_s_per_token: float = 2.6e-6
 
 
@@ -67,7 +73,8 @@ class KvAwarePolicy:
         planned = self._plannable(waiting, snapshot, len(routes))
         if not planned:
             return Decision(placements)
-        lanes = [self._lane(number, route) for number, route in enumerate(routes)]
+        routes = self._worth_planning(routes, [waiting[index] for index in planned], snapshot.now)
+        lanes = [self._lane(number, route, snapshot.now) for number, route in enumerate(routes)]
         jobs = self._jobs([waiting[index] for index in planned], routes, snapshot)
         assignment = JointAssignment(lanes, jobs, self._rng)
         tally, next_look_s = Tally(), math.inf
@@ -89,30 +96,54 @@ class KvAwarePolicy:
         if not routes:
             return []
         [job] = self._jobs([pending], routes, snapshot)
-        lanes = [self._lane(number, route) for number, route in enumerate(routes)]
+        lanes = [self._lane(number, route, snapshot.now) for number, route in enumerate(routes)]
         return explain_lanes(pending, job, lanes[: len(snapshot.prefill)], lanes[len(snapshot.prefill) :], snapshot)
+
+    def _worth_planning(self, routes: list[_Route], pendings: Sequence[Pending], now: float) -> list[_Route]:
+        """All routes, unless there are very many."""
+        length = self._config.shortlist_length
+        if len(routes) <= 2 * length:
+            return routes
+        tally = Tally()
+        numbers = shortlist(
+            pendings,
+            [route.place for route in routes],
+            [_free_in_s(route.place, now) for route in routes],
+            length,
+            self._rng.randrange(len(routes)),
+            lambda pending, number: (
+                _can_prefill(pending, routes[number], tally)
+                and routes[number].place.place.worker_id not in pending.avoid
+            ),
+        )
+        # Where nobody is free of past failures, all are as good.
+        return [routes[number] for number in numbers] or routes
 
     def _plannable(self, waiting: Sequence[Pending], snapshot: Snapshot, num_places: int) -> list[int]:
         """Those that find room now; whoever does not fences the place with the most, so that it is not starved."""
         tally, fenced = Tally(), set[Place]()
         found: list[int] = []
         for index, pending in enumerate(waiting):
-            if len(found) >= self._config.num_planned_per_place * num_places:
+            if len(found) >= min(self._config.num_planned_per_place * num_places, self._config.max_planned):
                 break
+            if any(
+                tally.has_room(place, pending) and place.place not in fenced and can_ever_hold(place, pending)
+                for place in snapshot.decode
+            ):
+                found.append(index)
+                continue
             eligible = [
                 place for place in snapshot.decode if place.place not in fenced and can_ever_hold(place, pending)
             ]
-            if any(tally.has_room(place, pending) for place in eligible):
-                found.append(index)
-            elif eligible:
+            if eligible:
                 fenced.add(max(eligible, key=tally.num_free).place)
         return found
 
-    def _lane(self, number: int, route: _Route) -> Lane:
+    def _lane(self, number: int, route: _Route, now: float) -> Lane:
         place = route.place
         free = Lane(
             number,
-            free_in_s=place.step_ends_in_s,
+            free_in_s=max(place.step_ends_at - now, 0.0),
             num_decoding=place.num_decoding,
             num_context_tokens=place.num_context_tokens,
             max_step_tokens=place.max_step_tokens,
@@ -167,6 +198,10 @@ class KvAwarePolicy:
 
 def _routes(snapshot: Snapshot) -> list[_Route]:
     return [_Route(place, False) for place in snapshot.prefill] + [_Route(place, True) for place in snapshot.decode]
+
+
+def _free_in_s(place: Candidate, now: float) -> float:
+    return max(place.step_ends_at - now, 0.0) + place.step_time.prefill_s(place.num_unbegun_tokens)
 
 
 def _added_cost(lane: Lane, turn: Turn, job: Job) -> float:

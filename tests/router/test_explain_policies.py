@@ -16,13 +16,20 @@ from quartet.events.step_time import StepTime
 from router.policy.base import Candidate, Option, Pending, Policy, Snapshot
 from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy
 from router.policy.least_loaded import LeastLoadedPolicy
+from router.policy.power_of_two import PowerOfTwoPolicy
 from router.policy.round_robin import RoundRobinPolicy
+from router.policy.session_affinity import SessionAffinityPolicy
+from router.policy.split import SplitPolicy
 
 _BLOCK_SIZE = 10
 _POLICIES: dict[str, Callable[[], Policy]] = {
     "kv_aware": lambda: KvAwarePolicy(random.Random(0)),
     "least_loaded": lambda: LeastLoadedPolicy(0, random.Random(0)),
     "round_robin": lambda: RoundRobinPolicy(0),
+    "power_of_two": lambda: PowerOfTwoPolicy(0, random.Random(0)),
+    "split": lambda: SplitPolicy(KvAwarePolicy(random.Random(0)), LeastLoadedPolicy(0, random.Random(0))),
+    "split_the_other_way": lambda: SplitPolicy(LeastLoadedPolicy(0, random.Random(0)), KvAwarePolicy(random.Random(0))),
+    "sessions": lambda: SessionAffinityPolicy(KvAwarePolicy(random.Random(0))),
 }
 # Two costs that differ by less are a tie to the policy.
 _TIES = {"kv_aware": 1.0, "least_loaded": 1.05}
@@ -50,7 +57,7 @@ places = st.builds(
     num_promised_blocks=st.integers(0, 40),
     num_queued_tokens=st.integers(0, 2000),
     num_unbegun_tokens=st.integers(0, 2000),
-    step_ends_in_s=st.sampled_from([0.0, 0.001, 0.2]),
+    step_ends_at=st.sampled_from([0.0, 5.001, 5.2]),
     num_decoding=st.integers(0, 5),
 )
 snapshots = st.builds(
@@ -63,15 +70,17 @@ snapshots = st.builds(
     st.lists(places, min_size=1, max_size=4),
 )
 pendings = st.builds(
-    lambda num_tokens, cached, avoid: pending(
+    lambda num_tokens, cached, avoid, session_key: pending(
         num_tokens,
         num_cached_tokens={Place(name): min(count, num_tokens) for name, count in cached.items()},
         avoid=avoid,
+        session_key=session_key,
         arrived_at=4.5,
     ),
     st.integers(1, 900),
     st.dictionaries(st.sampled_from(["p0", "p1", "d0", "d1"]), st.integers(0, 500)),
     st.frozensets(st.sampled_from(["p0", "d0", "d1"])),
+    st.sampled_from(["", "one", "other"]),
 )
 
 
@@ -210,7 +219,7 @@ def test_kv_aware_prefills_where_it_decodes_if_that_costs_less_than_moving() -> 
     # The decode place is busy for 50 ms more; moving 200 tokens takes 20 or 200 ms.
     def prefills_at(transfer_s_per_token: float) -> str | None:
         config = KvAwareConfig(transfer_s_per_token=transfer_s_per_token, margin_s=1.0)
-        snapshot = Snapshot([candidate("p")], [candidate("d", step_ends_in_s=0.05)])
+        snapshot = Snapshot([candidate("p")], [candidate("d", step_ends_at=0.05)])
         [placement] = KvAwarePolicy(random.Random(0), config).assign([pending(200)], snapshot).placements
         return placement and placement.prefills_at.worker_id
 
@@ -220,7 +229,7 @@ def test_kv_aware_prefills_where_it_decodes_if_that_costs_less_than_moving() -> 
 
 def test_kv_aware_says_what_each_term_is() -> None:
     step_time = StepTime(prefill_base_s=0.01, prefill_s_per_token=1e-4)
-    place = candidate("d", step_time=step_time, step_ends_in_s=0.03, num_used_blocks=10)
+    place = candidate("d", step_time=step_time, step_ends_at=5.03, num_used_blocks=10)
     request = pending(200, num_cached_tokens={Place("d"): 100}, arrived_at=4.5)
     [option] = KvAwarePolicy(random.Random(0)).explain(request, Snapshot([], [place], now=5.0))
     assert option.num_cached_tokens == 100

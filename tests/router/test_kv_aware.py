@@ -30,7 +30,7 @@ def candidate(name: str, *, total: int = 1000, used: int = 0, ends_in_s: float =
         num_total_blocks=total,
         block_size=BLOCK_SIZE,
         num_used_blocks=used,
-        step_ends_in_s=ends_in_s,
+        step_ends_at=ends_in_s,
         num_unbegun_tokens=unbegun,
         max_step_tokens=2000,
         step_time=STEP_TIME,
