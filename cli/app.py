@@ -9,6 +9,7 @@ import typer
 
 from cli.bench.command import bench
 from cli.chat import chat
+from cli.explain import explain
 from cli.generate import generate
 from cli.replay.command import replay
 from cli.traces.command import trace
@@ -23,7 +24,7 @@ app = typer.Typer(
     # Locals hold prompts.
     pretty_exceptions_show_locals=False,
 )
-for command in (up, generate, chat, workers, bench, trace, replay):
+for command in (up, generate, chat, explain, workers, bench, trace, replay):
     app.command()(command)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import readline
+import secrets
 from typing import Annotated
 
 import typer
@@ -72,6 +73,8 @@ class _Conversation:
         self._model = model
         self._sampling = sampling
         self._seed = seed
+        # Its turns begin with the same tokens: a router that heeds sessions has them where those are cached.
+        self._session_key = secrets.token_hex(16)
         self._messages = [] if system is None else [ChatMessage("system", system)]
 
     def run(self) -> None:
@@ -82,7 +85,12 @@ class _Conversation:
     def _ask(self, text: str) -> None:
         messages = [*self._messages, ChatMessage("user", text)]
         stream = self._client.generate(
-            path=self._path, messages=messages, model=self._model, sampling=self._sampling, seed=self._seed
+            path=self._path,
+            messages=messages,
+            model=self._model,
+            sampling=self._sampling,
+            seed=self._seed,
+            session_key=self._session_key,
         )
         texts: list[str] = []
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from dataclasses import asdict
 from typing import Annotated
 
@@ -29,19 +28,21 @@ from cli.options import (
     make_sampling,
     make_tls,
 )
-from quartet.client import ChatMessage, Completion, Delta, GenerateFields, QuartetClient, RequestPath
+from cli.prompt import ChatOption, FileOption, PromptArgument, SessionKeyOption, TokenIdsOption, read_prompt
+from quartet.client import Completion, Delta, GenerateFields, QuartetClient, RequestPath
 from quartet.rpc.tls import TlsConfig
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to continue; - reads it from standard input.")],
+    prompt: PromptArgument = None,
     *,
     router: RouterOption = [DEFAULT_ROUTER],  # noqa: B006 - Typer copies it
     model: ModelOption = "",
     path: PathOption = RequestPath.GENERATE,
-    is_chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a user's message, laid out by the model's chat template.")
-    ] = False,
+    is_chat: ChatOption = False,
+    file: FileOption = None,
+    token_ids: TokenIdsOption = None,
+    session_key: SessionKeyOption = "",
     max_tokens: MaxTokensOption = None,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
@@ -55,18 +56,19 @@ def generate(
     tls_key: TlsKeyOption = None,
 ) -> None:
     """Continue a text. Tokens are printed as they come."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text, given = read_prompt(prompt, file, token_ids, is_chat=is_chat)
     with reporting_errors():
         fields: GenerateFields = {
-            "messages": [ChatMessage("user", text)] if is_chat else None,
+            **given,
             "model": model,
             "sampling": make_sampling(max_tokens, temperature, top_p, top_k),
             "seed": seed,
             "stop": stop or (),
             "timeout_s": timeout_s,
+            "session_key": session_key,
         }
         tls = make_tls(tls_ca, tls_cert, tls_key)
-        asyncio.run(_run(router, tls, path, None if is_chat else text, fields, as_json=as_json))
+        asyncio.run(_run(router, tls, path, text, fields, as_json=as_json))
 
 
 async def _run(
@@ -97,6 +99,7 @@ def _to_json(completion: Completion) -> dict[str, object]:
         "token_ids": choice.token_ids,
         "finish_reason": choice.finished.reason,
         "stop_string": choice.finished.stop_string,
+        "placements": [asdict(placement) for placement in completion.accepted.choices],
         "usage": asdict(choice.finished.usage),
         "time": asdict(choice.finished.time),
     }

@@ -18,6 +18,7 @@ from quartet.rpc.edge import (
     TimeBreakdown,
     Usage,
 )
+from quartet.rpc.explanation import Explanation, PlaceOption
 from quartet.rpc.fleet import Model, WorkerState, WorkerStatus
 from quartet.text.chat_message import ChatMessage
 
@@ -30,11 +31,13 @@ __all__ = [
     "CompletedChoice",
     "Completion",
     "Delta",
+    "Explanation",
     "FinishReason",
     "GenerateFields",
     "GenerateStream",
     "Model",
     "Place",
+    "PlaceOption",
     "Placed",
     "QuartetClient",
     "RequestPath",

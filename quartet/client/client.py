@@ -17,14 +17,18 @@ from quartet.client.request import GenerateFields, make_start
 from quartet.client.routers import Router, Routers
 from quartet.client.session import SessionRequest, Sessions
 from quartet.client.stream import ClientRequest, GenerateStream
+from quartet.rpc.convert.explanation import from_explain_response, to_explain_request
 from quartet.rpc.convert.fleet import from_model, from_worker_status
 from quartet.rpc.edge import GenerateStart
+from quartet.rpc.explanation import Explanation
 from quartet.rpc.fleet import Model, WorkerStatus
 from quartet.rpc.tls import TlsConfig
 from quartet.v1 import router_pb2
 
 #: Seconds for calls that only look something up.
 _LOOK_UP_TIMEOUT_S = 4.0
+#: Seconds for one that tokenizes a prompt, for which a router may have to fetch the tokenizer first.
+_EXPLAIN_TIMEOUT_S = 30.0
 
 
 class QuartetClient:
@@ -80,6 +84,15 @@ class QuartetClient:
             async for part in stream:
                 builder.add(part)
         return builder.build(stream.router)
+
+    async def explain(self, prompt: str | None = None, **fields: Unpack[GenerateFields]) -> Explanation:
+        """Where such a request would go now, and why; nothing is run. Arguments, errors: those of ``generate``."""
+        request = to_explain_request(make_start(prompt, **fields))
+
+        async def call(router: Router) -> Explanation:
+            return from_explain_response(await router.stub.Explain(request, timeout=_EXPLAIN_TIMEOUT_S))
+
+        return await self._routers.call(call)
 
     async def list_workers(self, model: str = "") -> list[WorkerStatus]:
         """The workers that the router knows, by role and id; ``model``: only those of this model."""

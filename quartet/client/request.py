@@ -26,6 +26,7 @@ class GenerateFields(TypedDict, total=False):
         logprobs: alternatives to report at each position, 0 to 20; ``None``: no log probabilities.
         seed: unsigned 64 bit; ``None``: the router draws one and tells it.
         timeout_s: seconds for the whole request; ``None``: the router's limit.
+        session_key: requests of one conversation share it, which routers may keep together; empty: none.
         include_stop_string: show the string that ended the answer.
         omit_text: token ids only; not together with ``stop``.
         omit_token_ids: text only.
@@ -41,6 +42,7 @@ class GenerateFields(TypedDict, total=False):
     logprobs: int | None
     seed: int | None
     timeout_s: float | None
+    session_key: str
     include_stop_string: bool
     omit_text: bool
     omit_token_ids: bool
@@ -59,6 +61,7 @@ def make_start(
     logprobs: int | None = None,
     seed: int | None = None,
     timeout_s: float | None = None,
+    session_key: str = "",
     include_stop_string: bool = False,
     omit_text: bool = False,
     omit_token_ids: bool = False,
@@ -86,6 +89,7 @@ def make_start(
             show_special_tokens=show_special_tokens,
         ),
         timeout_s=timeout_s,
+        session_key=session_key,
         num_choices=num_choices,
     )
     check_start(start)

@@ -16,6 +16,7 @@ from quartet.client.path import RequestPath
 from quartet.client.request import GenerateFields
 from quartet.client.stream import GenerateStream
 from quartet.rpc.edge import AnswerPart
+from quartet.rpc.explanation import Explanation
 from quartet.rpc.fleet import Model, WorkerStatus
 from quartet.rpc.tls import TlsConfig
 
@@ -57,6 +58,10 @@ class SyncClient:
     ) -> Completion:
         """The whole answer, when it is complete; see ``QuartetClient.complete``."""
         return self._loop.run(self._client.complete(prompt, path=path, **fields))
+
+    def explain(self, prompt: str | None = None, **fields: Unpack[GenerateFields]) -> Explanation:
+        """Where such a request would go now, and why; see ``QuartetClient.explain``."""
+        return self._loop.run(self._client.explain(prompt, **fields))
 
     def list_workers(self, model: str = "") -> list[WorkerStatus]:
         """The workers that the router knows, by role and id."""

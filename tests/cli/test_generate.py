@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +71,40 @@ async def test_json_holds_the_whole_answer(router: FakeRouter, start_router: Sta
     assert (answer["token_ids"], answer["finish_reason"]) == ([100, 101, 102], "length")
     assert answer["usage"]["num_output_tokens"] == 3
     assert answer["time"]["first_token_s"] == 0.25
+    [placement] = answer["placements"]
+    assert placement["prefill"] == {"worker_id": "prefill-0", "data_parallel_rank": 0}
+    assert (placement["decode"]["worker_id"], placement["num_matched_tokens"], placement["cost"]) == (
+        "decode-0",
+        3,
+        0.25,
+    )
+
+
+async def test_a_prompt_can_come_from_a_file_or_as_token_ids(
+    router: FakeRouter, start_router: StartRouter, run_cli: RunCli, tmp_path: Path
+) -> None:
+    address = await start_router(router)
+    (tmp_path / "prompt.txt").write_text("two\nlines é", encoding="utf-8")
+    await run_cli("generate", "--file", str(tmp_path / "prompt.txt"), "--session-key", "s", "--router", address)
+    await run_cli("generate", "--token-ids", "5, 7,9", "--router", address)
+    assert (router.starts[0].text, router.starts[0].session_key) == ("two\nlines é", "s")
+    assert list(router.starts[1].token_ids.ids) == [5, 7, 9]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["Hi", "--token-ids", "1"], "give one of"),
+        (["--token-ids", "1,x"], "whole numbers"),
+        (["--token-ids", "1", "--chat"], "--chat takes text"),
+        (["--file", "/nowhere/at/all"], "/nowhere/at/all"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "explain"])
+async def test_a_wrong_prompt_is_exit_code_2(run_cli: RunCli, command: str, arguments: list[str], told: str) -> None:
+    result = await run_cli(command, *arguments, "--router", "127.0.0.1:1")
+    assert result.exit_code == 2
+    assert told in " ".join(result.stderr.replace("│", "").split())
 
 
 async def test_a_failure_is_one_line_with_status_and_field(
@@ -92,7 +127,9 @@ async def test_nonsense_is_told_without_a_router(run_cli: RunCli) -> None:
     assert result.stderr == "quartet: INVALID_ARGUMENT (sampling.top_p): top_p must be in (0.0, 1.0], not 2.0\n"
 
 
-@pytest.mark.parametrize("command", [["generate", "Hi"], ["workers"], ["workers", "--watch"], ["chat"]])
+@pytest.mark.parametrize(
+    "command", [["generate", "Hi"], ["explain", "Hi"], ["workers"], ["workers", "--watch"], ["chat"]]
+)
 async def test_nobody_there_is_told_in_one_line_soon(
     run_cli: RunCli, free_port: Callable[[], int], command: list[str]
 ) -> None:

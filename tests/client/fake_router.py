@@ -34,6 +34,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         worker, worker_address: whom Place sends its callers to.
         num_misdirected: first placements that lead to nobody.
         holding: set while it waits.
+        explanation: what Explain answers.
         watch_is_bounded: a watch of the workers ends after the changes that are there.
         dropped: set when a call ended before its answer did, or a request of a session was cancelled.
         num_sessions: sessions opened so far.
@@ -60,6 +61,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         self.break_session_after: str | None = None
         self.breaks_session_at_once = False
         self.workers: list[router_pb2.WorkerStatus] = []
+        self.explanation = router_pb2.ExplainResponse()
         self.watch_is_bounded = False
         self.changes: asyncio.Queue[router_pb2.WatchWorkersResponse] = asyncio.Queue()
 
@@ -210,6 +212,12 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         while not (self.watch_is_bounded and self.changes.empty()):
             yield await self.changes.get()
 
+    async def Explain(self, request: router_pb2.ExplainRequest, context: Any) -> router_pb2.ExplainResponse:
+        self.starts.append(request.start)
+        if self.error is not None:
+            raise self.error
+        return self.explanation
+
     async def GetModel(self, request: router_pb2.GetModelRequest, context: Any) -> router_pb2.GetModelResponse:
         if request.name not in ("", "tiny"):
             raise ModelNotFoundError(f"no model {request.name}", field="name")
@@ -228,6 +236,8 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
             choice=choice,
             prefill=types_pb2.Place(worker_id="prefill-0"),
             decode=types_pb2.Place(worker_id=f"decode-{choice}"),
+            num_matched_tokens=3,
+            cost=0.25,
         )
 
     def _delta(self, choice: int, number: int, word: str) -> router_pb2.GenerateResponse:

@@ -403,6 +403,20 @@ async def test_a_model_is_found_by_name_or_not(router: FakeRouter, start_router:
             await client.get_model("huge")
 
 
+async def test_what_is_to_be_explained_is_checked_before_it_is_asked(
+    router: FakeRouter, start_router: StartRouter
+) -> None:
+    router.error = ModelNotFoundError("no worker serves any model yet", field="model")
+    async with QuartetClient(await start_router(router)) as client:
+        with pytest.raises(InvalidRequestError) as caught:
+            await client.explain("Hi", session_key="x" * 257)
+        assert (caught.value.field, router.starts) == ("session_key", [])
+        with pytest.raises(ModelNotFoundError):
+            await client.explain(token_ids=[1, 2])
+    [start] = router.starts
+    assert list(start.token_ids.ids) == [1, 2]
+
+
 async def test_whatever_fails_is_a_serving_error(
     router: FakeRouter, start_router: StartRouter, path: RequestPath
 ) -> None:

@@ -32,14 +32,17 @@ async def in_thread(address: str, use: Callable[[SyncClient], ResultT]) -> Resul
 async def test_answers_workers_and_models_come_without_a_loop(start_router: StartRouter) -> None:
     router = FakeRouter()
     router.workers = [worker_status("decode-0")]
+    router.explanation.policy = "round_robin"
 
     def use(client: SyncClient) -> None:
         assert "".join(e.text for e in client.generate("Hi") if isinstance(e, Delta)) == "one two three"
         assert client.complete("Hi").text == "one two three"
         assert [worker.record.worker_id for worker in client.list_workers()] == ["decode-0"]
         assert client.list_models() == [client.get_model("tiny")]
+        assert client.explain("Hi", session_key="s").policy == "round_robin"
 
     await in_thread(await start_router(router), use)
+    assert router.starts[-1].session_key == "s"
 
 
 async def test_leaving_the_iteration_cancels_the_request(start_router: StartRouter) -> None:

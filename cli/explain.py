@@ -1,0 +1,115 @@
+"""``quartet explain``: where a prompt would go now, and why, without running it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Annotated, Unpack
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cli.errors import reporting_errors
+from cli.options import (
+    DEFAULT_ROUTER,
+    MaxTokensOption,
+    ModelOption,
+    RouterOption,
+    TlsCaOption,
+    TlsCertOption,
+    TlsKeyOption,
+    make_tls,
+)
+from cli.prompt import ChatOption, FileOption, PromptArgument, SessionKeyOption, TokenIdsOption, read_prompt
+from quartet.client import Explanation, GenerateFields, PlaceOption, QuartetClient, Sampling
+from quartet.rpc.tls import TlsConfig
+
+# Not a terminal: whoever reads it wants whole lines.
+_PIPE_WIDTH = 240
+
+
+def explain(
+    prompt: PromptArgument = None,
+    *,
+    router: RouterOption = [DEFAULT_ROUTER],  # noqa: B006 - Typer copies it
+    model: ModelOption = "",
+    is_chat: ChatOption = False,
+    file: FileOption = None,
+    token_ids: TokenIdsOption = None,
+    session_key: SessionKeyOption = "",
+    max_tokens: MaxTokensOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+    tls_ca: TlsCaOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+) -> None:
+    """Show where a prompt would go now, and why; nothing is run."""
+    text, given = read_prompt(prompt, file, token_ids, is_chat=is_chat)
+    with reporting_errors():
+        sampling = Sampling(max_tokens=max_tokens)
+        fields: GenerateFields = {**given, "model": model, "sampling": sampling, "session_key": session_key}
+        explanation = asyncio.run(_ask(router, make_tls(tls_ca, tls_cert, tls_key), text, **fields))
+    if as_json:
+        print(json.dumps(asdict(explanation), ensure_ascii=False))
+    else:
+        _show(explanation)
+
+
+async def _ask(
+    routers: list[str], tls: TlsConfig | None, prompt: str | None, **fields: Unpack[GenerateFields]
+) -> Explanation:
+    async with QuartetClient(routers, tls=tls) as client:
+        return await client.explain(prompt, **fields)
+
+
+def _show(explanation: Explanation) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=_PIPE_WIDTH, highlight=False)
+    console.print(Text(_headline(explanation)))
+    console.print(option_table(explanation))
+    if not any(option.is_chosen for option in explanation.options):
+        console.print("No place takes it now: it would wait in the router.")
+
+
+def _headline(explanation: Explanation) -> str:
+    line = f"{explanation.num_prompt_tokens} prompt tokens for {explanation.model}, placed by {explanation.policy}"
+    return line + (f"; {explanation.num_waiting} choices wait before it" if explanation.num_waiting else "")
+
+
+def option_table(explanation: Explanation) -> Table:
+    """One row a place."""
+    table = Table()
+    for name in ("place", "role", "chosen"):
+        table.add_column(name, no_wrap=name == "place")
+    for name in ("matched tokens", "cost"):
+        table.add_column(name, justify="right")
+    for name in ("made of", "why not"):
+        table.add_column(name)
+    for option in explanation.options:
+        table.add_row(
+            *map(Text, _cells(option)), style="green" if option.is_chosen else "dim" if option.obstacle else ""
+        )
+    return table
+
+
+def _cells(option: PlaceOption) -> list[str]:
+    return [
+        str(option.place),
+        option.role,
+        "yes" if option.is_chosen else "",
+        str(option.num_matched_tokens),
+        "-" if option.cost is None else f"{option.cost:.4g} {option.cost_unit}",
+        _terms(option.terms),
+        option.obstacle,
+    ]
+
+
+def _terms(terms: Mapping[str, float]) -> str:
+    """Those that are anything, the weightiest first."""
+    ordered = sorted(terms.items(), key=lambda term: -abs(term[1]))
+    return ", ".join(f"{name} {value:.3g}" for name, value in ordered if value)
