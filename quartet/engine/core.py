@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import fields, replace
 
 from quartet.engine.base import EngineCapabilities, EngineRequest, EngineStats, Failed, RequestKind, StepOutput
+from quartet.engine.output_queue import OutputQueue
 from quartet.engine.pulls import Pulls
 from quartet.engine.runner import ModelRunner
 from quartet.engine.sampling import OutputOptions, Sampling
@@ -87,7 +87,7 @@ class StepEngine:
         self._live: set[int] = set()
         self._num_submits = 0
         self._num_submitted_prefill_tokens = 0
-        self._outputs = _OutputQueue()
+        self._outputs = OutputQueue()
         self._ready: asyncio.Future[ModelRunner] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._end_error: ServingError | None = None
@@ -267,34 +267,3 @@ class StepEngine:
             self._thread.join()
         except TimeoutError:
             logger.error("the engine's last step has not ended within %s s", self._close_timeout_s)
-
-
-class _OutputQueue:
-    """Hands steps' outputs to one consumer. Not bounded: the engine never waits for whoever reads."""
-
-    def __init__(self) -> None:
-        self._outputs: deque[StepOutput] = deque()
-        self._changed = asyncio.Event()
-        self._has_ended = False
-        self._error: ServingError | None = None
-
-    def put(self, output: StepOutput) -> None:
-        self._outputs.append(output)
-        self._changed.set()
-
-    def end(self, error: ServingError | None = None) -> None:
-        """Let the consumer end, with ``error`` if given, after what is queued. Only the first call counts."""
-        if not self._has_ended:
-            self._has_ended, self._error = True, error
-            self._changed.set()
-
-    async def read(self) -> AsyncIterator[StepOutput]:
-        while True:
-            while self._outputs:
-                yield self._outputs.popleft()
-            if self._has_ended:
-                break
-            self._changed.clear()
-            await self._changed.wait()
-        if self._error is not None:
-            raise self._error

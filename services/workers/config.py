@@ -33,7 +33,8 @@ class EngineSettings:
         kind: which engine.
         dtype: of weights and KV cache, as PyTorch names it; ``auto``: the checkpoint's own. For ``torch`` only.
         device: ``cpu``, or ``cuda:N``. For ``torch`` only.
-        num_blocks: KV blocks of the pool.
+        num_blocks: KV blocks of each rank's pool.
+        data_parallel_size: attention-data-parallel ranks, each a place to route to. The engine ``torch`` has one.
         block_size: tokens of a block.
         max_model_len: tokens of prompt and output together; ``None``: what the model was made for.
         num_threads: CPU threads of one operation; ``None``: the library's choice.
@@ -44,11 +45,19 @@ class EngineSettings:
     dtype: str = "auto"
     device: str = "cpu"
     num_blocks: int = 512
+    data_parallel_size: int = 1
     block_size: int = 32
     max_model_len: int | None = None
     num_threads: int | None = None
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     mock: MockSettings = field(default_factory=MockSettings)
+
+    def __post_init__(self) -> None:
+        """Refuse ranks that an engine does not have, naming the field."""
+        if self.data_parallel_size < 1:
+            raise ConfigError(f"data_parallel_size: must be at least 1, not {self.data_parallel_size}")
+        if self.kind is EngineKind.TORCH and self.data_parallel_size != 1:
+            raise ConfigError(f"data_parallel_size: the engine torch has one rank, not {self.data_parallel_size}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,9 @@ from typing import TypeAlias
 
 from quartet.engine.base import Engine, RequestKind
 from quartet.engine.core import ALL_SAMPLING_FIELDS, StepEngine
+from quartet.engine.data_parallel import DataParallelEngine
 from quartet.engine.mock import SAMPLING_FIELDS as MOCK_SAMPLING_FIELDS
-from quartet.engine.mock import MockEngineConfig, MockRunner
+from quartet.engine.mock import MockEngineConfig, rank_loader
 from quartet.engine.runner import ModelRunner
 from quartet.engine.torch import TorchEngineConfig, create_runner
 from quartet.transfer.base import Puller
@@ -24,13 +25,20 @@ def create_engine(config: WorkerConfig, kind: RequestKind, puller: Puller) -> En
     Raises:
         ConfigError: a setting out of range.
     """
-    is_mock = config.engine.kind is EngineKind.MOCK
+    if config.engine.kind is EngineKind.MOCK:
+        return _mock_engine(config, kind, puller)
+    return _step_engine(config, kind, puller, _torch_loader(config), ALL_SAMPLING_FIELDS)
+
+
+def _step_engine(
+    config: WorkerConfig,
+    kind: RequestKind,
+    puller: Puller,
+    load: Callable[[], ModelRunner],
+    sampling_fields: frozenset[str],
+) -> StepEngine:
     return StepEngine(
-        _mock_loader(config) if is_mock else _torch_loader(config),
-        config.engine.scheduler,
-        puller=puller,
-        kinds=frozenset({kind}),
-        sampling_fields=MOCK_SAMPLING_FIELDS if is_mock else ALL_SAMPLING_FIELDS,
+        load, config.engine.scheduler, puller=puller, kinds=frozenset({kind}), sampling_fields=sampling_fields
     )
 
 
@@ -48,13 +56,22 @@ def _torch_loader(config: WorkerConfig) -> Callable[[], ModelRunner]:
     return lambda: create_runner(torch_config)
 
 
-def _mock_loader(config: WorkerConfig) -> Callable[[], ModelRunner]:
+def _mock_engine(config: WorkerConfig, kind: RequestKind, puller: Puller) -> Engine:
     settings = config.engine
-    mock_config = MockEngineConfig(
-        model_path=config.model_path,
-        num_blocks=settings.num_blocks,
-        block_size=settings.block_size,
-        max_model_len=settings.max_model_len,
-        settings=settings.mock,
+    load = rank_loader(
+        MockEngineConfig(
+            model_path=config.model_path,
+            num_blocks=settings.num_blocks,
+            data_parallel_size=settings.data_parallel_size,
+            block_size=settings.block_size,
+            max_model_len=settings.max_model_len,
+            settings=settings.mock,
+        )
     )
-    return lambda: MockRunner(mock_config)
+
+    def make_rank(rank: int, puller: Puller) -> StepEngine:
+        return _step_engine(config, kind, puller, lambda: load(rank), MOCK_SAMPLING_FIELDS)
+
+    if settings.data_parallel_size == 1:
+        return make_rank(0, puller)
+    return DataParallelEngine(settings.data_parallel_size, make_rank, puller)

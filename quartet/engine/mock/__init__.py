@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from quartet.engine.mock.config import MockEngineConfig, MockSettings
-from quartet.engine.mock.runner import SAMPLING_FIELDS, MockRunner
+from quartet.engine.mock.runner import SAMPLING_FIELDS, MockRunner, SharedByRanks, rank_loader
 from quartet.engine.mock.timing import StepTiming
 
-__all__ = ["SAMPLING_FIELDS", "MockEngineConfig", "MockRunner", "MockSettings", "StepTiming"]
+__all__ = [
+    "SAMPLING_FIELDS",
+    "MockEngineConfig",
+    "MockRunner",
+    "MockSettings",
+    "SharedByRanks",
+    "StepTiming",
+    "rank_loader",
+]

@@ -34,7 +34,8 @@ class MockEngineConfig:
     Attributes:
         model_path: directory with tokenizer.json; config.json and the other files that ``quartet.text`` reads may be
             missing, and weights are not looked at.
-        num_blocks: blocks of the pool.
+        num_blocks: blocks of each rank's pool.
+        data_parallel_size: ranks, each with a scheduler, a pool and steps of its own.
         block_size: tokens of a block.
         max_model_len: tokens of prompt and output together, also more than the model was made for; ``None``: what
             config.json says.
@@ -46,13 +47,14 @@ class MockEngineConfig:
 
     model_path: str
     num_blocks: int
+    data_parallel_size: int = 1
     block_size: int = 32
     max_model_len: int | None = None
     settings: MockSettings = field(default_factory=MockSettings)
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
-        for name in ("num_blocks", "block_size", "max_model_len"):
+        for name in ("num_blocks", "data_parallel_size", "block_size", "max_model_len"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}: must be at least 1, not {value}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 from quartet.engine.core import ALL_SAMPLING_FIELDS
@@ -38,6 +39,34 @@ def mock_layout(fingerprint: str, block_size: int) -> KvLayout:
     )
 
 
+class SharedByRanks:
+    """What the ranks of one mock engine have in common: the model, and one memory with each rank's blocks in turn."""
+
+    def __init__(self, config: MockEngineConfig) -> None:
+        """Read the model's text files, reserve the pools.
+
+        Raises:
+            ModelFilesError: the files are missing or malformed, or say nothing of a length that ``config`` leaves open.
+        """
+        self.config = config
+        self.model = MockModel.load(Path(config.model_path))
+        max_model_len = config.max_model_len or self.model.max_model_len
+        if max_model_len is None:
+            raise ModelFilesError("set max_model_len: config.json has no max_position_embeddings")
+        self.max_model_len = max_model_len
+        self.layout = mock_layout(self.model.fingerprint, config.block_size)
+        self.memory = PoolMemory(config.data_parallel_size * config.num_blocks, self.layout.piece_size_bytes)
+
+
+def rank_loader(config: MockEngineConfig) -> Callable[[int], MockRunner]:
+    """Makes the runner of a rank; the first call, which has to end before the next, loads what they share.
+
+    It raises ``ModelFilesError`` as ``SharedByRanks`` does.
+    """
+    shared = cache(lambda: SharedByRanks(config))
+    return lambda rank: MockRunner(shared(), rank)
+
+
 class MockRunner:
     """Gives out tokens of ``MockTokens`` in the time of ``StepTiming``. Needs neither torch nor weights.
 
@@ -45,33 +74,27 @@ class MockRunner:
 
     Attributes:
         layout: of one block.
-        memory: the pool's bytes.
-        num_blocks: of the pool.
+        memory: the bytes of all ranks' pools.
+        num_blocks: of this rank's.
         eos_token_ids: tokens that end an output; they come only where a request's ``logit_bias`` wants them.
         vocab_size: token ids are below it.
         max_model_len: tokens of prompt and output together.
     """
 
-    def __init__(self, config: MockEngineConfig, pacer: StepPacer | None = None) -> None:
-        """Read the model's text files, reserve the pool.
-
-        Raises:
-            ModelFilesError: the files are missing or malformed, or say nothing of a length that ``config`` leaves open.
-        """
-        model = MockModel.load(Path(config.model_path))
-        max_model_len = config.max_model_len or model.max_model_len
-        if max_model_len is None:
-            raise ModelFilesError("set max_model_len: config.json has no max_position_embeddings")
-        self.layout = mock_layout(model.fingerprint, config.block_size)
+    def __init__(self, shared: SharedByRanks, rank: int = 0, pacer: StepPacer | None = None) -> None:
+        """Compute for ``rank``; that of rank 0 closes what is shared."""
+        config, model = shared.config, shared.model
+        self.layout = shared.layout
         self.num_blocks = config.num_blocks
-        self.max_model_len = max_model_len
+        self.max_model_len = shared.max_model_len
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
-        self.memory: PoolMemory | None = PoolMemory(config.num_blocks, self.layout.piece_size_bytes)
-        self._stamps = BlockStamps(self.memory, config.block_size)
+        self.memory: PoolMemory | None = shared.memory
+        self._stamps = BlockStamps(shared.memory, config.block_size, rank * config.num_blocks)
         self._tokens = MockTokens(model.word_ids)
         self._settings = config.settings
         self._pacer = pacer or StepPacer()
+        self._is_owner = rank == 0
         self._last_ids: frozenset[int] = frozenset()
 
     def run(self, chunks: Sequence[ScheduledChunk]) -> list[SampledToken]:
@@ -95,6 +118,6 @@ class MockRunner:
         return max(0.0, step_ms) / _MS_PER_S / self._settings.speed_up
 
     def close(self) -> None:
-        """Give the pool back."""
-        if self.memory is not None:
+        """Give the pools back, where they are its to give."""
+        if self._is_owner and self.memory is not None:
             self.memory.close()

@@ -21,9 +21,12 @@ class BlockStamps:
     A block has the stamp in its first and its last word, so that one that came half is found, too.
     """
 
-    def __init__(self, memory: PoolMemory, block_size: int) -> None:
-        """``memory``: of blocks of ``block_size`` tokens, whose bytes are whole words of 4, two at least."""
-        pool = np.frombuffer(memory.view, np.uint32).reshape(memory.num_blocks, -1)
+    def __init__(self, memory: PoolMemory, block_size: int, first_block: int = 0) -> None:
+        """``memory``: of blocks of ``block_size`` tokens, whose bytes are whole words of 4, two at least.
+
+        Block 0 of who asks is its block ``first_block``.
+        """
+        pool = np.frombuffer(memory.view, np.uint32).reshape(memory.num_blocks, -1)[first_block:]
         self._first_words, self._last_words = pool[:, 0], pool[:, -1]
         self._block_size = block_size
         self._last_ids: frozenset[int] = frozenset()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.engine.mock import MockEngineConfig, MockRunner, MockSettings, StepTiming
+from quartet.engine.mock import MockEngineConfig, MockRunner, MockSettings, SharedByRanks, StepTiming
 from quartet.engine.mock.pacer import StepPacer
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.engine.step_loop import StepLoop, Submit
@@ -37,7 +37,7 @@ def test_a_step_loop_learns_the_timing_that_it_is_paced_by(text_dir: Path, speed
     config = MockEngineConfig(
         model_path=str(text_dir), num_blocks=4096, block_size=32, max_model_len=40_000, settings=settings
     )
-    runner = MockRunner(config, StepPacer(clock.read, clock.sleep))
+    runner = MockRunner(SharedByRanks(config), pacer=StepPacer(clock.read, clock.sleep))
     bounds = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=8192)
     steps = StepLoop(runner, bounds, clock.read)
     for _ in range(60):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from quartet.engine.base import EngineRequest, Failed, Finished, FinishReason, Prefilled, RequestKind
-from quartet.engine.mock import SAMPLING_FIELDS, MockEngineConfig, MockRunner, MockSettings, StepTiming
+from quartet.engine.mock import SAMPLING_FIELDS, MockEngineConfig, MockRunner, MockSettings, SharedByRanks, StepTiming
 from quartet.engine.mock.pacer import StepPacer
 from quartet.engine.mock.stamps import WrongBlocksError
 from quartet.engine.runner import ModelRunner
@@ -32,7 +32,7 @@ def make_runner(
     text_dir: Path, *, num_blocks: int = 64, settings: MockSettings = FAST, pacer: StepPacer | None = None
 ) -> MockRunner:
     config = MockEngineConfig(model_path=str(text_dir), num_blocks=num_blocks, block_size=4, settings=settings)
-    return MockRunner(config, pacer)
+    return MockRunner(SharedByRanks(config), pacer=pacer)
 
 
 async def answer_alone(text_dir: Path, start_engine: StartEngine, request: EngineRequest) -> list[int]:
@@ -217,7 +217,7 @@ def test_a_length_has_to_come_from_somewhere(text_dir: Path, tmp_path: Path) -> 
     with pytest.raises(ModelFilesError, match="set max_model_len"):
         make_runner(tmp_path)
     config = MockEngineConfig(model_path=str(tmp_path), num_blocks=4, max_model_len=100_000)
-    runner = MockRunner(config)
+    runner = MockRunner(SharedByRanks(config))
     assert (runner.max_model_len, runner.vocab_size, runner.eos_token_ids) == (100_000, 640, frozenset())
     runner.close()
 

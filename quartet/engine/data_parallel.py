@@ -1,0 +1,186 @@
+"""Attention-data-parallel ranks behind one engine: each has its own scheduler, prefix cache and thread.
+
+The ranks step independently of one another, as those of ai-dynamo/dynamo's mock engine do. An engine whose ranks
+exchange activations in every step (TensorRT-LLM's attention DP) steps them together; it is no ``StepEngine``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+
+from quartet.engine.base import EngineCapabilities, EngineRequest, EngineStats, Failed, StepOutput
+from quartet.engine.core import StepEngine
+from quartet.engine.output_queue import OutputQueue
+from quartet.engine.rank_snapshots import RankSnapshots
+from quartet.errors import EngineError, UnsupportedFieldError
+from quartet.events.kv import RankEvents, StoredBlocks
+from quartet.kvcache.layout import HandOff, KvLayout
+from quartet.transfer.base import Claim, FetchResult, PieceCopy, PoolMemory, Puller
+
+
+class DataParallelEngine:
+    """An ``Engine`` of several ranks, each a ``StepEngine`` that knows of itself only, and is rank 0 to itself.
+
+    The ranks' blocks lie in one memory, one rank's after another's, and are numbered through for whoever is outside.
+    """
+
+    def __init__(self, num_ranks: int, make_rank: Callable[[int, Puller], StepEngine], puller: Puller) -> None:
+        """Nothing is loaded before ``start``.
+
+        Args:
+            num_ranks: at least one.
+            make_rank: the engine of a rank, which pulls by the puller given. The runners of all have the same
+                ``memory``, of the blocks of all.
+            puller: fetches hand-offs into that memory. It stays the caller's to close, after the engine.
+        """
+        self._puller = puller
+        self._rank_pullers = [_RankPuller(puller) for _ in range(num_ranks)]
+        self._ranks = [make_rank(rank, rank_puller) for rank, rank_puller in enumerate(self._rank_pullers)]
+        self._snapshots = RankSnapshots(num_ranks)
+        self._outputs = OutputQueue()
+        self._readers: asyncio.Task[None] | None = None
+        self._loss: EngineError | None = None
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """What it can do; valid after ``start``."""
+        return replace(self._ranks[0].capabilities, data_parallel_size=len(self._ranks))
+
+    @property
+    def memory(self) -> PoolMemory | None:
+        """The block pools of all ranks as bytes, for transfers out."""
+        return self._ranks[0].memory
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether all ranks were started and step on."""
+        return all(rank.is_alive for rank in self._ranks)
+
+    async def start(self) -> None:
+        """Load, warm up and begin stepping. Raises ``ServingError`` naming what is wrong; ``close`` even then."""
+        for number, rank in enumerate(self._ranks):
+            await rank.start()
+            self._rank_pullers[number].first_block = self._first_block(number)
+        capabilities, memory = self.capabilities, self.memory
+        assert memory is not None, "the ranks' pool can be reached"
+        assert memory.num_blocks == len(self._ranks) * capabilities.num_blocks, "it has the blocks of all"
+        assert capabilities.layout is not None, "the ranks page by themselves"
+        self._puller.attach(memory, capabilities.layout)
+        self._readers = asyncio.get_running_loop().create_task(self._read_all())
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue ``request`` at its rank; every outcome, refusal included, arrives in ``outputs``.
+
+        Raises:
+            EngineError, WorkerUnavailableError: a rank died or was closed; nothing comes out any more.
+        """
+        if self._loss is not None:
+            raise EngineError(self._loss.message)
+        generation = request.generation
+        if generation.data_parallel_rank >= len(self._ranks):
+            message = f"this engine has data-parallel ranks 0 to {len(self._ranks) - 1}"
+            error = UnsupportedFieldError(message, field="data_parallel_rank")
+            self._outputs.put(StepOutput(failed=(Failed(request.id, error),)))
+            return
+        rank = self._ranks[generation.data_parallel_rank]
+        rank.submit(replace(request, generation=replace(generation, data_parallel_rank=0)))
+
+    def cancel(self, id: int) -> None:
+        """End a request at the next step; its ``failed`` (or how it had already ended) still arrives."""
+        for rank in self._ranks:
+            rank.cancel(id)
+
+    def release(self, id: int) -> None:
+        """Let go of the blocks that a completed prefill holds. Unknown ids are ignored."""
+        for rank in self._ranks:
+            rank.release(id)
+
+    def request_kv_snapshot(self) -> None:
+        """Have one of the next outputs carry a ``kv_snapshot``; one answers all requests before it."""
+        self._snapshots.want()
+        for rank in self._ranks:
+            rank.request_kv_snapshot()
+
+    def outputs(self) -> AsyncIterator[StepOutput]:
+        """The steps' outputs, in order, for one consumer. Ends after ``close``; raises ``EngineError`` when it died."""
+        return self._outputs.read()
+
+    def stats(self) -> Sequence[EngineStats]:
+        """The latest steps' statistics, by rank."""
+        return [stats for rank in self._ranks for stats in rank.stats()]
+
+    async def close(self) -> None:
+        """Fail what still runs, stop transfers and stepping, free everything. Bounded in time; may be called twice."""
+        await asyncio.gather(*(rank.close() for rank in self._ranks))
+        if self._readers is not None:
+            await self._readers
+        self._outputs.end()
+
+    def _first_block(self, number: int) -> int:
+        return number * self._ranks[number].capabilities.num_blocks
+
+    async def _read_all(self) -> None:
+        await asyncio.gather(*(self._read(number) for number in range(len(self._ranks))))
+        self._outputs.end(self._loss)
+
+    async def _read(self, number: int) -> None:
+        try:
+            async for output in self._ranks[number].outputs():
+                self._outputs.put(self._whole(number, output))
+        except EngineError as error:
+            if self._loss is None:
+                self._loss = error
+                await self._close_others(number)
+
+    async def _close_others(self, number: int) -> None:
+        """A rank is lost, and with it the engine: fail what runs at the others."""
+        await asyncio.gather(*(rank.close() for other, rank in enumerate(self._ranks) if other != number))
+
+    def _whole(self, number: int, output: StepOutput) -> StepOutput:
+        """A rank's output as the engine's."""
+        output = _renumbered(output, number, self._first_block(number)) if number else output
+        snapshot = self._snapshots.take(output.kv_events, output.kv_snapshot)
+        return output if output.kv_snapshot is None else replace(output, kv_snapshot=snapshot)
+
+
+def _renumbered(output: StepOutput, rank: int, first_block: int) -> StepOutput:
+    prefilled = [
+        replace(prefilled, block_ids=tuple(first_block + block_id for block_id in prefilled.block_ids))
+        for prefilled in output.prefilled
+    ]
+    kv_events = [RankEvents(rank, changed.events) for changed in output.kv_events]
+    snapshot = output.kv_snapshot
+    if snapshot is not None:
+        snapshot = [StoredBlocks(rank, blocks.parent_hashes, blocks.tier) for blocks in snapshot]
+    return replace(output, prefilled=prefilled, kv_events=kv_events, kv_snapshot=snapshot)
+
+
+class _RankPuller:
+    """A ``Puller`` for one rank, whose blocks begin at ``first_block`` of the memory that all ranks share."""
+
+    def __init__(self, puller: Puller) -> None:
+        self.first_block = 0
+        self._puller = puller
+
+    def attach(self, memory: PoolMemory, layout: KvLayout) -> None:
+        """The ranks' memory is attached once, for all."""
+
+    def claim(self, hand_off: HandOff) -> Claim:
+        return _RankClaim(self._puller.claim(hand_off), self.first_block)
+
+    async def close(self) -> None:
+        """It is closed once, for all."""
+
+
+class _RankClaim:
+    def __init__(self, claim: Claim, first_block: int) -> None:
+        self._claim = claim
+        self._first_block = first_block
+
+    async def fetch(self, copies: Sequence[PieceCopy]) -> FetchResult:
+        return await self._claim.fetch([PieceCopy(copy.piece, self._first_block + copy.block_id) for copy in copies])
+
+    async def abort(self) -> None:
+        await self._claim.abort()
