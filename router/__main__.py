@@ -13,6 +13,7 @@ import uvloop
 
 from quartet.config import build, load_yaml, override
 from quartet.errors import ConfigError, ServingError
+from quartet.rpc.poller_thread import yielding_poller
 from quartet.telemetry.logging import configure
 from router.config import RouterConfig
 from router.process import RouterProcess
@@ -43,7 +44,8 @@ async def _run(config: RouterConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await RouterProcess(config).run(stop)
+    with yielding_poller():
+        await RouterProcess(config).run(stop)
 
 
 if __name__ == "__main__":
