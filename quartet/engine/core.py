@@ -70,11 +70,7 @@ class StepEngine:
         """
         self._thread_end = asyncio.Event()
         listener = ThreadListener(
-            on_ready=self._on_ready,
-            on_begin=self._on_begin,
-            on_report=self._on_report,
-            on_lost=self._on_lost,
-            on_end=self._thread_end.set,
+            on_ready=self._on_ready, on_report=self._on_report, on_lost=self._on_lost, on_end=self._thread_end.set
         )
         self._thread = EngineThread(runner_factory, config, listener)
         self._puller = puller
@@ -194,10 +190,6 @@ class StepEngine:
         assert self._ready is not None, "start waits"
         if not self._ready.done():
             self._ready.set_result(runner)
-
-    def _on_begin(self) -> None:
-        if self._end_error is None:
-            self._outputs.put(StepOutput())
 
     def _on_report(self, report: StepReport) -> None:
         if self._pulls is not None:

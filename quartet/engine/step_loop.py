@@ -117,7 +117,7 @@ class StepLoop:
         runner: ModelRunner,
         config: SchedulerConfig,
         clock: Callable[[], float] = time.monotonic,
-        on_begin: Callable[[], None] = lambda: None,
+        on_begin: Callable[[StepReport], None] = lambda _report: None,
     ) -> None:
         """Nothing is computed before the first ``step``.
 
@@ -125,8 +125,8 @@ class StepLoop:
             runner: computes; stays the caller's to close.
             config: bounds of a step.
             clock: gives seconds.
-            on_begin: called, with the snapshot replaced, as a step with prompt tokens begins after which none is left
-                to begin, or before which none was.
+            on_begin: hears, with the snapshot replaced and before anything is computed, of pulls; and by an output with
+                nothing in it, of a step with prompt tokens after which none is left to begin, or before which none was.
         """
         block_size = runner.layout.block_size
         limits = EngineLimits(
@@ -154,7 +154,10 @@ class StepLoop:
         self.snapshot = self._snapshot_between()
 
     def step(self, messages: Iterable[Message]) -> StepReport:
-        """Take ``messages`` in, compute one step. Raises whatever the runner raises: then it is not usable any more."""
+        """Take ``messages`` in, compute one step; what is left to say after ``on_begin``.
+
+        Raises whatever the runner raises: then it is not usable any more.
+        """
         self._clock.begin(is_continued=not self.is_idle)
         for message in messages:
             self._take(message)
@@ -162,8 +165,7 @@ class StepLoop:
         if schedule.chunks:
             self._compute(schedule)
         self.is_idle = self._is_idle_after(schedule)
-        report = StepReport(self._build_output(), schedule.pulls, self._stopped_pulls)
-        self._stopped_pulls = []
+        report = self._report(self._build_output(), schedule)
         self._num_steps += bool(schedule.chunks or report)
         self.snapshot = self._snapshot_between()
         return report
@@ -179,7 +181,7 @@ class StepLoop:
     def _compute(self, schedule: Schedule) -> None:
         self._outputs.start(schedule.started)
         work = step_work(schedule.chunks)
-        self._begin(schedule.chunks, work)
+        self._begin(schedule, work)
         sampled = self._runner.run(schedule.chunks)
         self._clock.end(work)
         self._outputs.take_tokens(self._scheduler.update(schedule.chunks, sampled))
@@ -187,15 +189,24 @@ class StepLoop:
         self._num_prompt_tokens += sum(map(_num_given_tokens, schedule.chunks))
         self._num_output_tokens += len(sampled)
 
-    def _begin(self, chunks: Sequence[ScheduledChunk], work: StepWork) -> None:
+    def _begin(self, schedule: Schedule, work: StepWork) -> None:
         had_unbegun = self.snapshot.stats.num_unbegun_prefill_tokens > 0
-        if not work.num_prompt_tokens:  # everybody who runs decodes
-            self.snapshot = self._snapshot_during(chunks, work, Backlog(0, len(chunks), work.num_context_tokens))
-            return
-        self._num_prompt_steps += 1
-        self.snapshot = self._snapshot_during(chunks, work, backlog(self._scheduler.running))
-        if not (had_unbegun and self.snapshot.stats.num_unbegun_prefill_tokens):
-            self._on_begin()
+        self._num_prompt_steps += work.num_prompt_tokens > 0
+        # Without prompt tokens, everybody who runs decodes.
+        decoding = Backlog(0, len(schedule.chunks), work.num_context_tokens)
+        before = backlog(self._scheduler.running) if work.num_prompt_tokens else decoding
+        self.snapshot = self._snapshot_during(schedule.chunks, work, before)
+        has_unbegun = self.snapshot.stats.num_unbegun_prefill_tokens > 0
+        is_news = work.num_prompt_tokens > 0 and not (had_unbegun and has_unbegun)
+        report = self._report(StepOutput() if is_news else None, schedule)
+        if report:
+            self._on_begin(report)
+
+    def _report(self, output: StepOutput | None, schedule: Schedule) -> StepReport:
+        """``output``, and what was not said yet of pulls."""
+        pulls, schedule.pulls = schedule.pulls, []
+        stopped_pulls, self._stopped_pulls = self._stopped_pulls, []
+        return StepReport(output, pulls, stopped_pulls)
 
     def _build_output(self) -> StepOutput | None:
         events = self._blocks.take_events()

@@ -20,18 +20,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadListener:
-    """What hears of the thread, on the event loop and in order: ready, begins and reports, lost, end.
+    """What hears of the thread, on the event loop and in order: ready, reports, lost, end.
 
     Attributes:
         on_ready: the model is loaded; what the runner says of itself may be read.
-        on_begin: a step began, and what waits to be prefilled is not what it was (see ``StepLoop``).
-        on_report: a step had something to say.
+        on_report: a step had something to say, as it began or ended.
         on_lost: loading or a step failed; nothing is computed any more.
         on_end: the model is closed and the thread about to end.
     """
 
     on_ready: Callable[[ModelRunner], None]
-    on_begin: Callable[[], None]
     on_report: Callable[[StepReport], None]
     on_lost: Callable[[Exception], None]
     on_end: Callable[[], None]
@@ -84,7 +82,7 @@ class EngineThread:
         runner: ModelRunner | None = None
         try:
             runner = self._runner_factory()
-            steps = self._steps = StepLoop(runner, self._config, on_begin=self._tell_begin)
+            steps = self._steps = StepLoop(runner, self._config, on_begin=self._tell_report)
             self._tell(self._listener.on_ready, runner)
             self._step_until_stopped(steps)
         except Exception as error:  # the thread's work ends here; the listener fails what it knows
@@ -102,15 +100,15 @@ class EngineThread:
             self._wake_up.clear()  # before reading: what is posted from here on wakes up again
             report = steps.step([self._inbox.popleft() for _ in range(len(self._inbox))])
             if report:
-                self._tell(self._listener.on_report, report)
+                self._tell_report(report)
 
     def _wait_until_stopped(self) -> None:
         while not self._is_stopping:
             self._wake_up.wait()
             self._wake_up.clear()
 
-    def _tell_begin(self) -> None:
-        self._tell(self._listener.on_begin)
+    def _tell_report(self, report: StepReport) -> None:
+        self._tell(self._listener.on_report, report)
 
     def _tell(self, hear: Callable[..., None], *args: object) -> None:
         assert self._loop is not None, "started"

@@ -45,6 +45,23 @@ def _check_free(engine: StepEngine) -> None:
     assert engine.stats()[0].num_in_use_blocks == 0
 
 
+async def test_blocks_are_fetched_while_the_step_runs_in_which_they_got_their_place(start_engine: StartEngine) -> None:
+    puller, gate = FakePuller(), threading.Semaphore(0)
+    runner = FakeRunner(step_gate=gate)
+    engine = await start_engine(runner, puller=puller)
+    consumer = Consumer(engine)
+    running, pulled = make_request(range(20), max_tokens=6), _decode(puller, range(30, 40))
+    engine.submit(running)
+    await asyncio.to_thread(runner.step_began.wait, WAIT_S)
+    engine.submit(pulled)
+    gate.release()
+    await _wait_event(puller.fetch_began)  # the second step waits at the gate
+    assert runner.num_steps == 2
+    gate.release(100)
+    for request in (running, pulled):
+        assert isinstance(await consumer.wait_terminal(request), Finished)
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [

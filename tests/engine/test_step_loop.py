@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from quartet.engine.base import EngineRequest, EngineStats, RequestKind
+from quartet.engine.base import EngineRequest, EngineStats, RequestKind, StepOutput
 from quartet.engine.runner import SampledToken
 from quartet.engine.running import ScheduledChunk
 from quartet.engine.scheduler import SchedulerConfig
@@ -25,6 +25,7 @@ class Loop:
         now: what its clock says; steps take no time but what ``step_s`` says.
         during: statistics as the last step that computed something ran.
         num_begins: steps that it told of as they began.
+        early_pulls: requests whose pull it asked for as a step began.
     """
 
     def __init__(self, *, num_blocks: int = 64) -> None:
@@ -32,14 +33,18 @@ class Loop:
         self.step_s = 0.0
         self.during = EngineStats()
         self.num_begins = 0
+        self.early_pulls: list[int] = []
         self.runner = FakeRunner(num_blocks=num_blocks)
         self.run = self.runner.run
         self.runner.run = self.compute  # type: ignore[method-assign]
         self.steps = StepLoop(self.runner, CONFIG, lambda: self.now, self.begin)
         self.ended: list[int] = []
 
-    def begin(self) -> None:
-        self.num_begins += 1
+    def begin(self, report: StepReport) -> None:
+        assert report, "it has something to say"
+        assert report.output in (None, StepOutput())
+        self.num_begins += report.output is not None
+        self.early_pulls += [pull.id for pull in report.pulls]
 
     def compute(self, chunks: Sequence[ScheduledChunk]) -> list[SampledToken]:
         self.during = self.steps.snapshot.stats
@@ -97,8 +102,10 @@ def test_whoever_only_waits_for_bytes_leaves_nothing_to_do() -> None:
 
 def test_who_decodes_is_not_left_waiting_beside_who_pulls() -> None:
     loop = Loop()
-    decoding = make_request(range(5), max_tokens=3)
-    assert loop.step(submit(decoding), submit(pulling())).pulls
+    decoding, pulled = make_request(range(5), max_tokens=3), pulling()
+    # It has not to wait for the step to have its bytes fetched.
+    assert not loop.step(submit(decoding), submit(pulled)).pulls
+    assert loop.early_pulls == [pulled.id]
     assert not loop.is_idle
     loop.run_until_idle([])
     assert loop.ended == [decoding.id]
