@@ -64,7 +64,7 @@ class StackMaker:
                 "num_blocks": _NUM_BLOCKS,
                 "max_model_len": _MAX_MODEL_LEN,
             },
-            "router": {"overrides": {**quiet, "local_prefill_max_tokens": 0}},
+            "router": {"overrides": {**quiet, "policy": {"local_prefill_max_tokens": 0}}},
             "workers": [{"role": role, "overrides": quiet} for role in roles],
             "drain_timeout_s": 0.5,
         }

@@ -218,7 +218,7 @@ def _topology() -> Topology:
         # An etcd that answers is used; nobody else's workers may be taken for ours.
         "namespace": f"benchmark-overload-{os.getpid()}",
         "engine": {"num_threads": 1, "block_size": _BLOCK_SIZE},
-        "router": {"overrides": {**quiet, "local_prefill_max_tokens": 0}},
+        "router": {"overrides": {**quiet, "policy": {"local_prefill_max_tokens": 0}}},
         "workers": [
             {"role": "prefill", "overrides": quiet},
             {"role": "decode", "overrides": {**quiet, "engine": {"num_blocks": _NUM_DECODE_BLOCKS}}},

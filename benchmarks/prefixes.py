@@ -208,7 +208,7 @@ def _topology(workload: Workload, policy: str) -> Topology:
             "max_model_len": 8192,
             "scheduler": {"max_num_seqs": 256, "max_num_batched_tokens": 8192},
         },
-        "router": {"overrides": {**quiet, "policy": policy}},
+        "router": {"overrides": {**quiet, "policy": {"name": policy}}},
         "workers": [{"role": "decode", "replicas": _NUM_WORKERS, "overrides": quiet}],
     }
     return build(Topology, settings)

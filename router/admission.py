@@ -137,7 +137,10 @@ class Admission:
         waiting = Waiting(
             ticket=ticket,
             entry=self._num_entries,
-            pending=replace(pending, num_cached_tokens=matches),
+            # Of several choices that go together none can wait for the best moment while others hold room.
+            pending=replace(
+                pending, num_cached_tokens=matches, binds_at_once=together is not None and not together.is_alone
+            ),
             matches=matches,
             placed=loop.create_future(),
             since=now,

@@ -28,10 +28,12 @@ class RankAccount:
     Attributes:
         num_promised_blocks: blocks that the bookings may take beyond what the place reports as used.
         num_unreported_tokens: tokens to prefill of bookings that have not arrived, as far as the place's reports tell.
+        num_placed_tokens: of starts that clients may bring at any time, or never.
     """
 
     num_promised_blocks: int = 0
     num_unreported_tokens: int = 0
+    num_placed_tokens: int = 0
 
 
 class WorkerBook:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 
 from quartet.discovery.create import DiscoveryConfig
@@ -14,14 +13,7 @@ from quartet.rpc.session import SessionLimits
 from quartet.telemetry.logging import LogConfig
 from router.admission import AdmissionConfig
 from router.attempt_tools import AttemptConfig
-
-
-class PolicyName(StrEnum):
-    """Which policy places requests."""
-
-    ROUND_ROBIN = "round_robin"
-    LEAST_LOADED = "least_loaded"
-    KV_AWARE = "kv_aware"
+from router.policy.create import PolicyConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +24,6 @@ class RouterConfig:
         server: where gRPC listens; its ``tls`` is also what workers are dialled with.
         http_address: ``host:port`` of /metrics, /livez and /readyz, in the clear.
         policy: how places are chosen.
-        local_prefill_max_tokens: prompts of up to so many tokens are prefilled where they are decoded; 0: none,
-            while there is a prefill worker.
         max_request_timeout_s: caps every request's time.
         heartbeat_timeout_s: a worker silent for longer gets nothing new.
         stall_timeout_s: a client that takes nothing for so long loses its request, or its session.
@@ -49,8 +39,7 @@ class RouterConfig:
     server: ServerConfig = field(default_factory=lambda: ServerConfig(address="127.0.0.1:50050"))
     http_address: str = "127.0.0.1:0"
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
-    policy: PolicyName = PolicyName.LEAST_LOADED
-    local_prefill_max_tokens: int = 0
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     attempts: AttemptConfig = field(default_factory=AttemptConfig)
     max_request_timeout_s: float = 600.0
@@ -66,8 +55,6 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
-        if self.local_prefill_max_tokens < 0:
-            raise ConfigError("local_prefill_max_tokens: must not be negative")
         for name in ("max_request_timeout_s", "heartbeat_timeout_s", "stall_timeout_s", "drain_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")

@@ -15,7 +15,7 @@ class Account(Protocol):
     """The sums of one place (``router.book.RankAccount``)."""
 
     num_promised_blocks: int
-    num_unreported_tokens: int
+    num_placed_tokens: int
 
 
 class PlacedState(Enum):
@@ -108,7 +108,7 @@ class PlacedBooking:
 
     def _count(self, num_promised: int, num_queued: int) -> None:
         self._account.num_promised_blocks += num_promised - self._num_promised
-        self._account.num_unreported_tokens += num_queued - self._num_queued
+        self._account.num_placed_tokens += num_queued - self._num_queued
         self._num_promised, self._num_queued = num_promised, num_queued
 
 

@@ -24,16 +24,13 @@ from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics
 from quartet.telemetry.routing_metrics import RoutingMetrics
 from router.admission import Admission
 from router.attempt_tools import AttemptTools
-from router.config import PolicyName, RouterConfig
+from router.config import RouterConfig
 from router.fleet import Fleet
 from router.index_upkeep import keep_up
 from router.kv_join import KvJoins
 from router.pipeline import Pipeline
 from router.pipeline_tools import PipelineTools
-from router.policy.base import Policy
-from router.policy.kv_aware import KvAwarePolicy
-from router.policy.least_loaded import LeastLoadedPolicy
-from router.policy.round_robin import RoundRobinPolicy
+from router.policy.create import create_policy
 from router.prefix_index import PrefixIndex
 from router.sealing import Sealer
 from router.servicer import RouterServicer, router_service
@@ -146,7 +143,9 @@ class RouterProcess:
 
     def _pipeline(self, table: WorkerTable, fleet: Fleet, index: PrefixIndex) -> Pipeline:
         config = self._config
-        admission = Admission(table, self._policy(), config.admission, index, self._routing_metrics)
+        admission = Admission(
+            table, create_policy(config.policy, random.Random()), config.admission, index, self._routing_metrics
+        )
         table.listen(admission.wake)
         attempts = AttemptTools(
             router_id=table.router_id, admission=admission, hops=fleet, config=config.attempts, metrics=self._metrics
@@ -163,11 +162,3 @@ class RouterProcess:
         )
         self._metrics.watch_requests(lambda: admission.length, lambda: pipeline.num_running)
         return pipeline
-
-    def _policy(self) -> Policy:
-        max_tokens = self._config.local_prefill_max_tokens
-        if self._config.policy is PolicyName.ROUND_ROBIN:
-            return RoundRobinPolicy(max_tokens)
-        if self._config.policy is PolicyName.KV_AWARE:
-            return KvAwarePolicy(random.Random())
-        return LeastLoadedPolicy(max_tokens, random.Random())

@@ -60,7 +60,7 @@ class KnownWorker:
         # What each place was shown as, and from what: most pumps find most places as they were.
         self._candidates = [self._candidate(rank) for rank in range(record.data_parallel_size)]
         self._shown_load = self.load
-        self._shown_booked = [(0, 0)] * record.data_parallel_size
+        self._shown_booked = [(0, 0, 0)] * record.data_parallel_size
 
     def silence_s(self, now: float) -> float:
         """Seconds since it was last heard."""
@@ -91,7 +91,7 @@ class KnownWorker:
     def candidates(self) -> Sequence[Candidate]:
         """Its places, for a policy; the same ones again until something changes."""
         for rank, account in enumerate(self.book.accounts):
-            booked = (account.num_promised_blocks, account.num_unreported_tokens)
+            booked = (account.num_promised_blocks, account.num_unreported_tokens, account.num_placed_tokens)
             if self._shown_load is not self.load or self._shown_booked[rank] != booked:
                 self._shown_booked[rank] = booked
                 self._candidates[rank] = self._candidate(rank)
@@ -115,7 +115,9 @@ class KnownWorker:
             block_size=max(self.record.block_size, 1),
             num_used_blocks=load.num_used_blocks,
             num_promised_blocks=account.num_promised_blocks,
-            num_queued_tokens=load.num_queued_prefill_tokens + account.num_unreported_tokens,
+            num_queued_tokens=load.num_queued_prefill_tokens
+            + account.num_unreported_tokens
+            + account.num_placed_tokens,
             adapters=self._adapters,
             num_unbegun_tokens=load.num_unbegun_prefill_tokens + account.num_unreported_tokens,
             step_ends_at=(self.load_at or 0.0) + load.step_ends_in_s,

@@ -29,6 +29,7 @@ class Pending:
         prefer_prefill: where its blocks are probably cached.
         priority: higher first.
         arrived_at: monotonic seconds.
+        binds_at_once: it takes room as soon as there is some, and is not kept for the best moment.
         session_key: requests of one conversation share it; empty: none.
         sequence_hashes: names of its full blocks, first to last; empty where nothing is known of what is cached.
         num_cached_tokens: by place, how many leading tokens of it are cached there; a place left out has none.
@@ -42,6 +43,7 @@ class Pending:
     prefer_prefill: Place | None = None
     priority: int = 0
     arrived_at: float = 0.0
+    binds_at_once: bool = False
     session_key: str = field(default="", repr=False)
     sequence_hashes: Sequence[int] = field(default=(), repr=False)
     num_cached_tokens: Mapping[Place, int] = field(default_factory=dict)

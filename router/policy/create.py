@@ -33,8 +33,9 @@ class PolicyConfig:
         name: the policy.
         prefill_name: another one for where prompts are computed; ``None``: ``name``.
         decode_name: another one for where what is prefilled elsewhere is decoded; ``None``: ``name``.
-        local_prefill_max_tokens: prompts of up to so many tokens are prefilled where they are decoded; 0: none, while
-            there is a prefill worker. kv_aware decides by cost instead.
+        local_prefill_max_tokens: prompts of up to so many tokens are prefilled where they are decoded (by kv_aware only
+            if that costs less); 0: none, while a prefill worker can take them. ``None``: kv_aware goes by cost alone,
+            and to the others it is 0.
         transfer_s_per_token: seconds that moving a token's KV to another worker takes; part of kv_aware's cost.
         session_affinity: requests of one ``session_key`` go to the same places.
         session_max_load_factor: while these have at most so many times the mean load.
@@ -43,7 +44,7 @@ class PolicyConfig:
     name: PolicyName = PolicyName.KV_AWARE
     prefill_name: PolicyName | None = None
     decode_name: PolicyName | None = None
-    local_prefill_max_tokens: int = 0
+    local_prefill_max_tokens: int | None = None
     transfer_s_per_token: float = KvAwareConfig.transfer_s_per_token
     session_affinity: bool = False
     session_max_load_factor: float = 1.25
@@ -51,7 +52,7 @@ class PolicyConfig:
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
         for name in ("local_prefill_max_tokens", "transfer_s_per_token"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name}: must not be negative")
         if self.session_max_load_factor < 1:
             raise ConfigError("session_max_load_factor: must be at least 1, which is the mean")
@@ -69,12 +70,18 @@ def create_policy(config: PolicyConfig, rng: random.Random) -> Policy:
 
 
 def _create(name: PolicyName, config: PolicyConfig, rng: random.Random) -> Policy:
+    local_max_tokens = config.local_prefill_max_tokens
     match name:
         case PolicyName.KV_AWARE:
-            return KvAwarePolicy(rng, KvAwareConfig(transfer_s_per_token=config.transfer_s_per_token))
+            return KvAwarePolicy(
+                rng,
+                KvAwareConfig(
+                    local_prefill_max_tokens=local_max_tokens, transfer_s_per_token=config.transfer_s_per_token
+                ),
+            )
         case PolicyName.LEAST_LOADED:
-            return LeastLoadedPolicy(config.local_prefill_max_tokens, rng)
+            return LeastLoadedPolicy(local_max_tokens or 0, rng)
         case PolicyName.POWER_OF_TWO:
-            return PowerOfTwoPolicy(config.local_prefill_max_tokens, rng)
+            return PowerOfTwoPolicy(local_max_tokens or 0, rng)
         case PolicyName.ROUND_ROBIN:
-            return RoundRobinPolicy(config.local_prefill_max_tokens)
+            return RoundRobinPolicy(local_max_tokens or 0)

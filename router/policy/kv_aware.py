@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from quartet.discovery.place import Place
@@ -33,6 +33,8 @@ class KvAwareConfig:
         max_planned: but not more than that.
         shortlist_length: with more than twice as many places, only the most promising are planned for (see
             ``router.policy.shortlist``).
+        local_prefill_max_tokens: longer prompts are not prefilled where they are decoded, while another place can
+            prefill them; ``None``: that hangs on the cost alone.
         transfer_s_per_token: seconds that moving a token's KV from where it is prefilled to where it is decoded takes.
             The default is that of 8 billion parameters with grouped queries (131,072 bytes) at 50 GB/s.
     """
@@ -42,6 +44,7 @@ class KvAwareConfig:
     num_planned_per_place: int = 3
     max_planned: int = 48
     shortlist_length: int = 12
+    local_prefill_max_tokens: int | None = None
     transfer_s_per_token: float = 2.6e-6
 
 
@@ -81,13 +84,16 @@ class KvAwarePolicy:
         for lane, route, turn in zip(lanes, routes, assignment.turns, strict=True):
             if not turn.groups:
                 continue
-            if lane.free_in_s > self._config.margin_s:
+            is_free = lane.free_in_s <= self._config.margin_s
+            if not is_free:
                 next_look_s = min(next_look_s, lane.free_in_s - self._config.margin_s)
-                continue
-            for job in turn.groups[0]:
-                index = planned[job.number]
-                cost = _added_cost(lane, turn, job)
-                placements[index] = self._placement(waiting[index], route, cost, snapshot, tally)
+            for position, group in enumerate(turn.groups):
+                for job in group:
+                    pending = waiting[planned[job.number]]
+                    if (is_free and position == 0) or pending.binds_at_once:
+                        cost = _added_cost(lane, turn, job)
+                        placement = self._placement(pending, route, cost, snapshot, tally)
+                        placements[planned[job.number]] = placement
         return Decision(placements, None if next_look_s == math.inf else max(next_look_s, _MIN_LOOK_S))
 
     def explain(self, pending: Pending, snapshot: Snapshot) -> Sequence[Option]:
@@ -106,18 +112,13 @@ class KvAwarePolicy:
             return routes
         tally = Tally()
         numbers = shortlist(
-            pendings,
+            [(pending, self._can_go(pending, routes, tally)) for pending in pendings],
             [route.place for route in routes],
             [_free_in_s(route.place, now) for route in routes],
             length,
             self._rng.randrange(len(routes)),
-            lambda pending, number: (
-                _can_prefill(pending, routes[number], tally)
-                and routes[number].place.place.worker_id not in pending.avoid
-            ),
         )
-        # Where nobody is free of past failures, all are as good.
-        return [routes[number] for number in numbers] or routes
+        return [routes[number] for number in numbers]
 
     def _plannable(self, waiting: Sequence[Pending], snapshot: Snapshot, num_places: int) -> list[int]:
         """Those that find room now; whoever does not fences the place with the most, so that it is not starved."""
@@ -163,7 +164,7 @@ class KvAwarePolicy:
                 num_tokens=pending.num_tokens,
                 age_s=max(snapshot.now - pending.arrived_at, 0.0),
                 priority=pending.priority,
-                num_missing=_num_missing(pending, routes, tally),
+                num_missing=self._num_missing(pending, routes, tally),
                 num_shared=[
                     0 if other is pending else pending.num_shared_tokens(other, routes[0].place.block_size)
                     for other in pendings
@@ -171,6 +172,34 @@ class KvAwarePolicy:
             )
             for number, pending in enumerate(pendings)
         ]
+
+    def _num_missing(self, pending: Pending, routes: Sequence[_Route], tally: Tally) -> list[int | None]:
+        """By route; ``None`` where it can't be prefilled."""
+        can_go = self._can_go(pending, routes, tally)
+        able = [can_go(number) for number in range(len(routes))]
+        places = [route.place for can, route in zip(able, routes, strict=True) if can]
+        welcomed = {place.place for place in welcome(places, pending)}
+        return [
+            pending.num_missing_tokens(route.place.place) if can and route.place.place in welcomed else None
+            for can, route in zip(able, routes, strict=True)
+        ]
+
+    def _can_go(self, pending: Pending, routes: Sequence[_Route], tally: Tally) -> Callable[[int], bool]:
+        """Whether ``pending`` can take a route, by its number."""
+        limit = self._config.local_prefill_max_tokens
+        is_remote_only = (
+            limit is not None
+            and pending.num_tokens > limit
+            and any(not route.is_decode and can_prefill(route.place, pending) for route in routes)
+        )
+
+        def can_go(number: int) -> bool:
+            route = routes[number]
+            if not route.is_decode:
+                return can_prefill(route.place, pending)
+            return not is_remote_only and can_ever_hold(route.place, pending) and tally.has_room(route.place, pending)
+
+        return can_go
 
     def _placement(
         self, pending: Pending, route: _Route, cost: float, snapshot: Snapshot, tally: Tally
@@ -207,21 +236,3 @@ def _free_in_s(place: Candidate, now: float) -> float:
 def _added_cost(lane: Lane, turn: Turn, job: Job) -> float:
     """What ``job`` adds to the cost of its lane's ``turn``."""
     return turn.cost - lane.turn([other for group in turn.groups for other in group if other is not job]).cost
-
-
-def _num_missing(pending: Pending, routes: Sequence[_Route], tally: Tally) -> list[int | None]:
-    able = [route.place for route in routes if _can_prefill(pending, route, tally)]
-    welcomed = {place.place for place in welcome(able, pending)}
-    return [
-        pending.num_missing_tokens(route.place.place)
-        if route.place.place in welcomed and _can_prefill(pending, route, tally)
-        else None
-        for route in routes
-    ]
-
-
-def _can_prefill(pending: Pending, route: _Route, tally: Tally) -> bool:
-    place = route.place
-    if route.is_decode:
-        return can_ever_hold(place, pending) and tally.has_room(place, pending)
-    return can_prefill(place, pending)

@@ -10,32 +10,30 @@ from router.policy.base import Candidate, Pending
 
 
 def shortlist(
-    pendings: Sequence[Pending],
+    pendings: Sequence[tuple[Pending, Callable[[int], bool]]],
     places: Sequence[Candidate],
     free_in_s: Sequence[float],
     length: int,
     first: int,
-    can_go: Callable[[Pending, int], bool],
 ) -> list[int]:
     """Numbers of places, ascending.
 
     Args:
-        pendings: what is to be planned.
+        pendings: what is to be planned, each with whether it can go to a place at all.
         places: all of them; one is known by its position.
         free_in_s: by place, when it has computed what it was given.
         length: for each request, so many of those that are free first are taken, and half as many of those that have
             some of it and would have computed the rest first.
         first: where to begin among places that are free together: always the same would be sent everything.
-        can_go: whether a request can go to a place at all.
     """
     by_freedom = sorted([*range(first, len(places)), *range(first)], key=free_in_s.__getitem__)
     numbers = {place.place: number for number, place in enumerate(places)}
     chosen: set[int] = set()
-    for pending in pendings:
-        able = (number for number in by_freedom if can_go(pending, number))
+    for pending, can_go in pendings:
+        able = (number for number in by_freedom if can_go(number))
         chosen.update(islice(_welcome(able, places, pending), length))
         known = [numbers[place] for place in pending.num_cached_tokens if place in numbers]
-        known = [number for number in known if number not in chosen and can_go(pending, number)]
+        known = [number for number in known if number not in chosen and can_go(number)]
         ends_in_s = {number: free_in_s[number] + _prefill_s(places[number], pending) for number in known}
         chosen.update(nsmallest(length // 2, known, key=ends_in_s.__getitem__))
     return sorted(chosen)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quartet.client import QuartetClient
-from tests.e2e.stack import Stack, StackConfig
+from tests.e2e.stack import LOCAL_PREFILL, REMOTE_PREFILL, Stack, StackConfig
 
 StartStack = Callable[[StackConfig], Stack]
 
@@ -38,7 +38,7 @@ def stack(
 
     ``router`` prefills remotely, ``router-local`` where it decodes.
     """
-    routers = {"router": {}, "router-local": {"local_prefill_max_tokens": 4096}}
+    routers = {"router": REMOTE_PREFILL, "router-local": LOCAL_PREFILL}
     config = StackConfig(model_dir=random_model_dir, routers=routers)
     with _running(request.config, Stack(config, tmp_path_factory.mktemp("stack"), etcd_binary)) as running:
         yield running

@@ -32,6 +32,12 @@ Settings: TypeAlias = Mapping[str, object]
 WorkerState: TypeAlias = router_pb2.WorkerState.ValueType
 
 
+#: Of a router: every prompt goes to a prefill worker.
+REMOTE_PREFILL: Settings = {"policy.local_prefill_max_tokens": 0}
+#: Of a router: no prompt of these tests does.
+LOCAL_PREFILL: Settings = {"policy.name": "least_loaded", "policy.local_prefill_max_tokens": 4096}
+
+
 @dataclass(frozen=True, kw_only=True)
 class StackConfig:
     """What differs from one stack to the next; settings are dotted names of WorkerConfig and RouterConfig.
@@ -46,7 +52,7 @@ class StackConfig:
     num_prefill: int = 1
     num_decode: int = 1
     worker: Settings = field(default_factory=dict)
-    routers: Mapping[str, Settings] = field(default_factory=lambda: {"router": {}})
+    routers: Mapping[str, Settings] = field(default_factory=lambda: {"router": REMOTE_PREFILL})
     tls: Mapping[str, TlsConfig] = field(default_factory=dict)
     operator: TlsConfig | None = None
 

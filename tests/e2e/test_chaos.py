@@ -15,7 +15,7 @@ from quartet.v1 import router_pb2
 from tests.e2e.conftest import StartStack
 from tests.e2e.crowd import Ask, Crowd, endless_asks, mixed_asks
 from tests.e2e.process import wait_until
-from tests.e2e.stack import Settings, Stack, StackConfig
+from tests.e2e.stack import REMOTE_PREFILL, Settings, Stack, StackConfig
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -33,6 +33,7 @@ def chaos_stack(start_stack: StartStack, random_model_dir: Path) -> Stack:
     """Two prefills, two decodes, and limits short enough to see them pass."""
     etcd: Settings = {"discovery.etcd.lease_ttl_s": LEASE_TTL_S}
     router: Settings = {
+        **REMOTE_PREFILL,
         # A place must have room for all that a request may generate: eight endless ones fill two places.
         "attempts.reserve_tokens": 4096,
         "attempts.prefill_timeout_s": 20.0,

@@ -30,7 +30,7 @@ from quartet.client.sync import SyncClient
 from quartet.errors import QueueFullError, RequestTimeoutError, ServingError
 from tests.e2e.conftest import StartStack
 from tests.e2e.crowd import Ask, Crowd, endless_asks, mixed_asks
-from tests.e2e.stack import Settings, Stack, StackConfig
+from tests.e2e.stack import LOCAL_PREFILL, REMOTE_PREFILL, Settings, Stack, StackConfig
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -69,6 +69,7 @@ def paths_stack(start_stack: StartStack, random_model_dir: Path) -> Stack:
     """
     # A place must have room for all that a request may generate: eight endless ones fill two places.
     full: Settings = {
+        **REMOTE_PREFILL,
         "attempts.reserve_tokens": 4096,
         "admission.queue_timeout_s": 0.5,
         "admission.retry_delay_s": RETRY_DELAY_S,
@@ -77,7 +78,7 @@ def paths_stack(start_stack: StartStack, random_model_dir: Path) -> Stack:
         model_dir=random_model_dir,
         num_decode=2,
         worker={"transfer.lease_s": 5.0},
-        routers={"router": {}, "router-local": {"local_prefill_max_tokens": 4096}, "router-full": full},
+        routers={"router": REMOTE_PREFILL, "router-local": LOCAL_PREFILL, "router-full": full},
     )
     return start_stack(config)
 

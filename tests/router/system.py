@@ -26,6 +26,7 @@ from quartet.transfer.base import Puller
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import router_pb2_grpc
 from router.config import RouterConfig
+from router.policy.create import PolicyConfig, PolicyName
 from router.process import RouterProcess
 from services.workers import process as worker_process
 from services.workers.config import WorkerConfig
@@ -133,6 +134,7 @@ class System:
         settings: dict[str, Any] = {
             "server": ServerConfig(),
             "discovery": self.discovery,
+            "policy": PolicyConfig(name=PolicyName.LEAST_LOADED),
             "seal_keys_file": self.seal_keys_file,
             "drain_timeout_s": 2.0,
             **changes,

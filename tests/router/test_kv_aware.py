@@ -213,3 +213,20 @@ def test_a_turn_does_not_hang_on_the_order_in_which_jobs_are_named() -> None:
     forth = lane.turn(jobs)
     [other] = lanes(1)
     assert other.turn(jobs[::-1]) == forth
+
+
+def test_what_binds_at_once_takes_room_wherever_it_will_be_soonest() -> None:
+    places = [candidate("late", ends_in_s=0.5), candidate("later", ends_in_s=0.6)]
+    waiting = [pending(1900, binds_at_once=True), pending(1900, binds_at_once=True), pending(1900)]
+    assert decodes(policy().assign(waiting, Snapshot([], places))) == ["late", "later", None]
+
+
+def test_only_prompts_up_to_the_limit_are_prefilled_where_they_are_decoded() -> None:
+    snapshot = Snapshot([candidate("p", ends_in_s=0.004)], [candidate("d")])
+    for limit, expected in ((None, None), (100, None), (99, Place("p")), (0, Place("p"))):
+        chooser = policy(local_prefill_max_tokens=limit)
+        [placement] = chooser.assign([pending(100)], snapshot).placements
+        assert placement is not None and placement.prefill == expected, limit
+    too_small = candidate("p", total=5)
+    [placement] = chooser.assign([pending(100)], Snapshot([too_small], [candidate("d")])).placements
+    assert placement is not None and placement.prefill is None

@@ -79,7 +79,7 @@ async def test_an_impossible_setting_ends_it_with_one_line_that_names_it() -> No
         ({"admission": {"max_queue_length": 0}}, "admission.max_queue_length"),
         ({"admission": {"queue_timeout_s": 0}}, "admission.queue_timeout_s"),
         ({"drain_timeout_s": 0}, "drain_timeout_s"),
-        ({"local_prefill_max_tokens": -1}, "local_prefill_max_tokens"),
+        ({"policy": {"local_prefill_max_tokens": -1}}, "policy.local_prefill_max_tokens"),
     ],
 )
 def test_an_impossible_setting_is_refused_by_its_path(settings: dict[str, object], said: str) -> None:

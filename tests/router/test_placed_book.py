@@ -27,7 +27,7 @@ def place(book: WorkerBook, *, num_reserved_tokens: int = 95, num_queued_tokens:
 
 def promised(book: WorkerBook) -> tuple[int, int, int]:
     account = book.account(0)
-    return account.num_promised_blocks, account.num_unreported_tokens, book.num_requests
+    return account.num_promised_blocks, account.num_placed_tokens, book.num_requests
 
 
 def test_it_counts_in_full_until_a_report_says_that_it_started() -> None:

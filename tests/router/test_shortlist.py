@@ -40,7 +40,7 @@ def pending(cached: dict[int, int], avoid: frozenset[str] = frozenset()) -> Pend
 
 def listed(places: list[Candidate], request: Pending, *, length: int = 4, first: int = 0) -> list[int]:
     free_in_s = [place.step_ends_at for place in places]
-    return shortlist([request], places, free_in_s, length, first, lambda _pending, number: number != 7)
+    return shortlist([(request, lambda number: number != 7)], places, free_in_s, length, first)
 
 
 def test_the_first_to_be_free_and_those_that_have_most_for_the_wait_are_taken() -> None:
@@ -57,7 +57,8 @@ def test_among_equals_it_begins_where_it_is_told() -> None:
 def test_who_just_failed_is_taken_only_where_nobody_else_would_do() -> None:
     places = [candidate(number) for number in range(8)]
     assert listed(places, pending({}, frozenset({"d000", "d002"}))) == [1, 3, 4, 5]
-    assert listed(places, pending({}, frozenset(place.place.worker_id for place in places))) == [0, 1, 2, 3]
+    everybody = frozenset(place.place.worker_id for place in places)
+    assert listed(places, pending({}, everybody)) == [0, 1, 2, 3]
 
 
 @given(

@@ -45,7 +45,7 @@ def test_every_process_gets_the_whole_of_its_settings(tmp_path: Path) -> None:
         model: {path: /models/tiny, name: tiny}
         engine: {num_blocks: 64}
         discovery: {kind: etcd, etcd: {endpoints: ["10.0.0.1:2379"], lease_ttl_s: 9}}
-        router: {port: 6000, overrides: {policy: round_robin, server: {reflection: false}}}
+        router: {port: 6000, overrides: {policy: {name: round_robin}, server: {reflection: false}}}
         workers:
           - role: decode
             replicas: 2
@@ -71,7 +71,7 @@ def test_every_process_gets_the_whole_of_its_settings(tmp_path: Path) -> None:
     assert (etcd.endpoints, etcd.namespace, etcd.lease_ttl_s) == (("10.0.0.1:2379",), "here", 9)
 
     settings = plan_router(topology).settings
-    assert settings["policy"] == "round_robin"
+    assert settings["policy"] == {"name": "round_robin"}
     assert settings["server"] == {"address": "127.0.0.1:6000", "namespace": "here", "reflection": False}
 
 
