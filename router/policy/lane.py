@@ -20,7 +20,8 @@ class CostWeights:
             one more cache.
         impatience_per_s: how much more a second costs a request for each second that it will have waited; it keeps
             long prompts from waiting for ever behind short ones.
-        decode_delay: per second by which a prefill holds up one request that decodes at its place.
+        decode_delay: per second by which one request's decoding is held up: by a prefill at its place, or by the
+            transfer of its own blocks.
     """
 
     work: float = 0.5
@@ -90,7 +91,8 @@ class Lane:
         self._step_time = step_time
         self._decode_s = step_time.decode_s(num_context_tokens)
         self._weights = weights
-        self._transfer_s_per_token = transfer_s_per_token
+        # Its first token waits for no transfer, its second one does.
+        self._transfer_cost_per_token = weights.decode_delay * transfer_s_per_token
         self._turns: dict[frozenset[int], Turn] = {}
 
     def turn(self, jobs: Sequence[Job]) -> Turn:
@@ -119,7 +121,7 @@ class Lane:
             "impatience_s": weights.impatience_per_s * (wait_s + prefill_s) ** 2,
             "work_s": weights.work * work_s,
             "decode_delay_s": weights.decode_delay * self._num_decoding * work_s,
-            "transfer_s": self._transfer_s_per_token * job.num_tokens,
+            "transfer_s": self._transfer_cost_per_token * job.num_tokens,
         }
 
     def _plan(self, jobs: Sequence[Job]) -> Turn:
@@ -147,7 +149,7 @@ class Lane:
             for job in group:
                 first_s = job.age_s + ends_in_s
                 cost += first_s * (1.0 + weights.impatience_per_s * first_s)
-                cost += self._transfer_s_per_token * job.num_tokens
+                cost += self._transfer_cost_per_token * job.num_tokens
             work_s = time.prefill_s(tokens)
             cost += work_s * (weights.work + weights.decode_delay * self._num_decoding)
         return Turn(cost, groups, firsts)

@@ -118,7 +118,8 @@ def test_what_is_chosen_is_among_the_cheapest(name: str, request: Pending, snaps
         if option.cost is not None and (name == "kv_aware" or option.is_decode == chosen.is_decode)
     ]
     assert chosen.cost is not None
-    assert chosen.cost <= min(costs) * _TIES[name] + 1e-9
+    # A microsecond is no reason for kv_aware to move a request.
+    assert chosen.cost <= min(costs) * _TIES[name] + 1e-6
 
 
 @each_policy
@@ -211,20 +212,20 @@ def test_kv_aware_counts_what_a_transfer_takes() -> None:
     config = KvAwareConfig(transfer_s_per_token=1e-3)
     snapshot = Snapshot([candidate("p")], [candidate("d")])
     options = by_name(KvAwarePolicy(random.Random(0), config).explain(pending(200), snapshot))
-    assert options["p"].terms["transfer_s"] == pytest.approx(0.2)
+    assert options["p"].terms["transfer_s"] == pytest.approx(0.2 * config.weights.decode_delay)
     assert options["d"].terms["transfer_s"] == 0
 
 
 def test_kv_aware_prefills_where_it_decodes_if_that_costs_less_than_moving() -> None:
-    # The decode place is busy for 50 ms more; moving 200 tokens takes 20 or 200 ms.
+    # The decode place is busy for 50 ms more; moving 200 tokens takes 0.2 or 2 s, of which a tenth counts.
     def prefills_at(transfer_s_per_token: float) -> str | None:
         config = KvAwareConfig(transfer_s_per_token=transfer_s_per_token, margin_s=1.0)
         snapshot = Snapshot([candidate("p")], [candidate("d", step_ends_at=0.05)])
         [placement] = KvAwarePolicy(random.Random(0), config).assign([pending(200)], snapshot).placements
         return placement and placement.prefills_at.worker_id
 
-    assert prefills_at(1e-4) == "p"
-    assert prefills_at(1e-3) == "d"
+    assert prefills_at(1e-3) == "p"
+    assert prefills_at(1e-2) == "d"
 
 
 def test_kv_aware_says_what_each_term_is() -> None:
