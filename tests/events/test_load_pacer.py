@@ -109,7 +109,7 @@ async def test_a_poke_without_a_change_sends_nothing() -> None:
     ],
 )
 async def test_what_routers_may_wait_for_is_told_at_once(told: PromptQueue, now: PromptQueue) -> None:
-    async with pacing(min_interval_s=0.05, heartbeat_s=60) as (pacer, reports):
+    async with pacing(min_interval_s=0.2, heartbeat_s=60) as (pacer, reports):
         idle = PromptQueue(0, 0, 0)
         reports.change(told, idle)
         pacer.poke()
@@ -118,11 +118,11 @@ async def test_what_routers_may_wait_for_is_told_at_once(told: PromptQueue, now:
         reports.change(now, idle)
         pacer.poke()
         assert await reports.next() == reports.now
-        assert time.monotonic() - began < 0.05
+        assert time.monotonic() - began < 0.2
         reports.change(now, idle)
         pacer.poke()
         assert await reports.next() == reports.now
-        assert time.monotonic() - began >= 0.04, "it is news once"
+        assert time.monotonic() - began >= 0.15, "it is news once"
 
 
 @pytest.mark.parametrize(
