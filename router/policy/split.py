@@ -31,6 +31,8 @@ class SplitPolicy:
         first = self._prefill.assign(waiting, snapshot)
         placements = list(first.placements)
         handed_off = [(index, placement) for index, placement in enumerate(placements) if _is_handed_off(placement)]
+        if not handed_off:
+            return first
         remaining = Remaining(snapshot)
         for pending, placement in zip(waiting, placements, strict=True):
             if placement is not None and placement.prefill is None:

@@ -49,6 +49,26 @@ async def test_a_tenant_is_the_certificates_name_unless_a_trusted_gateway_names_
         assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
 
 
+async def test_whoever_may_ask_for_answers_may_ask_where_they_would_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = CertificateAuthority(tmp_path / "certificates")
+    server = ServerConfig(tls=authority.issue("router", "quartet://default/router/r1"))
+    # That no model is there is said to those who may know.
+    codes = {
+        "client": grpc.StatusCode.NOT_FOUND,
+        "operator": grpc.StatusCode.NOT_FOUND,
+        "worker": grpc.StatusCode.PERMISSION_DENIED,
+    }
+    async with running_system(tmp_path, monkeypatch, server=server) as (system, _stub):
+        for kind, code in codes.items():
+            tls = authority.issue(kind, f"quartet://default/{kind}/someone")
+            async with create_channel(system.address, tls) as channel, asyncio.timeout(TIMEOUT_S):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await Stub(channel).Explain(pb.ExplainRequest(start=make_start()))
+            assert caught.value.code() == code, kind
+
+
 @pytest.mark.parametrize(("address", "tenant"), [("127.0.0.1:0", "acme"), ("0.0.0.0:0", "")])
 async def test_without_certificates_a_tenant_is_believed_on_loopback_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, address: str, tenant: str

@@ -145,6 +145,26 @@ async def test_a_client_that_drops_frees_all_it_held(tmp_path: Path, monkeypatch
         await system.wait_idle()
 
 
+async def test_a_request_goes_where_explain_says_with_what_is_cached_there(served: tuple[System, Stub]) -> None:
+    _system, stub = served
+    num_matched = []
+    for _ in range(2):
+        explained = await stub.Explain(pb.ExplainRequest(start=make_start(num_choices=3)))
+        assert (explained.policy, explained.model, explained.num_prompt_tokens) == ("least_loaded", "tiny", len(PROMPT))
+        options = {option.place.worker_id: option for option in explained.options if option.is_chosen}
+        [placement] = (await generate(stub, make_start()))[0].accepted.choices
+        assert options.keys() == {placement.prefill.worker_id, placement.decode.worker_id}
+        option = options[placement.prefill.worker_id]
+        assert (placement.num_matched_tokens, placement.cost) == (option.num_matched_tokens, option.cost)
+        assert placement.HasField("cost")
+        num_matched.append(placement.num_matched_tokens)
+    # What the first one was sent to is expected to be there still.
+    assert num_matched == [0, len(PROMPT)]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Explain(pb.ExplainRequest())
+    assert from_rpc_error(caught.value).field == "start"
+
+
 _BAD_STARTS = [
     (pb.GenerateStart(), "prompt"),
     (make_start(text=""), "text"),
