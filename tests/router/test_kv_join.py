@@ -11,6 +11,7 @@ from quartet.discovery.base import WorkerRecord
 from quartet.errors import WorkerUnavailableError
 from quartet.events.kv import KvBatch, KvSnapshotPart
 from quartet.events.load import NumberedLoad
+from quartet.telemetry.routing_metrics import SnapshotOutcome
 from router.kv_join import JoinTimes, KvJoins
 from tests.router.kv_truth import SetIndex, TruthfulWorker
 from tests.router.records import make_load, make_record
@@ -65,6 +66,7 @@ class Joining:
     joins: KvJoins
     index: SetIndex
     record: WorkerRecord
+    outcomes: list[SnapshotOutcome]
 
     def batch(self) -> KvBatch:
         batch = self.worker.change()
@@ -80,12 +82,13 @@ class Joining:
 
 @asynccontextmanager
 async def joining(times: JoinTimes = TIMES) -> AsyncIterator[Joining]:
-    worker, index = TruthfulWorker("decode-0", 1, seed=5), SetIndex()
-    client, joins, record = FakeClient(worker), KvJoins(index, times), make_record(data_parallel_size=2)
+    worker, index, outcomes = TruthfulWorker("decode-0", 1, seed=5), SetIndex(), list[SnapshotOutcome]()
+    joins = KvJoins(index, times, count=outcomes.append)
+    client, record = FakeClient(worker), make_record(data_parallel_size=2)
     for _ in range(20):
         worker.change()
     joins.enter(record, client)
-    yield Joining(worker, client, joins, index, record)
+    yield Joining(worker, client, joins, index, record, outcomes)
     client.hold.set()
     await joins.close()
     assert not client.num_open
@@ -110,6 +113,7 @@ async def test_a_snapshot_that_breaks_off_is_taken_again() -> None:
         it.heartbeat()
         await it.wait_exact()
         assert it.client.num_calls == 4
+        assert it.outcomes == [SnapshotOutcome.FAILED] * 3 + [SnapshotOutcome.USED]
 
 
 async def test_a_loss_while_a_snapshot_is_under_way_takes_another_one() -> None:
