@@ -82,6 +82,25 @@ def test_a_place_that_goes_moves_only_its_own_sessions(num_places: int, key: str
     assert after == home if gone != home else after != home
 
 
+loads = st.tuples(st.integers(0, 50), st.integers(0, 1000))
+
+
+@given(st.text(min_size=1), st.lists(loads, min_size=3, max_size=3), st.lists(loads, min_size=3, max_size=3))
+def test_a_session_stays_whatever_the_loads_within_bounds(
+    key: str, prefill: list[tuple[int, int]], decode: list[tuple[int, int]]
+) -> None:
+    empty = fleet(3, 3, max_step_tokens=1000)
+    kinds = (
+        [
+            candidate(f"{name}{number}", num_used_blocks=used, num_queued_tokens=queued, max_step_tokens=1000)
+            for number, (used, queued) in enumerate(found)
+        ]
+        for name, found in (("p", prefill), ("d", decode))
+    )
+    request = pending(100, session_key=key)
+    assert routes(policy(1), [request], Snapshot(*kinds)) == routes(policy(2), [request], empty)
+
+
 def test_a_home_with_too_large_a_share_taken_is_passed_over_for_the_next_until_it_has_less() -> None:
     snapshot, request = fleet(0, 4), pending(session_key="s")
     order = rendezvous_order("s", snapshot.decode)
