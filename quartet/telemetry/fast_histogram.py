@@ -1,4 +1,4 @@
-"""A histogram for what happens once a token: a fifth of the price of ``prometheus_client``'s, and the same on the page.
+"""A histogram for what happens often: a fifth of the price of ``prometheus_client``'s, and the same on the page.
 
 That one takes a lock for each of its two counters and looks through its buckets one by one. Here only one thread
 observes; a scrape on another one may see an observation in the buckets that is not in the sum yet.
@@ -16,28 +16,31 @@ from prometheus_client.utils import floatToGoString
 
 
 class FastHistogram(Collector):
-    """A histogram with one label."""
+    """A histogram with one label, or with none."""
 
-    def __init__(self, name: str, text: str, label: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
-        """Register it; ``buckets`` are upper bounds in ascending order, without infinity."""
+    def __init__(
+        self, name: str, text: str, label: str | None, buckets: Sequence[float], registry: CollectorRegistry
+    ) -> None:
+        """Register it; ``buckets`` are upper bounds in ascending order, without infinity. ``label`` ``None``: none."""
         self._name = name
         self._text = text
-        self._label = label
+        self._label_names = () if label is None else (label,)
         self._bounds = tuple(buckets)
-        self._children: dict[str, FastHistogramChild] = {}
+        self._children: dict[tuple[str, ...], FastHistogramChild] = {}
         registry.register(self)
 
-    def labels(self, value: str) -> FastHistogramChild:
-        """What counts under ``value`` of the label; the same one at each call."""
-        if value not in self._children:
-            self._children[value] = FastHistogramChild(self._bounds)
-        return self._children[value]
+    def labels(self, *values: str) -> FastHistogramChild:
+        """What counts under this value of the label, of which there is one if there is a label; the same each time."""
+        assert len(values) == len(self._label_names), "a value a label"
+        if values not in self._children:
+            self._children[values] = FastHistogramChild(self._bounds)
+        return self._children[values]
 
     def collect(self) -> Iterator[Metric]:
         """What a scrape shows."""
-        family = HistogramMetricFamily(self._name, self._text, labels=[self._label])
-        for value, child in tuple(self._children.items()):
-            family.add_metric([value], buckets=child.buckets(), sum_value=child.sum)
+        family = HistogramMetricFamily(self._name, self._text, labels=self._label_names)
+        for values, child in tuple(self._children.items()):
+            family.add_metric(values, buckets=child.buckets(), sum_value=child.sum)
         yield family
 
 

@@ -94,6 +94,8 @@ def configure(config: LogConfig, stream: TextIO | None = None) -> None:
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_JsonFormatter() if config.json else _PlainFormatter())
     logging.basicConfig(level=config.level.upper(), handlers=[handler], force=True)
+    # Which thread, process and task wrote a record is in no line of ours, and would be looked up for each.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
 
 def log_request(logger: logging.Logger, request: FinishedRequest) -> None:

@@ -40,3 +40,14 @@ def test_a_label_has_one_child() -> None:
     histogram = FastHistogram("some_seconds", "Some time.", "model", BUCKETS, CollectorRegistry())
     assert histogram.labels("a") is histogram.labels("a")
     assert histogram.labels("a") is not histogram.labels("b")
+
+
+@given(AMOUNTS)
+def test_one_without_a_label_looks_like_the_ready_made_one(amounts: Sequence[float]) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    child = FastHistogram("some_seconds", "Some time.", None, BUCKETS, ours).labels()
+    histogram = Histogram("some_seconds", "Some time.", buckets=BUCKETS, registry=theirs)
+    for amount in amounts:
+        child.observe(amount)
+        histogram.observe(amount)
+    assert generate_latest(ours) == generate_latest(theirs)
