@@ -130,16 +130,17 @@ def main() -> None:
     arguments = parser.parse_args()
     workload = Workload(seconds=arguments.seconds)
     report = Report("prefixes")
-    write_report(report.finish(uvloop.run(_run(workload, arguments.policies.split(",")))), arguments.json)
+    write_report(report.finish(uvloop.run(measure(workload, arguments.policies.split(",")))), arguments.json)
 
 
-async def _run(workload: Workload, policies: Sequence[str]) -> Results:
+async def measure(workload: Workload, policies: Sequence[str]) -> Results:
+    """Measure the policies of these names, one after the other."""
     results: dict[str, PolicyResult] = {}
     with LiveLine() as line:
         for policy in policies:
             async with Stack(_topology(workload, policy), _LOG, line.say) as stack:
                 line.say(f"{policy}: {workload.warm_up_s + workload.seconds:.0f} s of load")
-                results[policy] = await _measure(workload, stack.router_address)
+                results[policy] = await _load(workload, stack.router_address)
             found = results[policy]
             line.say(
                 f"{policy}: first token after {found.ttft_ms.mean:.1f} ms (p50 {found.ttft_ms.p50:.1f}, "
@@ -150,7 +151,7 @@ async def _run(workload: Workload, policies: Sequence[str]) -> Results:
     return Results(workload=workload, policies=results, mean_ttft_ratio=ratios)
 
 
-async def _measure(workload: Workload, router: str) -> PolicyResult:
+async def _load(workload: Workload, router: str) -> PolicyResult:
     rng = random.Random(workload.seed)
     prefixes = [_token_ids(rng, workload.prefix_tokens) for _ in range(workload.num_prefixes)]
     tally, warm_up = _Tally(), _Tally()

@@ -126,10 +126,11 @@ def main() -> None:
     arguments = parser.parse_args()
     report = Report("routing_cost", packages=("xxhash",))
     num_blocks = _SHORT_NUM_BLOCKS if arguments.short else _NUM_BLOCKS
-    write_report(report.finish(asyncio.run(_run(num_blocks))), arguments.json)
+    write_report(report.finish(asyncio.run(measure(num_blocks))), arguments.json)
 
 
-async def _run(num_blocks: int) -> Results:
+async def measure(num_blocks: int) -> Results:
+    """Measure with an index of so many blocks."""
     with LiveLine() as line:
         records = [_record(number) for number in range(_NUM_WORKERS)]
         workload, index = Workload(num_blocks, _NUM_WORKERS), PrefixIndex()
@@ -144,7 +145,7 @@ async def _run(num_blocks: int) -> Results:
         for name, policy in _policies().items():
             router = _Router(policy, index, records)
             report_us = _cpu_us(partial(router.report, records, None)) / len(records)
-            policies[name] = cost = await _measure(router, pendings, records)
+            policies[name] = cost = await _measure_policy(router, pendings, records)
             line.say(
                 f"{name}: {cost.total_us:.0f} us a request, of which {cost.snapshot_us:.0f} for the snapshot and "
                 f"{cost.assign_us:.0f} for the choice"
@@ -162,7 +163,7 @@ async def _run(num_blocks: int) -> Results:
     )
 
 
-async def _measure(router: _Router, pendings: Sequence[Pending], records: Sequence[WorkerRecord]) -> PolicyCost:
+async def _measure_policy(router: _Router, pendings: Sequence[Pending], records: Sequence[WorkerRecord]) -> PolicyCost:
     rng = random.Random(1)
     snapshot_us: list[float] = []
     assign_us: list[float] = []
