@@ -72,8 +72,10 @@ def _show(explanation: Explanation) -> None:
         console = Console(width=_PIPE_WIDTH, highlight=False)
     console.print(Text(_headline(explanation)))
     console.print(option_table(explanation))
-    if not any(option.is_chosen for option in explanation.options):
-        console.print("No place takes it now: it would wait in the router.")
+    if explanation.wait_s is not None:
+        console.print(f"The router would keep it for {explanation.wait_s * 1e3:.3g} ms first, if nothing changed.")
+    elif not any(option.is_chosen for option in explanation.options):
+        console.print("No place takes it now: it would wait in the router for room.")
 
 
 def _headline(explanation: Explanation) -> str:

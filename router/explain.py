@@ -6,6 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 from quartet.discovery.base import Role
 from quartet.discovery.place import Place
@@ -40,8 +41,11 @@ def _explain(request: PreparedRequest, tools: PipelineTools) -> Explanation:
     attempts, pool = tools.attempts, request.pool.key
     policy = attempts.admission.policy
     pending, snapshot = attempts.admission.preview(pool, make_pending(request, attempts.config, RetryHints()))
-    # A copy decides, so that neither its turn nor its luck is used up.
-    [placement] = copy.deepcopy(policy).assign([pending], snapshot).placements
+    # Copies decide, so that neither its turn nor its luck is used up; the second one without waiting for its moment.
+    decision = copy.deepcopy(policy).assign([pending], snapshot)
+    [now], wait_s = decision.placements, decision.look_again_in_s
+    at_once = copy.deepcopy(policy).assign([replace(pending, binds_at_once=True)], snapshot)
+    placement = now or at_once.placements[0]
     chosen = set() if placement is None else {placement.prefills_at, placement.decode}
     options = [_to_place_option(option, chosen) for option in policy.explain(pending, snapshot)]
     known = {option.place for option in options}
@@ -53,6 +57,7 @@ def _explain(request: PreparedRequest, tools: PipelineTools) -> Explanation:
         num_prompt_tokens=len(request.prompt_token_ids),
         num_waiting=attempts.admission.num_waiting(pool),
         options=tuple(sorted(options, key=_rank)),
+        wait_s=wait_s if now is None and placement is not None else None,
     )
 
 

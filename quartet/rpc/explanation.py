@@ -15,7 +15,7 @@ class PlaceOption:
 
     Attributes:
         role: of its worker; a decode place may prefill itself.
-        is_chosen: the request would go there now.
+        is_chosen: the request would go there, as things stand.
         num_matched_tokens: prompt tokens that are cached there.
         cost: what it would cost, in ``cost_unit``; ``None``: the policy weighs nothing, or the request can't go there.
         terms: what the policy went by; each name ends with its unit.
@@ -41,6 +41,8 @@ class Explanation:
         model, model_fingerprint: what would answer.
         num_waiting: choices that wait in the router's queue for this model; ``options`` are as if none did.
         options: every place of the model, the chosen ones first, then by cost.
+        wait_s: seconds for which the router would keep it before it goes to the chosen ones, if nothing changed
+            meanwhile; ``None``: it goes at once, or there is no room.
     """
 
     policy: str
@@ -49,3 +51,4 @@ class Explanation:
     num_prompt_tokens: int
     num_waiting: int
     options: tuple[PlaceOption, ...]
+    wait_s: float | None = None

@@ -742,6 +742,7 @@ class ExplainResponse(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_WAITING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """The policy that places requests. Always set."""
     model: _builtins.str
@@ -758,6 +759,12 @@ class ExplainResponse(_message.Message):
         all have gone.
         """
 
+    @_builtins.property
+    def wait(self) -> _duration_pb2.Duration:
+        """Time for which the router would keep the request before it goes to the chosen places, if nothing changed meanwhile:
+        they are busy, or others may come that it is better planned with. Absent: it goes at once, or there is no room.
+        """
+
     def __init__(
         self,
         *,
@@ -767,10 +774,11 @@ class ExplainResponse(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         num_waiting: _builtins.int = ...,
         options: _abc.Iterable[Global___PlaceOption] | None = ...,
+        wait: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "model_fingerprint", b"model_fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "num_waiting", b"num_waiting", "options", b"options", "policy", b"policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "model_fingerprint", b"model_fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "num_waiting", b"num_waiting", "options", b"options", "policy", b"policy", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -813,7 +821,7 @@ class PlaceOption(_message.Message):
     role: _worker_pb2.WorkerRole.ValueType
     """The work of its worker: a decode place may prefill itself. Always set."""
     is_chosen: _builtins.bool
-    """The request would go there now. Default false: elsewhere, or it would wait in the router."""
+    """The request would go there, as things stand. Default false: elsewhere, or there is no room for it anywhere."""
     num_matched_tokens: _builtins.int
     """Prompt tokens that are cached there. 0: none."""
     cost: _builtins.float

@@ -67,8 +67,16 @@ async def test_that_it_would_wait_is_told(start_router: StartRouter, run_cli: Ru
     router = explaining(option("decode-0", DECODE, cost=0.5, cost_unit="s"), num_waiting=3)
     result = await run_cli("explain", "--token-ids", "1,2", "--router", await start_router(router))
     assert result.stdout.startswith("1200 prompt tokens for tiny, placed by kv_aware; 3 choices wait before it\n")
-    assert result.stdout.endswith("No place takes it now: it would wait in the router.\n")
+    assert result.stdout.endswith("No place takes it now: it would wait in the router for room.\n")
     assert list(router.starts[0].token_ids.ids) == [1, 2]
+
+
+async def test_how_long_it_would_be_kept_is_told(start_router: StartRouter, run_cli: RunCli) -> None:
+    router = explaining(option("decode-0", DECODE, is_chosen=True, cost=0.5, cost_unit="s"))
+    router.explanation.wait.FromMilliseconds(12)
+    result = await run_cli("explain", "Hi", "--router", await start_router(router))
+    assert result.stdout.endswith("The router would keep it for 12 ms first, if nothing changed.\n")
+    assert "for room" not in result.stdout
 
 
 async def test_json_holds_everything(start_router: StartRouter, run_cli: RunCli) -> None:
@@ -82,6 +90,7 @@ async def test_json_holds_everything(start_router: StartRouter, run_cli: RunCli)
         "model_fingerprint": "f00d",
         "num_prompt_tokens": 1200,
         "num_waiting": 0,
+        "wait_s": None,
         "options": [
             {
                 "place": {"worker_id": "decode-0", "data_parallel_rank": 1},

@@ -39,7 +39,7 @@ from router.admission import Admission, AdmissionConfig
 from router.attempt_tools import AttemptConfig, AttemptTools
 from router.pipeline import Pipeline
 from router.pipeline_tools import PipelineTools
-from router.policy.base import Decision, Pending, Snapshot
+from router.policy.base import Decision, Pending, Policy, Snapshot
 from router.policy.least_loaded import LeastLoadedPolicy
 from router.prefix_index import PrefixIndex
 from router.sealing import Sealer
@@ -333,6 +333,7 @@ class Fleet:
         *worker_ids: str,
         attempts: AttemptConfig | None = None,
         admission: AdmissionConfig | None = None,
+        policy: Policy | None = None,
         max_timeout_s: float = 60.0,
         **record: object,
     ) -> None:
@@ -343,7 +344,11 @@ class Fleet:
         self.policy = NotingPolicy(LOCAL_PREFILL_MAX_TOKENS, random.Random(0))
         self.index = PrefixIndex()
         self.admission = Admission(
-            self.table, self.policy, admission or AdmissionConfig(), self.index, RoutingMetrics(CollectorRegistry())
+            self.table,
+            policy or self.policy,
+            admission or AdmissionConfig(),
+            self.index,
+            RoutingMetrics(CollectorRegistry()),
         )
         self.table.listen(self.admission.wake)
         self.pauses: list[float] = []

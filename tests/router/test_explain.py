@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import time
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +15,9 @@ from quartet.discovery.place import Place
 from quartet.engine.sampling import Sampling
 from quartet.rpc.edge import GenerateStart, TextPrompt, TokenPrompt
 from quartet.rpc.explanation import Explanation, PlaceOption
+from router.policy.kv_aware import KvAwarePolicy
 from tests.router.fakes import TIMEOUT_S, Fleet, Plan, collect
+from tests.router.records import make_load, make_record
 from tests.router.test_pipeline import make_start
 
 
@@ -121,3 +126,15 @@ async def test_every_rank_is_a_place_of_its_own() -> None:
     explanation = await explain(fleet, make_start())
     assert {option.place for option in explanation.options} == {Place("decode-0", 0), Place("decode-0", 1)}
     assert sum(option.is_chosen for option in explanation.options) == 1
+
+
+async def test_a_place_that_is_busy_is_chosen_with_the_time_until_its_moment() -> None:
+    fleet = Fleet("decode-0", policy=KvAwarePolicy(random.Random(0)))
+    load = make_load(make_record("decode-0"))
+    busy = replace(load, ranks=(replace(load.ranks[0], step_ends_in_s=100.0, num_running=1),))
+    fleet.table.report(busy, time.monotonic())
+    explanation = await explain(fleet, make_start())
+    assert [option.is_chosen for option in explanation.options] == [True]
+    assert explanation.wait_s == pytest.approx(100.0, abs=5.0)
+    fleet.table.report(load, time.monotonic())
+    assert (await explain(fleet, make_start())).wait_s is None

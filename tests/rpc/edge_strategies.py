@@ -94,6 +94,7 @@ EXPLANATIONS = st.builds(
         ),
         max_size=3,
     ).map(tuple),
+    wait_s=st.none() | SECONDS,
 )
 ACCEPTED = st.builds(
     Accepted,

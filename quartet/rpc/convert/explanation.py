@@ -6,6 +6,7 @@ from quartet.errors import InvalidRequestError
 from quartet.rpc.convert.edge_answer import from_place, put_place
 from quartet.rpc.convert.edge_start import from_generate_start, to_generate_start
 from quartet.rpc.convert.workers import from_worker_role, to_worker_role
+from quartet.rpc.durations import to_duration, to_seconds
 from quartet.rpc.edge import GenerateStart
 from quartet.rpc.explanation import Explanation, PlaceOption
 from quartet.v1 import router_pb2
@@ -32,6 +33,7 @@ def to_explain_response(explanation: Explanation) -> router_pb2.ExplainResponse:
         num_prompt_tokens=explanation.num_prompt_tokens,
         num_waiting=explanation.num_waiting,
         options=map(_to_place_option, explanation.options),
+        wait=None if explanation.wait_s is None else to_duration(explanation.wait_s),
     )
 
 
@@ -44,6 +46,7 @@ def from_explain_response(message: router_pb2.ExplainResponse) -> Explanation:
         num_prompt_tokens=message.num_prompt_tokens,
         num_waiting=message.num_waiting,
         options=tuple(map(_from_place_option, message.options)),
+        wait_s=to_seconds(message.wait) if message.HasField("wait") else None,
     )
 
 
