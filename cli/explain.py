@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Annotated, Unpack
 
 import typer
@@ -14,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.errors import reporting_errors
+from cli.json_values import json_value
 from cli.options import (
     DEFAULT_ROUTER,
     MaxTokensOption,
@@ -54,7 +54,7 @@ def explain(
         fields: GenerateFields = {**given, "model": model, "sampling": sampling, "session_key": session_key}
         explanation = asyncio.run(_ask(router, make_tls(tls_ca, tls_cert, tls_key), text, **fields))
     if as_json:
-        print(json.dumps(asdict(explanation), ensure_ascii=False))
+        print(json.dumps(json_value(explanation), ensure_ascii=False))
     else:
         _show(explanation)
 

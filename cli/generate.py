@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from cli.errors import reporting_errors
+from cli.json_values import json_value
 from cli.options import (
     DEFAULT_ROUTER,
     MaxTokensOption,
@@ -99,7 +99,7 @@ def _to_json(completion: Completion) -> dict[str, object]:
         "token_ids": choice.token_ids,
         "finish_reason": choice.finished.reason,
         "stop_string": choice.finished.stop_string,
-        "placements": [asdict(placement) for placement in completion.accepted.choices],
-        "usage": asdict(choice.finished.usage),
-        "time": asdict(choice.finished.time),
+        "placements": json_value(completion.accepted.choices),
+        "usage": json_value(choice.finished.usage),
+        "time": json_value(choice.finished.time),
     }
