@@ -10,11 +10,12 @@ from math import inf
 from cli.replay.worker import EngineSettings, SimulatedWorker, WorkerState, measured
 from quartet.discovery.place import Place
 from quartet.kvcache.events import Cleared, KvEvent, Removed, Stored
-from router.policy.base import Candidate, Pending, Placement, Policy, Snapshot
+from router.policy.base import Candidate, Peers, Pending, Placement, Policy, Snapshot
 from router.prefix_index import PrefixIndex
 
 # Long after any request has been begun somewhere.
 _PREDICTION_LIFE_S = 600.0
+_ALONE = Peers()
 
 
 @dataclass(eq=False)
@@ -67,6 +68,7 @@ class FleetRouter:
         *,
         num_prefill: int,
         load_age_s: float = 0.0,
+        peers: Peers = _ALONE,
     ) -> None:
         """All caches are empty; the first ``num_prefill`` of ``workers``, all of whom are ``engine``, only prefill."""
         self.look_at = inf
@@ -76,6 +78,7 @@ class FleetRouter:
         self._step_time = measured(engine.timing)
         self._prefill_places, self._decode_places = list(workers)[:num_prefill], list(workers)[num_prefill:]
         self._load_age_s = load_age_s
+        self._peers = peers
         self._index = PrefixIndex()
         self._waiting: list[Waiting] = []
         self._accounts = {place: _Account() for place in workers}
@@ -125,6 +128,7 @@ class FleetRouter:
             prefill=[self._candidate(place, now) for place in self._prefill_places],
             decode=[self._candidate(place, now) for place in self._decode_places],
             now=now,
+            peers=self._peers,
         )
         decision = self._policy.assign([waiting.pending for waiting in self._waiting], snapshot)
         sent, kept = list[Waiting](), list[Waiting]()

@@ -23,7 +23,7 @@ from quartet.engine.sampling import Sampling
 from quartet.kvcache.layout import BlocksPayload, HandOff, KvLayout
 from quartet.kvcache.sequence import KnownBlocks
 from quartet.kvcache.sequence import Sequence as TokenSequence
-from router.policy.base import Pending, Policy
+from router.policy.base import Peers, Pending, Policy
 
 # Output tokens that a router books room for.
 _RESERVED_TOKENS = 512
@@ -72,6 +72,7 @@ class Simulation:
                 settings.engine,
                 num_prefill=len(prefill),
                 load_age_s=settings.load_age_s,
+                peers=Peers(number=number, num_routers=settings.num_routers),
             )
             for number in range(settings.num_routers)
         ]

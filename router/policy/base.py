@@ -112,6 +112,19 @@ class Candidate:
         return not adapter or adapter in self.adapters
 
 
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """The routers that place requests here, each of which knows of the others' placements what workers report.
+
+    Attributes:
+        number: which of them this one is, from 0; each has another.
+        num_routers: how many there are, this one included.
+    """
+
+    number: int = 0
+    num_routers: int = 1
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """The places of one pool that take requests at ``now``, in monotonic seconds."""
@@ -119,6 +132,7 @@ class Snapshot:
     prefill: Sequence[Candidate]
     decode: Sequence[Candidate]
     now: float = 0.0
+    peers: Peers = Peers()
 
 
 @dataclass(frozen=True)

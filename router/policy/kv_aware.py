@@ -16,9 +16,12 @@ from router.policy.base import Candidate, Decision, Option, Pending, Placement, 
 from router.policy.joint import JointAssignment
 from router.policy.kv_aware_explain import explain_lanes
 from router.policy.lane import CostWeights, Job, Lane, Turn
+from router.policy.peers import PeerConfig, Turns
 from router.policy.room import Tally, can_ever_hold, can_prefill, decode_choices, welcome
 from router.policy.shortlist import shortlist
 
+# Of seconds: waiting for others would be felt beside a prefill that takes no longer.
+_SHORT_PREFILL_S = 0.05
 # Timers count milliseconds, and forecasts are not better.
 _MIN_LOOK_S = 0.0005
 
@@ -37,6 +40,9 @@ class KvAwareConfig:
             prefill them; ``None``: that hangs on the cost alone.
         transfer_s_per_token: seconds that moving a token's KV from where it is prefilled to where it is decoded takes.
             The default is that of 8 billion parameters with grouped queries (131,072 bytes) at 50 GB/s.
+        gather_s: a request waits at most so long for others that come with it, to be planned together,
+        gather_share: but for no more than this share of the time by which its prefill is longer than a short one.
+        peers: how several routers keep out of each other's way.
     """
 
     weights: CostWeights = field(default_factory=CostWeights)
@@ -46,6 +52,9 @@ class KvAwareConfig:
     shortlist_length: int = 12
     local_prefill_max_tokens: int | None = None
     transfer_s_per_token: float = 2.6e-6
+    gather_s: float = 0.002
+    gather_share: float = 0.02
+    peers: PeerConfig = field(default_factory=PeerConfig)
 
 
 @dataclass(frozen=True)
@@ -84,9 +93,10 @@ class KvAwarePolicy:
         for lane, route, turn in zip(lanes, routes, assignment.turns, strict=True):
             if not turn.groups:
                 continue
-            is_free = lane.free_in_s <= self._config.margin_s
+            wait_s = max(lane.free_in_s - self._config.margin_s, lane.held_s(turn.groups[0]))
+            is_free = wait_s <= 0.0
             if not is_free:
-                next_look_s = min(next_look_s, lane.free_in_s - self._config.margin_s)
+                next_look_s = min(next_look_s, wait_s)
             for position, group in enumerate(turn.groups):
                 for job in group:
                     pending = waiting[planned[job.number]]
@@ -158,20 +168,36 @@ class KvAwarePolicy:
 
     def _jobs(self, pendings: Sequence[Pending], routes: Sequence[_Route], snapshot: Snapshot) -> list[Job]:
         tally = Tally()
-        return [
-            Job(
+        turns = Turns([route.place for route in routes], snapshot.peers, self._config.peers)
+        jobs: list[Job] = []
+        for number, pending in enumerate(pendings):
+            age_s = max(snapshot.now - pending.arrived_at, 0.0)
+            num_missing = self._num_missing(pending, routes, tally)
+            job = Job(
                 number=number,
                 num_tokens=pending.num_tokens,
-                age_s=max(snapshot.now - pending.arrived_at, 0.0),
+                age_s=age_s,
                 priority=pending.priority,
-                num_missing=self._num_missing(pending, routes, tally),
+                num_missing=num_missing,
                 num_shared=[
                     0 if other is pending else pending.num_shared_tokens(other, routes[0].place.block_size)
                     for other in pendings
                 ],
+                hold=turns.hold(num_missing, age_s, self._gather_s(num_missing, routes, age_s)),
             )
-            for number, pending in enumerate(pendings)
-        ]
+            jobs.append(job)
+        return jobs
+
+    def _gather_s(self, num_missing: Sequence[int | None], routes: Sequence[_Route], age_s: float) -> float:
+        """For how much longer others are waited for that may come with it."""
+        if age_s >= self._config.gather_s:
+            return 0.0
+        least_s = min(
+            [route.place.step_time.prefill_s(count) for route, count in zip(routes, num_missing, strict=True) if count],
+            default=0.0,
+        )
+        gather_s = self._config.gather_share * (least_s - _SHORT_PREFILL_S)
+        return max(min(gather_s, self._config.gather_s) - age_s, 0.0)
 
     def _num_missing(self, pending: Pending, routes: Sequence[_Route], tally: Tally) -> list[int | None]:
         """By route; ``None`` where it can't be prefilled."""

@@ -25,8 +25,25 @@ class CostWeights:
     """
 
     work: float = 0.5
-    impatience_per_s: float = 0.05
+    impatience_per_s: float = 0.15
     decode_delay: float = 0.1
+
+
+@dataclass(frozen=True)
+class Hold:
+    """How a request is kept from lanes for a while; by lane, or empty where it is kept from none.
+
+    Attributes:
+        until_s: seconds during which it is not sent there.
+        starts_in_s: seconds until a step with it is forecast to begin there, at the earliest.
+    """
+
+    until_s: Sequence[float] = ()
+    starts_in_s: Sequence[float] = ()
+
+
+#: It is kept from no lane.
+AT_ONCE = Hold()
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +57,7 @@ class Job:
         priority: higher first.
         num_missing: by lane, tokens that would have to be computed there; ``None`` where it can't go.
         num_shared: by other job's number, leading tokens that both have.
+        hold: for how long it is kept from which lanes.
     """
 
     number: int
@@ -48,6 +66,7 @@ class Job:
     priority: int
     num_missing: Sequence[int | None]
     num_shared: Sequence[int]
+    hold: Hold = AT_ONCE
 
 
 @dataclass(frozen=True)
@@ -110,10 +129,14 @@ class Lane:
         full_s = num_full * (time.prefill_s(self._budget) + self._decode_s) if num_full else 0.0
         return full_s + (time.prefill_s(rest) + self._decode_s if rest else 0.0)
 
+    def held_s(self, group: Sequence[Job]) -> float:
+        """Seconds for which some of ``group`` are kept from here."""
+        return max([job.hold.until_s[self.number] for job in group if job.hold.until_s], default=0.0)
+
     def terms(self, job: Job) -> dict[str, float]:
         """What the cost of ``job`` here is made of, were it alone: their sum is that of its ``turn``."""
         weights, num_missing = self._weights, self._num_missing(job, ())
-        wait_s, prefill_s = job.age_s + self.free_in_s, self.prefill_s(num_missing)
+        wait_s, prefill_s = job.age_s + self._start_s(self.free_in_s, [job]), self.prefill_s(num_missing)
         work_s = self._step_time.prefill_s(num_missing)
         return {
             "wait_s": wait_s,
@@ -144,7 +167,7 @@ class Lane:
             num_tokens.append(num_missing)
         cost, ends_in_s, firsts = 0.0, self.free_in_s, []
         for group, tokens in zip(groups, num_tokens, strict=True):
-            ends_in_s += self.prefill_s(tokens)
+            ends_in_s = self._start_s(ends_in_s, group) + self.prefill_s(tokens)
             firsts.append(ends_in_s)
             for job in group:
                 first_s = job.age_s + ends_in_s
@@ -153,6 +176,12 @@ class Lane:
             work_s = time.prefill_s(tokens)
             cost += work_s * (weights.work + weights.decode_delay * self._num_decoding)
         return Turn(cost, groups, firsts)
+
+    def _start_s(self, free_in_s: float, group: Sequence[Job]) -> float:
+        for job in group:
+            if job.hold.starts_in_s:
+                free_in_s = max(free_in_s, job.hold.starts_in_s[self.number])
+        return free_in_s
 
     def _ordered(self, jobs: Sequence[Job]) -> list[Job]:
         impatience = 2.0 * self._weights.impatience_per_s

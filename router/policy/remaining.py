@@ -17,19 +17,20 @@ class Remaining:
 
     def __init__(self, snapshot: Snapshot) -> None:
         """Nothing is given out yet."""
-        self._now = snapshot.now
+        self._snapshot = snapshot
         self._prefill = {place.place: place for place in snapshot.prefill}
         self._decode = {place.place: place for place in snapshot.decode}
 
     @property
     def snapshot(self) -> Snapshot:
         """The places as they are now, without those that were fenced."""
-        return Snapshot(tuple(self._prefill.values()), tuple(self._decode.values()), self._now)
+        return replace(self._snapshot, prefill=tuple(self._prefill.values()), decode=tuple(self._decode.values()))
 
     def at(self, prefill: Place | None, decode: Place) -> Snapshot:
         """These places alone."""
         prefills = [] if prefill is None else [self._prefill[prefill]]
-        return Snapshot(prefills, [self._decode[decode]] if decode in self._decode else [], self._now)
+        decodes = [self._decode[decode]] if decode in self._decode else []
+        return replace(self._snapshot, prefill=prefills, decode=decodes)
 
     def decide(self, waiting: Sequence[Pending], placements: Sequence[Placement | None]) -> None:
         """Those were decided about: take what they were given; fence a place for whom there was no room anywhere."""

@@ -70,7 +70,7 @@ def _prefilled(pending: Pending, snapshot: Snapshot) -> Pending:
 
 def _for_decode(snapshot: Snapshot) -> Snapshot:
     """The places that decode, as one that is handed off sees them: prompts that wait there don't hold it up."""
-    return Snapshot((), [_without_prompts(place) for place in snapshot.decode], snapshot.now)
+    return replace(snapshot, prefill=(), decode=[_without_prompts(place) for place in snapshot.decode])
 
 
 def _without_prompts(place: Candidate) -> Candidate:

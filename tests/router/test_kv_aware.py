@@ -49,7 +49,7 @@ def pending(num_tokens: int, *, cached: dict[str, int] | None = None, first_hash
 
 
 def policy(**config: Any) -> KvAwarePolicy:
-    return KvAwarePolicy(random.Random(0), KvAwareConfig(**config))
+    return KvAwarePolicy(random.Random(0), KvAwareConfig(**{"gather_s": 0.0} | config))
 
 
 def decodes(decision: Decision) -> list[str | None]:
@@ -204,7 +204,7 @@ def test_a_plan_is_hardly_dearer_than_the_best_of_all() -> None:
         ratios.append(found / best)
     assert min(ratios) > 1 - 1e-9
     assert mean(ratios) < 1.005
-    assert max(ratios) < 1.05
+    assert max(ratios) < 1.06
 
 
 def test_a_turn_does_not_hang_on_the_order_in_which_jobs_are_named() -> None:

@@ -1,0 +1,56 @@
+"""What several routers leave to each other, who see each other's placements only when workers report them.
+
+Without it all of them send to the same free place at once. So each place is first one router's: it takes it as if it
+were alone. Another router leaves a prompt to the place's own router, and then to those between the two in their order,
+for as long as it takes until their placements are reported; what is free then is free to take. A prompt of which a
+place has most does not wait: it holds up whoever else is sent there by little, and would take long elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.policy.base import Candidate, Peers
+from router.policy.lane import AT_ONCE, Hold
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerConfig:
+    """How far routers keep out of each other's way.
+
+    Attributes:
+        report_s: after so long a placement is in the load that all routers know.
+        doubt_s: a place that is another router's is forecast to be free so much later than it looks.
+        small_share: a prompt does not wait for another router's place that lacks at most this share of what the best of
+            the router's own lacks.
+    """
+
+    report_s: float = 0.06
+    doubt_s: float = 0.15
+    small_share: float = 0.25
+
+
+class Turns:
+    """For how long each place is left to others."""
+
+    def __init__(self, places: Sequence[Candidate], peers: Peers, config: PeerConfig) -> None:
+        """``places`` are known by their position from here on; whose each is follows from their names."""
+        self._config = config
+        ranks = {place: rank for rank, place in enumerate(sorted(place.place for place in places))}
+        distances = [(peers.number - ranks[place.place]) % peers.num_routers for place in places]
+        self._waits_s = [distance * config.report_s for distance in distances]
+        self._is_alone = not any(distances)
+
+    def hold(self, num_missing: Sequence[int | None], age_s: float, least_s: float) -> Hold:
+        """How a prompt is kept from places that has waited for ``age_s`` and goes nowhere for another ``least_s``."""
+        if self._is_alone:
+            return Hold([least_s] * len(num_missing), [least_s] * len(num_missing)) if least_s else AT_ONCE
+        own = [count for count, wait_s in zip(num_missing, self._waits_s, strict=True) if count and not wait_s]
+        num_small = self._config.small_share * min(own, default=0)
+        until_s, starts_in_s = list[float](), list[float]()
+        for count, wait_s in zip(num_missing, self._waits_s, strict=True):
+            is_free = not wait_s or (count is not None and count <= num_small)
+            until_s.append(least_s if is_free else max(wait_s - age_s, least_s))
+            starts_in_s.append(until_s[-1] if is_free else until_s[-1] + self._config.doubt_s)
+        return Hold(until_s, starts_in_s)
