@@ -1,4 +1,4 @@
-"""Renders the tables of docs/performance.md from benchmarks/results, so that nobody types figures by hand.
+"""Renders the tables of docs/performance.md and docs/routing.md from benchmarks/results: nobody types figures by hand.
 
     python -m benchmarks.table [--check]
 
@@ -22,30 +22,30 @@ from benchmarks.tables.many_streams import many_streams_tables
 from benchmarks.tables.overload import overload_tables
 from benchmarks.tables.profile import profile_tables
 from benchmarks.tables.relay import relay_tables
+from benchmarks.tables.routing import routing_tables
 from benchmarks.tables.total import total_tables
 from benchmarks.tables.transfer import transfer_tables
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 PAGE = _REPOSITORY / "docs" / "performance.md"
+PAGES = (PAGE, _REPOSITORY / "docs" / "routing.md")
 RESULTS = _REPOSITORY / "benchmarks" / "results"
 _TABLE = re.compile(r"(?P<begin><!-- table: (?P<name>\w+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 
 
 def main() -> int:
-    """Run the command line; the exit code is 1 where ``--check`` finds the page to differ."""
+    """Run the command line; the exit code is 1 where ``--check`` finds a page to differ."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing, but fail where the page is not up to date"
-    )
+    parser.add_argument("--check", action="store_true", help="change nothing, but fail where a page is not up to date")
     arguments = parser.parse_args()
     if not arguments.check:
-        fill_page(PAGE, RESULTS)
+        for page in PAGES:
+            fill_page(page, RESULTS)
         return 0
-    page = PAGE.read_text(encoding="utf-8")
-    if render_page(page, RESULTS) != page:
-        print(f"{PAGE} does not show what {RESULTS} holds: run `python -m benchmarks.table`", file=sys.stderr)
-        return 1
-    return 0
+    stale = [page for page in PAGES if render_page(text := page.read_text(encoding="utf-8"), RESULTS) != text]
+    for page in stale:
+        print(f"{page} does not show what {RESULTS} holds: run `python -m benchmarks.table`", file=sys.stderr)
+    return int(bool(stale))
 
 
 def fill_page(page: Path, results: Path) -> None:
@@ -92,6 +92,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "transfer": transfer_tables,
     "disagg": disagg_tables,
     "engine": engine_tables,
+    "routing": routing_tables,
     "total": total_tables,
 }
 

@@ -7,16 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.table import render_page
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-PAGE = REPOSITORY / "docs" / "performance.md"
-RESULTS = REPOSITORY / "benchmarks" / "results"
+from benchmarks.table import PAGES, RESULTS, render_page
 
 
-def test_the_page_shows_what_the_results_hold() -> None:
-    page = PAGE.read_text()
-    assert render_page(page, RESULTS) == page, "run `python -m benchmarks.table`"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_pages_show_what_the_results_hold(page: Path) -> None:
+    text = page.read_text()
+    assert render_page(text, RESULTS) == text, "run `python -m benchmarks.table`"
 
 
 def test_other_results_make_another_table(tmp_path: Path) -> None:

@@ -1,0 +1,130 @@
+"""What replays of each case come to, and whether that is good enough."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+from benchmarks.routing_cases import CASES, OTHERS, OURS
+from cli.replay.results import PolicyResult
+
+_MOST_TTFT, _MOST_P99, _MOST_OF_ONE_ROUTER = 1.02, 1.05, 1.15
+_BASE, _OLD_LOAD, _SEVERAL_ROUTERS = "base", "old_load", ("routers_2", "routers_4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One replay.
+
+    Attributes:
+        revision: the commit that was replayed; ``None``: not known.
+    """
+
+    case: str
+    policy: str
+    seed: int
+    revision: str | None
+    result: PolicyResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mean:
+    """Over the runs of one policy on one case; latencies are in milliseconds.
+
+    Attributes:
+        requests_refused: in all of them.
+    """
+
+    num_runs: int
+    ttft_mean: float
+    ttft_p50: float
+    ttft_p90: float
+    ttft_p99: float
+    itl_mean: float
+    reuse_ratio: float
+    requests_refused: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What one case came to, by policy."""
+
+    name: str
+    about: str
+    policies: Mapping[str, Mean]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """Something that is wanted: ``measured`` is at most ``limit``."""
+
+    case: str
+    what: str
+    measured: float
+    limit: float
+
+    @property
+    def is_met(self) -> bool:
+        """Whether it is so."""
+        return self.measured <= self.limit
+
+
+def rows_of(runs: Sequence[Run]) -> list[Row]:
+    """A row for each case that was run, in the order of the cases."""
+    rows = []
+    for case in CASES.values():
+        of_case = [run for run in runs if run.case == case.name]
+        policies = {name: [run.result for run in of_case if run.policy == name] for name in case.policies}
+        if of_case:
+            means = {name: _mean(results) for name, results in policies.items() if results}
+            rows.append(Row(name=case.name, about=case.about, policies=means))
+    return rows
+
+
+def bars_of(rows: Sequence[Row]) -> list[Bar]:
+    """What is wanted of those rows that have all the policies that it takes."""
+    by_name = {row.name: row.policies for row in rows}
+    bars: list[Bar] = []
+    for name, policies in by_name.items():
+        if OURS in policies and all(other in policies for other in OTHERS):
+            bars += _against_others(name, policies)
+    for name in _SEVERAL_ROUTERS:
+        one, several = by_name.get(_OLD_LOAD, {}).get(OURS), by_name.get(name, {}).get(OURS)
+        if one is not None and several is not None:
+            ratio = several.ttft_mean / one.ttft_mean
+            bars.append(Bar(case=name, what="mean TTFT of one router's", measured=ratio, limit=_MOST_OF_ONE_ROUTER))
+    return bars
+
+
+def _against_others(name: str, policies: Mapping[str, Mean]) -> list[Bar]:
+    ours, others = policies[OURS], [policies[other] for other in OTHERS]
+    best_mean, best_p99 = min(other.ttft_mean for other in others), min(other.ttft_p99 for other in others)
+    bars = [
+        Bar(case=name, what="mean TTFT of the best other's", measured=ours.ttft_mean / best_mean, limit=_MOST_TTFT),
+        Bar(case=name, what="p99 TTFT of the best other's", measured=ours.ttft_p99 / best_p99, limit=_MOST_P99),
+    ]
+    if name != _BASE:
+        return bars
+    blind, tuned = policies["round_robin"], policies["dynamo_16"]
+    return [
+        *bars,
+        Bar(case=name, what="mean TTFT of round_robin's", measured=ours.ttft_mean / blind.ttft_mean, limit=0.66),
+        Bar(case=name, what="mean TTFT of dynamo_16's", measured=ours.ttft_mean / tuned.ttft_mean, limit=0.87),
+        Bar(case=name, what="p99 TTFT of round_robin's", measured=ours.ttft_p99 / blind.ttft_p99, limit=0.81),
+        Bar(case=name, what="mean ITL of round_robin's", measured=ours.itl_mean / blind.itl_mean, limit=1.0),
+        Bar(case=name, what="requests refused", measured=ours.requests_refused, limit=0),
+    ]
+
+
+def _mean(results: Sequence[PolicyResult]) -> Mean:
+    return Mean(
+        num_runs=len(results),
+        ttft_mean=mean(result.ttft_ms.mean for result in results),
+        ttft_p50=mean(result.ttft_ms.p50 for result in results),
+        ttft_p90=mean(result.ttft_ms.p90 for result in results),
+        ttft_p99=mean(result.ttft_ms.p99 for result in results),
+        itl_mean=mean(result.itl_ms.mean for result in results),
+        reuse_ratio=mean(result.reuse_ratio for result in results),
+        requests_refused=sum(result.requests_refused for result in results),
+    )
