@@ -170,6 +170,8 @@ class Booking:
         Returns:
             Up to so many there is nothing new to say.
         """
+        if self._num_queued_tokens:
+            self.arrive()  # who decodes waits for no prefill any more, whatever reports say, or don't
         num_held = -(-num_tokens // self._block_size)
         if num_held != self._num_held:
             self._num_held = num_held

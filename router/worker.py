@@ -13,6 +13,9 @@ from quartet.rpc.fleet import WorkerState, WorkerStatus
 from router.book import WorkerBook
 from router.policy.base import DEFAULT_MAX_STEP_TOKENS, Candidate
 
+# Heartbeats come once a second. Where they don't, as the events can't be heard, workers are asked now and then.
+_QUIET_S = 3.0
+
 
 @dataclass(frozen=True, order=True)
 class PoolKey:
@@ -47,6 +50,7 @@ class KnownWorker:
     cut_at: float | None = None
 
     def __post_init__(self) -> None:
+        self._is_quiet = False
         self.book = WorkerBook(self.record.data_parallel_size, max(self.record.block_size, 1), epoch=self.record.epoch)
         self.describe(self.record)
 
@@ -59,8 +63,14 @@ class KnownWorker:
         self._adapters = frozenset(record.adapters)
         # What each place was shown as, and from what: most pumps find most places as they were.
         self._candidates = [self._candidate(rank) for rank in range(record.data_parallel_size)]
-        self._shown_load = self.load
+        self._shown_load: WorkerLoad | None = None
         self._shown_booked = [(0, 0, 0)] * record.data_parallel_size
+
+    def look(self, now: float) -> None:
+        """Time has passed: what reports that no longer come said of waiting prompts is over by now."""
+        is_quiet = self.silence_s(now) > _QUIET_S
+        if is_quiet is not self._is_quiet:
+            self._is_quiet, self._shown_load = is_quiet, None
 
     def silence_s(self, now: float) -> float:
         """Seconds since it was last heard."""
@@ -119,7 +129,8 @@ class KnownWorker:
             + account.num_unreported_tokens
             + account.num_placed_tokens,
             adapters=self._adapters,
-            num_unbegun_tokens=load.num_unbegun_prefill_tokens + account.num_unreported_tokens,
+            num_unbegun_tokens=(0 if self._is_quiet else load.num_unbegun_prefill_tokens)
+            + account.num_unreported_tokens,
             step_ends_at=(self.load_at or 0.0) + load.step_ends_in_s,
             num_decoding=load.num_decoding,
             num_context_tokens=load.num_context_tokens,

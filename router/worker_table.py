@@ -141,6 +141,7 @@ class WorkerTable:
         """Time has passed: states that hang on silence may have changed, and placements may have lapsed."""
         for worker in self._workers.values():
             worker.book.placed.look(now)
+            worker.look(now)
         self._changed()
 
     # What others want to know.
@@ -232,6 +233,7 @@ class WorkerTable:
     def _take(self, worker: KnownWorker, load: WorkerLoad, now: float) -> None:
         state, num_tokens = worker.state(now, self._heartbeat_timeout_s), _num_place_tokens(worker)
         worker.load, worker.load_at = load, now
+        worker.look(now)
         if worker.cut_at is not None and now - worker.cut_at > _LAST_REPORTS_S:
             worker.cut_at = None
         name = numbering(self.router_id, load.epoch)

@@ -17,10 +17,12 @@ def test_a_booking_counts_in_full_until_a_report_names_it() -> None:
     booking = book.book(0, num_reserved_tokens=95, num_queued_tokens=40)
     assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (10, 40)
     number = booking.send()
+    book.reported(number - 1)
+    assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (10, 40)
     booking.hold(41)
     book.reported(number - 1)
     book.reported(number - 1)
-    assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (10, 40)
+    assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (10, 0)
     book.reported(number)
     assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (5, 0)
 
@@ -34,6 +36,14 @@ def test_tokens_to_prefill_count_until_their_request_has_arrived() -> None:
     assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (4, 20)
     second.release()
     assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (2, 0)
+
+
+def test_who_decodes_waits_for_no_prefill_whatever_reports_say() -> None:
+    book = WorkerBook(1, block_size=10)
+    booking = book.book(0, num_reserved_tokens=100, num_queued_tokens=90)
+    booking.send()
+    booking.hold(91)
+    assert book.account(0).num_unreported_tokens == 0
 
 
 def test_what_a_request_holds_leaves_its_promise_one_report_late() -> None:
@@ -119,6 +129,7 @@ def test_the_sums_are_those_of_the_bookings(data: st.DataObject) -> None:
         elif step == "hold":
             chosen.held = max(chosen.held, data.draw(st.integers(0, 12)))
             chosen.booking.hold(chosen.held * 10)
+            chosen.has_arrived = True
         elif step == "release":
             chosen.booking.release()
             chosen.is_released = True

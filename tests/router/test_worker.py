@@ -1,0 +1,77 @@
+"""What a policy is shown of a worker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quartet.events.step_time import StepTime
+from router.book import Booking
+from router.policy.base import DEFAULT_MAX_STEP_TOKENS
+from router.worker import KnownWorker
+from tests.router.records import make_load, make_record
+
+_RECORD = make_record(data_parallel_size=2)
+
+
+def take(worker: KnownWorker, now: float, **rank: object) -> None:
+    worker.load, worker.load_at = make_load(_RECORD, **rank), now
+    worker.look(now)
+
+
+def test_a_forecast_stands_on_the_last_report() -> None:
+    worker = KnownWorker(_RECORD, 100.0)
+    assert [place.max_step_tokens for place in worker.candidates()] == [DEFAULT_MAX_STEP_TOKENS] * 2
+    step_time = StepTime(prefill_base_s=0.5)
+    take(
+        worker,
+        200.0,
+        step_ends_in_s=0.25,
+        num_unbegun_prefill_tokens=70,
+        num_decoding=3,
+        num_context_tokens=900,
+        max_step_tokens=4096,
+        step_time=step_time,
+    )
+    worker.book.book(1, num_queued_tokens=30).send()
+    first, second = worker.candidates()
+    assert (first.step_ends_at, first.num_unbegun_tokens, second.num_unbegun_tokens) == (200.25, 70, 100)
+    assert (second.num_decoding, second.num_context_tokens, second.max_step_tokens) == (3, 900, 4096)
+    assert second.step_time == step_time
+
+
+def test_what_was_said_of_waiting_prompts_is_over_when_reports_have_stopped() -> None:
+    worker = KnownWorker(_RECORD, 100.0)
+    take(worker, 200.0, num_unbegun_prefill_tokens=70)
+    worker.look(202.0)
+    assert worker.candidates()[0].num_unbegun_tokens == 70
+    worker.look(204.0)
+    assert worker.candidates()[0].num_unbegun_tokens == 0
+    take(worker, 205.0, num_unbegun_prefill_tokens=50)
+    assert worker.candidates()[0].num_unbegun_tokens == 50
+
+
+@given(st.data())
+def test_what_is_kept_of_places_is_what_they_are(data: st.DataObject) -> None:
+    kept, now = KnownWorker(_RECORD, 0.0), 0.0
+    bookings: list[Booking] = []
+    for _ in range(data.draw(st.integers(1, 20))):
+        now += data.draw(st.sampled_from([0.0, 1.0, 5.0]))
+        match data.draw(st.sampled_from(["report", "book", "release", "look", "describe"])):
+            case "report":
+                take(kept, now, num_unbegun_prefill_tokens=data.draw(st.integers(0, 9)))
+                kept.book.reported(0)
+            case "book":
+                rank, tokens = data.draw(st.integers(0, 1)), data.draw(st.integers(0, 50))
+                bookings.append(kept.book.book(rank, num_reserved_tokens=tokens, num_queued_tokens=tokens))
+            case "release" if bookings:
+                data.draw(st.sampled_from(bookings)).release()
+            case "look":
+                kept.look(now)
+            case "describe":
+                kept.describe(replace(_RECORD, num_blocks=data.draw(st.integers(1, 99))))
+        shown = list(kept.candidates())
+        kept.describe(kept.record)  # forgets what was kept
+        assert shown == list(kept.candidates())
