@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,14 +19,17 @@ def yielding_poller() -> Iterator[None]:
 
     For each message it wakes up to tell the event loop, and by default the kernel lets it do so at the price of whoever
     runs on that core, mostly the event loop itself, in the middle of its next message. As SCHED_BATCH it waits until
-    there is a free core, and then tells of all that has ended at once.
+    there is a free core, and then tells of all that has ended at once. A process that runs under another policy than
+    the default is left as it is.
     """
-    policy = os.sched_getscheduler(0)
-    _schedule(os.SCHED_BATCH)
+    is_default = sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER
+    if is_default:
+        _schedule(os.SCHED_BATCH)
     try:
         init_grpc_aio()  # the thread has its parent's policy
     finally:
-        _schedule(policy)
+        if is_default:
+            _schedule(os.SCHED_OTHER)
     try:
         yield
     finally:

@@ -59,3 +59,11 @@ async def test_where_policies_may_not_be_changed_it_runs_as_ever(monkeypatch: py
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
     with yielding_poller():
         assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+async def test_a_policy_that_somebody_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes: list[int] = []
+    monkeypatch.setattr(os, "sched_getscheduler", lambda _thread: os.SCHED_FIFO)
+    monkeypatch.setattr(os, "sched_setscheduler", lambda _thread, policy, _parameter: changes.append(policy))
+    with yielding_poller():
+        assert changes == []
