@@ -112,6 +112,11 @@ class KnownWorker:
         """Blocks of one place: as last reported, else as announced."""
         return self._rank_load(rank).num_total_blocks or self.record.num_blocks
 
+    @property
+    def num_place_tokens(self) -> int:
+        """Tokens whose KV its largest place holds."""
+        return max(map(self.num_total_blocks, range(self.record.data_parallel_size))) * self.record.block_size
+
     def _rank_load(self, rank: int) -> RankLoad:
         if self.load is None or rank >= len(self.load.ranks):
             return RankLoad()

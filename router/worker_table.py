@@ -11,6 +11,7 @@ from quartet.errors import WorkerUnavailableError
 from quartet.events.load import PlacementProgress, WorkerLoad
 from quartet.rpc.fleet import WorkerState, WorkerStatus
 from router.book import Booking, Reservation, numbering
+from router.peer_watch import PeerWatch
 from router.policy.base import Pending, Placement, Snapshot
 from router.worker import KnownWorker, PoolKey
 
@@ -60,6 +61,7 @@ class WorkerTable:
         self.router_id = router_id
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._workers: dict[WorkerKey, KnownWorker] = {}
+        self._peers = PeerWatch(router_id)
         self._listeners: list[Callable[[], None]] = []
         # Both are worked out when next asked for, and hold until a state changes; silence changes one at a tick.
         self._pools: list[Pool] | None = None
@@ -95,6 +97,7 @@ class WorkerTable:
         gone = [worker for worker in self._workers.values() if not worker.is_listed and self._is_lost(worker, now)]
         for worker in gone:
             del self._workers[worker.record.key]
+            self._peers.forget(worker.record.worker_id)
         if gone:
             self._changed()
         return [worker.record for worker in gone]
@@ -142,6 +145,7 @@ class WorkerTable:
         for worker in self._workers.values():
             worker.book.placed.look(now)
             worker.look(now)
+        self._peers.look(now)
         self._changed()
 
     # What others want to know.
@@ -181,6 +185,7 @@ class WorkerTable:
             prefill=[place for worker in ready.prefill for place in worker.candidates()],
             decode=[place for worker in ready.decode for place in worker.candidates()],
             now=now,
+            peers=self._peers.peers,
         )
 
     def book(self, placement: Placement, pending: Pending, *, waited_s: float = 0.0) -> Reservation:
@@ -231,9 +236,10 @@ class WorkerTable:
         return worker if worker is not None and worker.record.epoch == epoch else None
 
     def _take(self, worker: KnownWorker, load: WorkerLoad, now: float) -> None:
-        state, num_tokens = worker.state(now, self._heartbeat_timeout_s), _num_place_tokens(worker)
+        state, num_tokens = worker.state(now, self._heartbeat_timeout_s), worker.num_place_tokens
         worker.load, worker.load_at = load, now
         worker.look(now)
+        self._peers.report(load, now)
         if worker.cut_at is not None and now - worker.cut_at > _LAST_REPORTS_S:
             worker.cut_at = None
         name = numbering(self.router_id, load.epoch)
@@ -243,7 +249,7 @@ class WorkerTable:
             arrived_number=load.router_arrivals.get(name, 0),
         )
         # Reports come by the dozen a second; few of them change what a pool is.
-        is_same = (state, num_tokens) == (worker.state(now, self._heartbeat_timeout_s), _num_place_tokens(worker))
+        is_same = (state, num_tokens) == (worker.state(now, self._heartbeat_timeout_s), worker.num_place_tokens)
         self._changed(keep_pools=is_same)
 
     def _is_ready(self, worker: KnownWorker, now: float) -> bool:
@@ -262,7 +268,7 @@ class WorkerTable:
         return Pool(
             key=key,
             max_model_len=min(worker.record.max_model_len for worker in workers),
-            num_place_tokens=max((_num_place_tokens(worker) for worker in decode), default=0),
+            num_place_tokens=max((worker.num_place_tokens for worker in decode), default=0),
             block_size=block_sizes.pop() if len(block_sizes) == 1 else 0,
             sampling_fields=frozenset.intersection(*(frozenset(worker.record.sampling_fields) for worker in workers)),
             media=frozenset.intersection(*(frozenset(worker.record.media) for worker in workers)),
@@ -290,8 +296,3 @@ class WorkerTable:
             self._forget_states()
         for on_change in tuple(self._listeners):
             on_change()
-
-
-def _num_place_tokens(worker: KnownWorker) -> int:
-    ranks = range(worker.record.data_parallel_size)
-    return max(worker.num_total_blocks(rank) for rank in ranks) * worker.record.block_size

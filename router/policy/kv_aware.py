@@ -168,7 +168,8 @@ class KvAwarePolicy:
 
     def _jobs(self, pendings: Sequence[Pending], routes: Sequence[_Route], snapshot: Snapshot) -> list[Job]:
         tally = Tally()
-        turns = Turns([route.place for route in routes], snapshot.peers, self._config.peers)
+        everybody = (*snapshot.prefill, *snapshot.decode)
+        turns = Turns([route.place for route in routes], everybody, snapshot.peers, self._config.peers)
         jobs: list[Job] = []
         for number, pending in enumerate(pendings):
             age_s = max(snapshot.now - pending.arrived_at, 0.0)

@@ -8,7 +8,7 @@ place has most does not wait: it holds up whoever else is sent there by little, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from router.policy.base import Candidate, Peers
@@ -34,13 +34,17 @@ class PeerConfig:
 class Turns:
     """For how long each place is left to others."""
 
-    def __init__(self, places: Sequence[Candidate], peers: Peers, config: PeerConfig) -> None:
-        """``places`` are known by their position from here on; whose each is follows from their names."""
+    def __init__(
+        self, places: Sequence[Candidate], everybody: Iterable[Candidate], peers: Peers, config: PeerConfig
+    ) -> None:
+        """``places`` are known by their position from here on; whose each is follows from its name among everybody's."""
         self._config = config
-        ranks = {place: rank for rank, place in enumerate(sorted(place.place for place in places))}
-        distances = [(peers.number - ranks[place.place]) % peers.num_routers for place in places]
-        self._waits_s = [distance * config.report_s for distance in distances]
-        self._is_alone = not any(distances)
+        self._waits_s = [0.0] * len(places)
+        if peers.num_routers > 1:
+            ranks = {place: rank for rank, place in enumerate(sorted(place.place for place in everybody))}
+            distances = [(peers.number - ranks[place.place]) % peers.num_routers for place in places]
+            self._waits_s = [distance * config.report_s for distance in distances]
+        self._is_alone = not any(self._waits_s)
 
     def hold(self, num_missing: Sequence[int | None], age_s: float, least_s: float) -> Hold:
         """How a prompt is kept from places that has waited for ``age_s`` and goes nowhere for another ``least_s``."""

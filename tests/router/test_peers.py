@@ -42,7 +42,7 @@ def policy() -> KvAwarePolicy:
 
 
 def test_a_router_alone_holds_nothing() -> None:
-    assert Turns(candidates(3), Peers(), CONFIG).hold([10, None, 10], 0.0, 0.0) is AT_ONCE
+    assert Turns(candidates(3), candidates(3), Peers(), CONFIG).hold([10, None, 10], 0.0, 0.0) is AT_ONCE
 
 
 @given(num_places=st.integers(1, 12), num_routers=st.integers(2, 5), seed=st.integers(0, 9))
@@ -53,7 +53,7 @@ def test_each_place_is_one_routers_and_waits_for_the_others_in_turn(
     by_place: dict[Place, list[float]] = {place.place: [] for place in places}
     for number in range(num_routers):
         shown = random.Random(seed + number).sample(places, len(places))  # each sees them in its own order
-        turns = Turns(shown, Peers(number=number, num_routers=num_routers), CONFIG)
+        turns = Turns(shown, shown, Peers(number=number, num_routers=num_routers), CONFIG)
         hold = turns.hold([10] * num_places, 0.0, 0.0)
         for place, until_s in zip(shown, hold.until_s or [0.0] * num_places, strict=True):
             by_place[place.place].append(until_s)
@@ -62,7 +62,7 @@ def test_each_place_is_one_routers_and_waits_for_the_others_in_turn(
 
 
 def test_others_places_are_doubted_and_waiting_counts() -> None:
-    turns = Turns(candidates(2), Peers(number=0, num_routers=2), CONFIG)
+    turns = Turns(candidates(2), candidates(2), Peers(number=0, num_routers=2), CONFIG)
     assert turns.hold([10, 10], 0.0, 0.0).until_s == [0.0, 0.1]
     assert turns.hold([10, 10], 0.0, 0.0).starts_in_s == pytest.approx([0.0, 0.6])
     assert turns.hold([10, 10], 0.04, 0.0).until_s == pytest.approx([0.0, 0.06])
@@ -70,7 +70,7 @@ def test_others_places_are_doubted_and_waiting_counts() -> None:
 
 
 def test_a_prompt_of_which_a_place_has_most_does_not_wait_for_it() -> None:
-    turns = Turns(candidates(2), Peers(number=0, num_routers=2), CONFIG)
+    turns = Turns(candidates(2), candidates(2), Peers(number=0, num_routers=2), CONFIG)
     assert turns.hold([100, 25], 0.0, 0.0).until_s == [0.0, 0.0]
     assert turns.hold([100, 26], 0.0, 0.0).until_s == [0.0, 0.1]
     assert turns.hold([None, 26], 0.0, 0.0).until_s == [0.0, 0.1]
@@ -107,3 +107,10 @@ def test_a_long_prompt_waits_a_moment_for_what_comes_with_it_and_a_short_one_doe
     assert decision.look_again_in_s == pytest.approx(0.002)
     [gathered] = waiting.assign([pending(9000)], Snapshot([], places, now=0.002)).placements
     assert gathered is not None
+
+
+def test_whose_a_place_is_does_not_hang_on_which_others_are_looked_at() -> None:
+    everybody, peers = candidates(9), Peers(number=1, num_routers=3)
+    whole = Turns(everybody, everybody, peers, CONFIG).hold([10] * 9, 0.0, 0.0)
+    some = Turns(everybody[4:], everybody, peers, CONFIG).hold([10] * 5, 0.0, 0.0)
+    assert list(some.until_s) == list(whole.until_s[4:])

@@ -71,8 +71,8 @@ def test_with_a_shortlist_a_request_goes_where_it_would_have_gone_or_where_it_co
 ) -> None:
     places = [candidate(number, ends_at=ends_at) for number, ends_at in enumerate(ends)]
     snapshot, request = Snapshot([], places), pending(cached)
-    whole = KvAwarePolicy(random.Random(seed), KvAwareConfig(shortlist_length=100, margin_s=1.0))
-    short = KvAwarePolicy(random.Random(seed), KvAwareConfig(shortlist_length=6, margin_s=1.0))
+    whole = KvAwarePolicy(random.Random(seed), KvAwareConfig(shortlist_length=100, margin_s=1.0, gather_s=0.0))
+    short = KvAwarePolicy(random.Random(seed), KvAwareConfig(shortlist_length=6, margin_s=1.0, gather_s=0.0))
     [expected], [found] = (policy.assign([request], snapshot).placements for policy in (whole, short))
     assert expected is not None and expected.cost is not None
     assert found is not None and found.cost is not None
@@ -82,6 +82,7 @@ def test_with_a_shortlist_a_request_goes_where_it_would_have_gone_or_where_it_co
 
 def test_of_very_many_places_one_with_room_is_found() -> None:
     places = [candidate(number, used=950) for number in range(99)] + [candidate(99)]
-    [placement] = KvAwarePolicy(random.Random(0)).assign([pending({})], Snapshot([], places)).placements
+    policy = KvAwarePolicy(random.Random(0), KvAwareConfig(gather_s=0.0))
+    [placement] = policy.assign([pending({})], Snapshot([], places)).placements
     assert placement is not None
     assert placement.decode == Place("d099")

@@ -1,0 +1,47 @@
+"""Other routers, found by what workers report."""
+
+from __future__ import annotations
+
+from quartet.events.load import WorkerLoad
+from router.book import numbering
+from router.peer_watch import PeerWatch
+from router.policy.base import Peers
+
+
+def load(worker_id: str = "decode-0", epoch: int = 7, **arrivals: int) -> WorkerLoad:
+    named = {numbering(f"router-{name}", epoch): number for name, number in arrivals.items()}
+    return WorkerLoad(worker_id=worker_id, epoch=epoch, ranks=(), router_arrivals=named)
+
+
+def test_routers_whose_starts_arrive_are_counted_in_the_order_of_their_names() -> None:
+    watch = PeerWatch("router-b")
+    assert watch.peers == Peers()
+    watch.report(load(b=1), 0.0)
+    assert watch.peers == Peers()
+    watch.report(load(b=1, a=5), 1.0)
+    assert watch.peers == Peers(number=1, num_routers=2)
+    watch.report(load("decode-1", c=1, b=3), 2.0)
+    assert watch.peers == Peers(number=1, num_routers=3)
+
+
+def test_who_starts_nothing_any_more_is_no_peer() -> None:
+    watch = PeerWatch("router-b")
+    watch.report(load(a=5), 0.0)
+    for now in range(1, 15):
+        watch.report(load(a=5), float(now))  # a worker goes on telling of it for minutes
+    watch.look(15.0)
+    assert watch.peers == Peers()
+    watch.report(load(a=6), 16.0)
+    assert watch.peers == Peers(number=1, num_routers=2)
+
+
+def test_a_new_life_of_a_worker_counts_anew() -> None:
+    watch = PeerWatch("router-b")
+    watch.report(load(epoch=7, a=500), 0.0)
+    watch.look(20.0)
+    watch.report(load(epoch=8, a=1), 21.0)
+    assert watch.peers.num_routers == 2
+    watch.look(40.0)
+    watch.forget("decode-0")
+    watch.report(load(epoch=8, a=1), 41.0)
+    assert watch.peers.num_routers == 2
