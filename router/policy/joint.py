@@ -32,7 +32,7 @@ class JointAssignment:
             added = self._best(job, None)
             assert added is not None, "it can go somewhere"
             self._put(job, *added[1:])
-        for _ in range(_MAX_ROUNDS):
+        for _ in range(_MAX_ROUNDS if len(placeable) > 1 else 0):  # the only one is where it costs least
             has_moved = [self._move(job) for job in placeable]
             has_swapped = len(placeable) <= _MAX_SWAPPED_JOBS and self._swap_all(placeable)
             if not (any(has_moved) or has_swapped):

@@ -49,7 +49,7 @@ class KvAwareConfig:
     margin_s: float = 0.005
     num_planned_per_place: int = 3
     max_planned: int = 48
-    shortlist_length: int = 12
+    shortlist_length: int = 8
     local_prefill_max_tokens: int | None = None
     transfer_s_per_token: float = 2.6e-6
     gather_s: float = 0.002
@@ -124,7 +124,7 @@ class KvAwarePolicy:
         numbers = shortlist(
             [(pending, self._can_go(pending, routes, tally)) for pending in pendings],
             [route.place for route in routes],
-            [_free_in_s(route.place, now) for route in routes],
+            _free_in_s([route.place for route in routes], now),
             length,
             self._rng.randrange(len(routes)),
         )
@@ -256,8 +256,12 @@ def _routes(snapshot: Snapshot) -> list[_Route]:
     return [_Route(place, False) for place in snapshot.prefill] + [_Route(place, True) for place in snapshot.decode]
 
 
-def _free_in_s(place: Candidate, now: float) -> float:
-    return max(place.step_ends_at - now, 0.0) + place.step_time.prefill_s(place.num_unbegun_tokens)
+def _free_in_s(places: Sequence[Candidate], now: float) -> list[float]:
+    return [
+        (place.step_ends_at - now if place.step_ends_at > now else 0.0)
+        + (place.step_time.prefill_s(place.num_unbegun_tokens) if place.num_unbegun_tokens else 0.0)
+        for place in places
+    ]
 
 
 def _added_cost(lane: Lane, turn: Turn, job: Job) -> float:

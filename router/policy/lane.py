@@ -84,6 +84,9 @@ class Turn:
     first_token_in_s: Sequence[float] = ()
 
 
+_NO_TURN = Turn(0.0)
+
+
 class Lane:
     """One place that prefills."""
 
@@ -149,6 +152,8 @@ class Lane:
 
     def _plan(self, jobs: Sequence[Job]) -> Turn:
         """Shortest first, weighed by impatience; small ones share a step where that pays."""
+        if not jobs:
+            return _NO_TURN
         weights, time = self._weights, self._step_time
         groups: list[list[Job]] = []
         num_tokens: list[int] = []  # of each group

@@ -37,7 +37,7 @@ class Turns:
     def __init__(
         self, places: Sequence[Candidate], everybody: Iterable[Candidate], peers: Peers, config: PeerConfig
     ) -> None:
-        """``places`` are known by their position from here on; whose each is follows from its name among everybody's."""
+        """``places`` are known by their position from here on; whose each is follows from all names."""
         self._config = config
         self._waits_s = [0.0] * len(places)
         if peers.num_routers > 1:
