@@ -1,7 +1,8 @@
 """Forecasts when each place would give each request its first token, and assigns all that wait together, late.
 
 A request is bound to a place only when that place is about to run out of prompts to compute: until then it stays in the
-router's queue, where it can still be assigned otherwise when others come.
+router's queue, where it can still be assigned otherwise when others come. Long ones wait a moment for those that come
+with them, and of several routers each leaves the others' places to them for a while (``router.policy.peers``).
 """
 
 from __future__ import annotations
