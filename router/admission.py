@@ -242,6 +242,8 @@ class Admission:
             elif placement is not None:
                 self._place(waiting, placement, now)
                 self._take_out(waiting)
+        if len(head) == MAX_ASSIGNED_TOGETHER and None not in decision.placements:
+            self.wake()  # there may be room for more
         return decision.look_again_in_s
 
     def _place(self, waiting: Waiting, placement: Placement, now: float) -> None:

@@ -109,6 +109,8 @@ class PreparedRequest:
         if not given.ignore_eos and "stop_token_ids" in self.pool.sampling_fields:
             known = (token_id for token_id in self.text.eos_token_ids if token_id < self.text.vocab_size)
             stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *known)))[:MAX_STOP_IDS]
+        if given.max_tokens == self.max_output_tokens and stop_token_ids == given.stop_token_ids:
+            return given
         return replace(given, max_tokens=self.max_output_tokens, stop_token_ids=stop_token_ids)
 
     @cached_property

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from quartet.errors import QueueFullError
+from router.admission import MAX_ASSIGNED_TOGETHER
 from router.policy.base import Pending
 from tests.router.desk import POOL, RECORD, TIMEOUT_S, Desk
 from tests.router.records import make_load
@@ -104,6 +105,17 @@ async def test_a_burst_larger_than_the_queue_gets_in_while_there_is_room() -> No
     burst = [desk.ask(str(i), 1) for i in range(10)]
     await desk.settle()
     assert all(task.done() and task.exception() is None for task in burst)
+
+
+async def test_of_more_than_are_assigned_at_once_all_get_in_as_far_as_there_is_room() -> None:
+    desk = Desk(max_queue_length=1000)
+    desk.table.broken(RECORD.key, RECORD.epoch)
+    waiting = [desk.ask(str(i), 0) for i in range(2 * MAX_ASSIGNED_TOGETHER + 1)]
+    await desk.settle()
+    assert not any(task.done() for task in waiting)
+    desk.table.connected(RECORD.key, make_load(RECORD), 0.0)
+    await desk.settle()
+    assert all(task.done() for task in waiting)
 
 
 async def test_a_retry_gets_in_past_the_bound() -> None:
