@@ -37,6 +37,8 @@ class PolicyConfig:
             if that costs less); 0: none, while a prefill worker can take them. ``None``: kv_aware goes by cost alone,
             and to the others it is 0.
         transfer_s_per_token: seconds that moving a token's KV to another worker takes; part of kv_aware's cost.
+        margin_s: kv_aware sends a place its next prompts so long before it has computed what it was given; more than
+            the way there takes.
         session_affinity: requests of one ``session_key`` go to the same places.
         session_max_load_factor: while these have at most so many times the mean load.
     """
@@ -46,12 +48,13 @@ class PolicyConfig:
     decode_name: PolicyName | None = None
     local_prefill_max_tokens: int | None = None
     transfer_s_per_token: float = KvAwareConfig.transfer_s_per_token
+    margin_s: float = KvAwareConfig.margin_s
     session_affinity: bool = False
     session_max_load_factor: float = 1.25
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
-        for name in ("local_prefill_max_tokens", "transfer_s_per_token"):
+        for name in ("local_prefill_max_tokens", "transfer_s_per_token", "margin_s"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name}: must not be negative")
         if self.session_max_load_factor < 1:
@@ -76,7 +79,9 @@ def _create(name: PolicyName, config: PolicyConfig, rng: random.Random) -> Polic
             return KvAwarePolicy(
                 rng,
                 KvAwareConfig(
-                    local_prefill_max_tokens=local_max_tokens, transfer_s_per_token=config.transfer_s_per_token
+                    local_prefill_max_tokens=local_max_tokens,
+                    transfer_s_per_token=config.transfer_s_per_token,
+                    margin_s=config.margin_s,
                 ),
             )
         case PolicyName.LEAST_LOADED:

@@ -63,6 +63,7 @@ def test_a_configuration_makes_the_policy_that_it_names(settings: dict[str, obje
     ("field", "value"),
     [
         ("local_prefill_max_tokens", -1),
+        ("margin_s", -0.1),
         ("transfer_s_per_token", -1e-9),
         ("session_max_load_factor", 0.9),
         ("name", "best"),
