@@ -2,8 +2,8 @@
 
 Without it all of them send to the same free place at once. So each place is first one router's: it takes it as if it
 were alone. Another router leaves a prompt to the place's own router, and then to those between the two in their order,
-for as long as it takes until their placements are reported; what is free then is free to take. A prompt of which a
-place has most does not wait: it holds up whoever else is sent there by little, and would take long elsewhere.
+for as long as it takes until their placements are reported; what is free then is free to take. A prompt that finds much
+more of itself at a place than elsewhere does not wait: computing it anew costs all more than meeting somebody there.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class PeerConfig:
     Attributes:
         report_s: after so long a placement is in the load that all routers know.
         doubt_s: a place that is another router's is forecast to be free so much later than it looks.
-        small_share: a prompt does not wait for another router's place that lacks at most this share of what the best of
-            the router's own lacks.
+        saving_share: a prompt does not wait for another router's place that spares it at least this share of what the
+            best of the router's own places lacks.
     """
 
     report_s: float = 0.06
     doubt_s: float = 0.15
-    small_share: float = 0.25
+    saving_share: float = 0.25
 
 
 class Turns:
@@ -51,10 +51,10 @@ class Turns:
         if self._is_alone:
             return Hold([least_s] * len(num_missing), [least_s] * len(num_missing)) if least_s else AT_ONCE
         own = [count for count, wait_s in zip(num_missing, self._waits_s, strict=True) if count and not wait_s]
-        num_small = self._config.small_share * min(own, default=0)
+        num_spared = (1.0 - self._config.saving_share) * min(own, default=0)
         until_s, starts_in_s = list[float](), list[float]()
         for count, wait_s in zip(num_missing, self._waits_s, strict=True):
-            is_free = not wait_s or (count is not None and count <= num_small)
+            is_free = not wait_s or (count is not None and count <= num_spared)
             until_s.append(least_s if is_free else max(wait_s - age_s, least_s))
             starts_in_s.append(until_s[-1] if is_free else until_s[-1] + self._config.doubt_s)
         return Hold(until_s, starts_in_s)

@@ -16,7 +16,7 @@ from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy
 from router.policy.lane import AT_ONCE
 from router.policy.peers import PeerConfig, Turns
 
-CONFIG = PeerConfig(report_s=0.1, doubt_s=0.5, small_share=0.25)
+CONFIG = PeerConfig(report_s=0.1, doubt_s=0.5, saving_share=0.75)
 
 
 def candidates(num_places: int) -> list[Candidate]:
