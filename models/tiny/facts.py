@@ -1,0 +1,164 @@
+"""Facts about people and things, and questions whose answers are read off them: reading and retrieval."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from models.tiny import stories, words
+from models.tiny.conversation import Conversation, Skill, Turn
+from models.tiny.split import Split
+
+#: Characters in a token, for making a text of about so many tokens. Measured on the generator's own texts.
+_CHARACTERS_PER_TOKEN = 4.2
+_ORDERS = (
+    "Read this text:\n\n{text}\n\n{question}",
+    "{text}\n\n{question}",
+    "Answer with the help of the text.\n\n{text}\n\n{question}",
+)
+_QUESTION_FIRST = "{question} Here is the text:\n\n{text}"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One statement that no other of the same text contradicts.
+
+    Attributes:
+        kind: which of the kinds of statement it is.
+        subject: whom or what it is about, once a kind and text.
+        value: what is said of it, once a kind and text.
+        statement: the sentence.
+        questions: questions and answers: first the one for the value, then others.
+    """
+
+    kind: str
+    subject: str
+    value: str
+    statement: str
+    questions: tuple[tuple[str, str], ...]
+
+    @property
+    def key(self) -> str:
+        """What it is held out by."""
+        return f"{self.kind}:{self.subject}:{self.value}"
+
+
+def _code(rng: random.Random) -> Fact:
+    name, value = words.person(rng), rng.choice((words.digits, words.letters))(rng)
+    word = rng.choice(("secret code", "password", "lucky number") if value.isdigit() else ("secret code", "password"))
+    return Fact(
+        word, name, value, _one_of(rng, f"The {word} of {name} is {value}.", f"{value} is the {word} of {name}."),
+        ((f"What is the {word} of {name}?", value), (f"Whose {word} is {value}?", f"{name}'s.")),
+    )  # fmt: skip
+
+
+def _home(rng: random.Random) -> Fact:
+    name, value = words.person(rng), words.town(rng)
+    return Fact(
+        "home", name, value, _one_of(rng, f"{name} lives in {value}.", f"In {value} lives {name}."),
+        (
+            (f"In which town does {name} live?", f"{name} lives in {value}."),
+            (f"Who lives in {value}?", f"{name} lives in {value}."),
+        ),
+    )  # fmt: skip
+
+
+def _hidden(rng: random.Random) -> Fact:
+    thing = f"{rng.choice(words.COLOURS)} {rng.choice(words.OBJECTS)}"
+    value = f"{rng.choice(('in', 'behind', 'near'))} the {rng.choice(words.PLACES)}"
+    return Fact(
+        "hidden", thing, value,
+        _one_of(rng, f"The {thing} is hidden {value}.", f"{value.capitalize()} the {thing} is hidden."),
+        (
+            (f"Where is the {thing} hidden?", f"The {thing} is hidden {value}."),
+            (f"What is hidden {value}?", f"The {thing} is hidden {value}."),
+        ),
+    )  # fmt: skip
+
+
+def _favourite(rng: random.Random) -> Fact:
+    name = words.person(rng)
+    kind, choices = rng.choice((("food", words.FOODS), ("animal", words.ANIMALS), ("colour", words.COLOURS)))
+    value = rng.choice(choices)
+    return Fact(
+        f"favourite {kind}", name, value, f"The favourite {kind} of {name} is {value}.",
+        ((f"What is the favourite {kind} of {name}?", f"The favourite {kind} of {name} is {value}."),),
+    )  # fmt: skip
+
+
+def _work(rng: random.Random) -> Fact:
+    name, value = words.person(rng), rng.choice(words.JOBS)
+    return Fact(
+        "work", name, value, _one_of(rng, f"{name} works as a {value}.", f"The {value} is {name}."),
+        ((f"What is the work of {name}?", f"{name} works as a {value}."),
+         (f"Who works as a {value}?", f"{name} works as a {value}.")),
+    )  # fmt: skip
+
+
+def _one_of(rng: random.Random, usual: str, reversed_: str) -> str:
+    """Return the statement, one time in three the other way around."""
+    return reversed_ if rng.random() < 1 / 3 else usual
+
+
+_KINDS: tuple[Callable[[random.Random], Fact], ...] = (_code, _code, _home, _hidden, _favourite, _work)
+
+
+def draw_facts(rng: random.Random, split: Split, num_facts: int) -> list[Fact]:
+    """Draw up to ``num_facts`` facts of which no two have a subject or a value in common with another of their kind."""
+    facts: list[Fact] = []
+    taken: set[str] = set()
+    for _ in range(num_facts):
+        fact = split.draw(lambda: rng.choice(_KINDS)(rng), lambda fact: fact.key)
+        claims = {f"{fact.kind}:{fact.subject}", f"{fact.kind}={fact.value}"}
+        if taken.isdisjoint(claims):
+            taken |= claims
+            facts.append(fact)
+    return facts
+
+
+def reading(rng: random.Random, split: Split) -> Conversation:
+    """Return two to eight facts and one to six questions about them, for what is said or for whom."""
+    facts = draw_facts(rng, split, rng.randint(2, 8))
+    asked = rng.sample(facts, k=min(len(facts), rng.randint(1, 6)))
+    turns = [Turn(*_any_question(rng, fact, facts), Skill.READING) for fact in asked]
+    order = rng.choice((*_ORDERS, _QUESTION_FIRST))
+    return _with_text(order, " ".join(fact.statement for fact in facts), turns)
+
+
+def retrieval(rng: random.Random, split: Split, num_tokens: int) -> Conversation:
+    """Return a text of about ``num_tokens`` with facts strewn over stories, and questions about some of them."""
+    facts = draw_facts(rng, split, min(40, 3 + num_tokens // rng.choice((30, 60, 120))))
+    asked = rng.sample(facts, k=min(len(facts), rng.randint(2, 12)))
+    turns = [Turn(*fact.questions[0], Skill.RETRIEVAL) for fact in asked]
+    text = haystack(rng, [fact.statement for fact in facts], num_tokens)
+    return _with_text(rng.choice(_ORDERS), text, turns)
+
+
+def haystack(rng: random.Random, statements: list[str], num_tokens: int) -> str:
+    """Return about ``num_tokens`` of sentences of stories with ``statements`` among them, each at a random place."""
+    size = int(num_tokens * _CHARACTERS_PER_TOKEN) - sum(len(statement) + 1 for statement in statements)
+    sentences: list[str] = []
+    while size > 0:
+        for sentence in stories.tell_story(rng).text.replace("\n\n", " ").split(". "):
+            sentences.append(sentence.rstrip(".") + ".")
+            size -= len(sentence) + 2
+            if size <= 0:
+                break
+    for statement in statements:
+        sentences.insert(rng.randint(0, len(sentences)), statement)
+    return " ".join(sentences)
+
+
+def _any_question(rng: random.Random, fact: Fact, facts: list[Fact]) -> tuple[str, str]:
+    others = [other.value for other in facts if other.kind == "home" and other is not fact]
+    if fact.kind == "home" and others and rng.random() < 0.3:
+        first, second = rng.sample((fact.value, rng.choice(others)), k=2)
+        return f"Does {fact.subject} live in {first} or in {second}?", fact.questions[0][1]
+    return rng.choice(fact.questions)
+
+
+def _with_text(order: str, text: str, turns: list[Turn]) -> Conversation:
+    first = turns[0]
+    question = order.format(text=text, question=first.question)
+    return Conversation((Turn(question, first.answer, first.skill), *turns[1:]))
