@@ -27,6 +27,8 @@ MAX_ASSIGNED_TOGETHER = 256
 
 # Waits end late by this share of their limit at most, and never by more than that many seconds.
 _LATENESS, _MAX_LOOK_INTERVAL_S = 0.1, 1.0
+# Tokens pass the same event loop: where a long queue makes the policy take so long, it gets a fifth of the time.
+_LONG_PUMP_S, _REST = 0.002, 4.0
 
 
 class Admission:
@@ -49,13 +51,14 @@ class Admission:
         self._lines: defaultdict[PoolKey, WaitingLine] = defaultdict(WaitingLine)
         self._num_tickets = 0
         self._num_entries = 0
-        self._is_pump_due = False
         self._length = 0
         self._look_interval_s = min(
             _MAX_LOOK_INTERVAL_S, min(config.queue_timeout_s, config.unavailable_timeout_s) * _LATENESS
         )
         self._look: asyncio.TimerHandle | None = None
+        self._due_pump: asyncio.Handle | None = None
         self._next_pump: asyncio.TimerHandle | None = None
+        self._rests_until = 0.0  # by the loop's clock
 
     @property
     def policy(self) -> Policy:
@@ -91,9 +94,10 @@ class Admission:
 
     def wake(self) -> None:
         """Something may have become possible: room, a worker, a report."""
-        if not self._is_pump_due and self._length:
-            self._is_pump_due = True
-            asyncio.get_running_loop().call_soon(self._pump)
+        if self._due_pump is None and self._length:
+            loop = asyncio.get_running_loop()
+            rests = self._rests_until > loop.time()
+            self._due_pump = loop.call_at(self._rests_until, self._pump) if rests else loop.call_soon(self._pump)
 
     def num_waiting(self, pool: PoolKey) -> int:
         """Choices that wait for a place of ``pool``."""
@@ -119,6 +123,9 @@ class Admission:
         """
         waiting = self._enqueue(ticket, pending, together, is_retry=is_retry)
         try:
+            if self._length > self._config.max_queue_length and not is_retry:
+                self._make_room(waiting)
+            self.wake()
             return await waiting.placed
         except BaseException as error:
             # Placed in the very moment in which its wait ended otherwise.
@@ -152,14 +159,12 @@ class Admission:
         self._length += 1
         if self._look is None:
             self._look = loop.call_later(self._look_interval_s, self._end_waits)
-        if self._length > self._config.max_queue_length and not is_retry:
-            self._make_room(waiting)
-        self.wake()
         return waiting
 
     def _make_room(self, newcomer: Waiting) -> None:
         """The queue is longer than it may be: unless some of it can be placed now, who stands last has to go."""
-        self._pump()
+        if asyncio.get_running_loop().time() >= self._rests_until:
+            self._pump()
         if self._length <= self._config.max_queue_length or newcomer.placed.done():
             return
         lasts = [line.last_refusable() for line in self._lines.values()]
@@ -214,24 +219,29 @@ class Admission:
 
     def _pump(self) -> None:
         """Have the policy place whom it will, and look again when it says so."""
-        self._is_pump_due = False
-        if self._next_pump is not None:
-            self._next_pump.cancel()
-            self._next_pump = None
-        now = time.monotonic()
+        for pump in (self._due_pump, self._next_pump):
+            if pump is not None:
+                pump.cancel()
+        self._due_pump = self._next_pump = None
+        loop, now = asyncio.get_running_loop(), time.monotonic()
+        began = loop.time()
         looks = [self._assign(pool, line, now) for pool, line in list(self._lines.items())]
+        ended = loop.time()
+        self._rests_until = ended + _REST * (ended - began) if ended - began > _LONG_PUMP_S else 0.0
         look_in_s = min((look_s for look_s in looks if look_s is not None), default=None)
         if look_in_s is not None and self._length:
-            self._next_pump = asyncio.get_running_loop().call_later(look_in_s, self._pump)
+            self._next_pump = loop.call_at(max(ended + look_in_s, self._rests_until), self._pump)
 
     def _assign(self, pool: PoolKey, line: WaitingLine, now: float) -> float | None:
         """Place those of one pool; returns ``Decision.look_again_in_s``."""
-        head = line.head(MAX_ASSIGNED_TOGETHER)
+        snapshot = self._table.snapshot(pool, now)
+        adapters = frozenset[str]().union(*(place.adapters for place in snapshot.decode))
+        head = line.head(MAX_ASSIGNED_TOGETHER, adapters)
         if not head:
             return None
         for waiting in head:
             waiting.matches.renew()
-        decision = self._policy.assign([waiting.pending for waiting in head], self._table.snapshot(pool, now))
+        decision = self._policy.assign([waiting.pending for waiting in head], snapshot)
         placed = list(zip(head, decision.placements, strict=True))
         # Those of which one has to wait.
         torn = {waiting.together for waiting, placement in placed if placement is None} - {None}

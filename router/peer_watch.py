@@ -16,23 +16,29 @@ class PeerWatch:
         """Nobody but the router of that id is known."""
         self._router_id = router_id
         self._last_numbers: dict[tuple[str, str], int] = {}  # by worker and router's numbering
+        self._epochs: dict[str, int] = {}
         self._active_at: dict[str, float] = {}
         self.peers = Peers()
 
     def report(self, load: WorkerLoad, now: float) -> None:
         """A worker counts in what ``load`` says."""
         has_new = False
+        # What the first report of a worker's life tells may be long over.
+        is_known = self._epochs.get(load.worker_id) == load.epoch
+        self._epochs[load.worker_id] = load.epoch
         for name, number in load.router_arrivals.items():
             if number > self._last_numbers.get((load.worker_id, name), 0):
                 self._last_numbers[load.worker_id, name] = number
                 router_id = name.rpartition(".")[0]
-                has_new |= router_id not in self._active_at
-                self._active_at[router_id] = now
+                if is_known:
+                    has_new |= router_id not in self._active_at
+                    self._active_at[router_id] = now
         if has_new:
             self.look(now)
 
     def forget(self, worker_id: str) -> None:
         """The worker is gone."""
+        self._epochs.pop(worker_id, None)
         self._last_numbers = {key: number for key, number in self._last_numbers.items() if key[0] != worker_id}
 
     def look(self, now: float) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -69,6 +70,10 @@ class Waiting:
         ticket = self.ticket
         self.rank = (-ticket.priority, ticket.start, ticket.number, self.entry)
 
+    def can_run(self, adapters: frozenset[str]) -> bool:
+        """Whether it still waits, and for no other adapter."""
+        return not self.placed.done() and (not self.pending.adapter or self.pending.adapter in adapters)
+
     @property
     def is_refusable(self) -> bool:
         """Whether it may be sent away to make room in the queue."""
@@ -90,9 +95,9 @@ class WaitingLine:
     def __iter__(self) -> Iterator[Waiting]:
         return iter(self._line)
 
-    def head(self, length: int) -> list[Waiting]:
-        """The first ``length`` at most, less those whose end is known."""
-        return [waiting for waiting in self._line[:length] if not waiting.placed.done()]
+    def head(self, length: int, adapters: frozenset[str]) -> list[Waiting]:
+        """The first ``length`` at most whose end is not known and that need none but these adapters."""
+        return list(islice((waiting for waiting in self._line if waiting.can_run(adapters)), length))
 
     def add(self, waiting: Waiting) -> None:
         """Queue ``waiting`` at its rank."""

@@ -124,18 +124,17 @@ class KnownWorker:
 
     def _candidate(self, rank: int) -> Candidate:
         load, account = self._rank_load(rank), self.book.account(rank)
+        num_queued_tokens = 0 if self._is_quiet else load.num_queued_prefill_tokens
+        num_unbegun_tokens = 0 if self._is_quiet else load.num_unbegun_prefill_tokens
         return Candidate(
             place=self._places[rank],
             num_total_blocks=self.num_total_blocks(rank),
             block_size=max(self.record.block_size, 1),
             num_used_blocks=load.num_used_blocks,
             num_promised_blocks=account.num_promised_blocks,
-            num_queued_tokens=load.num_queued_prefill_tokens
-            + account.num_unreported_tokens
-            + account.num_placed_tokens,
+            num_queued_tokens=num_queued_tokens + account.num_unreported_tokens + account.num_placed_tokens,
             adapters=self._adapters,
-            num_unbegun_tokens=(0 if self._is_quiet else load.num_unbegun_prefill_tokens)
-            + account.num_unreported_tokens,
+            num_unbegun_tokens=num_unbegun_tokens + account.num_unreported_tokens,
             step_ends_at=(self.load_at or 0.0) + load.step_ends_in_s,
             num_decoding=load.num_decoding,
             num_context_tokens=load.num_context_tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quartet.discovery.base import Role, WorkerKey, WorkerRecord
 from quartet.discovery.place import Place
@@ -181,12 +181,12 @@ class WorkerTable:
         ready = self._ready.get(pool)
         if ready is None:
             ready = self._ready[pool] = self._find_ready(pool, now)
-        return Snapshot(
-            prefill=[place for worker in ready.prefill for place in worker.candidates()],
-            decode=[place for worker in ready.decode for place in worker.candidates()],
-            now=now,
-            peers=self._peers.peers,
-        )
+        prefill = [place for worker in ready.prefill for place in worker.candidates()]
+        decode = [place for worker in ready.decode for place in worker.candidates()]
+        peers = self._peers.peers
+        if peers.num_routers > 1:
+            peers = replace(peers, places=sorted([place.place for place in (*prefill, *decode)]))
+        return Snapshot(prefill=prefill, decode=decode, now=now, peers=peers)
 
     def book(self, placement: Placement, pending: Pending, *, waited_s: float = 0.0) -> Reservation:
         """Enter ``placement`` of ``pending``, which was made on a snapshot of just now."""

@@ -26,6 +26,12 @@ class StepTime:
             return 0.0
         return self.prefill_base_s + num_tokens * (self.prefill_s_per_token + num_tokens * self.prefill_s_per_token2)
 
+    def prefill_in_steps_s(self, num_tokens: int, max_step_tokens: int, decode_s: float) -> float:
+        """Seconds until ``num_tokens`` prompt tokens are computed, in steps that also take ``decode_s`` each."""
+        num_full, rest = divmod(num_tokens, max_step_tokens)
+        full_s = num_full * (self.prefill_s(max_step_tokens) + decode_s) if num_full else 0.0
+        return full_s + (self.prefill_s(rest) + decode_s if rest else 0.0)
+
     def decode_s(self, num_context_tokens: int) -> float:
         """The second part."""
         if not num_context_tokens:

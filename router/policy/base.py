@@ -119,10 +119,12 @@ class Peers:
     Attributes:
         number: which of them this one is, from 0; each has another.
         num_routers: how many there are, this one included.
+        places: all that they share, in order; empty: those of the snapshot.
     """
 
     number: int = 0
     num_routers: int = 1
+    places: Sequence[Place] = ()
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from quartet.discovery.place import Place
 from router.policy.base import Candidate, Decision, Option, Pending, Placement, Snapshot
+from router.policy.fences import Planned, choose_planned
 from router.policy.joint import JointAssignment
 from router.policy.kv_aware_explain import explain_lanes
 from router.policy.lane import CostWeights, Job, Lane, Turn
@@ -41,6 +41,7 @@ class KvAwareConfig:
             prefill them; ``None``: that hangs on the cost alone.
         transfer_s_per_token: seconds that moving a token's KV from where it is prefilled to where it is decoded takes.
             The default is that of 8 billion parameters with grouped queries (131,072 bytes) at 50 GB/s.
+        overtaken_s: a request that has waited for so long is overtaken by nobody that stands behind it in the queue.
         gather_s: a request waits at most so long for others that come with it, to be planned together,
         gather_share: but for no more than this share of the time by which its prefill is longer than a short one.
         peers: how several routers keep out of each other's way.
@@ -49,10 +50,11 @@ class KvAwareConfig:
     weights: CostWeights = field(default_factory=CostWeights)
     margin_s: float = 0.005
     num_planned_per_place: int = 3
-    max_planned: int = 48
+    max_planned: int = 32
     shortlist_length: int = 8
     local_prefill_max_tokens: int | None = None
     transfer_s_per_token: float = 2.6e-6
+    overtaken_s: float = 3.0
     gather_s: float = 0.002
     gather_share: float = 0.02
     peers: PeerConfig = field(default_factory=PeerConfig)
@@ -82,29 +84,32 @@ class KvAwarePolicy:
     def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
         """Choose places for those whose turn it is; the others wait for theirs."""
         placements: list[Placement | None] = [None] * len(waiting)
-        routes = _routes(snapshot)
-        planned = self._plannable(waiting, snapshot, len(routes))
+        routes, config = _routes(snapshot), self._config
+        limit = min(config.num_planned_per_place * len(routes), config.max_planned)
+        planned = choose_planned(waiting, snapshot, limit)
         if not planned:
             return Decision(placements)
-        routes = self._worth_planning(routes, [waiting[index] for index in planned], snapshot.now)
+        routes = self._worth_planning(routes, planned, snapshot.now)
         lanes = [self._lane(number, route, snapshot.now) for number, route in enumerate(routes)]
-        jobs = self._jobs([waiting[index] for index in planned], routes, snapshot)
-        assignment = JointAssignment(lanes, jobs, self._rng)
+        assignment = JointAssignment(lanes, self._jobs(planned, routes, snapshot), self._rng)
         tally, next_look_s = Tally(), math.inf
         for lane, route, turn in zip(lanes, routes, assignment.turns, strict=True):
             if not turn.groups:
                 continue
-            wait_s = max(lane.free_in_s - self._config.margin_s, lane.held_s(turn.groups[0]))
+            wait_s = max(lane.free_in_s - config.margin_s, lane.held_s(turn.groups[0]))
             is_free = wait_s <= 0.0
             if not is_free:
                 next_look_s = min(next_look_s, wait_s)
+            elif len(turn.groups) > 1:
+                next_look_s = min(next_look_s, turn.first_token_in_s[0] - config.margin_s)
             for position, group in enumerate(turn.groups):
                 for job in group:
-                    pending = waiting[planned[job.number]]
-                    if (is_free and position == 0) or pending.binds_at_once:
+                    one = planned[job.number]
+                    if (is_free and position == 0) or one.pending.binds_at_once:
                         cost = _added_cost(lane, turn, job)
-                        placement = self._placement(pending, route, cost, snapshot, tally)
-                        placements[planned[job.number]] = placement
+                        placements[one.index] = self._placement(one, route, cost, snapshot, tally)
+        if len(planned) >= limit and any(placements):
+            next_look_s = 0.0  # there may be more places than were planned for
         return Decision(placements, None if next_look_s == math.inf else max(next_look_s, _MIN_LOOK_S))
 
     def explain(self, pending: Pending, snapshot: Snapshot) -> Sequence[Option]:
@@ -112,44 +117,24 @@ class KvAwarePolicy:
         routes = _routes(snapshot)
         if not routes:
             return []
-        [job] = self._jobs([pending], routes, snapshot)
+        [job] = self._jobs([Planned(0, pending, frozenset())], routes, snapshot)
         lanes = [self._lane(number, route, snapshot.now) for number, route in enumerate(routes)]
         return explain_lanes(pending, job, lanes[: len(snapshot.prefill)], lanes[len(snapshot.prefill) :], snapshot)
 
-    def _worth_planning(self, routes: list[_Route], pendings: Sequence[Pending], now: float) -> list[_Route]:
+    def _worth_planning(self, routes: list[_Route], planned: Sequence[Planned], now: float) -> list[_Route]:
         """All routes, unless there are very many."""
         length = self._config.shortlist_length
         if len(routes) <= 2 * length:
             return routes
         tally = Tally()
         numbers = shortlist(
-            [(pending, self._can_go(pending, routes, tally)) for pending in pendings],
+            [(one.pending, self._can_go(one, routes, tally)) for one in planned],
             [route.place for route in routes],
-            _free_in_s([route.place for route in routes], now),
+            [_free_in_s(route.place, now) for route in routes],
             length,
             self._rng.randrange(len(routes)),
         )
         return [routes[number] for number in numbers]
-
-    def _plannable(self, waiting: Sequence[Pending], snapshot: Snapshot, num_places: int) -> list[int]:
-        """Those that find room now; whoever does not fences the place with the most, so that it is not starved."""
-        tally, fenced = Tally(), set[Place]()
-        found: list[int] = []
-        for index, pending in enumerate(waiting):
-            if len(found) >= min(self._config.num_planned_per_place * num_places, self._config.max_planned):
-                break
-            if any(
-                tally.has_room(place, pending) and place.place not in fenced and can_ever_hold(place, pending)
-                for place in snapshot.decode
-            ):
-                found.append(index)
-                continue
-            eligible = [
-                place for place in snapshot.decode if place.place not in fenced and can_ever_hold(place, pending)
-            ]
-            if eligible:
-                fenced.add(max(eligible, key=tally.num_free).place)
-        return found
 
     def _lane(self, number: int, route: _Route, now: float) -> Lane:
         place = route.place
@@ -167,23 +152,25 @@ class KvAwarePolicy:
             free.free_in_s += free.prefill_s(place.num_unbegun_tokens)
         return free
 
-    def _jobs(self, pendings: Sequence[Pending], routes: Sequence[_Route], snapshot: Snapshot) -> list[Job]:
+    def _jobs(self, planned: Sequence[Planned], routes: Sequence[_Route], snapshot: Snapshot) -> list[Job]:
         tally = Tally()
         everybody = (*snapshot.prefill, *snapshot.decode)
         turns = Turns([route.place for route in routes], everybody, snapshot.peers, self._config.peers)
         jobs: list[Job] = []
-        for number, pending in enumerate(pendings):
+        for number, one in enumerate(planned):
+            pending = one.pending
             age_s = max(snapshot.now - pending.arrived_at, 0.0)
-            num_missing = self._num_missing(pending, routes, tally)
+            num_missing = self._num_missing(one, routes, tally)
             job = Job(
                 number=number,
                 num_tokens=pending.num_tokens,
                 age_s=age_s,
                 priority=pending.priority,
+                is_due=age_s >= self._config.overtaken_s,
                 num_missing=num_missing,
                 num_shared=[
-                    0 if other is pending else pending.num_shared_tokens(other, routes[0].place.block_size)
-                    for other in pendings
+                    0 if other is one else pending.num_shared_tokens(other.pending, routes[0].place.block_size)
+                    for other in planned
                 ],
                 hold=turns.hold(num_missing, age_s, self._gather_s(num_missing, routes, age_s)),
             )
@@ -201,9 +188,9 @@ class KvAwarePolicy:
         gather_s = self._config.gather_share * (least_s - _SHORT_PREFILL_S)
         return max(min(gather_s, self._config.gather_s) - age_s, 0.0)
 
-    def _num_missing(self, pending: Pending, routes: Sequence[_Route], tally: Tally) -> list[int | None]:
+    def _num_missing(self, one: Planned, routes: Sequence[_Route], tally: Tally) -> list[int | None]:
         """By route; ``None`` where it can't be prefilled."""
-        can_go = self._can_go(pending, routes, tally)
+        pending, can_go = one.pending, self._can_go(one, routes, tally)
         able = [can_go(number) for number in range(len(routes))]
         places = [route.place for can, route in zip(able, routes, strict=True) if can]
         welcomed = {place.place for place in welcome(places, pending)}
@@ -212,8 +199,9 @@ class KvAwarePolicy:
             for can, route in zip(able, routes, strict=True)
         ]
 
-    def _can_go(self, pending: Pending, routes: Sequence[_Route], tally: Tally) -> Callable[[int], bool]:
-        """Whether ``pending`` can take a route, by its number."""
+    def _can_go(self, one: Planned, routes: Sequence[_Route], tally: Tally) -> Callable[[int], bool]:
+        """Whether ``one`` can take a route, by its number."""
+        pending, fenced = one.pending, one.fenced
         limit = self._config.local_prefill_max_tokens
         is_remote_only = (
             limit is not None
@@ -225,14 +213,17 @@ class KvAwarePolicy:
             route = routes[number]
             if not route.is_decode:
                 return can_prefill(route.place, pending)
-            return not is_remote_only and can_ever_hold(route.place, pending) and tally.has_room(route.place, pending)
+            if is_remote_only or route.place.place in fenced:
+                return False
+            return can_ever_hold(route.place, pending) and tally.has_room(route.place, pending)
 
         return can_go
 
     def _placement(
-        self, pending: Pending, route: _Route, cost: float, snapshot: Snapshot, tally: Tally
+        self, one: Planned, route: _Route, cost: float, snapshot: Snapshot, tally: Tally
     ) -> Placement | None:
-        decode = route.place if route.is_decode else self._decode(pending, snapshot, tally)
+        pending = one.pending
+        decode = route.place if route.is_decode else self._decode(one, snapshot, tally)
         if decode is None or not tally.has_room(decode, pending):
             return None
         tally.add(pending, None if route.is_decode else route.place, decode)
@@ -243,9 +234,10 @@ class KvAwarePolicy:
             cost,
         )
 
-    def _decode(self, pending: Pending, snapshot: Snapshot, tally: Tally) -> Candidate | None:
+    def _decode(self, one: Planned, snapshot: Snapshot, tally: Tally) -> Candidate | None:
         """Where blocks are least scarce; among equals, at random."""
-        able = decode_choices(snapshot.decode, pending, tally)
+        open_places = [place for place in snapshot.decode if place.place not in one.fenced]
+        able = decode_choices(open_places, one.pending, tally)
         if not able:
             return None
         shares = [tally.num_taken(place) / max(place.num_total_blocks, 1) for place in able]
@@ -257,12 +249,12 @@ def _routes(snapshot: Snapshot) -> list[_Route]:
     return [_Route(place, False) for place in snapshot.prefill] + [_Route(place, True) for place in snapshot.decode]
 
 
-def _free_in_s(places: Sequence[Candidate], now: float) -> list[float]:
-    return [
-        (place.step_ends_at - now if place.step_ends_at > now else 0.0)
-        + (place.step_time.prefill_s(place.num_unbegun_tokens) if place.num_unbegun_tokens else 0.0)
-        for place in places
-    ]
+def _free_in_s(place: Candidate, now: float) -> float:
+    """When the place has computed what it was given, without what its steps spend on decoding."""
+    free_in_s = place.step_ends_at - now if place.step_ends_at > now else 0.0
+    if place.num_unbegun_tokens:
+        free_in_s += place.step_time.prefill_in_steps_s(place.num_unbegun_tokens, place.max_step_tokens, 0.0)
+    return free_in_s
 
 
 def _added_cost(lane: Lane, turn: Turn, job: Job) -> float:

@@ -55,6 +55,7 @@ class Job:
         num_tokens: of prompt and generated ones.
         age_s: seconds that it has waited so far.
         priority: higher first.
+        is_due: nobody that stands behind it in the queue goes before it any more.
         num_missing: by lane, tokens that would have to be computed there; ``None`` where it can't go.
         num_shared: by other job's number, leading tokens that both have.
         hold: for how long it is kept from which lanes.
@@ -67,6 +68,7 @@ class Job:
     num_missing: Sequence[int | None]
     num_shared: Sequence[int]
     hold: Hold = AT_ONCE
+    is_due: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,10 +129,7 @@ class Lane:
 
     def prefill_s(self, num_tokens: int) -> float:
         """Seconds until ``num_tokens`` tokens are computed, what the steps spend on decoding included."""
-        num_full, rest = divmod(num_tokens, self._budget)
-        time = self._step_time
-        full_s = num_full * (time.prefill_s(self._budget) + self._decode_s) if num_full else 0.0
-        return full_s + (time.prefill_s(rest) + self._decode_s if rest else 0.0)
+        return self._step_time.prefill_in_steps_s(num_tokens, self._budget, self._decode_s)
 
     def held_s(self, group: Sequence[Job]) -> float:
         """Seconds for which some of ``group`` are kept from here."""
@@ -191,10 +190,12 @@ class Lane:
     def _ordered(self, jobs: Sequence[Job]) -> list[Job]:
         impatience = 2.0 * self._weights.impatience_per_s
 
-        def rank(job: Job) -> tuple[int, float, int]:
+        def rank(job: Job) -> tuple[int, bool, float, int]:
             num_missing = job.num_missing[self.number]
             assert num_missing is not None, "it can go here"
-            return -job.priority, num_missing / (1.0 + impatience * job.age_s), job.number
+            if job.is_due:
+                return -job.priority, False, 0.0, job.number
+            return -job.priority, True, num_missing / (1.0 + impatience * job.age_s), job.number
 
         return sorted(jobs, key=rank)
 

@@ -37,11 +37,15 @@ class Turns:
     def __init__(
         self, places: Sequence[Candidate], everybody: Iterable[Candidate], peers: Peers, config: PeerConfig
     ) -> None:
-        """``places`` are known by their position from here on; whose each is follows from all names."""
+        """``places`` are known by their position from here on; whose each is follows from all names.
+
+        These are ``peers.places``, or those of ``everybody`` where they are not given.
+        """
         self._config = config
         self._waits_s = [0.0] * len(places)
         if peers.num_routers > 1:
-            ranks = {place: rank for rank, place in enumerate(sorted(place.place for place in everybody))}
+            order = peers.places or sorted(place.place for place in everybody)
+            ranks = {place: rank for rank, place in enumerate(order)}
             distances = [(peers.number - ranks[place.place]) % peers.num_routers for place in places]
             self._waits_s = [distance * config.report_s for distance in distances]
         self._is_alone = not any(self._waits_s)

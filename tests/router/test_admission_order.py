@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import pytest
 
 from quartet.discovery.place import Place
 from quartet.errors import QueueFullError, WorkerUnavailableError
+from router.admission import MAX_ASSIGNED_TOGETHER
 from router.policy.base import Decision, Pending, Snapshot
 from router.policy.round_robin import RoundRobinPolicy
 from tests.router.desk import POOL, RECORD, Desk
@@ -110,3 +112,44 @@ async def test_a_policy_is_shown_what_is_cached_now_and_what_was_sent_lately() -
     assert dict(shown.num_cached_tokens) == {place: 10}
     assert [candidate.place for candidate in snapshot.decode] == [place]
     assert desk.admission.num_waiting(POOL) == 0
+
+
+class SlowPolicy(RoundRobinPolicy):
+    """Takes its time, and places nobody."""
+
+    def __init__(self) -> None:
+        super().__init__(10**9)
+        self.num_looks = 0
+
+    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
+        self.num_looks += 1
+        until = time.monotonic() + 0.02
+        while time.monotonic() < until:
+            pass
+        return Decision([None] * len(waiting))
+
+
+async def test_a_policy_that_takes_long_leaves_the_event_loop_to_others() -> None:
+    policy = SlowPolicy()
+    desk = Desk(policy, max_queue_length=2)
+    asked = [desk.ask(str(number), 1) for number in range(5)]
+    began = time.monotonic()
+    while time.monotonic() < began + 0.5:
+        desk.admission.wake()
+        await asyncio.sleep(0)
+    assert 2 <= policy.num_looks <= 7, "a fifth of the time, and not each time that something happens"
+    assert sum(task.done() for task in asked) == 3, "the queue's bound holds meanwhile"
+    await desk.close()
+
+
+async def test_those_that_wait_for_an_adapter_keep_nobody_else_waiting() -> None:
+    desk = Desk(max_queue_length=1000)
+    ticket = desk.admission.ticket(POOL)
+    wanting = Pending(num_tokens=1, num_reserved_tokens=1, num_most_tokens=1, adapter="absent")
+    kept = [asyncio.create_task(desk.admission.admit(ticket, wanting)) for _ in range(MAX_ASSIGNED_TOGETHER)]
+    await desk.settle()
+    await desk.result(desk.ask("plain", 1))
+    for task in kept:
+        task.cancel()
+    await asyncio.gather(*kept, return_exceptions=True)
+    assert desk.admission.length == 0
