@@ -14,10 +14,13 @@ _NONE = "-"
 def routing_tables(report: Report) -> str:
     """Mean and p99 TTFT of every policy on every case, then what is wanted and what came."""
     head = ["", *(f"`{name}`" for name in (OURS, *OTHERS))]
-    means = markdown_table(["mean TTFT (ms)", *head[1:]], [_row(row, "ttft_mean", ".1f") for row in report["rows"]])
+    means = markdown_table(
+        ["mean TTFT (ms)", *head[1:], "runs"],
+        [[*_row(row, "ttft_mean", ".1f"), _num_runs(row)] for row in report["rows"]],
+    )
     tails = markdown_table(["p99 TTFT (ms)", *head[1:]], [_row(row, "ttft_p99", ".0f") for row in report["rows"]])
     bars = markdown_table(["", "ratio", "measured", "wanted"], [_bar(report, bar) for bar in report["bars"]])
-    return f"{means}\n{tails}\n{bars}\n{_num_runs(report)}\n"
+    return f"{means}\n{tails}\n{bars}\n{_notes(report)}\n"
 
 
 def _row(row: Mapping[str, Any], name: str, form: str) -> list[object]:
@@ -36,16 +39,15 @@ def _bar(report: Report, bar: Mapping[str, Any]) -> list[object]:
     ]
 
 
-def _num_runs(report: Report) -> str:
-    """How many runs figures are the mean of."""
-    by_count: dict[int, list[str]] = {}
-    for row in report["rows"]:
-        for policy, values in row["policies"].items():
-            by_count.setdefault(values["num_runs"], []).append(f"{policy} on {row['name']}")
-    most = max(by_count)
-    fewer = [f"{', '.join(by_count[count])}: {count}" for count in sorted(by_count) if count != most]
+def _num_runs(row: Mapping[str, Any]) -> str:
+    """How many runs its figures are the means of, in the order of the columns."""
+    counts = [row["policies"][name]["num_runs"] for name in (OURS, *OTHERS) if name in row["policies"]]
+    return str(counts[0]) if len(set(counts)) == 1 else ", ".join(map(str, counts))
+
+
+def _notes(report: Report) -> str:
     revisions = sorted({(run["revision"] or "unknown")[:12] for run in report["runs"]})
     return (
-        f"Means of {most} seeds, which decide ties and generated traces; fewer where nothing is drawn or time ran out: "
-        f"{'; '.join(fewer) or 'none'}. Replayed at commit {', '.join(revisions)}."
+        "Each run has a seed of its own, which decides ties and generated traces; *runs* says how many figures are the "
+        f"means of, where they differ in the order of the columns. Replayed at commit {', '.join(revisions)}."
     )
