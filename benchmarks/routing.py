@@ -121,7 +121,7 @@ def read_runs(file: Path) -> list[Run]:
 
 def _save(report: Report, trace: str, runs: Sequence[Run], destination: str) -> None:
     rows = rows_of(runs)
-    write_report(report.finish(Results(trace=trace, rows=rows, bars=bars_of(rows), runs=runs)), destination)
+    write_report(report.finish(Results(trace=trace, rows=rows, bars=bars_of(rows, trace), runs=runs)), destination)
 
 
 def _describe(run: Run) -> str:

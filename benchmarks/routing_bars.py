@@ -12,6 +12,17 @@ from cli.replay.results import PolicyResult
 _MOST_TTFT, _MOST_P99, _MOST_OF_ONE_ROUTER = 1.02, 1.05, 1.15
 _BASE, _OLD_LOAD, _SEVERAL_ROUTERS = "base", "old_load", ("routers_2", "routers_4")
 
+#: What Dynamo 1.6.1's own offline replay gives on the conversation trace, and how near replays have to come.
+CALIBRATION_TRACE = "mooncake_conversation"
+_ROUND_ROBIN_1X = {"ttft_mean": 321.1, "ttft_p50": 184.1, "ttft_p99": 2048.0, "itl_mean": 7.59, "reuse_ratio": 0.082}
+_ROUND_ROBIN = {"ttft_mean": 332.7, "ttft_p50": 194.1, "ttft_p99": 2069.0, "itl_mean": 8.76, "reuse_ratio": 0.082}
+_CALIBRATION: Sequence[tuple[str, str, Mapping[str, float], float]] = (
+    ("speed_1", "round_robin", _ROUND_ROBIN_1X, 0.01),
+    (_BASE, "round_robin", _ROUND_ROBIN, 0.01),
+    (_BASE, "dynamo_1", {"ttft_mean": 307.0, "reuse_ratio": 0.189}, 0.03),
+    (_BASE, "dynamo_16", {"ttft_mean": 254.0, "reuse_ratio": 0.241}, 0.03),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -82,10 +93,10 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
-def bars_of(rows: Sequence[Row]) -> list[Bar]:
-    """What is wanted of those rows that have all the policies that it takes."""
+def bars_of(rows: Sequence[Row], trace: str = "") -> list[Bar]:
+    """What is wanted of those rows that have all the policies that it takes; ``trace`` names the recorded one."""
     by_name = {row.name: row.policies for row in rows}
-    bars: list[Bar] = []
+    bars: list[Bar] = _calibration(by_name) if trace.startswith(CALIBRATION_TRACE) else []
     for name, policies in by_name.items():
         if OURS in policies and all(other in policies for other in OTHERS):
             bars += _against_others(name, policies)
@@ -95,6 +106,20 @@ def bars_of(rows: Sequence[Row]) -> list[Bar]:
             ratio = several.ttft_mean / one.ttft_mean
             bars.append(Bar(case=name, what="mean TTFT of one router's", measured=ratio, limit=_MOST_OF_ONE_ROUTER))
     return bars
+
+
+def _calibration(by_name: Mapping[str, Mapping[str, Mean]]) -> list[Bar]:
+    return [
+        Bar(
+            case=case,
+            what=f"{name} of `{policy}`, distance from Dynamo's own replay",
+            measured=abs(getattr(by_name[case][policy], name) / value - 1.0),
+            limit=limit,
+        )
+        for case, policy, figures, limit in _CALIBRATION
+        if policy in by_name.get(case, {})
+        for name, value in figures.items()
+    ]
 
 
 def _against_others(name: str, policies: Mapping[str, Mean]) -> list[Bar]:
