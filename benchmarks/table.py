@@ -20,9 +20,11 @@ from benchmarks.tables.engine import engine_tables
 from benchmarks.tables.index import index_tables
 from benchmarks.tables.many_streams import many_streams_tables
 from benchmarks.tables.overload import overload_tables
+from benchmarks.tables.prefixes import prefixes_tables
 from benchmarks.tables.profile import profile_tables
 from benchmarks.tables.relay import relay_tables
 from benchmarks.tables.routing import routing_tables
+from benchmarks.tables.routing_cost import routing_cost_tables
 from benchmarks.tables.total import total_tables
 from benchmarks.tables.transfer import transfer_tables
 
@@ -93,6 +95,8 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "disagg": disagg_tables,
     "engine": engine_tables,
     "routing": routing_tables,
+    "prefixes": prefixes_tables,
+    "routing_cost": routing_cost_tables,
     "total": total_tables,
 }
 
