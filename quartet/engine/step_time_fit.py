@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from math import sqrt
+from collections.abc import Sequence
+from math import isfinite, sqrt
+from operator import mul
 
 from quartet.events.step_time import StepTime
 
@@ -10,8 +12,11 @@ from quartet.events.step_time import StepTime
 _PROMPT_SCALE, _CONTEXT_SCALE = 1024.0, 16384.0
 # A step's weight has fallen to a third after a thousand more of its kind.
 _FORGETTING = 0.999
-# How unsure the first guess of a coefficient is, in units of the variance of one step's time.
-_FIRST_VARIANCE = 1000.0
+_GROWTH = 1.0 / sqrt(_FORGETTING)
+# How unsure a coefficient is at first, and at most, in units of the variance of one step's time. The square's is taken
+# to be 0 until prompts of thousands of tokens show it: what short ones seem to say of it is noise, which long ones'
+# forecasts would have thousands of times over.
+_MOST_VARIANCE = (1000.0, 1000.0, 0.01, 1000.0, 1000.0)
 # Steps that something else held up are no news: what is beyond so much of the forecast, and this, is cut off.
 _MAX_SURPRISE, _MIN_SURPRISE_S = 1.0, 0.005
 # But where the forecast itself is less sure than that, in the same units, steps are taken at their word.
@@ -20,34 +25,29 @@ _MAX_DOUBT = 0.25
 _NUM_NEEDED = 8
 
 _COUNT = 5
-_PREFILL, _DECODE = range(3), range(3, _COUNT)
 
 
 class StepTimeFit:
     """``StepTime`` of one engine, from its steps.
 
     Only what a step's kind tells of is forgotten: thousands of steps that decode take nothing from what is known of
-    prompts. Nor is anything forgotten of which less is known than at first, so that the covariance stays bounded
-    however alike the steps are.
+    prompts. Nor does anything become less known than it was at first, however alike the steps are: where something
+    would, only what the step tells is forgotten (R. Kulhavy, Restricted exponential forgetting in real-time
+    identification, Automatica 23, 1987).
+
+    The covariance is kept as a factor ``S``, ``P = S S^T``, of which a step changes only the part along ``S^T f`` where
+    ``f`` are its features (as J. Potter's square root filter does). So no rounding makes it lose its symmetry or become
+    indefinite, however long it runs.
     """
 
     def __init__(self) -> None:
         """Begin with ``StepTime``'s defaults."""
-        first = StepTime()
-        self._coefficients = [
-            first.prefill_base_s,
-            first.prefill_s_per_token * _PROMPT_SCALE,
-            first.prefill_s_per_token2 * _PROMPT_SCALE**2,
-            first.decode_base_s,
-            first.decode_s_per_context_token * _CONTEXT_SCALE,
-        ]
-        self._covariance = [[_FIRST_VARIANCE * (row == column) for column in range(_COUNT)] for row in range(_COUNT)]
-        self._num_observed = 0
         self._step_time: StepTime | None = None
+        self._begin()
 
     @property
     def step_time(self) -> StepTime | None:
-        """What is known now, nothing in it negative; ``None`` before the first few steps."""
+        """What is known now, all of it finite and nothing negative; ``None`` before the first few steps."""
         if self._step_time is None and self._num_observed >= _NUM_NEEDED:
             base, linear, square, decode_base, context = (max(value, 0.0) for value in self._coefficients)
             self._step_time = StepTime(
@@ -67,37 +67,94 @@ class StepTimeFit:
             features += ((0, 1.0), (1, prompt), (2, prompt * prompt))
         if num_context_tokens:
             features += ((3, 1.0), (4, context))
-        if not features:
+        if not features or not isfinite(step_s):
             return
-        self._learn(features, step_s)
-        self._forget([*(_PREFILL if num_prompt_tokens else ()), *(_DECODE if num_context_tokens else ())])
+        indices = [index for index, _ in features]
+        self._learn(features, step_s, 1.0 if self._forget(indices) else _FORGETTING)
+        if min(self._coefficients) < 0.0:
+            self._keep_positive()
         self._num_observed += 1
         self._step_time = None
+        if not isfinite(sum(self._coefficients)):
+            # It overflowed: sums of what is not finite never are.
+            self._begin()
 
-    def _learn(self, features: list[tuple[int, float]], step_s: float) -> None:
-        covariance = self._covariance
+    def _begin(self) -> None:
+        first = StepTime()
+        self._coefficients = [
+            first.prefill_base_s,
+            first.prefill_s_per_token * _PROMPT_SCALE,
+            first.prefill_s_per_token2 * _PROMPT_SCALE**2,
+            first.decode_base_s,
+            first.decode_s_per_context_token * _CONTEXT_SCALE,
+        ]
+        self._factor = [
+            [sqrt(variance) * (row == column) for column in range(_COUNT)]
+            for row, variance in enumerate(_MOST_VARIANCE)
+        ]
+        self._variances = list(_MOST_VARIANCE)
+        self._num_observed = 0
+        self._step_time = None
+
+    def _forget(self, indices: Sequence[int]) -> bool:
+        """Forget a little of these coefficients, unless one of them is as good as unknown."""
+        variances = self._variances
+        if any(variances[index] > _MOST_VARIANCE[index] * _FORGETTING for index in indices):
+            return False
+        for index in indices:
+            self._factor[index] = [value * _GROWTH for value in self._factor[index]]
+        return True
+
+    def _learn(self, features: Sequence[tuple[int, float]], step_s: float, forgetting: float) -> None:
+        """Take a step in; of what was known of its like, the share ``forgetting`` is left."""
         forecast_s = sum([self._coefficients[index] * value for index, value in features])
-        gains = [sum([row[index] * value for index, value in features]) for row in covariance]
-        doubt = sum([gains[index] * value for index, value in features])
+        seen = self._seen(features)
+        doubt = sum([value * value for value in seen])
         surprise_s = step_s - forecast_s
         if doubt < _MAX_DOUBT:
             bound_s = max(_MAX_SURPRISE * abs(forecast_s), _MIN_SURPRISE_S)
             surprise_s = max(-bound_s, min(surprise_s, bound_s))
-        shares = [gain / (1.0 + doubt) for gain in gains]
-        self._coefficients = [
-            value + share * surprise_s for value, share in zip(self._coefficients, shares, strict=True)
-        ]
-        for row, share in zip(covariance, shares, strict=True):
-            row[:] = [value - share * other for value, other in zip(row, gains, strict=True)]
+        self._update(seen, surprise_s / (1.0 + doubt), (1.0 - 1.0 / sqrt(forgetting * (1.0 + doubt))) / doubt)
 
-    def _forget(self, indices: list[int]) -> None:
-        covariance = self._covariance
-        if max([covariance[index][index] for index in indices]) > _FIRST_VARIANCE * _FORGETTING:
-            return
-        # Rows and columns each by the root: the covariance stays one.
-        root = sqrt(_FORGETTING)
-        scales = [1.0] * _COUNT
-        for index in indices:
-            scales[index] = 1.0 / root
-        for row, scale in zip(covariance, scales, strict=True):
-            row[:] = [value * scale * other for value, other in zip(row, scales, strict=True)]
+    def _seen(self, features: Sequence[tuple[int, float]]) -> list[float]:
+        """``S^T f``."""
+        one = two = three = four = five = 0.0
+        for index, value in features:
+            a, b, c, d, e = self._factor[index]
+            one += value * a
+            two += value * b
+            three += value * c
+            four += value * d
+            five += value * e
+        return [one, two, three, four, five]
+
+    def _update(self, seen: Sequence[float], change_s: float, share: float) -> None:
+        """Move the coefficients by ``change_s`` of the gains, and ``S`` by ``share`` of them times ``seen``."""
+        one, two, three, four, five = seen
+        for index, (a, b, c, d, e) in enumerate(self._factor):
+            gain = a * one + b * two + c * three + d * four + e * five
+            self._coefficients[index] += gain * change_s
+            gain *= share
+            row = [a - gain * one, b - gain * two, c - gain * three, d - gain * four, e - gain * five]
+            variance = sum([value * value for value in row])
+            if variance > _MOST_VARIANCE[index]:
+                shrink = sqrt(_MOST_VARIANCE[index] / variance)
+                row, variance = [value * shrink for value in row], _MOST_VARIANCE[index]
+            self._factor[index], self._variances[index] = row, variance
+
+    def _keep_positive(self) -> None:
+        """Take what is below 0 to be 0, and the others to be what is then likeliest.
+
+        To leave the others as they are would change the forecasts of sizes that were seen.
+        """
+        for index in (2, 1, 4, 0, 3):
+            excess = self._coefficients[index]
+            if excess < 0.0:
+                row = self._factor[index]
+                covariances = [sum(map(mul, row, other)) for other in self._factor]
+                excess /= covariances[index]
+                self._coefficients = [
+                    value - excess * covariance
+                    for value, covariance in zip(self._coefficients, covariances, strict=True)
+                ]
+                self._coefficients[index] = 0.0
