@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from quartet.discovery.place import Place
 from router.policy.base import Candidate, Pending, Placement, Policy, Snapshot
+from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy
 from router.policy.least_loaded import LeastLoadedPolicy
 from router.policy.power_of_two import PowerOfTwoPolicy
 from router.policy.round_robin import RoundRobinPolicy
@@ -19,14 +20,26 @@ from router.policy.session_affinity import SessionAffinityPolicy
 from router.policy.split import SplitPolicy
 
 _LOCAL_MAX = 16
-_POLICIES = [
+_PREFILL_BY_LENGTH = [
     lambda: RoundRobinPolicy(_LOCAL_MAX),
     lambda: LeastLoadedPolicy(_LOCAL_MAX, random.Random(0)),
     lambda: PowerOfTwoPolicy(_LOCAL_MAX, random.Random(0)),
     lambda: SplitPolicy(LeastLoadedPolicy(_LOCAL_MAX, random.Random(0)), RoundRobinPolicy(0)),
     lambda: SessionAffinityPolicy(LeastLoadedPolicy(_LOCAL_MAX, random.Random(0))),
 ]
+_POLICIES = [
+    *_PREFILL_BY_LENGTH,
+    lambda: KvAwarePolicy(
+        random.Random(0),
+        # It plans all that wait at once, as the others do.
+        KvAwareConfig(gather_s=0.0, local_prefill_max_tokens=_LOCAL_MAX, num_planned_per_place=12),
+    ),
+]
 each_policy = pytest.mark.parametrize("make_policy", _POLICIES, ids=lambda make_policy: make_policy().name)
+# Those that go by a prompt's length and preference where others weigh costs.
+each_that_prefills_by_length = pytest.mark.parametrize(
+    "make_policy", _PREFILL_BY_LENGTH, ids=lambda make_policy: make_policy().name
+)
 
 
 def candidate(
@@ -71,7 +84,7 @@ def decodes(placements: Sequence[Placement | None]) -> list[str | None]:
     return [placement and placement.decode.worker_id for placement in placements]
 
 
-@each_policy
+@each_that_prefills_by_length
 def test_long_prompts_are_prefilled_elsewhere_and_short_ones_where_they_are_decoded(make_policy) -> None:
     snapshot = Snapshot([candidate("p")], [candidate("d")])
     long, short = make_policy().assign([pending(_LOCAL_MAX + 1), pending(_LOCAL_MAX)], snapshot).placements
@@ -127,7 +140,7 @@ def test_a_worker_that_just_failed_it_is_avoided_where_another_will_do(make_poli
     assert route(placement) == ("p1", "d2")
 
 
-@each_policy
+@each_that_prefills_by_length
 def test_the_preferred_prefill_place_is_taken_while_it_is_there(make_policy) -> None:
     busy, idle = candidate("busy", queued=10_000), candidate("idle")
     [placement] = make_policy().assign([pending(prefer="busy")], Snapshot([idle, busy], [candidate("d")])).placements
