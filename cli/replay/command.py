@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -14,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from cli.bench.options import check_outputs
 from cli.errors import reporting_errors
 from cli.replay import options
 from cli.replay.display import print_results, progress_bar
@@ -72,8 +74,9 @@ def replay(
 
     The default timing is that of ai-dynamo/dynamo's mock engine.
     """
-    if speed <= 0:
-        raise typer.BadParameter("must be above 0", param_hint="--speed")
+    if not 0 < speed < math.inf:
+        raise typer.BadParameter("must be above 0, and finite", param_hint="--speed")
+    check_outputs(json_file, plot_file)
     fleet = FleetSettings(
         num_workers=workers,
         num_prefill_workers=prefill_workers,
@@ -114,12 +117,20 @@ def _console(json_file: str | None) -> Console:
 
 def _write(plan: _Plan, results: Mapping[str, PolicyResult], json_file: str | None, plot_file: Path | None) -> None:
     if json_file is not None:
-        write_report(_report(plan, results), json_file)
+        _write_one(json_file, partial(write_report, _report(plan, results), json_file))
     if plot_file is not None:
         # It takes a second to import, and few need it.
         from cli.replay.plot import plot
 
-        plot(results, str(plan), plot_file)
+        _write_one(str(plot_file), partial(plot, results, str(plan), plot_file))
+
+
+def _write_one(name: str, write: Callable[[], None]) -> None:
+    try:
+        write()
+    except OSError as error:
+        typer.secho(f"quartet: can't write {name}: {error.strerror or error}", fg=typer.colors.RED, err=True)
+        raise typer.Exit(1) from error
 
 
 def _report(plan: _Plan, results: Mapping[str, PolicyResult]) -> Mapping[str, object]:
