@@ -42,7 +42,9 @@ async def test_a_trace_is_answered_in_full_with_its_prefixes_reused_and_no_torch
     trace = tmp_path / "trace.jsonl.gz"
     write_trace(generate(TraceConfig(sessions=SESSIONS, max_requests=NUM_REQUESTS)), trace)
     requests = read_trace(trace)
-    options = ("--set", "router.port=0", "--set", "engine.mock.speed_up=20")
+    # Every worker gets its share: kv_aware would send what is the same to one place.
+    policy = ("--set", "router.overrides.policy.name=round_robin")
+    options = ("--set", "router.port=0", "--set", "engine.mock.speed_up=20", *policy)
     async with Up(tmp_path, str(CONFIGS / "mock_fleet.yaml"), *options) as up:
         await up.wait_ready()
         point = await bench(up, trace)
