@@ -58,17 +58,24 @@ def etcd_command(binary: Path, config: EtcdConfig, data_dir: Path) -> Sequence[s
     return [str(binary), *(f"--{name}={value}" for name, value in options.items())]
 
 
+# By this process.
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on now and that no client is given by chance.
+    """A TCP port of 127.0.0.1 that nobody listens on now and that no client is given by chance; never the same twice.
 
     Raises:
         OSError: there is none.
     """
     for port in random.SystemRandom().sample(_PORTS, _NUM_PORTS_TRIED):
+        if port in _given:
+            continue
         with socket.socket() as probe:
             try:
                 probe.bind((_LOOPBACK, port))
             except OSError:
                 continue
+            _given.add(port)  # whoever got it may not listen yet
             return port
     raise OSError(f"no free port in {_NUM_PORTS_TRIED} tries")

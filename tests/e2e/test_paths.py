@@ -69,7 +69,7 @@ def paths_stack(start_stack: StartStack, random_model_dir: Path) -> Stack:
     """
     # A place must have room for all that a request may generate: eight endless ones fill two places.
     full: Settings = {
-        **REMOTE_PREFILL,
+        "policy.name": "least_loaded",  # which keeps nobody waiting that there is room for
         "attempts.reserve_tokens": 4096,
         "admission.queue_timeout_s": 0.5,
         "admission.retry_delay_s": RETRY_DELAY_S,
