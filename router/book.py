@@ -45,14 +45,13 @@ class WorkerBook:
     to prefill count until it has arrived, as reports have the tokens of whoever waits there, too.
 
     Attributes:
-        accounts: the sums of each data-parallel rank.
         placed: starts that were placed for clients; they have numbers of their own.
     """
 
     def __init__(self, data_parallel_size: int, block_size: int, *, epoch: int = 0) -> None:
         """``epoch`` names the life; ``block_size`` is in tokens."""
         self.epoch = epoch
-        self.accounts = [RankAccount() for _ in range(data_parallel_size)]
+        self._accounts = [RankAccount() for _ in range(data_parallel_size)]
         self._block_size = block_size
         self._last_number = 0
         self._unreported: deque[Booking] = deque()
@@ -69,13 +68,13 @@ class WorkerBook:
 
     def account(self, rank: int) -> RankAccount:
         """The sums of one data-parallel rank."""
-        return self.accounts[rank]
+        return self._accounts[rank]
 
     def book(self, rank: int, *, num_reserved_tokens: int = 0, num_queued_tokens: int = 0) -> Booking:
         """Reserve room for ``num_reserved_tokens`` and count ``num_queued_tokens`` to prefill."""
         num_blocks = -(-num_reserved_tokens // self._block_size) if num_reserved_tokens else 0
         self._num_booked += 1
-        return Booking(self, self.accounts[rank], self._block_size, num_blocks, num_queued_tokens)
+        return Booking(self, self._accounts[rank], self._block_size, num_blocks, num_queued_tokens)
 
     def reported(self, number: int, placements: PlacementProgress = _NO_PLACEMENTS, *, arrived_number: int = 0) -> None:
         """A load report came.

@@ -100,7 +100,8 @@ class KnownWorker:
 
     def candidates(self) -> Sequence[Candidate]:
         """Its places, for a policy; the same ones again until something changes."""
-        for rank, account in enumerate(self.book.accounts):
+        for rank in range(self.record.data_parallel_size):
+            account = self.book.account(rank)
             booked = (account.num_promised_blocks, account.num_unreported_tokens, account.num_placed_tokens)
             if self._shown_load is not self.load or self._shown_booked[rank] != booked:
                 self._shown_booked[rank] = booked

@@ -16,6 +16,7 @@ class Planned:
 
     Attributes:
         index: its position among those that wait.
+        pending: what is known of it.
         fenced: places that are kept for those ahead of it: it is not decoded there.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -13,7 +14,7 @@ from quartet.errors import QueueFullError, WorkerUnavailableError
 from router.admission import MAX_ASSIGNED_TOGETHER
 from router.policy.base import Decision, Pending, Snapshot
 from router.policy.round_robin import RoundRobinPolicy
-from tests.router.desk import POOL, RECORD, Desk
+from tests.router.desk import POOL, RECORD, TIMEOUT_S, Desk
 
 
 async def test_a_tenant_that_floods_is_refused_itself_and_keeps_nobody_waiting() -> None:
@@ -119,13 +120,13 @@ class SlowPolicy(RoundRobinPolicy):
 
     def __init__(self) -> None:
         super().__init__(10**9)
-        self.num_looks = 0
+        self.looks: list[tuple[float, float]] = []  # when each began and ended
 
     def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
-        self.num_looks += 1
-        until = time.monotonic() + 0.02
-        while time.monotonic() < until:
+        began = time.monotonic()
+        while time.monotonic() < began + 0.02:
             pass
+        self.looks.append((began, time.monotonic()))
         return Decision([None] * len(waiting))
 
 
@@ -133,11 +134,12 @@ async def test_a_policy_that_takes_long_leaves_the_event_loop_to_others() -> Non
     policy = SlowPolicy()
     desk = Desk(policy, max_queue_length=2)
     asked = [desk.ask(str(number), 1) for number in range(5)]
-    began = time.monotonic()
-    while time.monotonic() < began + 0.5:
-        desk.admission.wake()
-        await asyncio.sleep(0)
-    assert 2 <= policy.num_looks <= 7, "a fifth of the time, and not each time that something happens"
+    async with asyncio.timeout(TIMEOUT_S):
+        while len(policy.looks) < 4:
+            desk.admission.wake()
+            await asyncio.sleep(0)
+    for (began, ended), (next_began, _) in pairwise(policy.looks):
+        assert next_began - ended > 3.5 * (ended - began), "a fifth of the time, however often something happens"
     assert sum(task.done() for task in asked) == 3, "the queue's bound holds meanwhile"
     await desk.close()
 
