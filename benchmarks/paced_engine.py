@@ -175,6 +175,11 @@ class PacedEngine:
         return None
 
     @property
+    def embeddings(self) -> None:
+        """It takes text only."""
+        return None
+
+    @property
     def is_alive(self) -> bool:
         """Until it is closed."""
         return not self._is_closed

@@ -63,6 +63,24 @@ class UnsupportedFieldError(InvalidRequestError):
     reason = "UNSUPPORTED_FIELD"
 
 
+class InvalidMediaError(InvalidRequestError):
+    """A media file is damaged, or is not of a kind that the model takes."""
+
+    reason = "MEDIA_INVALID"
+
+
+class MediaTooLargeError(InvalidRequestError):
+    """A media file has more bytes, pixels or tokens than is allowed."""
+
+    reason = "MEDIA_TOO_LARGE"
+
+
+class MediaFetchError(InvalidRequestError):
+    """A media item's URL gives nothing, or not in time."""
+
+    reason = "MEDIA_NOT_FETCHED"
+
+
 class ProtocolError(ServingError):
     """Messages of a stream in a wrong order or shape."""
 
@@ -97,6 +115,12 @@ class PermissionDeniedError(ServingError):
     """The caller's identity may not call this method, or the secret is wrong."""
 
     reason = "PERMISSION_DENIED"
+
+
+class MediaNotAllowedError(PermissionDeniedError):
+    """The configuration allows no such path, scheme, host or address for media."""
+
+    reason = "MEDIA_NOT_ALLOWED"
 
 
 class UnauthenticatedError(ServingError):
@@ -256,3 +280,9 @@ class TransferTimeoutError(TransferError):
     """Moving blocks took too long."""
 
     reason = "TRANSFER_TIMEOUT"
+
+
+class MediaLostError(ServingError):
+    """The KV of a prompt's media was lost, and their embeddings are not here to compute it again."""
+
+    reason = "MEDIA_LOST"

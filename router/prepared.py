@@ -226,7 +226,7 @@ async def _tokenize(prompt: Prompt, text: ModelText) -> Sequence[int]:
 
 async def _tokenize_chat(prompt: ChatPrompt, text: ModelText) -> Sequence[int]:
     try:
-        if sum(len(message.content) for message in prompt.messages) <= _MAX_INLINE_LENGTH:
+        if sum(message.num_characters for message in prompt.messages) <= _MAX_INLINE_LENGTH:
             return text.encode_messages(prompt.messages, prompt.add_generation_prompt)
         return await asyncio.to_thread(text.encode_messages, prompt.messages, prompt.add_generation_prompt)
     except InvalidRequestError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from quartet.engine.base import Engine, RequestKind
+from quartet.engine.base import EmbeddingMemory, Engine, RequestKind
 from quartet.engine.core import StepEngine
 from quartet.engine.fingerprint import model_fingerprint
 from quartet.engine.mock.stamps import BlockStamps
@@ -45,6 +45,9 @@ def stub_layout(fingerprint: str, block_size: int) -> KvLayout:
 
 class StubRunner:
     """Gives out tokens that depend on nothing but their position."""
+
+    embeddings: EmbeddingMemory | None = None
+    placeholder_id: int | None = None
 
     def __init__(self, layout: KvLayout, num_blocks: int, max_model_len: int) -> None:
         self.layout = layout

@@ -67,7 +67,9 @@ class WorkerRecord:
         max_model_len: most tokens of one sequence, prompt and output together.
         transfer_ways: the ways to move blocks that the worker speaks, best first.
         sampling_fields: names of the sampling fields that the worker honours.
-        media: kinds of media that the worker takes.
+        media: what the worker takes of media: ``image``, ``embeddings`` (files of each, which it encodes or checks
+            itself), ``hand_off`` (embeddings that an encode worker holds).
+        max_media_tokens: tokens that one media item fills at most; 0: it takes none.
         adapters: names of the LoRA adapters that the worker has.
         contract_version: the version of the protos that the worker was built with.
         http_address: ``host:port`` of metrics and health; empty when the worker has none.
@@ -91,6 +93,7 @@ class WorkerRecord:
     adapters: tuple[str, ...] = ()
     contract_version: str
     http_address: str = ""
+    max_media_tokens: int = 0
 
     def __post_init__(self) -> None:
         check_name("worker_id", self.worker_id)

@@ -53,6 +53,7 @@ def from_json(data: bytes) -> WorkerRecord:
             adapters=_texts(fields, "adapters", default=()),
             contract_version=_text(fields, "contract_version"),
             http_address=_text(fields, "http_address", default=""),
+            max_media_tokens=_number(fields, "max_media_tokens", default=0),
         )
     except ValueError as error:
         raise DiscoveryError(f"the worker record is impossible: {error}") from error

@@ -1,7 +1,7 @@
 """The engine seam: what a worker asks of an engine, and what it gets back, step by step.
 
-Everything here is plain data: no tensor, lock or callback crosses the seam, so that an engine may move to a
-process of its own. An engine is driven by one consumer, which routes each :class:`StepOutput` to its requests.
+All is plain data: no tensor, lock or callback crosses the seam, so that an engine may move to a process of its own. An
+engine is driven by one consumer, which routes each :class:`StepOutput` to its requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quartet.errors import ServingError
 from quartet.events.kv import RankEvents, StoredBlocks
 from quartet.events.step_time import StepTime
 from quartet.kvcache.block_hash import MediaSpan
-from quartet.kvcache.layout import HandOff, KvLayout
+from quartet.kvcache.layout import EmbeddingLayout, HandOff, KvLayout
 from quartet.transfer.base import PoolMemory
 
 
@@ -69,6 +69,9 @@ class EngineRequest:
         id: drawn by the caller, unique in the life of the engine.
         hand_off: DECODE only: where the KV of ``prompt + generated`` less the last token can be pulled.
         priority: higher first among those that wait.
+        media_blocks: blocks of ``Engine.embeddings`` with each item of ``generation.media``, the caller's to keep until
+            the request ends. Empty: text only, or the KV of ``hand_off`` has it all: were that lost, it fails with
+            ``MediaLostError``.
     """
 
     id: int
@@ -76,6 +79,7 @@ class EngineRequest:
     generation: Generation
     hand_off: HandOff | None = None
     priority: int = 0
+    media_blocks: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -205,6 +209,14 @@ class EngineStats:
     num_cached_tokens: int = 0  # prompt tokens found in the cache
 
 
+@dataclass(frozen=True)
+class EmbeddingMemory:
+    """A pool of media embeddings in host memory."""
+
+    layout: EmbeddingLayout
+    memory: PoolMemory
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineCapabilities:
     """What an engine can do; it is asked for nothing else.
@@ -213,6 +225,7 @@ class EngineCapabilities:
         sampling_fields: names of the ``Sampling`` and ``OutputOptions`` fields that it honours.
         max_model_len: tokens of prompt and output together.
         layout: of its blocks; ``None`` for an engine that moves its own cache.
+        placeholder_id: the token that stands for media in prompts; ``None``: it takes text only.
     """
 
     kinds: frozenset[RequestKind]
@@ -225,7 +238,7 @@ class EngineCapabilities:
     layout: KvLayout | None = None
     data_parallel_size: int = 1
     adapters: tuple[str, ...] = ()
-    media: tuple[str, ...] = ()
+    placeholder_id: int | None = None
 
 
 class Engine(Protocol):
@@ -239,6 +252,11 @@ class Engine(Protocol):
     @property
     def memory(self) -> PoolMemory | None:
         """Its block pool as bytes, for transfers out; ``None`` for an engine that moves its own cache."""
+        ...
+
+    @property
+    def embeddings(self) -> EmbeddingMemory | None:
+        """Where it reads embeddings of media; ``None``: it takes none."""
         ...
 
     @property

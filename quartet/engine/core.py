@@ -8,7 +8,15 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import fields, replace
 
-from quartet.engine.base import EngineCapabilities, EngineRequest, EngineStats, Failed, RequestKind, StepOutput
+from quartet.engine.base import (
+    EmbeddingMemory,
+    EngineCapabilities,
+    EngineRequest,
+    EngineStats,
+    Failed,
+    RequestKind,
+    StepOutput,
+)
 from quartet.engine.output_queue import OutputQueue
 from quartet.engine.pulls import Pulls
 from quartet.engine.runner import ModelRunner
@@ -80,6 +88,7 @@ class StepEngine:
         self._close_timeout_s = close_timeout_s
         self._capabilities: EngineCapabilities | None = None
         self._memory: PoolMemory | None = None
+        self._embeddings: EmbeddingMemory | None = None
         self._live: set[int] = set()
         self._num_submits = 0
         self._num_submitted_prefill_tokens = 0
@@ -100,6 +109,11 @@ class StepEngine:
         return self._memory
 
     @property
+    def embeddings(self) -> EmbeddingMemory | None:
+        """Where it reads embeddings of media; ``None``: its model takes none."""
+        return self._embeddings
+
+    @property
     def is_alive(self) -> bool:
         """Whether it was started and steps on."""
         return self._capabilities is not None and self._end_error is None
@@ -113,6 +127,7 @@ class StepEngine:
         if self._puller is not None and runner.memory is not None:
             self._puller.attach(runner.memory, runner.layout)
         self._memory = runner.memory
+        self._embeddings = runner.embeddings
         self._capabilities = EngineCapabilities(
             kinds=self._kinds,
             sampling_fields=self._sampling_fields,
@@ -122,6 +137,7 @@ class StepEngine:
             block_size=runner.layout.block_size,
             num_blocks=runner.num_blocks,
             layout=runner.layout,
+            placeholder_id=runner.placeholder_id,
         )
 
     def submit(self, request: EngineRequest) -> None:

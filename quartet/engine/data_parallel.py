@@ -16,7 +16,7 @@ from quartet.engine.output_queue import OutputQueue
 from quartet.engine.rank_snapshots import RankSnapshots
 from quartet.errors import EngineError, UnsupportedFieldError
 from quartet.events.kv import RankEvents, StoredBlocks
-from quartet.kvcache.layout import HandOff, KvLayout
+from quartet.kvcache.layout import HandOff, PieceLayout
 from quartet.transfer.base import Claim, FetchResult, PieceCopy, PoolMemory, Puller
 
 
@@ -52,6 +52,11 @@ class DataParallelEngine:
     def memory(self) -> PoolMemory | None:
         """The block pools of all ranks as bytes, for transfers out."""
         return self._ranks[0].memory
+
+    @property
+    def embeddings(self) -> None:
+        """None: its ranks take text only."""
+        return None
 
     @property
     def is_alive(self) -> bool:
@@ -164,7 +169,7 @@ class _RankPuller:
         self.first_block = 0
         self._puller = puller
 
-    def attach(self, memory: PoolMemory, layout: KvLayout) -> None:
+    def attach(self, memory: PoolMemory, layout: PieceLayout) -> None:
         """The ranks' memory is attached once, for all."""
 
     def claim(self, hand_off: HandOff) -> Claim:

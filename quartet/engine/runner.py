@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from quartet.engine.base import EmbeddingMemory
 from quartet.engine.running import ScheduledChunk
 from quartet.engine.sampling import TokenLogprobs
 from quartet.kvcache.layout import KvLayout
@@ -31,6 +32,16 @@ class ModelRunner(Protocol):
     @property
     def memory(self) -> PoolMemory | None:
         """The block pool's bytes; ``None`` where no transfer can reach them."""
+        ...
+
+    @property
+    def embeddings(self) -> EmbeddingMemory | None:
+        """Where it reads embeddings of media; ``None``: its model takes none."""
+        ...
+
+    @property
+    def placeholder_id(self) -> int | None:
+        """The token that stands for media in prompts; ``None``: it takes text only."""
         ...
 
     @property

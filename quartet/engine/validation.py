@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from quartet.engine.base import EngineRequest, Generation, RequestKind
 from quartet.errors import InvalidRequestError, LayoutMismatchError, PromptTooLongError, UnsupportedFieldError
-from quartet.kvcache.layout import BlocksPayload, HandOff
+from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +54,11 @@ def blocks_payload(hand_off: HandOff) -> BlocksPayload:
     Raises:
         LayoutMismatchError: it is of an engine that moves its own cache.
     """
-    if isinstance(hand_off.payload, BlocksPayload):
-        return hand_off.payload
-    raise LayoutMismatchError(
-        f"a hand-off of engine {hand_off.payload.engine!r} cannot be taken over here", field="hand_off"
-    )
+    payload = hand_off.payload
+    if isinstance(payload, BlocksPayload):
+        return payload
+    what = f"of engine {payload.engine!r}" if isinstance(payload, OpaquePayload) else "of embeddings"
+    raise LayoutMismatchError(f"a hand-off {what} cannot be taken over here", field="hand_off")
 
 
 def _max_num_tokens(kind: RequestKind, limits: EngineLimits) -> int:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from quartet.errors import HandOffNotFoundError, HandOffStateError, InvalidRequestError, StaleEpochError
-from quartet.kvcache.layout import BlocksPayload, OpaquePayload
+from quartet.kvcache.layout import Payload
 
 _ID_SIZE_BYTES = 16
 
@@ -51,7 +51,7 @@ class HandOffEntry:
     secret: bytes = field(repr=False)
     holder: int
     block_ids: tuple[int, ...]
-    payload: BlocksPayload | OpaquePayload
+    payload: Payload
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,7 @@ class HandOffTable:
             cancelled=self._num_ended[HandOffState.CANCELLED],
         )
 
-    def offer(
-        self, holder: int, block_ids: tuple[int, ...], payload: BlocksPayload | OpaquePayload, *, now: float
-    ) -> HandOffEntry:
+    def offer(self, holder: int, block_ids: tuple[int, ...], payload: Payload, *, now: float) -> HandOffEntry:
         """Make a hand-off of what ``holder``, unique among the living ones, holds; its lease starts."""
         assert holder not in self._id_by_holder, "this holder already has a hand-off"
         entry = HandOffEntry(self._draw(_ID_SIZE_BYTES), self._draw(_ID_SIZE_BYTES), holder, block_ids, payload)

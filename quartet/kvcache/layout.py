@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TypeAlias
 
 #: Bytes of one element, by the dtype's name as safetensors and PyTorch spell it.
 DTYPE_SIZE_BYTES = {
@@ -37,6 +38,28 @@ class KvLayout:
         return elements * DTYPE_SIZE_BYTES[self.dtype]
 
 
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingLayout:
+    """Embeddings of media: one piece is ``[block_size, hidden_size]``, contiguous.
+
+    Two workers can exchange embeddings if and only if their layouts are equal.
+    """
+
+    model_fingerprint: str
+    dtype: str
+    hidden_size: int
+    block_size: int  # tokens
+
+    @property
+    def piece_size_bytes(self) -> int:
+        """Bytes of one piece, also where it is only partly filled."""
+        return self.block_size * self.hidden_size * DTYPE_SIZE_BYTES[self.dtype]
+
+
+#: What the pieces of a transfer may be.
+PieceLayout: TypeAlias = KvLayout | EmbeddingLayout
+
+
 @dataclass(frozen=True)
 class BlocksPayload:
     """KV blocks of the first ``num_tokens`` tokens; piece ``i`` holds tokens ``[i * block_size, ...)``.
@@ -56,6 +79,24 @@ class BlocksPayload:
 
 
 @dataclass(frozen=True)
+class EmbeddingsPayload:
+    """Embeddings of one media item's ``num_tokens`` tokens; piece ``i`` holds tokens ``[i * block_size, ...)``.
+
+    Attributes:
+        block_ids: which block of the source's pool holds each piece; empty where the source does not say.
+    """
+
+    layout: EmbeddingLayout
+    num_tokens: int
+    block_ids: tuple[int, ...] = field(default=(), repr=False)
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces behind the hand-off, the partly filled last one included."""
+        return -(-self.num_tokens // self.layout.block_size)
+
+
+@dataclass(frozen=True)
 class OpaquePayload:
     """State of an engine that moves its own cache; only that engine reads it."""
 
@@ -63,9 +104,15 @@ class OpaquePayload:
     state: bytes = field(repr=False)
 
 
+#: What lies in pieces of a pool.
+PiecesPayload: TypeAlias = BlocksPayload | EmbeddingsPayload
+#: What a hand-off may be of.
+Payload: TypeAlias = PiecesPayload | OpaquePayload
+
+
 @dataclass(frozen=True, kw_only=True)
 class HandOff:
-    """A claim ticket on what a worker holds for whoever decodes next.
+    """A claim ticket on what a worker holds for whoever goes on with it.
 
     Attributes:
         hand_off_id: 16 random bytes that name it.
@@ -82,4 +129,4 @@ class HandOff:
     epoch: int
     address: str
     lease: timedelta
-    payload: BlocksPayload | OpaquePayload
+    payload: Payload

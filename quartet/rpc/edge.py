@@ -9,6 +9,7 @@ from typing import TypeAlias
 from quartet.discovery.place import Place
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
+from quartet.media.items import MediaPart
 from quartet.text.chat_message import ChatMessage
 
 
@@ -69,6 +70,7 @@ class GenerateStart:
         timeout_s: seconds for the whole request; ``None``: the router's limit.
         num_choices: answers wanted.
         client_request_id: the client's own name for it, for logs.
+        media: items that a prompt of text or token ids refers to, in order; a chat's are in its messages.
     """
 
     prompt: Prompt
@@ -85,6 +87,7 @@ class GenerateStart:
     timeout_s: float | None = None
     num_choices: int = 1
     client_request_id: str = ""
+    media: tuple[MediaPart, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,12 +39,16 @@ STATUS: dict[type[ServingError], StatusCode] = {
     errors.InvalidRequestError: StatusCode.INVALID_ARGUMENT,
     errors.PromptTooLongError: StatusCode.INVALID_ARGUMENT,
     errors.UnsupportedFieldError: StatusCode.INVALID_ARGUMENT,
+    errors.InvalidMediaError: StatusCode.INVALID_ARGUMENT,
+    errors.MediaTooLargeError: StatusCode.INVALID_ARGUMENT,
+    errors.MediaFetchError: StatusCode.INVALID_ARGUMENT,
     errors.ProtocolError: StatusCode.INVALID_ARGUMENT,
     errors.MessageTooLargeError: StatusCode.INVALID_ARGUMENT,  # not RESOURCE_EXHAUSTED: trying again is no use
     errors.ModelNotFoundError: StatusCode.NOT_FOUND,
     errors.ModelMismatchError: StatusCode.FAILED_PRECONDITION,
     errors.DuplicateRequestError: StatusCode.ALREADY_EXISTS,
     errors.PermissionDeniedError: StatusCode.PERMISSION_DENIED,
+    errors.MediaNotAllowedError: StatusCode.PERMISSION_DENIED,
     errors.UnauthenticatedError: StatusCode.UNAUTHENTICATED,
     errors.UnimplementedError: StatusCode.UNIMPLEMENTED,
     errors.SealError: StatusCode.PERMISSION_DENIED,
@@ -70,6 +74,7 @@ STATUS: dict[type[ServingError], StatusCode] = {
     errors.LayoutMismatchError: StatusCode.FAILED_PRECONDITION,
     errors.TransferError: StatusCode.UNAVAILABLE,  # the router prefills again
     errors.TransferTimeoutError: StatusCode.UNAVAILABLE,
+    errors.MediaLostError: StatusCode.UNAVAILABLE,  # the router prefills again
 }
 
 # What a status without a reason that we know is to us; other codes are a plain ServingError.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from quartet.engine.base import FinishReason, Generation
 from quartet.engine.sampling import TokenLogprobs
+from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff
+from quartet.media.items import MediaFile
 from quartet.rpc.context import RequestContext
 
 #: Inner messages are at most this long: one 5 MiB message ends a whole shared stream.
@@ -18,11 +20,21 @@ MAX_INNER_MESSAGE_BYTES = 1 << 20
 MAX_OPAQUE_STATE_BYTES = MAX_INNER_MESSAGE_BYTES - (128 << 10)
 
 
+@dataclass(frozen=True)
+class MediaInput:
+    """A media item whose embeddings a worker needs: pulled from an encode worker, or computed there from the file."""
+
+    media_id: bytes
+    source: HandOff | MediaFile
+
+
 @dataclass(frozen=True, kw_only=True)
 class InnerStart:
     """One answer to prefill or decode on a worker; ``hand_off`` and ``is_sealed`` only for decode.
 
     Attributes:
+        media: hand-offs, aligned with ``generation.media``; or files, one for each placeholder of the prompt, whose
+            ``generation.media`` is empty.
         is_sealed: it came from a client, under a router's seal: its number is that of a placement.
     """
 
@@ -30,11 +42,17 @@ class InnerStart:
     generation: Generation
     hand_off: HandOff | None = None
     is_sealed: bool = False
+    media: tuple[MediaInput, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillOutcome:
-    """A prefill that ended well: its token and, unless that ended the generation, where the blocks are."""
+    """A prefill that ended well: its token and, unless that ended the generation, where the blocks are.
+
+    Attributes:
+        prompt_token_ids: the prompt with its media's tokens in it, where files came with the start; else empty.
+        media: where the items of that prompt lie.
+    """
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -43,16 +61,23 @@ class PrefillOutcome:
     num_cached_tokens: int
     queue_s: float
     compute_s: float
+    prompt_token_ids: Sequence[int] = field(default=(), repr=False)
+    media: tuple[MediaSpan, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeStarted:
-    """A decode joined its worker's running batch."""
+    """A decode joined its worker's running batch.
+
+    Attributes:
+        num_prompt_tokens: of the prompt with its media's tokens in it, where files came with the start; else 0.
+    """
 
     num_cached_tokens: int
     queue_s: float
     transfer_s: float
     transfer_bytes: int
+    num_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

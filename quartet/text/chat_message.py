@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from quartet.media.items import MediaFile, MediaPart, MediaUrl
 
 
 @dataclass(frozen=True)
@@ -11,10 +14,28 @@ class ChatMessage:
 
     Attributes:
         role: who speaks; which roles there are is up to the template.
-        content: the text.
+        content: the text; or pieces of text and media, in order.
         name: of the speaker; most templates ignore it, and ``None`` leaves it out.
     """
 
     role: str
-    content: str
+    content: str | tuple[str | MediaPart, ...] = field(repr=False)
     name: str | None = None
+
+    @property
+    def pieces(self) -> Sequence[str | MediaPart]:
+        """The content in pieces."""
+        return (self.content,) if isinstance(self.content, str) else self.content
+
+    @property
+    def num_characters(self) -> int:
+        """Of all its text."""
+        return sum(len(piece) for piece in self.pieces if isinstance(piece, str))
+
+
+def media_of(messages: Sequence[ChatMessage]) -> Iterator[MediaPart]:
+    """The media of a chat, in order."""
+    for message in messages:
+        for piece in message.pieces:
+            if isinstance(piece, MediaFile | MediaUrl):
+                yield piece

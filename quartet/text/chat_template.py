@@ -20,6 +20,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quartet.errors import InvalidRequestError, ModelFilesError
+from quartet.media.items import MediaPart
 from quartet.text import model_files
 from quartet.text.chat_message import ChatMessage
 from quartet.text.special_tokens import SpecialTokens
@@ -124,9 +125,15 @@ def _default_template(value: Any) -> str | None:
         raise ModelFilesError("chat_template must be text, or named templates with a default") from error
 
 
-def _to_variable(message: ChatMessage) -> dict[str, str]:
-    variable = {"role": message.role, "content": message.content}
+def _to_variable(message: ChatMessage) -> dict[str, object]:
+    """As transformers has it: text is a string, or pieces are a list of what each is."""
+    content = message.content if isinstance(message.content, str) else [_to_piece(piece) for piece in message.content]
+    variable: dict[str, object] = {"role": message.role, "content": content}
     return variable if message.name is None else {**variable, "name": message.name}
+
+
+def _to_piece(piece: str | MediaPart) -> dict[str, str]:
+    return {"type": "text", "text": piece} if isinstance(piece, str) else {"type": "image"}
 
 
 def _join_bounded(pieces: Iterator[str]) -> str:

@@ -1,7 +1,7 @@
 """The transfer seam: fetch these remote pieces into those local blocks, whatever the way.
 
-A *piece* is one block of a sequence, numbered by its position; its bytes are laid out as the hand-off's
-``KvLayout`` says. One module of this package per way to move pieces.
+A *piece* is one block of a sequence, or of a media item's embeddings, numbered by its position; its bytes are laid out
+as the hand-off's ``PieceLayout`` says. One module of this package per way to move pieces.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from quartet.kvcache.layout import HandOff, KvLayout
+from quartet.kvcache.layout import HandOff, PieceLayout
 
 
 class TransferWay(StrEnum):
@@ -103,9 +103,9 @@ class Claim(Protocol):
 
 
 class Puller(Protocol):
-    """Fetches blocks for one local pool."""
+    """Fetches pieces for one local pool."""
 
-    def attach(self, memory: PoolMemory, layout: KvLayout) -> None:
+    def attach(self, memory: PoolMemory, layout: PieceLayout) -> None:
         """Name the pool that is fetched into; called once, before the first ``claim``."""
         ...
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from quartet.errors import DrainingError, HandOffNotFoundError
 from quartet.kvcache.hand_off import EndedHandOff, HandOffCounts, HandOffEntry, HandOffState, HandOffTable
-from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload
+from quartet.kvcache.layout import HandOff, OpaquePayload, Payload
 from quartet.transfer.base import PoolMemory
 from quartet.transfer.config import TransferConfig
 
@@ -68,7 +68,7 @@ class TransferSource:
         """Say at which ``host:port`` this worker's TransferService is dialled; before the first ``offer``."""
         self._address = address
 
-    def offer(self, holder: int, block_ids: Sequence[int], payload: BlocksPayload | OpaquePayload) -> HandOff:
+    def offer(self, holder: int, block_ids: Sequence[int], payload: Payload) -> HandOff:
         """Hold what ``holder`` has for whoever brings the ticket; its lease starts now.
 
         Raises:
@@ -77,9 +77,10 @@ class TransferSource:
         if self._is_closed:
             raise DrainingError("the worker is closing and hands nothing off")
         assert self._address, "an address is advertised before anything is offered"
-        assert not isinstance(payload, BlocksPayload) or len(block_ids) == payload.num_pieces, "one block a piece"
-        if isinstance(payload, BlocksPayload) and self.memory is not None:
-            payload = replace(payload, block_ids=tuple(block_ids))
+        if not isinstance(payload, OpaquePayload):
+            assert len(block_ids) == payload.num_pieces, "one block a piece"
+            if self.memory is not None:
+                payload = replace(payload, block_ids=tuple(block_ids))
         entry = self._table.offer(holder, tuple(block_ids), payload, now=self._loop.time())
         self._holders.add(holder)
         self._arm()

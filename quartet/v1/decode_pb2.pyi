@@ -81,6 +81,7 @@ class DecodeStart(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     HAND_OFF_FIELD_NUMBER: _builtins.int
     CHUNKED_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Chosen by the opener of the stream; free again after the terminal output. Default 0."""
     chunked: _builtins.bool
@@ -99,6 +100,12 @@ class DecodeStart(_message.Message):
     def hand_off(self) -> _types_pb2.HandOff:
         """Where the KV of `prompt + generated` less the last token lies. Absent: it is computed here."""
 
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.MediaInput]:
+        """Media items of a prompt that is computed here, in order. Empty: text only, or what they gave is in the KV of
+        `hand_off`.
+        """
+
     def __init__(
         self,
         *,
@@ -107,10 +114,11 @@ class DecodeStart(_message.Message):
         generation: _types_pb2.Generation | None = ...,
         hand_off: _types_pb2.HandOff | None = ...,
         chunked: _builtins.bool = ...,
+        media: _abc.Iterable[_types_pb2.MediaInput] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "generation", b"generation", "hand_off", b"hand_off"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunked", b"chunked", "context", b"context", "generation", b"generation", "hand_off", b"hand_off", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunked", b"chunked", "context", b"context", "generation", b"generation", "hand_off", b"hand_off", "media", b"media", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -295,12 +303,15 @@ class SlotStarted(_message.Message):
     QUEUE_FIELD_NUMBER: _builtins.int
     TRANSFER_FIELD_NUMBER: _builtins.int
     TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """The request. Always set."""
     num_cached_tokens: _builtins.int
     """Tokens whose KV was already here. 0: none."""
     transfer_bytes: _builtins.int
     """Bytes pulled. 0: nothing was pulled."""
+    num_prompt_tokens: _builtins.int
+    """Tokens of the prompt with its media's tokens in it, where media files came with the start. 0: as it was given."""
     @_builtins.property
     def queue(self) -> _duration_pb2.Duration:
         """Time from its arrival until it was scheduled, less `transfer`. Always set."""
@@ -317,10 +328,11 @@ class SlotStarted(_message.Message):
         queue: _duration_pb2.Duration | None = ...,
         transfer: _duration_pb2.Duration | None = ...,
         transfer_bytes: _builtins.int = ...,
+        num_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue", "transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "queue", b"queue", "slot", b"slot", "transfer", b"transfer", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_prompt_tokens", b"num_prompt_tokens", "queue", b"queue", "slot", b"slot", "transfer", b"transfer", "transfer_bytes", b"transfer_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

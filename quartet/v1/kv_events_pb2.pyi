@@ -141,7 +141,9 @@ class BlocksStored(_message.Message):
     """Where they lie. Always set."""
     @_builtins.property
     def sequence_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Their names: sequence hashes, XXH3-64 with seed 1337. Always at least one."""
+        """Their names: sequence hashes, XXH3-64 with seed 1337. Always at least one. An encode worker, whose cache holds media
+        items, tells each as a first block, named by the first 8 bytes of the media id as a big-endian number.
+        """
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from quartet.v1 import types_pb2 as quartet_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quartet/v1/prefill.proto\x12\nquartet.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16quartet/v1/types.proto\"\xc2\x01\n\x0ePrefillRequest\x12)\n\x05start\x18\x01 \x01(\x0b\x32\x18.quartet.v1.PrefillStartH\x00\x12\'\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x16.quartet.v1.StartChunkH\x00\x12+\n\nstart_done\x18\x03 \x01(\x0b\x32\x15.quartet.v1.StartDoneH\x00\x12$\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x12.quartet.v1.CancelH\x00\x42\t\n\x07message\"\x86\x01\n\x0cPrefillStart\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12+\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x1a.quartet.v1.RequestContext\x12*\n\ngeneration\x18\x03 \x01(\x0b\x32\x16.quartet.v1.Generation\x12\x0f\n\x07\x63hunked\x18\x04 \x01(\x08\"=\n\x0fPrefillResponse\x12*\n\x07outputs\x18\x01 \x03(\x0b\x32\x19.quartet.v1.PrefillOutput\"}\n\rPrefillOutput\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12+\n\x06result\x18\x02 \x01(\x0b\x32\x19.quartet.v1.PrefillResultH\x00\x12&\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x13.quartet.v1.FailureH\x00\x42\t\n\x07outcome\"\x97\x02\n\rPrefillResult\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12+\n\x08logprobs\x18\x02 \x01(\x0b\x32\x19.quartet.v1.TokenLogprobs\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.quartet.v1.FinishReason\x12%\n\x08hand_off\x18\x04 \x01(\x0b\x32\x13.quartet.v1.HandOff\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12(\n\x05queue\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07\x63ompute\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration2X\n\x0ePrefillService\x12\x46\n\x07Prefill\x12\x1a.quartet.v1.PrefillRequest\x1a\x1b.quartet.v1.PrefillResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quartet/v1/prefill.proto\x12\nquartet.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16quartet/v1/types.proto\"\xc2\x01\n\x0ePrefillRequest\x12)\n\x05start\x18\x01 \x01(\x0b\x32\x18.quartet.v1.PrefillStartH\x00\x12\'\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x16.quartet.v1.StartChunkH\x00\x12+\n\nstart_done\x18\x03 \x01(\x0b\x32\x15.quartet.v1.StartDoneH\x00\x12$\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x12.quartet.v1.CancelH\x00\x42\t\n\x07message\"\xad\x01\n\x0cPrefillStart\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12+\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x1a.quartet.v1.RequestContext\x12*\n\ngeneration\x18\x03 \x01(\x0b\x32\x16.quartet.v1.Generation\x12\x0f\n\x07\x63hunked\x18\x04 \x01(\x08\x12%\n\x05media\x18\x05 \x03(\x0b\x32\x16.quartet.v1.MediaInput\"=\n\x0fPrefillResponse\x12*\n\x07outputs\x18\x01 \x03(\x0b\x32\x19.quartet.v1.PrefillOutput\"}\n\rPrefillOutput\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12+\n\x06result\x18\x02 \x01(\x0b\x32\x19.quartet.v1.PrefillResultH\x00\x12&\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x13.quartet.v1.FailureH\x00\x42\t\n\x07outcome\"\xd7\x02\n\rPrefillResult\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12+\n\x08logprobs\x18\x02 \x01(\x0b\x32\x19.quartet.v1.TokenLogprobs\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.quartet.v1.FinishReason\x12%\n\x08hand_off\x18\x04 \x01(\x0b\x32\x13.quartet.v1.HandOff\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12(\n\x05queue\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07\x63ompute\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10prompt_token_ids\x18\x08 \x01(\x0c\x12$\n\x05media\x18\t \x03(\x0b\x32\x15.quartet.v1.MediaSpan2X\n\x0ePrefillService\x12\x46\n\x07Prefill\x12\x1a.quartet.v1.PrefillRequest\x1a\x1b.quartet.v1.PrefillResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,13 +36,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLREQUEST']._serialized_start=97
   _globals['_PREFILLREQUEST']._serialized_end=291
   _globals['_PREFILLSTART']._serialized_start=294
-  _globals['_PREFILLSTART']._serialized_end=428
-  _globals['_PREFILLRESPONSE']._serialized_start=430
-  _globals['_PREFILLRESPONSE']._serialized_end=491
-  _globals['_PREFILLOUTPUT']._serialized_start=493
-  _globals['_PREFILLOUTPUT']._serialized_end=618
-  _globals['_PREFILLRESULT']._serialized_start=621
-  _globals['_PREFILLRESULT']._serialized_end=900
-  _globals['_PREFILLSERVICE']._serialized_start=902
-  _globals['_PREFILLSERVICE']._serialized_end=990
+  _globals['_PREFILLSTART']._serialized_end=467
+  _globals['_PREFILLRESPONSE']._serialized_start=469
+  _globals['_PREFILLRESPONSE']._serialized_end=530
+  _globals['_PREFILLOUTPUT']._serialized_start=532
+  _globals['_PREFILLOUTPUT']._serialized_end=657
+  _globals['_PREFILLRESULT']._serialized_start=660
+  _globals['_PREFILLRESULT']._serialized_end=1003
+  _globals['_PREFILLSERVICE']._serialized_start=1005
+  _globals['_PREFILLSERVICE']._serialized_end=1093
 # @@protoc_insertion_point(module_scope)

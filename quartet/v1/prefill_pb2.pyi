@@ -74,6 +74,7 @@ class PrefillStart(_message.Message):
     CONTEXT_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     CHUNKED_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Chosen by the opener of the stream; free again after the output. Default 0."""
     chunked: _builtins.bool
@@ -88,6 +89,10 @@ class PrefillStart(_message.Message):
     def generation(self) -> _types_pb2.Generation:
         """What to prefill and how to sample the token after it. Required."""
 
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.MediaInput]:
+        """Media items of the prompt, in order. Empty: text only, or all of them are in cached blocks."""
+
     def __init__(
         self,
         *,
@@ -95,10 +100,11 @@ class PrefillStart(_message.Message):
         context: _types_pb2.RequestContext | None = ...,
         generation: _types_pb2.Generation | None = ...,
         chunked: _builtins.bool = ...,
+        media: _abc.Iterable[_types_pb2.MediaInput] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "generation", b"generation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunked", b"chunked", "context", b"context", "generation", b"generation", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunked", b"chunked", "context", b"context", "generation", b"generation", "media", b"media", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -177,12 +183,18 @@ class PrefillResult(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_FIELD_NUMBER: _builtins.int
     COMPUTE_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token sampled after the last one given. The router shows it at once. Always set."""
     finish_reason: _types_pb2.FinishReason.ValueType
     """Set when that token ends the generation: there is no hand-off then. Unspecified: it goes on."""
     num_cached_tokens: _builtins.int
     """Prompt tokens found in the cache. 0: none."""
+    prompt_token_ids: _builtins.bytes
+    """The prompt with its media's tokens in it, packed as in Generation, where media files came with the start. Empty: it
+    is as it was given.
+    """
     @_builtins.property
     def logprobs(self) -> _types_pb2.TokenLogprobs:
         """Its log probabilities. Absent: not asked for."""
@@ -199,6 +211,10 @@ class PrefillResult(_message.Message):
     def compute(self) -> _duration_pb2.Duration:
         """Time from being scheduled to the token. Always set."""
 
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.MediaSpan]:
+        """Where the items of that prompt lie. Empty: as `generation.media` has it."""
+
     def __init__(
         self,
         *,
@@ -209,10 +225,12 @@ class PrefillResult(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         queue: _duration_pb2.Duration | None = ...,
         compute: _duration_pb2.Duration | None = ...,
+        prompt_token_ids: _builtins.bytes = ...,
+        media: _abc.Iterable[_types_pb2.MediaSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "hand_off", b"hand_off", "logprobs", b"logprobs", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "finish_reason", b"finish_reason", "hand_off", b"hand_off", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "queue", b"queue", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute", b"compute", "finish_reason", b"finish_reason", "hand_off", b"hand_off", "logprobs", b"logprobs", "media", b"media", "num_cached_tokens", b"num_cached_tokens", "prompt_token_ids", b"prompt_token_ids", "queue", b"queue", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -445,6 +445,7 @@ class Accepted(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    ENCODE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the request in every log and span. Always set."""
     num_prompt_tokens: _builtins.int
@@ -457,6 +458,10 @@ class Accepted(_message.Message):
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoicePlacement]:
         """Where the choices placed so far run, in the order of choices. Empty: it was cancelled before any was placed."""
 
+    @_builtins.property
+    def encode(self) -> _types_pb2.Place:
+        """Where its media are encoded. Absent: it has none, or who computes the prompt encodes them."""
+
     def __init__(
         self,
         *,
@@ -465,10 +470,11 @@ class Accepted(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         seed: _builtins.int = ...,
         model_fingerprint: _builtins.str = ...,
+        encode: _types_pb2.Place | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["encode", b"encode"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "model_fingerprint", b"model_fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "encode", b"encode", "model_fingerprint", b"model_fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -616,6 +622,7 @@ class Usage(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    NUM_MEDIA_TOKENS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """Tokens of the prompt. 0: it was cancelled before they were counted."""
     num_cached_tokens: _builtins.int
@@ -624,6 +631,8 @@ class Usage(_message.Message):
     """Tokens of the output that were shown. 0: none."""
     num_attempts: _builtins.int
     """Attempts it took. 0: it was cancelled before the first began."""
+    num_media_tokens: _builtins.int
+    """Of the prompt's tokens, those that media fill. 0: none, or the worker that encoded them did not tell."""
     def __init__(
         self,
         *,
@@ -631,10 +640,11 @@ class Usage(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         num_output_tokens: _builtins.int = ...,
         num_attempts: _builtins.int = ...,
+        num_media_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_attempts", b"num_attempts", "num_cached_tokens", b"num_cached_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_attempts", b"num_attempts", "num_cached_tokens", b"num_cached_tokens", "num_media_tokens", b"num_media_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -654,6 +664,7 @@ class TimeBreakdown(_message.Message):
     TRANSFER_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokenize(self) -> _duration_pb2.Duration:
         """Time in template and tokenizer. Absent: it ended before."""
@@ -686,6 +697,10 @@ class TimeBreakdown(_message.Message):
     def total(self) -> _duration_pb2.Duration:
         """Time from arrival to the end. Always set."""
 
+    @_builtins.property
+    def media(self) -> _duration_pb2.Duration:
+        """Time of fetching media and of encoding them at an encode worker; runs beside `router_queue`. Absent: it has none."""
+
     def __init__(
         self,
         *,
@@ -697,10 +712,11 @@ class TimeBreakdown(_message.Message):
         transfer: _duration_pb2.Duration | None = ...,
         first_token: _duration_pb2.Duration | None = ...,
         total: _duration_pb2.Duration | None = ...,
+        media: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_queue", b"decode_queue", "first_token", b"first_token", "prefill", b"prefill", "prefill_queue", b"prefill_queue", "router_queue", b"router_queue", "tokenize", b"tokenize", "total", b"total", "transfer", b"transfer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_queue", b"decode_queue", "first_token", b"first_token", "media", b"media", "prefill", b"prefill", "prefill_queue", b"prefill_queue", "router_queue", b"router_queue", "tokenize", b"tokenize", "total", b"total", "transfer", b"transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_queue", b"decode_queue", "first_token", b"first_token", "prefill", b"prefill", "prefill_queue", b"prefill_queue", "router_queue", b"router_queue", "tokenize", b"tokenize", "total", b"total", "transfer", b"transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_queue", b"decode_queue", "first_token", b"first_token", "media", b"media", "prefill", b"prefill", "prefill_queue", b"prefill_queue", "router_queue", b"router_queue", "tokenize", b"tokenize", "total", b"total", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,6 +20,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _MediaKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MediaKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MediaKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MEDIA_KIND_UNSPECIFIED: _MediaKind.ValueType  # 0
+    """Never sent."""
+    MEDIA_KIND_IMAGE: _MediaKind.ValueType  # 1
+    """A picture: PNG, JPEG, WebP or GIF, of which the first frame counts."""
+    MEDIA_KIND_EMBEDDINGS: _MediaKind.ValueType  # 2
+    """Precomputed embeddings: a safetensors file with one tensor `[num_tokens, hidden_size]`."""
+
+class MediaKind(_MediaKind, metaclass=_MediaKindEnumTypeWrapper):
+    """What a media file holds."""
+
+MEDIA_KIND_UNSPECIFIED: MediaKind.ValueType  # 0
+"""Never sent."""
+MEDIA_KIND_IMAGE: MediaKind.ValueType  # 1
+"""A picture: PNG, JPEG, WebP or GIF, of which the first frame counts."""
+MEDIA_KIND_EMBEDDINGS: MediaKind.ValueType  # 2
+"""Precomputed embeddings: a safetensors file with one tensor `[num_tokens, hidden_size]`."""
+Global___MediaKind: _TypeAlias = MediaKind  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -65,7 +89,7 @@ class _ChunkTargetEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ChunkTarg
     CHUNK_TARGET_GENERATED_TOKEN_IDS: _ChunkTarget.ValueType  # 2
     """`generation.generated_token_ids`."""
     CHUNK_TARGET_MEDIA: _ChunkTarget.ValueType  # 3
-    """The media item's encoded bytes."""
+    """The bytes of a media item's file."""
 
 class ChunkTarget(_ChunkTarget, metaclass=_ChunkTargetEnumTypeWrapper):
     """The field of a start that a chunk continues."""
@@ -77,7 +101,7 @@ CHUNK_TARGET_PROMPT_TOKEN_IDS: ChunkTarget.ValueType  # 1
 CHUNK_TARGET_GENERATED_TOKEN_IDS: ChunkTarget.ValueType  # 2
 """`generation.generated_token_ids`."""
 CHUNK_TARGET_MEDIA: ChunkTarget.ValueType  # 3
-"""The media item's encoded bytes."""
+"""The bytes of a media item's file."""
 Global___ChunkTarget: _TypeAlias = ChunkTarget  # noqa: Y015
 
 @_typing.final
@@ -410,6 +434,72 @@ class MediaSpan(_message.Message):
 Global___MediaSpan: _TypeAlias = MediaSpan  # noqa: Y015
 
 @_typing.final
+class MediaFile(_message.Message):
+    """One media item as a file."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    kind: Global___MediaKind.ValueType
+    """What it holds. Required."""
+    data: _builtins.bytes
+    """Its bytes, or the first of them: the rest follows in chunks. Empty: all of them follow."""
+    def __init__(
+        self,
+        *,
+        kind: Global___MediaKind.ValueType = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "kind", b"kind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MediaFile: _TypeAlias = MediaFile  # noqa: Y015
+
+@_typing.final
+class MediaInput(_message.Message):
+    """A media item whose embeddings a worker needs to compute a prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEDIA_ID_FIELD_NUMBER: _builtins.int
+    HAND_OFF_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    media_id: _builtins.bytes
+    """SHA-256 over the encoded bytes and the preprocessing fingerprint, 32 bytes. Required."""
+    @_builtins.property
+    def hand_off(self) -> Global___HandOff:
+        """They are pulled from an encode worker; `generation.media` says which positions of the prompt they fill, item by
+        item.
+        """
+
+    @_builtins.property
+    def file(self) -> Global___MediaFile:
+        """They are computed here. The prompt has one placeholder token for each item, in order, in whose place its tokens
+        go, and `generation.media` is empty. Such a start has a stream of its own.
+        """
+
+    def __init__(
+        self,
+        *,
+        media_id: _builtins.bytes = ...,
+        hand_off: Global___HandOff | None = ...,
+        file: Global___MediaFile | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "hand_off", b"hand_off", "source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "hand_off", b"hand_off", "media_id", b"media_id", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["hand_off", "file"]  # noqa: Y015
+    _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
+
+Global___MediaInput: _TypeAlias = MediaInput  # noqa: Y015
+
+@_typing.final
 class Generation(_message.Message):
     """Everything that decides the tokens of one answer, for engines."""
 
@@ -584,8 +674,42 @@ class KvLayout(_message.Message):
 Global___KvLayout: _TypeAlias = KvLayout  # noqa: Y015
 
 @_typing.final
+class EmbeddingLayout(_message.Message):
+    """Shape of pieces of embeddings: one piece is `[block_size, hidden_size]`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    model_fingerprint: _builtins.str
+    """Of the model, as in KvLayout. Required."""
+    dtype: _builtins.str
+    """Element type, as in KvLayout. Required."""
+    hidden_size: _builtins.int
+    """Elements of one token's embedding, at least 1. Required."""
+    block_size: _builtins.int
+    """Tokens of a piece, at least 1. Required."""
+    def __init__(
+        self,
+        *,
+        model_fingerprint: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        hidden_size: _builtins.int = ...,
+        block_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "hidden_size", b"hidden_size", "model_fingerprint", b"model_fingerprint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbeddingLayout: _TypeAlias = EmbeddingLayout  # noqa: Y015
+
+@_typing.final
 class HandOff(_message.Message):
-    """A claim ticket on what a worker holds for whoever decodes next."""
+    """A claim ticket on what a worker holds for whoever goes on with it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -597,6 +721,7 @@ class HandOff(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     OPAQUE_FIELD_NUMBER: _builtins.int
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
     hand_off_id: _builtins.bytes
     """16 random bytes that name it. Required."""
     secret: _builtins.bytes
@@ -619,6 +744,10 @@ class HandOff(_message.Message):
     def opaque(self) -> Global___OpaquePayload:
         """State of an engine that moves its own cache."""
 
+    @_builtins.property
+    def embeddings(self) -> Global___EmbeddingsPayload:
+        """Embeddings of one media item, pulled by TransferService.Pull."""
+
     def __init__(
         self,
         *,
@@ -630,16 +759,51 @@ class HandOff(_message.Message):
         lease: _duration_pb2.Duration | None = ...,
         blocks: Global___BlocksPayload | None = ...,
         opaque: Global___OpaquePayload | None = ...,
+        embeddings: Global___EmbeddingsPayload | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "lease", b"lease", "opaque", b"opaque", "payload", b"payload"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "embeddings", b"embeddings", "lease", b"lease", "opaque", b"opaque", "payload", b"payload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "epoch", b"epoch", "hand_off_id", b"hand_off_id", "lease", b"lease", "opaque", b"opaque", "payload", b"payload", "secret", b"secret", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "embeddings", b"embeddings", "epoch", b"epoch", "hand_off_id", b"hand_off_id", "lease", b"lease", "opaque", b"opaque", "payload", b"payload", "secret", b"secret", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_payload: _TypeAlias = _typing.Literal["blocks", "opaque"]  # noqa: Y015
+    _WhichOneofReturnType_payload: _TypeAlias = _typing.Literal["blocks", "opaque", "embeddings"]  # noqa: Y015
     _WhichOneofArgType_payload: _TypeAlias = _typing.Literal["payload", b"payload"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_payload) -> _WhichOneofReturnType_payload | None: ...
 
 Global___HandOff: _TypeAlias = HandOff  # noqa: Y015
+
+@_typing.final
+class EmbeddingsPayload(_message.Message):
+    """Embeddings of one media item behind a hand-off; piece i holds its tokens from `i * block_size` on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """Tokens whose embeddings are held, at least 1. Required."""
+    @_builtins.property
+    def layout(self) -> Global___EmbeddingLayout:
+        """Shape of each piece; the partly filled last one has the same size. Required."""
+
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Which block of the source's pool holds each piece, as in BlocksPayload. Empty: the source does not say."""
+
+    def __init__(
+        self,
+        *,
+        layout: Global___EmbeddingLayout | None = ...,
+        num_tokens: _builtins.int = ...,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "layout", b"layout", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbeddingsPayload: _TypeAlias = EmbeddingsPayload  # noqa: Y015
 
 @_typing.final
 class BlocksPayload(_message.Message):

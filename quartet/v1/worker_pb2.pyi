@@ -74,6 +74,7 @@ class WorkerRecord(_message.Message):
     MEDIA_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     CONTRACT_VERSION_FIELD_NUMBER: _builtins.int
+    MAX_MEDIA_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its name, unique within the namespace. Always set."""
     role: Global___WorkerRole.ValueType
@@ -100,6 +101,8 @@ class WorkerRecord(_message.Message):
     """Tokens of prompt and output together, at most. Always set."""
     contract_version: _builtins.str
     """Version of these contracts, `quartet.v1`. Always set."""
+    max_media_tokens: _builtins.int
+    """Tokens that one media item fills at most. 0: it takes none, or does not say."""
     @_builtins.property
     def host(self) -> _transfer_pb2.HostIdentity:
         """Where it runs. Always set."""
@@ -114,7 +117,9 @@ class WorkerRecord(_message.Message):
 
     @_builtins.property
     def media(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Kinds of media it takes, such as `image`. Empty: text only."""
+        """What it takes of media: `image` (files, which it encodes itself), `embeddings` (files of precomputed ones) and
+        `hand_off` (embeddings that an encode worker holds). Empty: text only.
+        """
 
     @_builtins.property
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -141,10 +146,11 @@ class WorkerRecord(_message.Message):
         media: _abc.Iterable[_builtins.str] | None = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
         contract_version: _builtins.str = ...,
+        max_media_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_size", b"block_size", "contract_version", b"contract_version", "data_parallel_size", b"data_parallel_size", "epoch", b"epoch", "events_address", b"events_address", "grpc_address", b"grpc_address", "host", b"host", "http_address", b"http_address", "max_model_len", b"max_model_len", "media", b"media", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_blocks", b"num_blocks", "role", b"role", "sampling_fields", b"sampling_fields", "transfer_ways", b"transfer_ways", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_size", b"block_size", "contract_version", b"contract_version", "data_parallel_size", b"data_parallel_size", "epoch", b"epoch", "events_address", b"events_address", "grpc_address", b"grpc_address", "host", b"host", "http_address", b"http_address", "max_media_tokens", b"max_media_tokens", "max_model_len", b"max_model_len", "media", b"media", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_blocks", b"num_blocks", "role", b"role", "sampling_fields", b"sampling_fields", "transfer_ways", b"transfer_ways", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from quartet.engine.base import Engine, Prefilled, RequestKind, Started, StepOutput
 from quartet.errors import MessageTooLargeError, ServingError
-from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload
+from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload, Payload
 from quartet.rpc.inner import MAX_OPAQUE_STATE_BYTES
 from quartet.rpc.outbox import DecodeOutbox
 from quartet.rpc.prefill_outbox import PrefillOutbox
@@ -17,7 +17,7 @@ from services.workers.base_dispatcher import Dispatcher
 class Holds(Protocol):
     """Where completed prefills are held for whoever pulls them (``quartet.transfer.source.TransferSource``)."""
 
-    def offer(self, holder: int, block_ids: tuple[int, ...], payload: BlocksPayload | OpaquePayload) -> HandOff:
+    def offer(self, holder: int, block_ids: tuple[int, ...], payload: Payload) -> HandOff:
         """Hold ``holder``'s blocks under a ticket."""
         ...
 
@@ -116,7 +116,7 @@ class PrefillDispatcher(Dispatcher[PrefillOutbox]):
             running.outbox.prefilled(running.slot, prefilled, hand_off)
 
     def _offer(self, prefilled: Prefilled) -> HandOff:
-        payload: BlocksPayload | OpaquePayload
+        payload: Payload
         if prefilled.opaque is not None:
             if len(prefilled.opaque) > MAX_OPAQUE_STATE_BYTES:
                 raise MessageTooLargeError(f"the engine's state exceeds {MAX_OPAQUE_STATE_BYTES} bytes")

@@ -253,7 +253,6 @@ class WorkerProcess:
             max_model_len=capabilities.max_model_len,
             transfer_ways=config.transfer.ways,
             sampling_fields=tuple(sorted(capabilities.sampling_fields)),
-            media=capabilities.media,
             adapters=capabilities.adapters,
             contract_version=_CONTRACT_VERSION,
         )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
 
-from quartet.engine.base import EngineRequest, Generation, Prefilled, RequestKind
+from quartet.engine.base import EmbeddingMemory, EngineRequest, Generation, Prefilled, RequestKind
 from quartet.engine.runner import SampledToken
 from quartet.engine.running import ScheduledChunk
 from quartet.engine.sampling import Sampling, TokenLogprobs
@@ -75,6 +75,9 @@ class FakeRunner:
         step_began: set by the first step.
         chunk_sizes: tokens of each chunk of each step.
     """
+
+    embeddings: EmbeddingMemory | None = None
+    placeholder_id: int | None = None
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from quartet.engine.base import EngineCapabilities, EngineRequest, EngineStats, RequestKind, StepOutput
+from quartet.engine.base import EmbeddingMemory, EngineCapabilities, EngineRequest, EngineStats, RequestKind, StepOutput
 from quartet.errors import EngineError
 from quartet.transfer.base import PoolMemory
 
@@ -25,6 +25,7 @@ class StubEngine:
     is_alive: bool = True
     is_closed: bool = False
     memory: PoolMemory | None = None
+    embeddings: EmbeddingMemory | None = None
 
     @property
     def capabilities(self) -> EngineCapabilities:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
+from quartet.engine.base import EmbeddingMemory
 from quartet.engine.core import ALL_SAMPLING_FIELDS
 from quartet.engine.mock.config import MockEngineConfig
 from quartet.engine.mock.model import MockModel
@@ -80,6 +81,9 @@ class MockRunner:
         vocab_size: token ids are below it.
         max_model_len: tokens of prompt and output together.
     """
+
+    embeddings: EmbeddingMemory | None = None
+    placeholder_id: int | None = None
 
     def __init__(self, shared: SharedByRanks, rank: int = 0, pacer: StepPacer | None = None) -> None:
         """Compute for ``rank``; that of rank 0 closes what is shared."""

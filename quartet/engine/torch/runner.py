@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 from transformers import PreTrainedModel
 
+from quartet.engine.base import EmbeddingMemory
 from quartet.engine.fingerprint import model_fingerprint
 from quartet.engine.runner import SampledToken
 from quartet.engine.running import ScheduledChunk
@@ -43,6 +44,9 @@ class TorchRunner:
         vocab_size: token ids are below it.
         max_model_len: tokens of prompt and output together.
     """
+
+    embeddings: EmbeddingMemory | None = None
+    placeholder_id: int | None = None
 
     def __init__(self, config: TorchEngineConfig) -> None:
         """Load the model, reserve the pool, run one step.

@@ -20,6 +20,16 @@ from quartet.rpc.convert.generation import (
     unpack_token_ids,
 )
 from quartet.rpc.convert.hand_off import from_hand_off, from_kv_layout, to_hand_off, to_kv_layout
+from quartet.rpc.convert.media import (
+    from_media_file,
+    from_media_input,
+    from_media_part,
+    from_media_size,
+    to_media_file,
+    to_media_input,
+    to_media_part,
+    to_media_size,
+)
 from quartet.rpc.convert.outputs import (
     from_prefill_result,
     from_slot_started,
@@ -56,6 +66,10 @@ __all__ = [
     "from_hand_off",
     "from_host_identity",
     "from_kv_layout",
+    "from_media_file",
+    "from_media_input",
+    "from_media_part",
+    "from_media_size",
     "from_output_options",
     "from_prefill_result",
     "from_prefill_start",
@@ -75,6 +89,10 @@ __all__ = [
     "to_hand_off",
     "to_host_identity",
     "to_kv_layout",
+    "to_media_file",
+    "to_media_input",
+    "to_media_part",
+    "to_media_size",
     "to_output_options",
     "to_prefill_result",
     "to_prefill_start",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from quartet.errors import InvalidRequestError, UnsupportedFieldError
+from quartet.media.items import MediaPart
 from quartet.rpc.convert.generation import from_output_options, from_sampling, to_output_options, to_sampling
+from quartet.rpc.convert.media import from_media_part, to_media_part
 from quartet.rpc.durations import to_duration, to_seconds
 from quartet.rpc.edge import ChatPrompt, GenerateStart, Prompt, TextOptions, TextPrompt, TokenPrompt
 from quartet.text.chat_message import ChatMessage
@@ -38,6 +40,7 @@ def to_generate_start(start: GenerateStart) -> router_pb2.GenerateStart:
             num_choices=start.num_choices,
             client_request_id=start.client_request_id,
         )
+        message.media.extend(map(to_media_part, start.media))
         _put_prompt(message, start.prompt)
     except UnicodeEncodeError as error:
         raise InvalidRequestError("a text is not valid Unicode") from error
@@ -51,10 +54,8 @@ def from_generate_start(message: router_pb2.GenerateStart) -> GenerateStart:
 
     Raises:
         InvalidRequestError: an impossible field; ``field`` is its path.
-        UnsupportedFieldError: media or a grammar.
+        UnsupportedFieldError: a grammar.
     """
-    if message.media:
-        raise UnsupportedFieldError("media are not supported", field="media")
     return GenerateStart(
         model=message.model,
         prompt=_from_prompt(message),
@@ -70,6 +71,7 @@ def from_generate_start(message: router_pb2.GenerateStart) -> GenerateStart:
         timeout_s=to_seconds(message.timeout) if message.HasField("timeout") else None,
         num_choices=message.num_choices if message.HasField("num_choices") else 1,
         client_request_id=message.client_request_id,
+        media=tuple(from_media_part(part, "media") for part in message.media),
     )
 
 
@@ -104,7 +106,9 @@ def _from_prompt(message: router_pb2.GenerateStart) -> Prompt:
 def _to_chat_message(message: ChatMessage) -> router_pb2.ChatMessage:
     if message.name is not None:
         raise UnsupportedFieldError("a message has no field for its speaker's name", field="chat.messages.name")
-    return router_pb2.ChatMessage(role=message.role, content=message.content)
+    if isinstance(message.content, str):
+        return router_pb2.ChatMessage(role=message.role, content=message.content)
+    return router_pb2.ChatMessage(role=message.role, parts=map(_to_content_part, message.content))
 
 
 def _from_chat_message(message: router_pb2.ChatMessage) -> ChatMessage:
@@ -112,17 +116,25 @@ def _from_chat_message(message: router_pb2.ChatMessage) -> ChatMessage:
         raise InvalidRequestError("a message needs a role", field="chat.messages.role")
     if message.parts and message.content:
         raise InvalidRequestError("a message has content or parts, not both", field="chat.messages.content")
-    content = "".join(map(_from_content_part, message.parts)) if message.parts else message.content
-    return ChatMessage(role=message.role, content=content)
+    if not message.parts:
+        return ChatMessage(role=message.role, content=message.content)
+    parts = tuple(map(_from_content_part, message.parts))
+    texts = [part for part in parts if isinstance(part, str)]
+    # Templates of models without media know nothing of pieces.
+    return ChatMessage(role=message.role, content="".join(texts) if len(texts) == len(parts) else parts)
 
 
-def _from_content_part(part: router_pb2.ContentPart) -> str:
+def _to_content_part(part: str | MediaPart) -> router_pb2.ContentPart:
+    if isinstance(part, str):
+        return router_pb2.ContentPart(text=part)
+    return router_pb2.ContentPart(media=to_media_part(part))
+
+
+def _from_content_part(part: router_pb2.ContentPart) -> str | MediaPart:
     kind = part.WhichOneof("part")
-    if kind == "media":
-        raise UnsupportedFieldError("media are not supported", field="chat.messages.parts.media")
     if kind is None:
         raise InvalidRequestError("a part holds text or media", field="chat.messages.parts.part")
-    return part.text
+    return from_media_part(part.media, "chat.messages.parts.media") if kind == "media" else part.text
 
 
 def _to_text_options(options: TextOptions) -> router_pb2.TextOptions:

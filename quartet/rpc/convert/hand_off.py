@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from quartet.errors import InvalidRequestError
-from quartet.kvcache.layout import DTYPE_SIZE_BYTES, BlocksPayload, HandOff, KvLayout, OpaquePayload
+from quartet.kvcache.layout import (
+    DTYPE_SIZE_BYTES,
+    BlocksPayload,
+    EmbeddingLayout,
+    EmbeddingsPayload,
+    HandOff,
+    KvLayout,
+    OpaquePayload,
+    Payload,
+)
 from quartet.rpc.durations import to_duration, to_timedelta
 from quartet.v1 import types_pb2
 
@@ -24,17 +33,34 @@ def to_kv_layout(layout: KvLayout) -> types_pb2.KvLayout:
 
 def from_kv_layout(message: types_pb2.KvLayout, field: str = "layout") -> KvLayout:
     """The layout. Raises ``InvalidRequestError`` with ``field`` below the one given: an unknown dtype, or a zero."""
-    if message.dtype not in DTYPE_SIZE_BYTES:
-        raise InvalidRequestError(f"unknown dtype {message.dtype[:32]!r}", field=f"{field}.dtype")
-    for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
-        if getattr(message, name) < 1:
-            raise InvalidRequestError(f"{name} must be at least 1", field=f"{field}.{name}")
+    _check_layout(message, ("num_layers", "num_kv_heads", "head_dim", "block_size"), field)
     return KvLayout(
         model_fingerprint=message.model_fingerprint,
         dtype=message.dtype,
         num_layers=message.num_layers,
         num_kv_heads=message.num_kv_heads,
         head_dim=message.head_dim,
+        block_size=message.block_size,
+    )
+
+
+def to_embedding_layout(layout: EmbeddingLayout) -> types_pb2.EmbeddingLayout:
+    """The message."""
+    return types_pb2.EmbeddingLayout(
+        model_fingerprint=layout.model_fingerprint,
+        dtype=layout.dtype,
+        hidden_size=layout.hidden_size,
+        block_size=layout.block_size,
+    )
+
+
+def from_embedding_layout(message: types_pb2.EmbeddingLayout, field: str = "layout") -> EmbeddingLayout:
+    """The layout. Raises ``InvalidRequestError`` as ``from_kv_layout`` does."""
+    _check_layout(message, ("hidden_size", "block_size"), field)
+    return EmbeddingLayout(
+        model_fingerprint=message.model_fingerprint,
+        dtype=message.dtype,
+        hidden_size=message.hidden_size,
         block_size=message.block_size,
     )
 
@@ -53,6 +79,12 @@ def to_hand_off(hand_off: HandOff) -> types_pb2.HandOff:
         case BlocksPayload(layout, num_tokens, block_ids):
             message.blocks.CopyFrom(
                 types_pb2.BlocksPayload(layout=to_kv_layout(layout), num_tokens=num_tokens, block_ids=block_ids)
+            )
+        case EmbeddingsPayload(layout, num_tokens, block_ids):
+            message.embeddings.CopyFrom(
+                types_pb2.EmbeddingsPayload(
+                    layout=to_embedding_layout(layout), num_tokens=num_tokens, block_ids=block_ids
+                )
             )
         case OpaquePayload(engine, state):
             message.opaque.CopyFrom(types_pb2.OpaquePayload(engine=engine, state=state))
@@ -78,14 +110,33 @@ def from_hand_off(message: types_pb2.HandOff) -> HandOff:
     )
 
 
-def _from_payload(message: types_pb2.HandOff) -> BlocksPayload | OpaquePayload:
+def _from_payload(message: types_pb2.HandOff) -> Payload:
     match message.WhichOneof("payload"):
         case "blocks":
-            if message.blocks.num_tokens < 1:
-                raise InvalidRequestError("num_tokens must be at least 1", field="hand_off.blocks.num_tokens")
+            _check_num_tokens(message.blocks.num_tokens, "hand_off.blocks.num_tokens")
             layout = from_kv_layout(message.blocks.layout, "hand_off.blocks.layout")
             return BlocksPayload(layout, message.blocks.num_tokens, tuple(message.blocks.block_ids))
+        case "embeddings":
+            held = message.embeddings
+            _check_num_tokens(held.num_tokens, "hand_off.embeddings.num_tokens")
+            of_embeddings = from_embedding_layout(held.layout, "hand_off.embeddings.layout")
+            return EmbeddingsPayload(of_embeddings, held.num_tokens, tuple(held.block_ids))
         case "opaque":
             return OpaquePayload(message.opaque.engine, message.opaque.state)
         case _:
             raise InvalidRequestError("the hand-off holds nothing", field="hand_off.payload")
+
+
+def _check_layout(
+    message: types_pb2.KvLayout | types_pb2.EmbeddingLayout, at_least_one: tuple[str, ...], field: str
+) -> None:
+    if message.dtype not in DTYPE_SIZE_BYTES:
+        raise InvalidRequestError(f"unknown dtype {message.dtype[:32]!r}", field=f"{field}.dtype")
+    for name in at_least_one:
+        if getattr(message, name) < 1:
+            raise InvalidRequestError(f"{name} must be at least 1", field=f"{field}.{name}")
+
+
+def _check_num_tokens(num_tokens: int, field: str) -> None:
+    if num_tokens < 1:
+        raise InvalidRequestError("num_tokens must be at least 1", field=field)

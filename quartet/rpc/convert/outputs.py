@@ -37,6 +37,7 @@ def from_slot_started(message: decode_pb2.SlotStarted) -> DecodeStarted:
         queue_s=to_seconds(message.queue),
         transfer_s=to_seconds(message.transfer),
         transfer_bytes=message.transfer_bytes,
+        num_prompt_tokens=message.num_prompt_tokens,
     )
 
 

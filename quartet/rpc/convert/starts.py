@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from quartet.engine.base import EngineRequest, Generation, RequestKind
 from quartet.errors import InvalidRequestError
+from quartet.media.items import MediaFile
 from quartet.rpc.context import RequestContext
 from quartet.rpc.convert.generation import from_generation, put_generation
 from quartet.rpc.convert.hand_off import from_hand_off, to_hand_off
+from quartet.rpc.convert.media import from_media_input, to_media_input
 from quartet.rpc.durations import put_duration, to_non_negative_seconds
-from quartet.rpc.inner import InnerStart
+from quartet.rpc.inner import InnerStart, MediaInput
 from quartet.v1 import decode_pb2, prefill_pb2, types_pb2
 
 
@@ -48,12 +50,15 @@ def put_prefill_start(into: prefill_pb2.PrefillStart, slot: int, start: InnerSta
     into.slot = slot
     _put_request_context(into.context, start.context)
     put_generation(into.generation, start.generation)
+    into.media.extend(map(to_media_input, start.media))
 
 
 def from_prefill_start(message: prefill_pb2.PrefillStart) -> InnerStart:
     """A complete start. Raises ``InvalidRequestError``, ``UnsupportedFieldError``."""
     context = from_request_context(message.context)
-    return InnerStart(context=context, generation=_required_generation(message, context.choice))
+    return InnerStart(
+        context=context, generation=_required_generation(message, context.choice), media=_media_inputs(message)
+    )
 
 
 def to_decode_start(slot: int, start: InnerStart) -> decode_pb2.DecodeStart:
@@ -70,6 +75,7 @@ def put_decode_start(into: decode_pb2.DecodeStart, slot: int, start: InnerStart)
     put_generation(into.generation, start.generation)
     if start.hand_off is not None:
         into.hand_off.CopyFrom(to_hand_off(start.hand_off))
+    into.media.extend(map(to_media_input, start.media))
 
 
 def from_decode_start(message: decode_pb2.DecodeStart) -> InnerStart:
@@ -79,6 +85,7 @@ def from_decode_start(message: decode_pb2.DecodeStart) -> InnerStart:
         context=context,
         generation=_required_generation(message, context.choice),
         hand_off=from_hand_off(message.hand_off) if message.HasField("hand_off") else None,
+        media=_media_inputs(message),
     )
 
 
@@ -101,6 +108,17 @@ def _put_request_context(into: types_pb2.RequestContext, context: RequestContext
     into.session_key = context.session_key
     into.router_id = context.router_id
     into.router_request_number = context.router_request_number
+
+
+def _media_inputs(message: prefill_pb2.PrefillStart | decode_pb2.DecodeStart) -> tuple[MediaInput, ...]:
+    media = tuple(from_media_input(item, f"media[{index}]") for index, item in enumerate(message.media))
+    num_files = sum(isinstance(item.source, MediaFile) for item in media)
+    if num_files not in (0, len(media)):
+        raise InvalidRequestError("a start has media files or hand-offs, not both", field="media")
+    if media and len(message.generation.media) != (0 if num_files else len(media)):
+        what = "files come without spans" if num_files else "each hand-off takes a span"
+        raise InvalidRequestError(what, field="generation.media")
+    return media
 
 
 def _required_generation(message: prefill_pb2.PrefillStart | decode_pb2.DecodeStart, choice: int) -> Generation:

@@ -82,6 +82,7 @@ def to_worker_record(record: WorkerRecord) -> worker_pb2.WorkerRecord:
         media=record.media,
         adapters=record.adapters,
         contract_version=record.contract_version,
+        max_media_tokens=record.max_media_tokens,
     )
 
 
@@ -107,6 +108,7 @@ def from_worker_record(message: worker_pb2.WorkerRecord) -> WorkerRecord:
             media=tuple(message.media),
             adapters=tuple(message.adapters),
             contract_version=message.contract_version,
+            max_media_tokens=message.max_media_tokens,
         )
     except ValueError as error:
         raise ProtocolError(f"the worker record is impossible: {error}") from error

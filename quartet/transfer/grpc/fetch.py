@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from quartet.discovery.base import HostIdentity
 from quartet.errors import LayoutMismatchError, TransferError, TransferTimeoutError, WorkerUnavailableError
-from quartet.kvcache.layout import BlocksPayload, HandOff, KvLayout
+from quartet.kvcache.layout import HandOff, OpaquePayload, PieceLayout
 from quartet.transfer.base import PieceCopy, PoolMemory, TransferWay
 from quartet.transfer.block_copy import copy_runs, merge_runs
 from quartet.transfer.config import TransferConfig
@@ -31,7 +31,7 @@ class LocalPool:
     """Where pieces go, and their shape."""
 
     memory: PoolMemory
-    layout: KvLayout
+    layout: PieceLayout
 
 
 class Fetch:
@@ -138,7 +138,7 @@ class Fetch:
         if not self._copies:
             return []
         payload, source = self._hand_off.payload, self._shm_pools.mapped(self._owner)
-        if self._pool is None or source is None or not isinstance(payload, BlocksPayload):
+        if self._pool is None or source is None or isinstance(payload, OpaquePayload):
             return None
         if self._copies[-1].piece >= len(payload.block_ids):
             return None

@@ -13,7 +13,7 @@ import grpc
 
 from quartet.discovery.base import HostIdentity
 from quartet.errors import HandOffStateError, LayoutMismatchError, TransferError
-from quartet.kvcache.layout import BlocksPayload, HandOff, KvLayout
+from quartet.kvcache.layout import HandOff, OpaquePayload, PieceLayout
 from quartet.transfer.base import FetchResult, PieceCopy, PoolMemory, TransferWay
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.fetch import Fetch, LocalPool
@@ -68,7 +68,7 @@ class TransferPuller:
         self._closing = asyncio.Event()
         keep_freed_memory()
 
-    def attach(self, memory: PoolMemory, layout: KvLayout) -> None:
+    def attach(self, memory: PoolMemory, layout: PieceLayout) -> None:
         """Name the pool that is fetched into; called once, before the first ``claim``."""
         assert self._pool is None, "a pool is attached once"
         assert memory.piece_size_bytes == layout.piece_size_bytes, "the pool's pieces are the layout's blocks"
@@ -81,7 +81,7 @@ class TransferPuller:
             LayoutMismatchError: its blocks cannot be taken over here; nothing was started.
             TransferError: the puller is closed.
         """
-        if isinstance(hand_off.payload, BlocksPayload):
+        if not isinstance(hand_off.payload, OpaquePayload):
             _check_layout(hand_off.payload.layout, self._pool)
         lease = self.keep(hand_off)
         self._prepare(hand_off)
@@ -207,10 +207,12 @@ class PullClaim:
             await self._lease.abort()
 
 
-def _check_layout(theirs: KvLayout, pool: LocalPool | None) -> None:
+def _check_layout(theirs: PieceLayout, pool: LocalPool | None) -> None:
     if pool is None:
         raise LayoutMismatchError("this worker has no block pool to take blocks into")
-    for field in fields(KvLayout):
+    if type(theirs) is not type(pool.layout):
+        raise LayoutMismatchError("KV blocks and embeddings of media lie in pools of their own")
+    for field in fields(theirs):
         if getattr(theirs, field.name) != getattr(pool.layout, field.name):
             raise LayoutMismatchError(
                 f"the hand-off's blocks differ in {field.name}: {getattr(theirs, field.name)!r} there, "

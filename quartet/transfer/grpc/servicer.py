@@ -11,7 +11,7 @@ import grpc
 from quartet.discovery.base import HostIdentity
 from quartet.errors import HandOffNotFoundError, InvalidRequestError, ProtocolError, TransferTimeoutError
 from quartet.kvcache.hand_off import HandOffEntry
-from quartet.kvcache.layout import BlocksPayload
+from quartet.kvcache.layout import OpaquePayload
 from quartet.transfer.base import TransferWay
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.heap import keep_freed_memory
@@ -148,7 +148,7 @@ class _PullStream:
         entry = self._source.begin(ticket, begin.pieces)
         self._begun = ticket
         self._reschedule(self._servicer.config.max_pull_s)
-        if isinstance(entry.payload, BlocksPayload):
+        if not isinstance(entry.payload, OpaquePayload):
             granted.piece_size_bytes = entry.payload.layout.piece_size_bytes
         if granted.HasField("shm"):
             offsets = (entry.block_ids[piece] * granted.piece_size_bytes for piece in begin.pieces)
