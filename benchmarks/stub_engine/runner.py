@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from quartet.engine.base import EmbeddingMemory, Engine, RequestKind
+from quartet.engine.base import Engine, RequestKind
 from quartet.engine.core import StepEngine
 from quartet.engine.fingerprint import model_fingerprint
 from quartet.engine.mock.stamps import BlockStamps
 from quartet.engine.runner import ModelRunner, SampledToken
 from quartet.engine.running import ScheduledChunk
 from quartet.kvcache.layout import KvLayout
-from quartet.transfer.base import PoolMemory, Puller
+from quartet.transfer.base import EmbeddingMemory, PoolMemory, Puller
 from services.workers.config import WorkerConfig
 
 #: Seconds of every step, whatever is in it.

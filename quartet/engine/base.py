@@ -16,8 +16,8 @@ from quartet.errors import ServingError
 from quartet.events.kv import RankEvents, StoredBlocks
 from quartet.events.step_time import StepTime
 from quartet.kvcache.block_hash import MediaSpan
-from quartet.kvcache.layout import EmbeddingLayout, HandOff, KvLayout
-from quartet.transfer.base import PoolMemory
+from quartet.kvcache.layout import HandOff, KvLayout
+from quartet.transfer.base import EmbeddingMemory, PoolMemory
 
 
 class RequestKind(StrEnum):
@@ -207,14 +207,6 @@ class EngineStats:
     num_prompt_tokens: int = 0  # computed, not counting cached ones
     num_output_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the cache
-
-
-@dataclass(frozen=True)
-class EmbeddingMemory:
-    """A pool of media embeddings in host memory."""
-
-    layout: EmbeddingLayout
-    memory: PoolMemory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import fields, replace
 
 from quartet.engine.base import (
-    EmbeddingMemory,
     EngineCapabilities,
     EngineRequest,
     EngineStats,
@@ -41,7 +40,7 @@ from quartet.errors import (
     WorkerUnavailableError,
 )
 from quartet.kvcache.layout import HandOff
-from quartet.transfer.base import FetchResult, PoolMemory, Puller
+from quartet.transfer.base import EmbeddingMemory, FetchResult, PoolMemory, Puller
 
 logger = logging.getLogger(__name__)
 

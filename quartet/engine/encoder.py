@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from quartet.engine.base import EmbeddingMemory
 from quartet.media.items import MediaFile, MediaGrid, MediaKind
+from quartet.transfer.base import EmbeddingMemory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from quartet.engine.base import EmbeddingMemory
 from quartet.engine.running import ScheduledChunk
 from quartet.engine.sampling import TokenLogprobs
 from quartet.kvcache.layout import KvLayout
-from quartet.transfer.base import PoolMemory
+from quartet.transfer.base import EmbeddingMemory, PoolMemory
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from quartet.kvcache.layout import HandOff, PieceLayout
+from quartet.kvcache.layout import EmbeddingLayout, HandOff, PieceLayout
 
 
 class TransferWay(StrEnum):
@@ -63,6 +63,14 @@ class PoolMemory:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+@dataclass(frozen=True)
+class EmbeddingMemory:
+    """A pool of media embeddings: whoever keeps its book says what lies where."""
+
+    layout: EmbeddingLayout
+    memory: PoolMemory
 
 
 @dataclass(frozen=True)

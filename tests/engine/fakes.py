@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
 
-from quartet.engine.base import EmbeddingMemory, EngineRequest, Generation, Prefilled, RequestKind
+from quartet.engine.base import EngineRequest, Generation, Prefilled, RequestKind
 from quartet.engine.runner import SampledToken
 from quartet.engine.running import ScheduledChunk
 from quartet.engine.sampling import Sampling, TokenLogprobs
 from quartet.errors import LayoutMismatchError
 from quartet.kvcache.layout import BlocksPayload, HandOff, KvLayout
-from quartet.transfer.base import FetchResult, PieceCopy, PoolMemory, TransferWay
+from quartet.transfer.base import EmbeddingMemory, FetchResult, PieceCopy, PoolMemory, TransferWay
 
 WAIT_S = 20.0  # bounds every wait; nothing takes that long
 

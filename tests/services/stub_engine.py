@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from quartet.engine.base import EmbeddingMemory, EngineCapabilities, EngineRequest, EngineStats, RequestKind, StepOutput
+from quartet.engine.base import EngineCapabilities, EngineRequest, EngineStats, RequestKind, StepOutput
 from quartet.errors import EngineError
-from quartet.transfer.base import PoolMemory
+from quartet.transfer.base import EmbeddingMemory, PoolMemory
 
 
 @dataclass

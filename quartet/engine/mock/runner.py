@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-from quartet.engine.base import EmbeddingMemory
 from quartet.engine.core import ALL_SAMPLING_FIELDS
 from quartet.engine.mock.config import MockEngineConfig
 from quartet.engine.mock.model import MockModel
@@ -18,7 +17,7 @@ from quartet.engine.running import ScheduledChunk
 from quartet.engine.step_work import step_work
 from quartet.errors import ModelFilesError
 from quartet.kvcache.layout import KvLayout
-from quartet.transfer.base import PoolMemory
+from quartet.transfer.base import EmbeddingMemory, PoolMemory
 
 #: What requests may ask for: all but log probabilities, which tokens that nobody computed don't have.
 SAMPLING_FIELDS = ALL_SAMPLING_FIELDS - {"logprobs"}

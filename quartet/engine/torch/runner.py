@@ -10,7 +10,6 @@ from typing import TypeAlias
 import torch
 from transformers import PreTrainedModel
 
-from quartet.engine.base import EmbeddingMemory
 from quartet.engine.fingerprint import model_fingerprint
 from quartet.engine.runner import SampledToken
 from quartet.engine.running import ScheduledChunk
@@ -23,7 +22,7 @@ from quartet.engine.torch.pool import KvPool
 from quartet.engine.torch.sampler import Sampler
 from quartet.errors import InvalidRequestError
 from quartet.kvcache.layout import KvLayout
-from quartet.transfer.base import PoolMemory
+from quartet.transfer.base import EmbeddingMemory, PoolMemory
 
 _LOG = logging.getLogger(__name__)
 
