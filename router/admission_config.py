@@ -22,7 +22,7 @@ class AdmissionConfig:
         prediction_life_s: blocks of a prompt count as cached where it was sent for so long, unless KV events tell.
     """
 
-    max_queue_length: int = 1024
+    max_queue_length: int = 4096
     queue_timeout_s: float = 60.0
     unavailable_timeout_s: float = 10.0
     retry_delay_s: float = 1.0

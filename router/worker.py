@@ -141,4 +141,5 @@ class KnownWorker:
             num_context_tokens=load.num_context_tokens,
             max_step_tokens=load.max_step_tokens or DEFAULT_MAX_STEP_TOKENS,
             step_time=load.step_time or StepTime(),
+            is_measured=load.step_time is not None,
         )

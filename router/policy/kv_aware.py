@@ -2,7 +2,8 @@
 
 A request is bound to a place only when that place is about to run out of prompts to compute: until then it stays in the
 router's queue, where it can still be assigned otherwise when others come. Long ones wait a moment for those that come
-with them, and of several routers each leaves the others' places to them for a while (``router.policy.peers``).
+with them, and of several routers each leaves the others' places to them for a while (``router.policy.peers``). Places
+that have not told how long their steps take are bound to at once: nobody can say there when that moment is.
 """
 
 from __future__ import annotations
@@ -96,16 +97,12 @@ class KvAwarePolicy:
         for lane, route, turn in zip(lanes, routes, assignment.turns, strict=True):
             if not turn.groups:
                 continue
-            wait_s = max(lane.free_in_s - config.margin_s, lane.held_s(turn.groups[0]))
-            is_free = wait_s <= 0.0
-            if not is_free:
-                next_look_s = min(next_look_s, wait_s)
-            elif len(turn.groups) > 1:
-                next_look_s = min(next_look_s, turn.first_token_in_s[0] - config.margin_s)
+            num_bound, look_in_s = _num_bound(route.place, lane, turn, config.margin_s)
+            next_look_s = min(next_look_s, look_in_s)
             for position, group in enumerate(turn.groups):
                 for job in group:
                     one = planned[job.number]
-                    if (is_free and position == 0) or one.pending.binds_at_once:
+                    if position < num_bound or one.pending.binds_at_once:
                         cost = _added_cost(lane, turn, job)
                         placements[one.index] = self._placement(one, route, cost, snapshot, tally)
         if len(planned) >= limit and any(placements):
@@ -247,6 +244,16 @@ class KvAwarePolicy:
 
 def _routes(snapshot: Snapshot) -> list[_Route]:
     return [_Route(place, False) for place in snapshot.prefill] + [_Route(place, True) for place in snapshot.decode]
+
+
+def _num_bound(place: Candidate, lane: Lane, turn: Turn, margin_s: float) -> tuple[int, float]:
+    """How many groups of ``turn`` are bound now, and in how many seconds the next one may be."""
+    if not place.is_measured:
+        return len(turn.groups), math.inf  # nobody is kept for a moment that can't be foreseen
+    wait_s = max(lane.free_in_s - margin_s, lane.held_s(turn.groups[0]))
+    if wait_s > 0.0:
+        return 0, wait_s
+    return 1, turn.first_token_in_s[0] - margin_s if len(turn.groups) > 1 else math.inf
 
 
 def _free_in_s(place: Candidate, now: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -98,3 +99,11 @@ def test_a_session_does_not_wait_for_other_routers_more_than_its_place_is_theirs
         decision = chooser.assign([pending(1000, key=f"session {session}")], snapshot)
         num_at_once += decision.placements[0] is not None
     assert 3 <= num_at_once <= 13, "half of the places are this router's"
+
+
+def test_nobody_is_kept_for_a_place_whose_steps_were_never_measured() -> None:
+    known = candidate("d", ends_at=5.0)
+    waiting = [pending(1900), pending(1900), pending(50)]
+    assert not any(policy().assign(waiting, Snapshot([], [known])).placements)
+    unknown = replace(known, is_measured=False)
+    assert all(policy().assign(waiting, Snapshot([], [unknown])).placements)
