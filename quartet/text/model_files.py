@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.errors import ModelFilesError
+from quartet.media.media_id import PREPROCESSING_FILES
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -19,8 +20,9 @@ GENERATION_CONFIG = "generation_config.json"
 CONFIG = "config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 
-#: Every file that ``quartet.text`` reads; only ``tokenizer.json`` must exist.
-TEXT_FILE_NAMES = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, GENERATION_CONFIG, CONFIG, CHAT_TEMPLATE)
+_FOR_TEXT = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, GENERATION_CONFIG, CONFIG, CHAT_TEMPLATE)
+#: Every file that ``quartet.text`` reads; only ``tokenizer.json`` must exist. Those about pictures name media items.
+TEXT_FILE_NAMES = tuple(dict.fromkeys((*_FOR_TEXT, *PREPROCESSING_FILES)))
 
 
 def read_text_files(directory: Path) -> dict[str, bytes]:

@@ -7,12 +7,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from quartet.errors import InvalidRequestError, ModelFilesError
+from quartet.media.media_id import preprocessing_fingerprint
 from quartet.text import model_files
 from quartet.text.chat_message import ChatMessage
 from quartet.text.chat_template import ChatTemplate
 from quartet.text.tokenizer import Tokenizer
 
 _ABSURD_VOCAB_SIZE = 10**9
+
+
+@dataclass(frozen=True)
+class MediaText:
+    """How a model that takes media has them in its text.
+
+    Attributes:
+        placeholder_id: the token that stands for an item: once each as prompts come, later once for each of its tokens.
+        preprocessing_fingerprint: as ``quartet.media.media_id`` makes it; items are named by it.
+    """
+
+    placeholder_id: int
+    preprocessing_fingerprint: bytes
 
 
 @dataclass(frozen=True)
@@ -24,12 +38,14 @@ class ModelText:
         chat_template: ``None`` if the model has none: it then takes no messages.
         eos_token_ids: any of them ends a generation; in the files' order, without repeats.
         vocab_size: number of rows of the model's embedding table: every id below it may be sent.
+        media: ``None`` if the model takes text only.
     """
 
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     eos_token_ids: tuple[int, ...]
     vocab_size: int
+    media: MediaText | None = None
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> ModelText:
@@ -39,7 +55,8 @@ class ModelText:
             ModelFilesError: ``tokenizer.json`` is missing or a file is malformed.
         """
         tokenizer = Tokenizer.from_files(files)
-        config = _text_config(model_files.parse_json_file(files, model_files.CONFIG))
+        whole_config = model_files.parse_json_file(files, model_files.CONFIG)
+        config = _text_config(whole_config)
         generation = model_files.parse_json_file(files, model_files.GENERATION_CONFIG)
         eos_token_ids = _token_ids(generation.get("eos_token_id", config.get("eos_token_id")))
         if tokenizer.eos_token_id is not None:
@@ -50,6 +67,7 @@ class ModelText:
             chat_template=ChatTemplate.from_files(files, tokenizer.special_tokens),
             eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
             vocab_size=_vocab_size(config) or tokenizer.vocab_size,
+            media=_media_text(whole_config, files),
         )
 
     def encode_text(self, text: str) -> list[int]:
@@ -79,6 +97,16 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A multimodal model's config holds its language model's; what that leaves out counts from outside."""
     inner = config.get("text_config")
     return {**config, **inner} if isinstance(inner, dict) else config
+
+
+def _media_text(config: Mapping[str, Any], files: Mapping[str, bytes]) -> MediaText | None:
+    """The placeholder has had two names; without a vision tower it is only a word that nobody uses."""
+    placeholder_id = config.get("image_token_index", config.get("image_token_id"))
+    if not isinstance(config.get("vision_config"), dict) or placeholder_id is None:
+        return None
+    if type(placeholder_id) is not int or placeholder_id < 0:
+        raise ModelFilesError("image_token_index must be an id")
+    return MediaText(placeholder_id, preprocessing_fingerprint(files))
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:

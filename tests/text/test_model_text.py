@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from quartet.errors import InvalidRequestError, ModelFilesError
+from quartet.media.media_id import preprocessing_fingerprint
 from quartet.text.chat_message import ChatMessage
 from quartet.text.model_files import TEXT_FILE_NAMES, read_text_files
 from quartet.text.model_text import ModelText
 from tests.text import builders
+
+TINY_CHECKPOINT = Path(__file__).parents[2] / "models" / "tiny" / "checkpoint"
 
 
 def files(**configs: object) -> dict[str, bytes]:
@@ -57,6 +60,44 @@ def test_a_multimodal_models_vocabulary_is_that_of_its_language_model() -> None:
     assert (text.vocab_size, text.eos_token_ids) == (1000, (3,))
 
 
+def test_the_tiny_models_placeholder_is_known_with_the_fingerprint_of_what_it_is_prepared_by() -> None:
+    text = ModelText.from_files(read_text_files(TINY_CHECKPOINT))
+    names = ("config.json", "preprocessor_config.json", "processor_config.json")
+    expected = preprocessing_fingerprint({name: (TINY_CHECKPOINT / name).read_bytes() for name in names})
+    assert text.media is not None
+    assert text.tokenizer.token_text(text.media.placeholder_id) == "<|image|>"
+    assert text.media.preprocessing_fingerprint == expected
+    assert (text.vocab_size, text.eos_token_ids) == (2048, (1,))
+
+
+@pytest.mark.parametrize("name", ["image_token_index", "image_token_id"])
+def test_a_placeholder_goes_by_either_name(name: str) -> None:
+    media = ModelText.from_files(files(config={name: 9, "vision_config": {}})).media
+    assert media is not None
+    assert media.placeholder_id == 9
+
+
+@pytest.mark.parametrize("config", [{}, {"image_token_id": 9}, {"vision_config": {}}])
+def test_a_model_without_a_tower_or_a_placeholder_takes_no_media(config: dict[str, object]) -> None:
+    assert ModelText.from_files(files(config=config)).media is None
+
+
+@pytest.mark.parametrize("placeholder_id", [-200, "<image>", True])
+def test_a_placeholder_that_is_no_id_is_refused(placeholder_id: object) -> None:
+    with pytest.raises(ModelFilesError, match="image_token_index"):
+        ModelText.from_files(files(config={"image_token_index": placeholder_id, "vision_config": {}}))
+
+
+def test_another_way_to_prepare_pictures_is_another_fingerprint() -> None:
+    config = {"image_token_index": 9, "vision_config": {}}
+    one, other = (
+        ModelText.from_files(files(config=config, preprocessor_config={"size": size})).media for size in (96, 128)
+    )
+    assert one is not None
+    assert other is not None
+    assert one.preprocessing_fingerprint != other.preprocessing_fingerprint
+
+
 def test_messages_become_ids_without_a_second_beginning() -> None:
     config = {"bos_token": "<s>", "chat_template": "{{ bos_token }}{{ messages[0].content }}"}
     text = ModelText.from_files(files(tokenizer_config=config))
@@ -76,7 +117,8 @@ def test_eos_ids_that_are_none_are_refused(eos: object) -> None:
 
 
 def test_only_the_files_for_text_are_read(tmp_path: Path) -> None:
-    for name, content in files(config={}).items():
+    for name, content in files(config={}, processor_config={}).items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "model.safetensors").write_bytes(b"weights")
-    assert set(read_text_files(tmp_path)) == {"tokenizer.json", "config.json"} <= set(TEXT_FILE_NAMES)
+    expected = {"tokenizer.json", "config.json", "processor_config.json"}
+    assert set(read_text_files(tmp_path)) == expected <= set(TEXT_FILE_NAMES)
