@@ -112,7 +112,7 @@ class InnerStream(Generic[OutboxT]):
         self._seals = seals
         self._takes_unsealed = takes_unsealed
         self._ids: dict[int, int] = {}
-        self._chunked = ChunkedStarts(
+        self._chunked: ChunkedStarts[StartMessage] = ChunkedStarts(
             timeout_s=limits.chunks_timeout_s, max_size_bytes=limits.max_prompt_bytes, on_failed=outbox.failed
         )
         self._is_half_closed = False

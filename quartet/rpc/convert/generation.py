@@ -91,7 +91,7 @@ def put_generation(into: types_pb2.Generation, generation: Generation) -> None:
     into.adapter = generation.adapter
     into.cache_salt = generation.cache_salt
     into.data_parallel_rank = generation.data_parallel_rank
-    into.media.extend(map(_to_media_span, generation.media))
+    into.media.extend(map(to_media_span, generation.media))
     into.output.SetInParent()
     if generation.output.logprobs is not None:
         into.output.logprobs = generation.output.logprobs
@@ -116,7 +116,7 @@ def from_generation(message: types_pb2.Generation, *, choice: int = 0) -> Genera
         adapter=message.adapter,
         cache_salt=message.cache_salt,
         data_parallel_rank=message.data_parallel_rank,
-        media=tuple(_from_media_span(span) for span in message.media),
+        media=tuple(map(from_media_span, message.media)),
         output=from_output_options(message.output),
     )
 
@@ -174,6 +174,16 @@ def from_engine_finish_reason(value: types_pb2.FinishReason.ValueType) -> Finish
     return reason
 
 
+def to_media_span(span: MediaSpan) -> types_pb2.MediaSpan:
+    """The message."""
+    return types_pb2.MediaSpan(media_id=span.media_id, first_position=span.first_position, num_tokens=span.num_tokens)
+
+
+def from_media_span(message: types_pb2.MediaSpan) -> MediaSpan:
+    """Where an item lies. Raises ``InvalidRequestError``, field ``media``, where it lies nowhere."""
+    return MediaSpan(message.media_id, message.first_position, message.num_tokens)
+
+
 def _put_sampling(into: types_pb2.Sampling, sampling: Sampling) -> None:
     into.SetInParent()
     for name in sampling.changed_fields():
@@ -181,11 +191,3 @@ def _put_sampling(into: types_pb2.Sampling, sampling: Sampling) -> None:
             setattr(into, name, getattr(sampling, name))
     into.logit_bias.update(sampling.logit_bias)
     into.stop_token_ids.extend(sampling.stop_token_ids)
-
-
-def _to_media_span(span: MediaSpan) -> types_pb2.MediaSpan:
-    return types_pb2.MediaSpan(media_id=span.media_id, first_position=span.first_position, num_tokens=span.num_tokens)
-
-
-def _from_media_span(message: types_pb2.MediaSpan) -> MediaSpan:
-    return MediaSpan(message.media_id, message.first_position, message.num_tokens)

@@ -9,9 +9,11 @@ from quartet.engine.sampling import TokenLogprobs
 from quartet.kvcache.layout import HandOff
 from quartet.rpc.convert.generation import (
     from_engine_finish_reason,
+    from_media_span,
     from_token_logprobs,
     to_finish_reason,
     to_token_logprobs,
+    unpack_token_ids,
 )
 from quartet.rpc.convert.hand_off import from_hand_off, to_hand_off
 from quartet.rpc.durations import to_duration, to_seconds
@@ -72,4 +74,11 @@ def from_prefill_result(message: prefill_pb2.PrefillResult) -> PrefillOutcome:
         num_cached_tokens=message.num_cached_tokens,
         queue_s=to_seconds(message.queue),
         compute_s=to_seconds(message.compute),
+        prompt_token_ids=_expanded_prompt(message),
+        media=tuple(map(from_media_span, message.media)),
     )
+
+
+def _expanded_prompt(message: prefill_pb2.PrefillResult) -> Sequence[int]:
+    packed = message.prompt_token_ids
+    return unpack_token_ids(packed, "prompt_token_ids") if packed else ()
