@@ -22,15 +22,12 @@ from services.local_etcd import etcd_answers, etcd_command, free_port, own_etcd
 from services.plan import ModelNeed, ProcessPlan, plan_router, plan_workers
 from services.seal_key import draw_seal_key
 from services.tools import find_etcd
-from services.topology import DEFAULT_MODEL_PATH, MOCK_MODEL_PATH, Topology
+from services.topology import Topology
 
 _ETCD = "etcd"
-# What is made there when it is missing; other folders are their owners'.
-_MADE_MODELS = (DEFAULT_MODEL_PATH, MOCK_MODEL_PATH)
 # After the drain: time to take everything down and to leave.
 _EXIT_TIMEOUT_S = 1.0
 _KILL_TIMEOUT_S = 0.5
-_MAKE_MODEL_TIMEOUT_S = 60.0
 
 
 class LaunchError(Exception):
@@ -109,10 +106,9 @@ class LocalTopology:
 
         Raises:
             ConfigError: it can't be started, and what to do about it.
-            LaunchError: the model could not be made.
         """
         plans = self._plan_workers()
-        await self._provide_models({plan.model for plan in plans if plan.model is not None})
+        _check_models({plan.model for plan in plans if plan.model is not None})
         if self._topology.discovery.kind is DiscoveryKind.ETCD:
             await self._provide_etcd()
         if self._topology.seal_keys_file is None:
@@ -144,27 +140,6 @@ class LocalTopology:
 
     def _plan_workers(self) -> list[ProcessPlan]:
         return [self._adapt(plan) for plan in plan_workers(self._topology, num_cores=self._environment.num_cores)]
-
-    async def _provide_models(self, models: Collection[ModelNeed]) -> None:
-        for model in sorted(models):
-            path, last_made = Path(model.path), "model.safetensors" if model.has_weights else "tokenizer.json"
-            if path in _MADE_MODELS and not (path / last_made).is_file():
-                await self._make_model(model)
-            needed = "config.json" if model.has_weights else "tokenizer.json"
-            if not (path / needed).is_file():
-                raise ConfigError(f"model.path: {path} holds no {needed}: is it a Hugging Face checkpoint?")
-
-    async def _make_model(self, model: ModelNeed) -> None:
-        kind = "a small model with random weights" if model.has_weights else "a tokenizer"
-        self._observer.progress(f"making {kind} in {model.path}")
-        options = [] if model.has_weights else ["--no-weights"]
-        command = [sys.executable, "-m", "models.random_llama", "--out", model.path, *options]
-        maker = await self._start("model", command, self._environment.variables)
-        await _wait_ended([maker], _MAKE_MODEL_TIMEOUT_S)
-        self._children.remove(maker)
-        if maker.is_running or await maker.wait() != 0:
-            maker.send(signal.SIGKILL)
-            raise LaunchError(f"the model could not be made: {maker.describe_end()}")
 
     async def _provide_etcd(self) -> None:
         etcd = self._topology.discovery.etcd
@@ -209,6 +184,14 @@ class LocalTopology:
             # Libraries read it when they are loaded, and would start a thread a core each.
             variables["OMP_NUM_THREADS"] = str(plan.num_threads)
         return variables
+
+
+def _check_models(models: Collection[ModelNeed]) -> None:
+    """Raise ``ConfigError`` for the first that is not there."""
+    for model in sorted(models):
+        needed = "config.json" if model.has_weights else "tokenizer.json"
+        if not (Path(model.path) / needed).is_file():
+            raise ConfigError(f"model.path: {model.path} holds no {needed}: is it a Hugging Face checkpoint?")
 
 
 async def _wait_ended(children: Collection[Child], timeout_s: float) -> None:

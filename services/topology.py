@@ -13,10 +13,8 @@ from quartet.discovery.etcd_config import EtcdConfig
 from quartet.errors import ConfigError
 from services.workers.config import EngineSettings
 
-#: Where a small random model is made when it is not there yet; relative to the working directory.
-DEFAULT_MODEL_PATH = Path(".run/models/random-llama")
-#: The same without weights, for the mock engine.
-MOCK_MODEL_PATH = Path(".run/models/mock")
+#: The model that comes along; relative to the working directory, which is the repository.
+DEFAULT_MODEL_PATH = Path("models/tiny/checkpoint")
 #: Where clients look for a router when they are told nothing else.
 DEFAULT_ROUTER_PORT = 50050
 
