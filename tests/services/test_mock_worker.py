@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from models.random_llama import write_text_files
 from quartet.config import build
 from quartet.engine.base import RequestKind
 from quartet.engine.core import ALL_SAMPLING_FIELDS
 from quartet.errors import ConfigError
 from services.workers.config import WorkerConfig
 from services.workers.engines import create_engine
+from tests import tiny
 from tests.engine.fakes import FakePuller
 
 # A whole answer of an engine, in a process that has imported all that a worker process does.
@@ -45,25 +45,18 @@ print(*sorted({"torch", "transformers", "safetensors"} & set(sys.modules)))
 """
 
 
-@pytest.fixture(scope="module")
-def text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("mock-worker")
-    write_text_files(directory)
-    return directory
-
-
 def worker_config(model_path: Path, kind: str, **engine: object) -> WorkerConfig:
     return build(WorkerConfig, {"model_path": str(model_path), "engine": {"kind": kind, **engine}})
 
 
-def test_a_worker_with_it_answers_and_imports_no_torch(text_dir: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, str(text_dir)]
+def test_a_worker_with_it_answers_and_imports_no_torch() -> None:
+    command = [sys.executable, "-c", PROGRAM, str(tiny.CHECKPOINT)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
     assert ended.stdout.split() == ["5"]
 
 
-async def test_it_offers_all_that_the_torch_engine_does_but_log_probabilities(text_dir: Path) -> None:
-    config = worker_config(text_dir, "mock", num_blocks=8, max_model_len=100)
+async def test_it_offers_all_that_the_torch_engine_does_but_log_probabilities() -> None:
+    config = worker_config(tiny.CHECKPOINT, "mock", num_blocks=8, max_model_len=100)
     engine = create_engine(config, RequestKind.PREFILL, FakePuller())
     try:
         await engine.start()

@@ -12,7 +12,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from models.random_llama import write_text_files
 from quartet.config import build
 from quartet.discovery.base import Role, WorkerRecord
 from quartet.discovery.create import DiscoveryConfig, DiscoveryKind, create_registry
@@ -27,6 +26,7 @@ from quartet.rpc.inner_client import DecodeClient, PrefillClient
 from quartet.rpc.worker_client import WorkerClient
 from services.workers.config import WorkerConfig
 from services.workers.process import WorkerProcess
+from tests import tiny
 from tests.kvcache.replica import Replica
 from tests.rpc.pulled import PullingDecodeClient
 from tests.services.inner_workers import WAIT_S, collect, make_start, until
@@ -74,7 +74,7 @@ class RankedWorker:
 def worker_config(directory: Path, role: Role, discovery: DiscoveryConfig) -> WorkerConfig:
     settings = {
         "worker_id": f"{role}-0",
-        "model_path": str(directory),
+        "model_path": str(tiny.CHECKPOINT),
         "engine": {
             "kind": "mock",
             "num_blocks": NUM_BLOCKS,
@@ -118,14 +118,8 @@ def at_rank(rank: int, start: InnerStart) -> InnerStart:
     return replace(start, generation=replace(start.generation, data_parallel_rank=rank))
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    write_text_files(tmp_path)
-    return tmp_path
-
-
-async def test_the_rank_that_is_named_runs_the_request_and_tells_of_it(model: Path) -> None:
-    async with serving(model, Role.DECODE) as worker:
+async def test_the_rank_that_is_named_runs_the_request_and_tells_of_it(tmp_path: Path) -> None:
+    async with serving(tmp_path, Role.DECODE) as worker:
         assert (worker.record.data_parallel_size, worker.record.num_blocks) == (NUM_RANKS, NUM_BLOCKS)
         answers = []
         for rank, prompt, num_held in ((1, PROMPT, (0, 2)), (0, PROMPT[:40], (1, 2)), (1, PROMPT[::-1], (1, 4))):
@@ -142,8 +136,8 @@ async def test_the_rank_that_is_named_runs_the_request_and_tells_of_it(model: Pa
         assert [rank.parents for rank in told] == [rank.parents for rank in worker.held]
 
 
-async def test_a_rank_that_is_not_there_is_refused_naming_the_field(model: Path) -> None:
-    async with serving(model, Role.DECODE) as worker:
+async def test_a_rank_that_is_not_there_is_refused_naming_the_field(tmp_path: Path) -> None:
+    async with serving(tmp_path, Role.DECODE) as worker:
         with pytest.raises(UnsupportedFieldError, match="ranks 0 to 1") as refused:
             await collect(worker.decodes().start(at_rank(2, make_start(PROMPT))))
         assert refused.value.field is not None
@@ -152,9 +146,9 @@ async def test_a_rank_that_is_not_there_is_refused_naming_the_field(model: Path)
 
 @pytest.mark.parametrize(("prefill_rank", "decode_rank"), [(1, 0), (0, 1)])
 async def test_blocks_go_from_the_rank_that_has_them_to_the_one_that_decodes(
-    model: Path, prefill_rank: int, decode_rank: int
+    tmp_path: Path, prefill_rank: int, decode_rank: int
 ) -> None:
-    async with serving(model, Role.PREFILL) as prefill, serving(model, Role.DECODE) as decode:
+    async with serving(tmp_path, Role.PREFILL) as prefill, serving(tmp_path, Role.DECODE) as decode:
         whole = await collect(decode.decodes().start(at_rank(1 - decode_rank, make_start(PROMPT))))
         prefilled = await prefill.prefills().start(at_rank(prefill_rank, make_start(PROMPT))).outcome()
         assert prefilled.hand_off is not None
@@ -166,8 +160,8 @@ async def test_blocks_go_from_the_rank_that_has_them_to_the_one_that_decodes(
         await until(lambda: decode.has_held(2, 2))
 
 
-def test_the_engine_torch_has_one_rank(model: Path) -> None:
+def test_the_engine_torch_has_one_rank() -> None:
     with pytest.raises(ConfigError, match=r"^engine.data_parallel_size: the engine torch has one rank, not 2"):
-        build(WorkerConfig, {"model_path": str(model), "engine": {"kind": "torch", "data_parallel_size": 2}})
+        build(WorkerConfig, {"model_path": str(tiny.CHECKPOINT), "engine": {"kind": "torch", "data_parallel_size": 2}})
     with pytest.raises(ConfigError, match=r"^engine.data_parallel_size: must be at least 1"):
-        build(WorkerConfig, {"model_path": str(model), "engine": {"kind": "mock", "data_parallel_size": 0}})
+        build(WorkerConfig, {"model_path": str(tiny.CHECKPOINT), "engine": {"kind": "mock", "data_parallel_size": 0}})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from quartet.text.chat_message import ChatMessage
 from quartet.text.chat_template import ChatTemplate
 from quartet.text.model_files import read_text_files
 from quartet.text.model_text import ModelText
+from tests import tiny
 from tests.text import builders
 
 LLAMA_2_LIKE = """\
@@ -119,11 +119,11 @@ def test_a_speakers_name_reaches_the_template() -> None:
     assert ours == transformers_render(LLAMA_3_LIKE, messages, add_generation_prompt=True)
 
 
-def test_the_random_models_template_gives_what_transformers_gives(random_model_dir: Path) -> None:
+def test_the_tiny_models_template_gives_what_transformers_gives() -> None:
     messages = [ChatMessage("system", "Be good."), ChatMessage("user", "The river is long.")]
-    text = ModelText.from_files(read_text_files(random_model_dir))
+    text = ModelText.from_files(read_text_files(tiny.CHECKPOINT))
     assert text.chat_template is not None
-    tokenizer = AutoTokenizer.from_pretrained(random_model_dir)
+    tokenizer = AutoTokenizer.from_pretrained(tiny.CHECKPOINT)
     rendered = render_with(tokenizer, messages, add_generation_prompt=True)
     assert text.chat_template.render(messages) == rendered
     assert text.encode_messages(messages) == tokenizer.encode(rendered, add_special_tokens=False)

@@ -12,9 +12,8 @@ from quartet.media.media_id import preprocessing_fingerprint
 from quartet.text.chat_message import ChatMessage
 from quartet.text.model_files import TEXT_FILE_NAMES, read_text_files
 from quartet.text.model_text import ModelText
+from tests import tiny
 from tests.text import builders
-
-TINY_CHECKPOINT = Path(__file__).parents[2] / "models" / "tiny" / "checkpoint"
 
 
 def files(**configs: object) -> dict[str, bytes]:
@@ -29,11 +28,11 @@ def test_a_tokenizer_alone_is_enough() -> None:
     assert text.vocab_size == text.tokenizer.vocab_size
 
 
-def test_the_random_models_directory_holds_all_there_is_to_know(random_model_dir: Path) -> None:
-    text = ModelText.from_files(read_text_files(random_model_dir))
-    config = json.loads((random_model_dir / "config.json").read_bytes())
+def test_the_tiny_models_directory_holds_all_there_is_to_know() -> None:
+    text = ModelText.from_files(read_text_files(tiny.CHECKPOINT))
+    config = json.loads((tiny.CHECKPOINT / "config.json").read_bytes())
     assert text.eos_token_ids == (text.tokenizer.eos_token_id,)
-    assert text.vocab_size == config["vocab_size"]
+    assert text.vocab_size == config["text_config"]["vocab_size"]
     assert text.encode_text("The river")[0] == config["bos_token_id"]
 
 
@@ -61,9 +60,9 @@ def test_a_multimodal_models_vocabulary_is_that_of_its_language_model() -> None:
 
 
 def test_the_tiny_models_placeholder_is_known_with_the_fingerprint_of_what_it_is_prepared_by() -> None:
-    text = ModelText.from_files(read_text_files(TINY_CHECKPOINT))
+    text = ModelText.from_files(read_text_files(tiny.CHECKPOINT))
     names = ("config.json", "preprocessor_config.json", "processor_config.json")
-    expected = preprocessing_fingerprint({name: (TINY_CHECKPOINT / name).read_bytes() for name in names})
+    expected = preprocessing_fingerprint({name: (tiny.CHECKPOINT / name).read_bytes() for name in names})
     assert text.media is not None
     assert text.tokenizer.token_text(text.media.placeholder_id) == "<|image|>"
     assert text.media.preprocessing_fingerprint == expected

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from models.random_llama import write_text_files
+from tests import tiny
 
 
 @pytest.fixture(scope="session")
-def text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of a model without weights, of 640 tokens; its end-of-sequence id is 1."""
-    directory = tmp_path_factory.mktemp("mock-model")
-    write_text_files(directory)
-    return directory
+def text_dir() -> Path:
+    """Directory of a model, of which the engine reads all but the weights."""
+    return tiny.CHECKPOINT
