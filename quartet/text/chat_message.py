@@ -28,6 +28,11 @@ class ChatMessage:
         return (self.content,) if isinstance(self.content, str) else self.content
 
     @property
+    def text(self) -> str:
+        """All its text in one."""
+        return "".join(piece for piece in self.pieces if isinstance(piece, str))
+
+    @property
     def num_characters(self) -> int:
         """Of all its text."""
         return sum(len(piece) for piece in self.pieces if isinstance(piece, str))

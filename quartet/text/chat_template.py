@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
@@ -20,9 +21,9 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quartet.errors import InvalidRequestError, ModelFilesError
-from quartet.media.items import MediaPart
 from quartet.text import model_files
 from quartet.text.chat_message import ChatMessage
+from quartet.text.content_form import ContentForm
 from quartet.text.special_tokens import SpecialTokens
 
 #: Characters: far above any context window's text, far below what would hurt the process.
@@ -77,17 +78,27 @@ class ChatTemplate:
             extra: further variables of the template (``enable_thinking``); plain JSON values.
 
         Raises:
-            InvalidRequestError: no messages, the template refuses them, or the text is too long.
+            InvalidRequestError: no messages, the template refuses them or takes no media, or the text is too long.
         """
         if not messages:
             raise InvalidRequestError("there must be at least one message", field="messages")
+        variables = [_to_variable(message, self._content_form) for message in messages]
+        return self._write(variables, add_generation_prompt=add_generation_prompt, **extra)
+
+    @cached_property
+    def _content_form(self) -> ContentForm:
+        """Asked at the first messages: a model whose template is never used shall not wait for it."""
+        return ContentForm.of(
+            lambda content: self._write([{"role": "user", "content": content}], add_generation_prompt=False)
+        )
+
+    def _write(self, messages: Sequence[Mapping[str, object]], **extra: Any) -> str:
         variables = {
             # Templates tell "no tools" by a variable that is none, as transformers passes it.
             **{"tools": None, "documents": None},
             **self._special_tokens.named,
             **extra,
-            "messages": [_to_variable(message) for message in messages],
-            "add_generation_prompt": add_generation_prompt,
+            "messages": messages,
         }
         try:
             return _join_bounded(self._template.generate(variables))
@@ -125,15 +136,9 @@ def _default_template(value: Any) -> str | None:
         raise ModelFilesError("chat_template must be text, or named templates with a default") from error
 
 
-def _to_variable(message: ChatMessage) -> dict[str, object]:
-    """As transformers has it: text is a string, or pieces are a list of what each is."""
-    content = message.content if isinstance(message.content, str) else [_to_piece(piece) for piece in message.content]
-    variable: dict[str, object] = {"role": message.role, "content": content}
+def _to_variable(message: ChatMessage, form: ContentForm) -> dict[str, object]:
+    variable: dict[str, object] = {"role": message.role, "content": form.variable(message)}
     return variable if message.name is None else {**variable, "name": message.name}
-
-
-def _to_piece(piece: str | MediaPart) -> dict[str, str]:
-    return {"type": "text", "text": piece} if isinstance(piece, str) else {"type": "image"}
 
 
 def _join_bounded(pieces: Iterator[str]) -> str:

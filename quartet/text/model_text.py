@@ -81,16 +81,26 @@ class ModelText:
     def encode_messages(
         self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True, **extra: Any
     ) -> list[int]:
-        """Turn a chat into ids.
+        """Turn a chat into ids, with placeholders where the template puts its media.
 
         Raises:
-            InvalidRequestError: the model has no chat template; see also ``ChatTemplate.render``.
+            InvalidRequestError: the model has no chat template, or a placeholder is spelled out in a text; see also
+                ``ChatTemplate.render``.
         """
         if self.chat_template is None:
             raise InvalidRequestError("this model has no chat template; send text or token ids", field="messages")
+        self._refuse_spelled_placeholders(messages)
         rendered = self.chat_template.render(messages, add_generation_prompt, **extra)
         # The template writes the beginning's token itself.
         return self.tokenizer.encode(rendered, add_special_tokens=False, field="messages")
+
+    def _refuse_spelled_placeholders(self, messages: Sequence[ChatMessage]) -> None:
+        """In a chat only the template writes placeholders: one in a text would move the media behind it by one."""
+        placeholder = None if self.media is None else self.tokenizer.token_text(self.media.placeholder_id)
+        # Pieces of text are written side by side.
+        if placeholder and any(placeholder in message.text for message in messages):
+            message = "the text of a message spells out the model's media placeholder"
+            raise InvalidRequestError(message, field="messages")
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
