@@ -79,17 +79,19 @@ class Results:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
+    """What is moved, and how often."""
+
     shape: PoolShape
     num_rounds: int
 
 
-_MAIN = _Plan(PoolShape(64, _MIB), 9)
+_MAIN = Plan(PoolShape(64, _MIB), 9)
 _OTHERS = (
-    _Plan(PoolShape(1024, _MIB // 16), 9),
-    _Plan(PoolShape(256, _MIB // 4), 9),
-    _Plan(PoolShape(16, 4 * _MIB), 9),
-    _Plan(PoolShape(1024, _MIB), 5),
+    Plan(PoolShape(1024, _MIB // 16), 9),
+    Plan(PoolShape(256, _MIB // 4), 9),
+    Plan(PoolShape(16, 4 * _MIB), 9),
+    Plan(PoolShape(1024, _MIB), 5),
 )
 
 
@@ -127,27 +129,8 @@ def summarize(samples: Sequence[Sample], temperature: Temperature) -> Figures:
     )
 
 
-def _share(samples: Sequence[Sample], mover: Mover) -> float:
-    """Speed over memcpy's in one round."""
-    duration_s = {sample.mover: sample.duration_s for sample in samples}
-    return duration_s[Mover.MEMCPY] / duration_s[mover]
-
-
-async def _run(others: Sequence[_Plan]) -> Results:
-    with LiveLine() as line:
-        main_run = await _measure(_MAIN, line)
-        other_runs = [await _measure(plan, line) for plan in others]
-    return Results(
-        size_bytes=main_run.size_bytes,
-        piece_size_bytes=main_run.piece_size_bytes,
-        num_rounds=main_run.num_rounds,
-        warm=main_run.warm,
-        cold=main_run.cold,
-        others=other_runs,
-    )
-
-
-async def _measure(plan: _Plan, line: LiveLine) -> Run:
+async def measure_transfer(plan: Plan, line: LiveLine) -> Run:
+    """Move it in processes of their own. Raises ``RuntimeError``: they failed."""
     name = f"{plan.shape.size_bytes // _MIB} MiB in pieces of {plan.shape.piece_size_bytes // 1024} KiB"
     samples: list[Sample] = []
     showing = asyncio.create_task(line.follow(lambda elapsed, _: f"{name}: {elapsed:.0f} s, {_last(samples)}"))
@@ -169,12 +152,31 @@ async def _measure(plan: _Plan, line: LiveLine) -> Run:
     )
 
 
-async def _puller(plan: _Plan) -> AsyncGenerator[Sample, None]:
+def _share(samples: Sequence[Sample], mover: Mover) -> float:
+    """Speed over memcpy's in one round."""
+    duration_s = {sample.mover: sample.duration_s for sample in samples}
+    return duration_s[Mover.MEMCPY] / duration_s[mover]
+
+
+async def _run(others: Sequence[Plan]) -> Results:
+    with LiveLine() as line:
+        main_run = await measure_transfer(_MAIN, line)
+        other_runs = [await measure_transfer(plan, line) for plan in others]
+    return Results(
+        size_bytes=main_run.size_bytes,
+        piece_size_bytes=main_run.piece_size_bytes,
+        num_rounds=main_run.num_rounds,
+        warm=main_run.warm,
+        cold=main_run.cold,
+        others=other_runs,
+    )
+
+
+async def _puller(plan: Plan) -> AsyncGenerator[Sample, None]:
     """What a puller of ``plan`` measures, in a process of its own."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.transfer_puller"),
-        *("--num-blocks", str(plan.shape.num_blocks)),
-        *("--piece-size-bytes", str(plan.shape.piece_size_bytes), "--num-rounds", str(plan.num_rounds)),
+        *(sys.executable, "-m", "benchmarks.transfer_puller", *plan.shape.arguments),
+        *("--num-rounds", str(plan.num_rounds)),
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None

@@ -171,11 +171,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.transfer_puller", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("--num-blocks", type=int, required=True)
-    parser.add_argument("--piece-size-bytes", type=int, required=True)
+    PoolShape.add_arguments(parser)
     parser.add_argument("--num-rounds", type=int, required=True)
     arguments = parser.parse_args()
-    uvloop.run(_run(PoolShape(arguments.num_blocks, arguments.piece_size_bytes), arguments.num_rounds))
+    uvloop.run(_run(PoolShape.from_arguments(arguments), arguments.num_rounds))
 
 
 async def _run(shape: PoolShape, num_rounds: int) -> None:
@@ -214,8 +213,7 @@ def _write(samples: list[Sample]) -> None:
 @asynccontextmanager
 async def _source_process(shape: PoolShape) -> AsyncIterator[_SourceProcess]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.transfer_source"),
-        *("--num-blocks", str(shape.num_blocks), "--piece-size-bytes", str(shape.piece_size_bytes)),
+        *(sys.executable, "-m", "benchmarks.transfer_source", *shape.arguments),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=_LINE_LIMIT_BYTES,

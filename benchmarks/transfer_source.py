@@ -19,7 +19,15 @@ from dataclasses import dataclass
 import uvloop
 
 from quartet.discovery.host import host_identity
-from quartet.kvcache.layout import BlocksPayload, KvLayout
+from quartet.kvcache.layout import (
+    DTYPE_SIZE_BYTES,
+    BlocksPayload,
+    EmbeddingLayout,
+    EmbeddingsPayload,
+    KvLayout,
+    PieceLayout,
+    PiecesPayload,
+)
 from quartet.rpc.convert.hand_off import to_hand_off
 from quartet.rpc.server import RpcServer, ServerConfig, Service
 from quartet.transfer.base import PoolMemory
@@ -30,15 +38,17 @@ from quartet.transfer.shm_server import ShmServer
 from quartet.transfer.source import TransferSource
 
 _BLOCK_SIZE = 32
+_FINGERPRINT = "0" * 64
 _EPOCH = 1
 
 
 @dataclass(frozen=True)
 class PoolShape:
-    """A pool of ``num_blocks`` pieces of ``piece_size_bytes``."""
+    """A pool of ``num_blocks`` pieces of ``piece_size_bytes``: of KV, or of media embeddings; 32 tokens each."""
 
     num_blocks: int
     piece_size_bytes: int
+    holds_embeddings: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -46,14 +56,37 @@ class PoolShape:
         return self.num_blocks * self.piece_size_bytes
 
     @property
-    def layout(self) -> KvLayout:
+    def layout(self) -> PieceLayout:
         """One whose blocks are that long."""
+        if self.holds_embeddings:
+            return self._embedding_layout
+        return self._kv_layout
+
+    @property
+    def payload(self) -> PiecesPayload:
+        """What a hand-off of all blocks says of them."""
+        num_tokens = self.num_blocks * _BLOCK_SIZE
+        if self.holds_embeddings:
+            return EmbeddingsPayload(self._embedding_layout, num_tokens)
+        return BlocksPayload(self._kv_layout, num_tokens)
+
+    @property
+    def _kv_layout(self) -> KvLayout:
         return KvLayout(
-            model_fingerprint="0" * 64,
+            model_fingerprint=_FINGERPRINT,
             dtype="uint8",
             num_layers=1,
             num_kv_heads=1,
             head_dim=self.piece_size_bytes // (2 * _BLOCK_SIZE),
+            block_size=_BLOCK_SIZE,
+        )
+
+    @property
+    def _embedding_layout(self) -> EmbeddingLayout:
+        return EmbeddingLayout(
+            model_fingerprint=_FINGERPRINT,
+            dtype="bfloat16",
+            hidden_size=self.piece_size_bytes // (_BLOCK_SIZE * DTYPE_SIZE_BYTES["bfloat16"]),
             block_size=_BLOCK_SIZE,
         )
 
@@ -62,6 +95,24 @@ class PoolShape:
         block_ids = list(range(self.num_blocks))
         random.Random(seed).shuffle(block_ids)
         return block_ids
+
+    @property
+    def arguments(self) -> list[str]:
+        """It on a command line."""
+        contents = ["--embeddings"] if self.holds_embeddings else []
+        return [f"--num-blocks={self.num_blocks}", f"--piece-size-bytes={self.piece_size_bytes}", *contents]
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Have ``parser`` read ``arguments``."""
+        parser.add_argument("--num-blocks", type=int, required=True)
+        parser.add_argument("--piece-size-bytes", type=int, required=True)
+        parser.add_argument("--embeddings", action="store_true", help="of media, where otherwise KV blocks")
+
+    @staticmethod
+    def from_arguments(arguments: argparse.Namespace) -> PoolShape:
+        """The one that was read."""
+        return PoolShape(arguments.num_blocks, arguments.piece_size_bytes, arguments.embeddings)
 
 
 def fill(memory: PoolMemory, block_id: int, piece: int) -> None:
@@ -91,8 +142,7 @@ class _Source:
         """What to say to one line."""
         if line == "cpu":
             return {"cpu_s": time.process_time()}
-        payload = BlocksPayload(self._shape.layout, self._shape.num_blocks * _BLOCK_SIZE)
-        hand_off = self.source.offer(self._next_holder, self._block_ids, payload)
+        hand_off = self.source.offer(self._next_holder, self._block_ids, self._shape.payload)
         self._next_holder += 1
         return {"hand_off": to_hand_off(hand_off).SerializeToString().hex(), "cpu_s": time.process_time()}
 
@@ -102,10 +152,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.transfer_source", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("--num-blocks", type=int, required=True)
-    parser.add_argument("--piece-size-bytes", type=int, required=True)
-    arguments = parser.parse_args()
-    uvloop.run(_serve(PoolShape(arguments.num_blocks, arguments.piece_size_bytes)))
+    PoolShape.add_arguments(parser)
+    uvloop.run(_serve(PoolShape.from_arguments(parser.parse_args())))
 
 
 async def _serve(shape: PoolShape) -> None:

@@ -8,9 +8,12 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 from benchmarks.transfer import summarize
 from benchmarks.transfer_puller import Mover, Sample, Temperature
 from benchmarks.transfer_source import PoolShape
+from quartet.kvcache.layout import EmbeddingLayout, EmbeddingsPayload
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,10 +29,10 @@ def sample(mover: Mover, duration_s: float, temperature: Temperature = Temperatu
     )
 
 
-async def test_both_processes_move_every_way_warm_and_cold() -> None:
+@pytest.mark.parametrize("shape", [PoolShape(8, 1 << 16), PoolShape(8, 1 << 16, holds_embeddings=True)], ids=str)
+async def test_both_processes_move_every_way_warm_and_cold(shape: PoolShape) -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.transfer_puller"),
-        *("--num-blocks", "8", "--piece-size-bytes", str(1 << 16), "--num-rounds", "2"),
+        *(sys.executable, "-m", "benchmarks.transfer_puller", *shape.arguments, "--num-rounds", "2"),
         stdout=asyncio.subprocess.PIPE,
         cwd=ROOT,
     )
@@ -61,3 +64,10 @@ def test_blocks_are_used_in_scattered_order() -> None:
     block_ids = PoolShape(64, 1 << 16).scattered(seed=1)
     assert sorted(block_ids) == list(range(64))
     assert sum(after == before + 1 for before, after in pairwise(block_ids)) < 8
+
+
+def test_embeddings_are_told_as_tokens_of_a_model_of_bfloat16() -> None:
+    payload = PoolShape(90, 1 << 18, holds_embeddings=True).payload
+    layout = EmbeddingLayout(model_fingerprint="0" * 64, dtype="bfloat16", hidden_size=4096, block_size=32)
+    assert payload == EmbeddingsPayload(layout, num_tokens=2880)
+    assert (payload.num_pieces, payload.layout.piece_size_bytes) == (90, 1 << 18)
