@@ -32,6 +32,8 @@ class RouterConfig:
         seal_ttl_s: a placement must be taken up within it. Less where a hand-off's lease is shorter.
         events_key_file: the key that workers serve their events with (see ``quartet.events.curve``); ``None``: they are
             listened to in the clear.
+        custom_chat_template: a Jinja file that lays out the chats of every model here, in place of the model's own.
+            Read once; routers that clients may take for each other are given equal ones.
         trusted_gateways: names of client identities whose ``tenant`` is believed.
         drain_timeout_s: running requests get this long to end after SIGTERM.
     """
@@ -49,6 +51,7 @@ class RouterConfig:
     seal_keys_file: Path | None = None
     seal_ttl_s: float = 20.0
     events_key_file: Path | None = None
+    custom_chat_template: Path | None = None
     trusted_gateways: tuple[str, ...] = ()
     drain_timeout_s: float = 30.0
     log: LogConfig = field(default_factory=LogConfig)

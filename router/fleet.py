@@ -65,6 +65,7 @@ class Fleet:
         *,
         events_key: EventsKey | None = None,
         kv: KvJoins | None = None,
+        chat_template: str | None = None,
     ) -> None:
         """Connect to nobody yet; needs a running event loop.
 
@@ -74,8 +75,9 @@ class Fleet:
             tls: to dial workers with.
             events_key: that workers serve their events with; ``None``: in the clear.
             kv: told of workers and of what they publish; ``None``: their KV events are not listened to.
+            chat_template: the source of every model's; ``None``: each has its own.
         """
-        self.texts = FetchedTexts(self._fetch_files)
+        self.texts = FetchedTexts(self._fetch_files, chat_template=chat_template)
         #: Set once discovery has told of every worker that it knew at the start.
         self.is_synchronised = asyncio.Event()
         self._table = table

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from pathlib import Path
 
-from quartet.errors import ServingError
+from quartet.errors import ConfigError, ModelFilesError, ServingError
 from quartet.rpc.text_cache import TextCache
-from quartet.text.model_files import TEXT_FILE_NAMES
+from quartet.text.chat_template import ChatTemplate
+from quartet.text.model_files import CHAT_TEMPLATE, TEXT_FILE_NAMES
 from quartet.text.model_text import ModelText
+from quartet.text.special_tokens import SpecialTokens
 from router.worker import PoolKey
 
 logger = logging.getLogger(__name__)
@@ -17,11 +20,23 @@ logger = logging.getLogger(__name__)
 FetchFiles = Callable[[PoolKey, Collection[str]], Awaitable[Mapping[str, bytes]]]
 
 
+def read_chat_template(file: Path) -> str:
+    """The Jinja source in ``file``. Raises ``ConfigError``: it can't be read, or is none."""
+    try:
+        source = file.read_text(encoding="utf-8")
+        ChatTemplate(source, SpecialTokens())
+    except (OSError, UnicodeDecodeError, ModelFilesError) as error:
+        raise ConfigError(f"custom_chat_template: {error}") from error
+    return source
+
+
 class FetchedTexts:
     """``ModelTexts`` from workers. Several who wait for one model share one fetch."""
 
-    def __init__(self, fetch: FetchFiles) -> None:
+    def __init__(self, fetch: FetchFiles, *, chat_template: str | None = None) -> None:
+        """``chat_template`` is the source of every model's; ``None``: each has its own."""
         self._fetch = fetch
+        self._chat_template = chat_template
         self._cache: TextCache[PoolKey] = TextCache()
 
     def known(self, pool: PoolKey) -> ModelText | None:
@@ -35,7 +50,7 @@ class FetchedTexts:
             WorkerUnavailableError: no worker gave the files.
             ModelFilesError: the files make no sense.
         """
-        return await self._cache.get(pool, lambda: self._fetch(pool, TEXT_FILE_NAMES))
+        return await self._cache.get(pool, lambda: self._files(pool))
 
     async def prefetch(self, pool: PoolKey) -> None:
         """Have the text side ready before it is asked for; a failure is logged, and the next to ask tries again."""
@@ -51,3 +66,7 @@ class FetchedTexts:
     async def close(self) -> None:
         """End what is being fetched."""
         await self._cache.close()
+
+    async def _files(self, pool: PoolKey) -> Mapping[str, bytes]:
+        files = await self._fetch(pool, TEXT_FILE_NAMES)
+        return files if self._chat_template is None else {**files, CHAT_TEMPLATE: self._chat_template.encode()}

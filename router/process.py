@@ -28,6 +28,7 @@ from router.config import RouterConfig
 from router.fleet import Fleet
 from router.index_upkeep import keep_up
 from router.kv_join import KvJoins
+from router.model_texts import read_chat_template
 from router.pipeline import Pipeline
 from router.pipeline_tools import PipelineTools
 from router.policy.create import create_policy
@@ -46,7 +47,7 @@ class RouterProcess:
     """One router, from the start to the end of ``run``."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """No port is opened before ``run``. Raises ``ConfigError``: a file of keys holds none."""
+        """No port is opened before ``run``. Raises ``ConfigError``: a file that it names is not what it should be."""
         self._config = config
         self._registry = CollectorRegistry()
         self._metrics = RouterMetrics(self._registry)
@@ -54,6 +55,8 @@ class RouterProcess:
         self._stalled = StalledCalls(config.stall_timeout_s)
         self._seal_keys = None if config.seal_keys_file is None else SealKeys(config.seal_keys_file)
         self._events_key = None if config.events_key_file is None else read_events_key(config.events_key_file)
+        template_file = config.custom_chat_template
+        self._chat_template = None if template_file is None else read_chat_template(template_file)
         self._is_ready = False
         #: ``host:port`` of gRPC once ``run`` serves.
         self.address = ""
@@ -78,7 +81,14 @@ class RouterProcess:
             self._routing_metrics.watch_index(
                 lambda: kv.num_live, lambda: index.num_blocks(Tier.DEVICE), lambda: index.num_predicted_blocks
             )
-            fleet = Fleet(table, self._metrics, config.server.tls, events_key=self._events_key, kv=kv)
+            fleet = Fleet(
+                table,
+                self._metrics,
+                config.server.tls,
+                events_key=self._events_key,
+                kv=kv,
+                chat_template=self._chat_template,
+            )
             stack.push_async_callback(fleet.close)
             pipeline = self._pipeline(table, fleet, index)
             servicer = RouterServicer(

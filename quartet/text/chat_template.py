@@ -54,7 +54,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise ModelFilesError(f"the model's chat template is no valid Jinja: {error}") from error
+            raise ModelFilesError(f"the chat template is no valid Jinja: {error}") from error
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes], special_tokens: SpecialTokens) -> ChatTemplate | None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
 import pytest
 
-from quartet.errors import ModelFilesError, ServingError, WorkerUnavailableError
+from quartet.errors import ConfigError, ModelFilesError, ServingError, WorkerUnavailableError
+from quartet.text.chat_message import ChatMessage
 from quartet.text.model_files import TEXT_FILE_NAMES
-from router.model_texts import FetchedTexts
+from router.config import RouterConfig
+from router.model_texts import FetchedTexts, read_chat_template
+from router.process import RouterProcess
 from router.worker import PoolKey
 from tests.text.builders import byte_level_backend
 
@@ -23,6 +27,7 @@ class Source:
 
     def __init__(self, *failures: BaseException) -> None:
         self.failures = list(failures)
+        self.files = dict(_FILES)
         self.gate = asyncio.Event()
         self.num_asked = 0
 
@@ -32,7 +37,7 @@ class Source:
         await self.gate.wait()
         if self.failures:
             raise self.failures.pop(0)
-        return _FILES
+        return self.files
 
 
 async def test_several_who_wait_share_one_fetch_and_one_who_leaves_takes_nothing() -> None:
@@ -98,3 +103,25 @@ async def test_closing_ends_what_is_being_fetched() -> None:
         await texts.close()
         with pytest.raises(WorkerUnavailableError):
             await waiting
+
+
+async def test_a_template_of_the_routers_own_takes_the_place_of_each_models(tmp_path: Path) -> None:
+    (tmp_path / "short.jinja").write_text("{{ messages[-1].content }} é", encoding="utf-8")
+    source = Source()
+    source.files["chat_template.jinja"] = b"{{ raise_exception('the model has its own') }}"
+    source.gate.set()
+    texts = FetchedTexts(source.fetch, chat_template=read_chat_template(tmp_path / "short.jinja"))
+    template = (await texts.model_text(_POOL)).chat_template
+    assert template is not None
+    assert template.render([ChatMessage("user", "fox")]) == "fox é"
+
+
+@pytest.mark.parametrize("content", [None, b"{% for %}", b"{{ 'x' | nope }}", b"\xff"])
+def test_a_template_that_cannot_be_used_stops_the_router_before_it_serves(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    file = tmp_path / "custom.jinja"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match="custom_chat_template: "):
+        RouterProcess(RouterConfig(custom_chat_template=file))

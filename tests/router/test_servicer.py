@@ -107,6 +107,17 @@ async def test_text_and_chats_are_tokenized(served: tuple[System, Stub]) -> None
     assert shorter[0].accepted.num_prompt_tokens < chat[0].accepted.num_prompt_tokens
 
 
+async def test_chats_are_laid_out_as_the_router_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "custom.jinja"
+    file.write_text("{{ messages[0].content }}")
+    async with running_system(tmp_path, monkeypatch, "decode-0", custom_chat_template=file) as (_system, stub):
+        text = await generate(stub, make_start(text="The quick brown fox"))
+        messages = [pb.ChatMessage(role="user", content="The quick brown fox")]
+        chat = await generate(stub, make_start(chat=pb.ChatPrompt(messages=messages)))
+    # A prompt of text has the beginning's token before it; a template writes it by itself, or, as this one, does not.
+    assert chat[0].accepted.num_prompt_tokens == text[0].accepted.num_prompt_tokens - 1
+
+
 async def test_choices_and_logprobs_cross_the_wire(served: tuple[System, Stub]) -> None:
     _system, stub = served
     start = make_start(num_choices=3, output=types_pb2.OutputOptions(logprobs=0))
