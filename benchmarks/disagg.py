@@ -2,7 +2,7 @@
 
 Two topologies of real processes run beside each other, one Decode worker alone and a Prefill before a Decode, and are
 asked in turn, one request at a time. With the stub engine, whose steps take a fixed time, all that is left when steps
-and the copying of bytes are taken off is Quartet's own cost; the small random model shows the same with computing.
+and the copying of bytes are taken off is Quartet's own cost; the tiny model shows the same with computing.
 Each round also goes the same way with nothing of Quartet (``benchmarks.bare_chain``), and then with the contract's
 messages too (``benchmarks.contract_chain``).
 
@@ -26,12 +26,11 @@ from benchmarks.bare_chain import BareChain, bare_chain
 from benchmarks.disagg_client import ask, random_prompt
 from benchmarks.disagg_copies import BlockCopier
 from benchmarks.disagg_figures import BareFigures, LengthFigures, Round, summarize, summarize_bare
-from benchmarks.disagg_stack import BLOCK_SIZE, EngineName, Side, StackMaker, make_model
+from benchmarks.disagg_stack import BLOCK_SIZE, EngineName, Side, StackMaker, tiny_block_bytes
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, add_report_argument, write_report
 from benchmarks.stack import Stack
 from benchmarks.stub_engine.runner import STEP_S, stub_layout
-from models.random_llama import LlamaShape
 from quartet.rpc.channels import create_channel
 from quartet.v1 import router_pb2_grpc
 
@@ -85,7 +84,6 @@ def main() -> None:
 
 
 async def _run(plan: Plan) -> Results:
-    make_model()
     stub_block_bytes = stub_layout("", BLOCK_SIZE).piece_size_bytes
     with LiveLine() as line:
         rounds = await _measure(EngineName.STUB, plan.num_stub_rounds, stub_block_bytes, line)
@@ -95,8 +93,8 @@ async def _run(plan: Plan) -> Results:
             f"nothing of Quartet: {bare.bare_chain_ms:.2f} ms the same way, {bare.contract_chain_ms:.2f} ms with the "
             "contract's messages"
         )
-        rounds = await _measure(EngineName.TINY, plan.num_tiny_rounds, _tiny_block_bytes(), line)
-        tiny = _summarize(EngineName.TINY, rounds, _tiny_block_bytes(), line)
+        rounds = await _measure(EngineName.TINY, plan.num_tiny_rounds, tiny_block_bytes(), line)
+        tiny = _summarize(EngineName.TINY, rounds, tiny_block_bytes(), line)
     return Results(
         step_ms=1e3 * STEP_S,
         num_stub_rounds=plan.num_stub_rounds,
@@ -108,11 +106,6 @@ async def _run(plan: Plan) -> Results:
         },
         bare=bare,
     )
-
-
-def _tiny_block_bytes() -> int:
-    shape = LlamaShape()
-    return shape.num_layers * 2 * BLOCK_SIZE * shape.num_kv_heads * shape.head_dim * 4  # float32
 
 
 async def _measure(

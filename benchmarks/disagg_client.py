@@ -14,8 +14,8 @@ from quartet.v1 import router_pb2, router_pb2_grpc, types_pb2
 #: The first comes from wherever the prompt was prefilled, the second from Decode, and ends it.
 NUM_OUTPUT_TOKENS = 2
 
-# Ids of the small random model below these are special tokens.
-_FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 640
+# The tiny model's ids below the first are special tokens.
+_FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 2048
 _TIMEOUT_S = 60.0
 
 
@@ -71,7 +71,7 @@ async def ask(stub: router_pb2_grpc.RouterServiceAsyncStub, rng: random.Random, 
 
 
 def random_prompt(rng: random.Random, num_tokens: int) -> list[int]:
-    """So many random ids of the small random model, none of a special token."""
+    """So many random ids of the tiny model, none of a special token."""
     return rng.choices(range(_FIRST_TOKEN_ID, _END_TOKEN_ID), k=num_tokens)
 
 

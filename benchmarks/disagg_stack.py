@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 from benchmarks.stack import Stack
-from models.random_llama import LlamaShape, write_random_llama
 from quartet.config import build
 from services.plan import ProcessPlan
-from services.topology import Topology
+from services.topology import DEFAULT_MODEL_PATH, Topology
 
 #: Tokens of a block.
 BLOCK_SIZE = 32
 
 # Room for the longest prompt and some; what it has of earlier prompts is evicted, as in a worker that runs for long.
 _NUM_BLOCKS = 288
-_MAX_MODEL_LEN = 8192
-_MODEL = Path(".run/models/random-llama-8k")
+_MAX_MODEL_LEN = 4608  # the tiny model's
+_DTYPE, _DTYPE_BYTES = "float32", 4
 _LOGS = Path(".run")
 
 
@@ -31,7 +31,7 @@ class Side(StrEnum):
 
 
 class EngineName(StrEnum):
-    """What the workers compute with: nothing at all, or the small random model in PyTorch."""
+    """What the workers compute with: nothing at all, or the tiny model in PyTorch."""
 
     STUB = "stub"
     TINY = "tiny"
@@ -57,9 +57,9 @@ class StackMaker:
         return {
             "namespace": f"{engine}-{side}",
             "discovery": {"kind": "file", "file": {"directory": str(self.discovery_directory)}},
-            "model": {"path": str(_MODEL)},
             "engine": {
                 "num_threads": 1,
+                "dtype": _DTYPE,
                 "block_size": BLOCK_SIZE,
                 "num_blocks": _NUM_BLOCKS,
                 "max_model_len": _MAX_MODEL_LEN,
@@ -70,10 +70,11 @@ class StackMaker:
         }
 
 
-def make_model() -> None:
-    """Write the small random model, made for longer prompts than usual, where it is not there yet."""
-    if not (_MODEL / "model.safetensors").is_file():
-        write_random_llama(_MODEL, shape=LlamaShape(max_position_embeddings=_MAX_MODEL_LEN))
+def tiny_block_bytes() -> int:
+    """Bytes of one block of the tiny model's KV cache."""
+    config = json.loads((DEFAULT_MODEL_PATH / "config.json").read_text(encoding="utf-8"))["text_config"]
+    num_values = config["num_hidden_layers"] * 2 * BLOCK_SIZE * config["num_key_value_heads"] * config["head_dim"]
+    return int(num_values * _DTYPE_BYTES)
 
 
 def _same_plan(plan: ProcessPlan) -> ProcessPlan:

@@ -29,9 +29,9 @@ from services.topology import Topology
 _BLOCK_SIZE = 32
 # About five of the requests below: the router has to hold the others back at any load worth the name.
 _NUM_DECODE_BLOCKS = 64
-# The random model's ids below are special tokens.
+# The tiny model's ids below the first are special tokens.
 _WORKLOAD = Workload(
-    min_prompt_tokens=200, max_prompt_tokens=400, num_output_tokens=64, first_token_id=16, end_token_id=640
+    min_prompt_tokens=200, max_prompt_tokens=400, num_output_tokens=64, first_token_id=16, end_token_id=2048
 )
 _LOG = Path(".run/benchmark-overload.log")
 # The peak is behind us when two doublings in a row brought less than this over the best so far.
@@ -217,7 +217,7 @@ def _topology() -> Topology:
     settings = {
         # An etcd that answers is used; nobody else's workers may be taken for ours.
         "namespace": f"benchmark-overload-{os.getpid()}",
-        "engine": {"num_threads": 1, "block_size": _BLOCK_SIZE},
+        "engine": {"num_threads": 1, "block_size": _BLOCK_SIZE, "dtype": "float32"},
         "router": {"overrides": {**quiet, "policy": {"local_prefill_max_tokens": 0}}},
         "workers": [
             {"role": "prefill", "overrides": quiet},

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import sys
 import threading
 import time
@@ -38,13 +37,15 @@ from quartet.engine.base import (
 from quartet.engine.core import ALL_SAMPLING_FIELDS
 from quartet.engine.fingerprint import model_fingerprint
 from quartet.errors import RequestCancelledError, WorkerUnavailableError
+from quartet.text.model_files import read_text_files
+from quartet.text.model_text import ModelText
 from quartet.transfer.base import PoolMemory, Puller
 from services.workers.config import WorkerConfig
 from services.workers.process import main as run_worker
 
 #: Seconds between two steps, and in how many of them each request has its turn once.
 STEP_S, PERIOD = 0.002, 10
-#: Ids given out, in turn: words of the small random model's vocabulary, behind its special tokens and single bytes.
+#: Ids given out, in turn: words of the tiny model's vocabulary, behind its special tokens and single bytes.
 FIRST_TOKEN_ID, END_TOKEN_ID = 300, 600
 
 _MAX_MODEL_LEN = 1 << 20
@@ -191,7 +192,7 @@ class PacedEngine:
             kinds=frozenset({self._kind}),
             sampling_fields=ALL_SAMPLING_FIELDS,
             model_fingerprint=model_fingerprint(path, "none"),
-            vocab_size=json.loads((path / "config.json").read_text())["vocab_size"],
+            vocab_size=ModelText.from_files(read_text_files(path)).vocab_size,
             max_model_len=engine.max_model_len or _MAX_MODEL_LEN,
             block_size=engine.block_size,
             num_blocks=engine.num_blocks,

@@ -29,7 +29,7 @@ from quartet.errors import ServingError
 from services.topology import Topology
 
 _NUM_WORKERS, _BLOCK_SIZE = 4, 32
-_FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 640
+_FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 2048
 _TIMEOUT_S = 30.0
 _LOG = Path(".run/benchmark-prefixes.log")
 

@@ -8,8 +8,8 @@ import grpc
 
 from quartet.v1 import decode_pb2, router_pb2, types_pb2
 
-# The random model's ids below are special tokens, and it has 640.
-_FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 640
+# The tiny model's ids below the first are special tokens, and it has 2048.
+_FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 2048
 
 
 def make_start(

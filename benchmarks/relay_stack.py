@@ -25,11 +25,10 @@ from quartet.v1 import router_pb2, router_pb2_grpc
 from services.child import Child, start_child
 from services.local_etcd import free_port
 from services.plan import ProcessPlan, plan_router, plan_workers
-from services.topology import DEFAULT_MODEL_PATH, Topology
+from services.topology import Topology
 
 ROUTER, DECODE = "router", "decode"
 
-_MAKE_MODEL_TIMEOUT_S = 60.0
 _READY_TIMEOUT_S = 30.0
 _POLL_S = 0.05
 _CALL_TIMEOUT_S = 2.0
@@ -70,7 +69,6 @@ class RelayStack:
             RuntimeError: one ended, or they were not ready in time; the message says what was said last.
         """
         try:
-            await self._make_model()
             topology = self._topology()
             [worker] = plan_workers(topology, num_cores=1)
             pace = ["--clock", str(self.clock_path), "--period", str(self._period)]
@@ -108,16 +106,6 @@ class RelayStack:
         path.touch(mode=0o600)
         path.write_text(f"relay {secrets.token_hex(32)}\n", encoding="utf-8")
         return path
-
-    async def _make_model(self) -> None:
-        """The tokenizer has to be a real one; it comes with the small random model."""
-        if (DEFAULT_MODEL_PATH / "model.safetensors").is_file():
-            return
-        self._on_progress(f"making a small model with random weights in {DEFAULT_MODEL_PATH}")
-        maker = await self._start("model", ["-m", "models.random_llama", "--out", str(DEFAULT_MODEL_PATH)])
-        if await asyncio.wait_for(maker.wait(), _MAKE_MODEL_TIMEOUT_S) != 0:
-            raise RuntimeError(maker.describe_end())
-        self._children.remove(maker)
 
     def _config(self, plan: ProcessPlan) -> list[str]:
         path = self._directory / f"{plan.name}.yaml"

@@ -25,9 +25,9 @@ STEP_S = 0.010
 
 _DTYPE = "bfloat16"
 _NUM_LAYERS, _NUM_KV_HEADS, _HEAD_DIM = 16, 8, 64
-# Ids given out, in turn: words of the small random model's vocabulary, behind its special tokens and single bytes.
+# Ids given out, in turn: words of the tiny model's vocabulary, behind its special tokens and single bytes.
 _FIRST_TOKEN_ID, _END_TOKEN_ID = 300, 600
-_VOCAB_SIZE = 640
+_VOCAB_SIZE = 2048
 _DEFAULT_MAX_MODEL_LEN = 8192
 
 
