@@ -46,12 +46,14 @@ class Pull:
 class Schedule:
     """One step: what to compute, what to fetch meanwhile, and what changed on the way.
 
-    ``started`` are those in ``chunks`` that were in no step before.
+    ``started`` are those in ``chunks`` that were in no step before; ``media_lost`` ended instead of being admitted, as
+    they would have had to compute media whose embeddings are not here.
     """
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
     pulls: list[Pull] = field(default_factory=list)
     started: list[RunningRequest] = field(default_factory=list)
+    media_lost: list[RunningRequest] = field(default_factory=list)
     num_preempted: int = 0
 
     @property

@@ -197,6 +197,10 @@ class Scheduler:
         """Give blocks to those that wait, in order: whoever does not fit keeps the rest waiting, so nobody starves."""
         while self.waiting and self.num_running < self._config.max_num_seqs:
             running = self.waiting.head
+            if running.lacks_embeddings and _has_lost_media(running, self._blocks):
+                self._end(running)
+                schedule.media_lost.append(running)
+                continue
             if not (budget or running.needs_pull) or not self._allocate(running):
                 return
             self._leave(running)
@@ -274,6 +278,12 @@ class Scheduler:
         self._blocks.free(running.seq)
         running.state = RequestState.ENDED
         del self.live[running.id]
+
+
+def _has_lost_media(running: RunningRequest, blocks: BlockManager) -> bool:
+    """Whether it would have to compute some of its media."""
+    num_there = len(running.seq) - 1 if running.needs_pull else blocks.num_cached_tokens(running.seq)
+    return num_there < running.media_end
 
 
 def _stop_ids(request: EngineRequest, eos_token_ids: frozenset[int]) -> frozenset[int]:

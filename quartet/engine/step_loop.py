@@ -15,8 +15,8 @@ from quartet.engine.schedule import Pull, Schedule
 from quartet.engine.scheduler import Scheduler, SchedulerConfig
 from quartet.engine.step_clock import StepClock
 from quartet.engine.step_work import Backlog, StepWork, backlog, step_work
-from quartet.engine.validation import EngineLimits
-from quartet.errors import RequestCancelledError, ServingError
+from quartet.engine.validation import limits_of
+from quartet.errors import MediaLostError, RequestCancelledError, ServingError
 from quartet.events.kv import RankEvents, StoredBlocks
 from quartet.kvcache.block_pool import BlockManager
 from quartet.transfer.base import FetchResult
@@ -128,15 +128,9 @@ class StepLoop:
             on_begin: hears, with the snapshot replaced and before anything is computed, of pulls; and by an output with
                 nothing in it, of a step with prompt tokens after which none is left to begin, or before which none was.
         """
-        block_size = runner.layout.block_size
-        limits = EngineLimits(
-            max_model_len=runner.max_model_len,
-            num_pool_tokens=runner.num_blocks * block_size,
-            vocab_size=runner.vocab_size,
-        )
         self._runner = runner
-        self._blocks = BlockManager(runner.num_blocks, block_size, has_events=True)
-        self._scheduler = Scheduler(config, self._blocks, limits, runner.eos_token_ids)
+        self._blocks = BlockManager(runner.num_blocks, runner.layout.block_size, has_events=True)
+        self._scheduler = Scheduler(config, self._blocks, limits_of(runner), runner.eos_token_ids)
         self._outputs = OutputBuilder(clock)
         self._clock = StepClock(clock)
         self._on_begin = on_begin
@@ -162,6 +156,8 @@ class StepLoop:
         for message in messages:
             self._take(message)
         schedule = self._scheduler.schedule()
+        for lost in schedule.media_lost:
+            self._outputs.fail(lost.id, MediaLostError("the KV of the prompt's media is not here any more"))
         if schedule.chunks:
             self._compute(schedule)
         self.is_idle = self._is_idle_after(schedule)

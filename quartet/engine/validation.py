@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quartet.engine.base import EngineRequest, Generation, RequestKind
+from quartet.engine.media_validation import MediaLimits, check_media
+from quartet.engine.runner import ModelRunner
 from quartet.errors import InvalidRequestError, LayoutMismatchError, PromptTooLongError, UnsupportedFieldError
 from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload
 
@@ -18,11 +20,30 @@ class EngineLimits:
         max_model_len: tokens of prompt and output together.
         num_pool_tokens: tokens whose KV the whole block pool holds.
         vocab_size: token ids are below it.
+        media: what bounds media; ``None``: the model takes text only.
     """
 
     max_model_len: int
     num_pool_tokens: int
     vocab_size: int
+    media: MediaLimits | None = None
+
+
+def limits_of(runner: ModelRunner) -> EngineLimits:
+    """What bounds the requests that ``runner`` computes."""
+    embeddings = runner.embeddings
+    return EngineLimits(
+        max_model_len=runner.max_model_len,
+        num_pool_tokens=runner.num_blocks * runner.layout.block_size,
+        vocab_size=runner.vocab_size,
+        media=None
+        if embeddings is None
+        else MediaLimits(
+            placeholder_id=runner.placeholder_id,
+            block_size=embeddings.layout.block_size,
+            num_blocks=embeddings.memory.num_blocks,
+        ),
+    )
 
 
 def check_request(request: EngineRequest, limits: EngineLimits) -> None:
@@ -30,13 +51,14 @@ def check_request(request: EngineRequest, limits: EngineLimits) -> None:
 
     Raises:
         InvalidRequestError: an impossible value; ``field`` names it.
-        UnsupportedFieldError: an adapter or a rank that is not served.
+        UnsupportedFieldError: an adapter or a rank that is not served, or media where the model takes text only.
         PromptTooLongError: the tokens given and wanted do not fit the model or the block pool.
         LayoutMismatchError: the hand-off is not one of KV blocks.
     """
     _check_tokens(request.generation, limits)
     _check_place(request.generation)
     _check_length(request, limits)
+    check_media(request, limits.media)
     if request.hand_off is not None:
         _check_hand_off(request)
 

@@ -10,6 +10,8 @@ import numpy.typing as npt
 import torch
 
 from quartet.engine.running import ScheduledChunk
+from quartet.engine.torch.embeddings import EmbeddingPoolView
+from quartet.engine.torch.media_rows import MediaRows, media_rows
 from quartet.kvcache.layout import KvLayout
 
 _Ids = npt.NDArray[np.int64]
@@ -139,6 +141,7 @@ class FlatBatch:
         slots: for each layer, ``[2, T]`` int64: where each token's keys go, and its values (``KvPool.write``).
         last_rows: ``[S]`` int64: row of the last token of each chunk that samples, in the order of the chunks.
         sampled: the same rows by themselves; ``None`` where they are all there are.
+        media: what replaces the embeddings of some tokens; ``None`` where all is text.
     """
 
     token_ids: torch.Tensor
@@ -147,10 +150,19 @@ class FlatBatch:
     last_rows: torch.Tensor
     segments: tuple[Segment, ...]
     sampled: SampledRows | None = None
+    media: MediaRows | None = None
 
 
-def build_batch(chunks: Sequence[ScheduledChunk], layout: KvLayout, device: torch.device) -> FlatBatch:
-    """Lay out a step: single tokens first, from the shortest sequence on, then the longer chunks."""
+def build_batch(
+    chunks: Sequence[ScheduledChunk],
+    layout: KvLayout,
+    device: torch.device,
+    embeddings: EmbeddingPoolView | None = None,
+) -> FlatBatch:
+    """Lay out a step: single tokens first, from the shortest sequence on, then the longer chunks.
+
+    ``embeddings``: where those of the chunks' media are; ``None`` where no chunk can have any.
+    """
     order = sorted(range(len(chunks)), key=lambda i: (chunks[i].num_tokens > 1, chunks[i].first_position))
     ordered = [chunks[i] for i in order]
     tables = [np.array(chunk.running.seq.block_table, dtype=np.int64) for chunk in ordered]
@@ -177,6 +189,7 @@ def build_batch(chunks: Sequence[ScheduledChunk], layout: KvLayout, device: torc
             for first, end in _group(first_positions, sizes, layout.block_size)
         ),
         sampled=None if len(last_rows) == ends[-1] else _sampled(ordered, tables, ends - 1, last_rows, layout, device),
+        media=None if embeddings is None else media_rows(ordered, (ends - sizes).tolist(), embeddings, device),
     )
 
 

@@ -22,6 +22,8 @@ class TorchEngineConfig:
         block_size: tokens of a block.
         max_model_len: tokens of prompt and output together; ``None``: what the model was made for.
         num_threads: CPU threads of one operation; ``None`` leaves PyTorch's choice.
+        num_embedding_blocks: blocks of the pool of media embeddings, of ``block_size`` tokens each, in host memory;
+            there is none for a model that takes text only.
 
     Raises:
         ConfigError: a value out of range; begins with the field's name.
@@ -34,6 +36,7 @@ class TorchEngineConfig:
     block_size: int = 32
     max_model_len: int | None = None
     num_threads: int | None = None
+    num_embedding_blocks: int = 512
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
@@ -44,6 +47,7 @@ class TorchEngineConfig:
         _check(self.block_size >= 1, "block_size", "must be at least 1")
         _check(self.max_model_len is None or self.max_model_len >= 1, "max_model_len", "must be at least 1")
         _check(self.num_threads is None or self.num_threads >= 1, "num_threads", "must be at least 1")
+        _check(self.num_embedding_blocks >= 1, "num_embedding_blocks", "must be at least 1")
 
 
 def _check(is_good: bool, name: str, complaint: str) -> None:

@@ -99,6 +99,8 @@ class Decoder:
         """Write the step's KV to the pool; logits ``[S, V]`` of the rows that sample."""
         batch = step.batch
         hidden = functional.embedding(batch.token_ids[0], self._embedding)
+        if batch.media is not None:
+            batch.media.put_into(hidden)
         rope = _Rope.at(self._rotary, hidden, batch.positions)
         slices = self._slices(hidden.shape[0])
         sampled = batch.sampled

@@ -3,13 +3,16 @@
 ``from_pretrained`` of transformers 5 builds the model on ``meta`` and materialises tensor by tensor from the mapped
 files, renaming and fusing keys (experts) as the architecture wants. In the checkpoint's own dtype, on the CPU, weights
 *are* the mapped file; in another dtype only the converted tensors are new memory. Measured on 212 MB in float32: 2 MB
-of own memory as it is, 105 MB in bfloat16, no second copy at any time.
+of own memory as it is, 105 MB in bfloat16, no second copy at any time. Of a LLaVA, the tensors of its language model
+are all that is read.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +20,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils import logging as transformers_logging
 
 from quartet.engine.fingerprint import weight_files
 from quartet.engine.torch.attention import PAGED_ATTENTION
 from quartet.engine.torch.config import TorchEngineConfig
+from quartet.engine.torch.language_model import LanguageModel, find_language_model
 from quartet.engine.torch.support import AttentionShape, check_config, probe_attention
 from quartet.errors import EngineError, InvalidRequestError
 
@@ -37,6 +41,8 @@ class LoadedModel:
         dtype: of weights and KV cache, by its PyTorch name.
         eos_token_ids: tokens that end an output.
         max_model_len: tokens of prompt and output together.
+        hidden_size: elements of a token's embedding.
+        placeholder_id: the token that stands for media in prompts; ``None``: it takes text only.
     """
 
     model: PreTrainedModel
@@ -45,6 +51,8 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     vocab_size: int
     max_model_len: int
+    hidden_size: int
+    placeholder_id: int | None
 
 
 def load_model(config: TorchEngineConfig) -> LoadedModel:
@@ -55,11 +63,11 @@ def load_model(config: TorchEngineConfig) -> LoadedModel:
         EngineError: files are missing or damaged, or their tensors are not those of the model.
     """
     started_at = time.monotonic()
-    model_config = _read_config(Path(config.model_path))
-    check_config(model_config)
-    shape = probe_attention(model_config)
-    max_model_len = _max_model_len(config, model_config)
-    model = _load_weights(config)
+    found = find_language_model(_read_config(Path(config.model_path)))
+    check_config(found.config)
+    shape = probe_attention(found.config)
+    max_model_len = _max_model_len(config, found.config)
+    model = _load_weights(config, found)
     model.train(False)
     model.to(torch.device(config.device))  # type: ignore[arg-type]  # its decorator hides the parameters
     _LOG.info("loaded %s in %.1f s", config.model_path, time.monotonic() - started_at)
@@ -68,8 +76,10 @@ def load_model(config: TorchEngineConfig) -> LoadedModel:
         shape=shape,
         dtype=str(model.dtype).removeprefix("torch."),
         eos_token_ids=_eos_token_ids(model),
-        vocab_size=model_config.vocab_size,
+        vocab_size=found.config.vocab_size,
         max_model_len=max_model_len,
+        hidden_size=found.config.hidden_size,
+        placeholder_id=found.placeholder_id,
     )
 
 
@@ -81,35 +91,53 @@ def _read_config(directory: Path) -> PretrainedConfig:
         config: PretrainedConfig = auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
         raise InvalidRequestError(f"{directory}: config.json cannot be used: {error}", field="model") from error
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise InvalidRequestError(f"{config.model_type} is not a causal language model", field="model")
     return config
 
 
-def _load_weights(config: TorchEngineConfig) -> PreTrainedModel:
+def _load_weights(config: TorchEngineConfig, found: LanguageModel) -> PreTrainedModel:
     # A server's log is no terminal.
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    auto: Any = AutoModelForCausalLM  # whose methods are not typed
-    model: PreTrainedModel
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model, report = auto.from_pretrained(
-            config.model_path,
-            dtype=config.dtype,
-            attn_implementation=PAGED_ATTENTION,
-            output_loading_info=True,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-        )
+        # Its table of left-over weights is empty or an error's explanation, unless some are left out on purpose.
+        with _quiet_transformers() if found.key_mapping else nullcontext():
+            model, report = _from_pretrained(config, found)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise EngineError(f"{config.model_path}: weights cannot be loaded: {error}") from error
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if keys := sorted(map(str, report.get(fault, ()))):
+        if keys := sorted(key for key in map(str, report.get(fault, ())) if not found.leaves_out(key)):
             named = ", ".join(keys[:_MAX_NAMED_KEYS])
             raise EngineError(f"{config.model_path}: {len(keys)} {fault.replace('_', ' ')}: {named}")
     if model.dtype == torch.float64:
         model.set_experts_implementation("eager")  # the default, grouped_mm, has no float64
     return model
+
+
+def _from_pretrained(config: TorchEngineConfig, found: LanguageModel) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model, and which weights it lacks or has no place for."""
+    auto: Any = AutoModelForCausalLM  # whose methods are not typed
+    loaded: tuple[PreTrainedModel, dict[str, Any]] = auto.from_pretrained(
+        config.model_path,
+        config=found.config,
+        key_mapping=dict(found.key_mapping) or None,
+        dtype=config.dtype,
+        attn_implementation=PAGED_ATTENTION,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are in the report, by name, and refused
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+    )
+    return loaded
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
 
 
 def _max_model_len(config: TorchEngineConfig, model_config: PretrainedConfig) -> int:

@@ -14,14 +14,15 @@ from quartet.engine.fingerprint import model_fingerprint
 from quartet.engine.runner import SampledToken
 from quartet.engine.running import ScheduledChunk
 from quartet.engine.torch.attention import PagedStep
-from quartet.engine.torch.batch import build_batch, probe_batch
+from quartet.engine.torch.batch import FlatBatch, build_batch, probe_batch
 from quartet.engine.torch.config import TorchEngineConfig
+from quartet.engine.torch.embeddings import EmbeddingPoolView
 from quartet.engine.torch.fuse import fuse
-from quartet.engine.torch.loader import load_model
+from quartet.engine.torch.loader import LoadedModel, load_model
 from quartet.engine.torch.pool import KvPool
 from quartet.engine.torch.sampler import Sampler
 from quartet.errors import InvalidRequestError
-from quartet.kvcache.layout import KvLayout
+from quartet.kvcache.layout import EmbeddingLayout, KvLayout
 from quartet.transfer.base import EmbeddingMemory, PoolMemory
 
 _LOG = logging.getLogger(__name__)
@@ -42,10 +43,9 @@ class TorchRunner:
         eos_token_ids: tokens that end an output.
         vocab_size: token ids are below it.
         max_model_len: tokens of prompt and output together.
+        placeholder_id: the token that stands for media in prompts; ``None``: the model takes text only.
+        embeddings: where embeddings of media are read, in host memory on every device; ``None``: text only.
     """
-
-    embeddings: EmbeddingMemory | None = None
-    placeholder_id: int | None = None
 
     def __init__(self, config: TorchEngineConfig) -> None:
         """Load the model, reserve the pool, run one step.
@@ -70,6 +70,9 @@ class TorchRunner:
         self.eos_token_ids = loaded.eos_token_ids
         self.vocab_size = loaded.vocab_size
         self.max_model_len = loaded.max_model_len
+        self.placeholder_id = loaded.placeholder_id
+        self.embeddings = self._reserve_embeddings(config, loaded)
+        self._embedding_view = None if self.embeddings is None else EmbeddingPoolView(self.embeddings)
         self._device = torch.device(config.device)
         self._pool = KvPool(self.layout, config.num_blocks, self._device)
         self._sampler = Sampler()
@@ -86,14 +89,28 @@ class TorchRunner:
             return []
         requests = [chunk.running for chunk in chunks if chunk.samples]
         with torch.inference_mode():
-            logits = self._compute(PagedStep(self._pool, build_batch(chunks, self.layout, self._device)))
+            batch = build_batch(chunks, self.layout, self._device, self._embedding_view)
+            logits = self._compute(PagedStep(self._pool, batch))
             # Some models pad the vocabulary of their output layer: those tokens do not exist.
             return self._sampler.sample(logits[:, : self.vocab_size], requests) if requests else []
 
     def close(self) -> None:
-        """Give the model and the pool back."""
+        """Give the model and the pools back."""
         self._pool.close()
-        del self._compute, self._pool
+        if self.embeddings is not None:
+            self.embeddings.memory.close()
+        del self._compute, self._pool, self._embedding_view
+
+    def _reserve_embeddings(self, config: TorchEngineConfig, loaded: LoadedModel) -> EmbeddingMemory | None:
+        if loaded.placeholder_id is None:
+            return None
+        layout = EmbeddingLayout(
+            model_fingerprint=self.layout.model_fingerprint,
+            dtype=loaded.dtype,
+            hidden_size=loaded.hidden_size,
+            block_size=config.block_size,
+        )
+        return EmbeddingMemory(layout, PoolMemory(config.num_embedding_blocks, layout.piece_size_bytes))
 
     @torch.inference_mode()
     def _choose(self, model: PreTrainedModel) -> _Compute:
@@ -121,13 +138,20 @@ class _Modules:
 
     def __call__(self, step: PagedStep) -> torch.Tensor:
         logits: torch.Tensor = self._model(
-            input_ids=step.batch.token_ids,
+            **self._inputs(step.batch),
             position_ids=step.batch.positions,
             use_cache=False,  # else a cache of its own is built and filled
             logits_to_keep=step.batch.last_rows,
             paged=step,
         ).logits
         return logits[0]
+
+    def _inputs(self, batch: FlatBatch) -> dict[str, torch.Tensor]:
+        if batch.media is None:
+            return {"input_ids": batch.token_ids}
+        embeddings = self._model.get_input_embeddings()(batch.token_ids)
+        batch.media.put_into(embeddings[0])
+        return {"inputs_embeds": embeddings}
 
 
 def _is_close(logits: torch.Tensor, expected: torch.Tensor) -> bool:

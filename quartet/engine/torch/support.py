@@ -7,6 +7,7 @@ KV between layers or masks in other ways would run and be wrong: it is refused, 
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,21 +40,21 @@ def check_config(config: PretrainedConfig) -> None:
         InvalidRequestError: field ``model``.
     """
     if config.is_encoder_decoder:
-        raise _refusal("an encoder-decoder model")
+        raise refusal("an encoder-decoder model")
     if config.get_text_config() is not config:
-        raise _refusal(f"a multimodal model ({config.model_type})")
+        raise refusal(f"a multimodal model ({config.model_type})")
     if getattr(config, "quantization_config", None) is not None:
-        raise _refusal("a quantized checkpoint")
+        raise refusal("a quantized checkpoint")
     if getattr(config, "kv_lora_rank", None):
-        raise _refusal("multi-head latent attention (kv_lora_rank)")
+        raise refusal("multi-head latent attention (kv_lora_rank)")
     if getattr(config, "num_kv_shared_layers", None):
-        raise _refusal(f"KV shared between layers (num_kv_shared_layers = {config.num_kv_shared_layers})")
+        raise refusal(f"KV shared between layers (num_kv_shared_layers = {config.num_kv_shared_layers})")
     for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in _LAYER_TYPES:
-            raise _refusal(f"layer {layer}: {kind}")
+            raise refusal(f"layer {layer}: {kind}")
     for rope_type in _rope_types(getattr(config, "rope_parameters", None) or {}):
         if rope_type not in _ROPE_TYPES:
-            raise _refusal(f"rope type {rope_type}")
+            raise refusal(f"rope type {rope_type}")
 
 
 def probe_attention(config: PretrainedConfig) -> AttentionShape:
@@ -73,6 +74,11 @@ def probe_attention(config: PretrainedConfig) -> AttentionShape:
         _check_call(call, calls[0], config)
     _, num_kv_heads, _, head_dim = calls[0].key_shape
     return AttentionShape(num_layers, num_kv_heads, head_dim)
+
+
+def refusal(what: str) -> InvalidRequestError:
+    """The error that names what cannot be run."""
+    return InvalidRequestError(f"the torch engine cannot run {what}", field="model")
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,7 @@ def _record(  # the interface's signature: transformers passes these by name
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     if paged is None:
-        raise _refusal(f"{type(module).__name__}: it keeps keywords from attention")
+        raise refusal(f"{type(module).__name__}: it keeps keywords from attention")
     tensors = {**others, "attention_mask": attention_mask}
     call = _Call(
         layer=getattr(module, "layer_idx", None),
@@ -123,12 +129,13 @@ def _build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         auto: Any = AutoModelForCausalLM  # whose methods are not typed
         # The one dtype that the experts' grouped_mm takes in every version, also on meta.
-        model: PreTrainedModel = auto.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+        # A copy of the configuration, in which the dtype would be noted.
+        model: PreTrainedModel = auto.from_config(copy.deepcopy(config), dtype=torch.bfloat16, trust_remote_code=False)
     # Whether its attention goes through AttentionInterface; there is no public name for it.
     if not model._supports_attention_backend:
-        raise _refusal(f"{type(model).__name__}: its attention cannot be replaced")
+        raise refusal(f"{type(model).__name__}: its attention cannot be replaced")
     if getattr(model, "_is_stateful", False):
-        raise _refusal(f"{type(model).__name__}: layers that keep state other than keys and values")
+        raise refusal(f"{type(model).__name__}: layers that keep state other than keys and values")
     model.set_attn_implementation(_PROBE)
     model.train(False)
     return model
@@ -138,26 +145,26 @@ def _check_layers_called(calls: list[_Call], num_layers: int, name: str) -> None
     called = [call.layer for call in calls]
     for layer in range(num_layers):
         if called.count(layer) != 1:
-            raise _refusal(f"{name}, layer {layer}: {called.count(layer)} attentions, not one")
+            raise refusal(f"{name}, layer {layer}: {called.count(layer)} attentions, not one")
     if len(calls) != num_layers:
-        raise _refusal(f"{name}: {len(calls)} attentions in {num_layers} layers")
+        raise refusal(f"{name}: {len(calls)} attentions in {num_layers} layers")
 
 
 def _check_call(call: _Call, first: _Call, config: PretrainedConfig) -> None:
     where = f"layer {call.layer}"
     if call.key_shape != call.value_shape or call.query_shape[3] != call.key_shape[3]:
-        raise _refusal(f"{where}: head_dim of queries, keys and values differ (latent attention?)")
+        raise refusal(f"{where}: head_dim of queries, keys and values differ (latent attention?)")
     if call.query_shape[1] % call.key_shape[1]:
-        raise _refusal(f"{where}: query heads are no multiple of KV heads")
+        raise refusal(f"{where}: query heads are no multiple of KV heads")
     if call.key_shape != first.key_shape:
-        raise _refusal(f"{where}: KV heads or head_dim differ from layer {first.layer}'s")
+        raise refusal(f"{where}: KV heads or head_dim differ from layer {first.layer}'s")
     if not call.is_causal:
-        raise _refusal(f"{where}: attention that is not causal")
+        raise refusal(f"{where}: attention that is not causal")
     if unknown := call.tensors - {_POSITION_IDS}:
-        raise _refusal(f"{where}: attention with {', '.join(sorted(unknown))}")
+        raise refusal(f"{where}: attention with {', '.join(sorted(unknown))}")
     layer_types = getattr(config, "layer_types", None)
     if layer_types and (layer_types[call.layer or 0] == "sliding_attention") != (call.sliding_window is not None):
-        raise _refusal(f"{where}: {layer_types[call.layer or 0]} with window {call.sliding_window}")
+        raise refusal(f"{where}: {layer_types[call.layer or 0]} with window {call.sliding_window}")
 
 
 def _rope_types(parameters: dict[str, Any]) -> list[str]:
@@ -165,7 +172,3 @@ def _rope_types(parameters: dict[str, Any]) -> list[str]:
     if "rope_type" in parameters:
         return [parameters["rope_type"]]
     return [item["rope_type"] for item in parameters.values() if isinstance(item, dict) and "rope_type" in item]
-
-
-def _refusal(what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"the torch engine cannot run {what}", field="model")
