@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
+from weakref import WeakSet
 
 import grpc
 
 from quartet.errors import MessageTooLargeError, ServingError
 from quartet.kvcache.layout import HandOff
+from quartet.media.items import MediaFile
 from quartet.rpc import convert
 from quartet.rpc.chunked_starts import StartRest, take_chunks
 from quartet.rpc.convert.place import to_sealed_decode_start
@@ -22,17 +26,44 @@ from quartet.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grp
 
 __all__ = ["DecodeCall", "DecodeClient", "PrefillCall", "PrefillClient"]
 
+# A stream of a single start lasts as long as its request may, and a little longer: its end has to be told. So long at
+# most where nothing is said of that.
+_LAST_WORDS_S, _MAX_ALONE_S = 5.0, 3600.0
+
 
 class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse, DecodeCall]):
     """Decodes on one worker."""
 
-    def __init__(self, worker_id: str, channel: grpc.aio.Channel, on_broken: Callable[[ServingError], None]) -> None:
-        """Speak over ``channel``; ``on_broken`` hears of every end of the stream."""
-        super().__init__(f"worker {worker_id}", decode_pb2.DecodeResponse, on_broken)
+    def __init__(
+        self,
+        worker_id: str,
+        channel: grpc.aio.Channel,
+        on_broken: Callable[[ServingError], None],
+        *,
+        alone_for_s: float | None = None,
+    ) -> None:
+        """Speak over ``channel``; ``on_broken`` hears of every end of the stream.
+
+        ``alone_for_s``: it is for one start, which ends within that time.
+        """
+        super().__init__(
+            f"worker {worker_id}", decode_pb2.DecodeResponse, on_broken, ends_with_calls=alone_for_s is not None
+        )
         self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
+        self._make_own = partial(DecodeClient, worker_id, channel, on_broken)
+        self._timeout_s = alone_for_s
+        # While one runs its task holds it; then nobody does.
+        self._own: WeakSet[DecodeClient] = WeakSet()
 
     def start(self, start: InnerStart, sink: DecodeSink) -> DecodeCall:
-        """Start a decode, whose outputs go to ``sink``; never waits or raises: what is wrong comes out of the call."""
+        """Start a decode, whose outputs go to ``sink``; never waits or raises: what is wrong comes out of the call.
+
+        One with media files has a stream of its own.
+        """
+        if start.media and not self._ends_with_calls and has_files(start):
+            own = self._make_own(alone_for_s=_alone_for_s(start))
+            self._own.add(own)
+            return own.start(start, sink)
         return self._begin(
             lambda send_cancel: DecodeCall(send_cancel, sink), lambda slot: _decode_messages(slot, start)
         )
@@ -43,8 +74,12 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
             lambda send_cancel: DecodeCall(send_cancel, sink), lambda slot: [_sealed_message(slot, placement)]
         )
 
+    async def close(self) -> None:
+        """As that of any; the streams of single decodes too."""
+        await asyncio.gather(super().close(), *(own.close() for own in self._own))
+
     def _open(self) -> grpc.aio.StreamStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]:
-        return self._stub.Decode()
+        return self._stub.Decode(timeout=self._timeout_s)
 
     def _receive(self, response: decode_pb2.DecodeResponse) -> None:
         now = time.monotonic()
@@ -85,20 +120,42 @@ class PrefillClient(SlotClient[prefill_pb2.PrefillRequest, prefill_pb2.PrefillRe
         channel: grpc.aio.Channel,
         on_broken: Callable[[ServingError], None],
         drop: Callable[[HandOff], None],
+        *,
+        alone_for_s: float | None = None,
     ) -> None:
-        """Speak over ``channel``; ``drop`` is given hand-offs that come after nobody waits for them any more."""
-        super().__init__(f"worker {worker_id}", prefill_pb2.PrefillResponse, on_broken)
+        """Speak over ``channel``; ``drop`` is given hand-offs that come after nobody waits for them any more.
+
+        ``alone_for_s``: it is for one start, which ends within that time.
+        """
+        super().__init__(
+            f"worker {worker_id}", prefill_pb2.PrefillResponse, on_broken, ends_with_calls=alone_for_s is not None
+        )
         self._stub = prefill_pb2_grpc.PrefillServiceStub(channel)
         self._drop = drop
+        self._make_own = partial(PrefillClient, worker_id, channel, on_broken, drop)
+        self._timeout_s = alone_for_s
+        # While one runs its task holds it; then nobody does.
+        self._own: WeakSet[PrefillClient] = WeakSet()
 
     def start(self, start: InnerStart) -> PrefillCall:
-        """Start a prefill; never waits or raises: what is wrong comes out of the call."""
+        """Start a prefill; never waits or raises: what is wrong comes out of the call.
+
+        One with media files has a stream of its own.
+        """
+        if start.media and not self._ends_with_calls and has_files(start):
+            own = self._make_own(alone_for_s=_alone_for_s(start))
+            self._own.add(own)
+            return own.start(start)
         return self._begin(
             lambda send_cancel: PrefillCall(send_cancel, self._drop), lambda slot: _prefill_messages(slot, start)
         )
 
+    async def close(self) -> None:
+        """As that of any; the streams of single prefills too."""
+        await asyncio.gather(super().close(), *(own.close() for own in self._own))
+
     def _open(self) -> grpc.aio.StreamStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]:
-        return self._stub.Prefill()
+        return self._stub.Prefill(timeout=self._timeout_s)
 
     def _receive(self, response: prefill_pb2.PrefillResponse) -> None:
         for output in response.outputs:
@@ -110,6 +167,16 @@ class PrefillClient(SlotClient[prefill_pb2.PrefillRequest, prefill_pb2.PrefillRe
 
     def _cancel_message(self, slot: int) -> prefill_pb2.PrefillRequest:
         return prefill_pb2.PrefillRequest(cancel=types_pb2.Cancel(slot=slot))
+
+
+def has_files(start: InnerStart) -> bool:
+    """Whether ``start`` brings media files: these never ride a stream with others."""
+    return any(isinstance(item.source, MediaFile) for item in start.media)
+
+
+def _alone_for_s(start: InnerStart) -> float:
+    timeout_s = start.context.timeout_s
+    return _MAX_ALONE_S if timeout_s is None else timeout_s + _LAST_WORDS_S
 
 
 def _decode_messages(slot: int, start: InnerStart) -> list[decode_pb2.DecodeRequest]:

@@ -67,13 +67,16 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
         on_broken: Callable[[ServingError], None],
         *,
         lost_error: type[ServingError] = WorkerUnavailableError,
+        ends_with_calls: bool = False,
     ) -> None:
         """``on_broken`` hears of every end of the stream, ``close`` included, after its calls have failed.
 
-        ``peer`` says whom it leads to, in messages; ``lost_error`` is what its calls fail with when it breaks.
+        ``peer`` says whom it leads to, in messages; ``lost_error`` is what its calls fail with when it breaks. One that
+        ``ends_with_calls`` is ended here when none is left on it, which nobody needs to hear of.
         """
         self._peer = peer
         self._lost_error = lost_error
+        self._ends_with_calls = ends_with_calls
         self._response_type: type[ResponseT] = response_type
         self._on_broken = on_broken
         self._stream: _Stream[RequestT, CallT] | None = None
@@ -125,6 +128,8 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
         except ServingError as error:
             stream.free_slots.append(slot)
             call.fail(error)
+            if self._ends_with_calls and self._task is not None and not stream.calls:
+                self._task.cancel()
             return call
         stream.calls[slot] = call
         stream.send(messages)
@@ -156,7 +161,7 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
                 rpc = self._open()
                 ends.callback(rpc.cancel)
                 ends.callback(asyncio.create_task(_write(rpc, stream)).cancel)
-                await self._read(rpc)
+                await self._read(rpc, stream)
             error = self._lost_error(f"{self._peer} ended its stream")
         except grpc.aio.AioRpcError as rpc_error:
             error = self._stream_error(rpc_error)
@@ -168,11 +173,13 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
         finally:
             self._break(stream, error)
 
-    async def _read(self, rpc: _Rpc[RequestT, ResponseT]) -> None:
+    async def _read(self, rpc: _Rpc[RequestT, ResponseT], stream: _Stream[RequestT, CallT]) -> None:
         while True:
             response: object = await rpc.read()
             if isinstance(response, self._response_type):
                 self._receive(response)
+                if self._ends_with_calls and not stream.calls:
+                    return
             elif response is grpc.aio.EOF:
                 return
             else:  # gRPC hands out what it can't parse as `None`
@@ -182,7 +189,8 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
         self._stream = self._task = None
         for call in stream.calls.values():
             call.fail(error)
-        self._on_broken(error)
+        if stream.calls or not self._ends_with_calls:
+            self._on_broken(error)
 
     def _closed_error(self) -> ServingError:
         return self._lost_error(f"the stream to {self._peer} was closed")

@@ -14,11 +14,12 @@ import pytest
 from quartet.engine.base import FinishReason, Generation
 from quartet.errors import InvalidRequestError, RequestCancelledError, ServingError, WorkerUnavailableError
 from quartet.kvcache.layout import HandOff, OpaquePayload
+from quartet.media.items import MediaFile, MediaKind
 from quartet.rpc import convert
 from quartet.rpc.channels import create_channel
 from quartet.rpc.context import RequestContext
 from quartet.rpc.errors import to_failure
-from quartet.rpc.inner import DecodeFinished, InnerStart, PrefillOutcome
+from quartet.rpc.inner import DecodeFinished, InnerStart, MediaInput, PrefillOutcome
 from quartet.rpc.inner_calls import DecodeCall, PrefillCall
 from quartet.rpc.inner_client import DecodeClient
 from quartet.v1 import decode_pb2, types_pb2
@@ -234,6 +235,51 @@ async def test_a_long_start_goes_in_chunks_and_arrives_whole(
     whole = convert.unpack_token_ids(bytes(prompt), "prompt")
     assert list(whole) == list(range(600_000))
     assert list(convert.unpack_token_ids(bytes(generated), "generated")) == list(range(10))
+
+
+MEDIA_START = replace(START, media=(MediaInput(bytes(32), MediaFile(MediaKind.IMAGE, b"png")),))
+
+
+async def test_media_files_never_ride_the_shared_stream(
+    worker: ScriptedWorker, client: PullingDecodeClient, broken: list[ServingError]
+) -> None:
+    client.start(MEDIA_START)
+    assert (await worker.request()).start.media[0].file.data == b"png"
+    assert not client.client.is_open
+    worker.tokens(0, 0, 5)
+    worker.finish(0)
+    # With its one call the stream ends, which is no break.
+    async with asyncio.timeout(WAIT_S):
+        await worker.is_idle.wait()
+    assert broken == []
+
+
+async def test_a_stream_of_one_start_that_breaks_is_told_of(
+    worker: ScriptedWorker, client: PullingDecodeClient, broken: list[ServingError]
+) -> None:
+    call = client.start(MEDIA_START)
+    await worker.request()
+    worker.answers.put_nowait(None)
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(WorkerUnavailableError):
+            await call.next()
+    assert len(broken) == 1
+
+
+async def test_closing_ends_streams_of_single_starts_too(worker: ScriptedWorker, client: PullingDecodeClient) -> None:
+    call = client.start(MEDIA_START)
+    await worker.request()
+    await client.client.close()
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(WorkerUnavailableError):
+            await call.next()
+        await worker.is_idle.wait()
+
+
+async def test_media_hand_offs_ride_the_shared_stream(worker: ScriptedWorker, client: PullingDecodeClient) -> None:
+    client.start(replace(START, media=(MediaInput(bytes(32), HAND_OFF),)))
+    assert (await worker.request()).start.media[0].hand_off.worker_id == "w"
+    assert client.client.is_open
 
 
 async def test_a_hand_off_goes_to_exactly_one_of_taker_and_drop() -> None:
