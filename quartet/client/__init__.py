@@ -2,12 +2,14 @@
 
 from quartet.client.client import QuartetClient
 from quartet.client.completion import CompletedChoice, Completion
+from quartet.client.media import read_media
 from quartet.client.path import RequestPath
 from quartet.client.request import GenerateFields
 from quartet.client.stream import GenerateStream
 from quartet.discovery.place import Place
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import Sampling, TokenLogprobs
+from quartet.media.items import MediaFile, MediaKind, MediaPart, MediaUrl
 from quartet.rpc.edge import (
     Accepted,
     AnswerPart,
@@ -35,6 +37,10 @@ __all__ = [
     "FinishReason",
     "GenerateFields",
     "GenerateStream",
+    "MediaFile",
+    "MediaKind",
+    "MediaPart",
+    "MediaUrl",
     "Model",
     "Place",
     "PlaceOption",
@@ -47,4 +53,5 @@ __all__ = [
     "Usage",
     "WorkerState",
     "WorkerStatus",
+    "read_media",
 ]

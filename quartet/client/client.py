@@ -13,7 +13,7 @@ from quartet.client.direct import DirectRequest
 from quartet.client.direct_tools import DirectTools
 from quartet.client.generate import GenerateRequest
 from quartet.client.path import RequestPath, to_path
-from quartet.client.request import GenerateFields, make_start
+from quartet.client.request import GenerateFields, check_size, make_start
 from quartet.client.routers import Router, Routers
 from quartet.client.session import SessionRequest, Sessions
 from quartet.client.stream import ClientRequest, GenerateStream
@@ -87,7 +87,9 @@ class QuartetClient:
 
     async def explain(self, prompt: str | None = None, **fields: Unpack[GenerateFields]) -> Explanation:
         """Where such a request would go now, and why; nothing is run. Arguments, errors: those of ``generate``."""
-        request = to_explain_request(make_start(prompt, **fields))
+        start = make_start(prompt, **fields)
+        request = to_explain_request(start)
+        check_size(start, request)
 
         async def call(router: Router) -> Explanation:
             return from_explain_response(await router.stub.Explain(request, timeout=_EXPLAIN_TIMEOUT_S))

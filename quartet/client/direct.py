@@ -13,6 +13,7 @@ from quartet.client.direct_choice import DirectChoice
 from quartet.client.direct_tools import DirectTools
 from quartet.client.generate import GenerateRequest
 from quartet.client.placer import NoTextError, Placer
+from quartet.client.request import check_size
 from quartet.client.routers import MAX_UNREAD
 from quartet.engine.base import FinishReason
 from quartet.errors import (
@@ -45,7 +46,7 @@ class DirectRequest:
 
     def __init__(self, tools: DirectTools, start: GenerateStart) -> None:
         """Raises ``InvalidRequestError``: a field that its message can't hold."""
-        to_generate_start(start)
+        check_size(start, to_generate_start(start))
         self._tools = tools
         self._start = start
         self._placer = Placer(tools, start)

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import grpc
 
+from quartet.client.request import check_size
 from quartet.client.routers import (
     DEADLINE_GRACE_S,
     MADE_UP_DETAILS,
@@ -40,6 +41,7 @@ class GenerateRequest:
         self.router: str | None = None
         self._routers = routers
         self._start = router_pb2.GenerateRequest(start=to_generate_start(start))
+        check_size(start, self._start)
         self._num_choices = start.num_choices
         self._deadline_s = None if start.timeout_s is None else start.timeout_s + DEADLINE_GRACE_S
         self._call: _Call | None = None

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypedDict
 
+from google.protobuf.message import Message
+
 from quartet.engine.sampling import OutputOptions, Sampling
-from quartet.errors import InvalidRequestError
+from quartet.errors import InvalidRequestError, MediaTooLargeError
+from quartet.media.items import MediaPart
+from quartet.rpc.channels import MAX_EDGE_MESSAGE_BYTES
 from quartet.rpc.check_start import check_start
 from quartet.rpc.edge import ChatPrompt, GenerateStart, Prompt, TextOptions, TextPrompt, TokenPrompt
-from quartet.text.chat_message import ChatMessage
+from quartet.text.chat_message import ChatMessage, media_of
 
 _DEFAULT_SAMPLING = Sampling()
+#: Of each message, for what a request is wrapped in: its slot, or what it goes on after.
+_WRAPPING_BYTES = 64 * 1024
 
 
 class GenerateFields(TypedDict, total=False):
@@ -20,6 +26,7 @@ class GenerateFields(TypedDict, total=False):
     Attributes:
         messages: a conversation, laid out by the model's chat template.
         token_ids: a prompt that is tokenized already.
+        media: what the placeholders in ``prompt`` or ``token_ids`` stand for, in order; messages hold their own.
         model: empty: the only one, if there is but one.
         stop: strings that end the answer; they are not shown.
         num_choices: answers wanted, 1 to 64.
@@ -35,6 +42,7 @@ class GenerateFields(TypedDict, total=False):
 
     messages: Sequence[ChatMessage] | None
     token_ids: Sequence[int] | None
+    media: Sequence[MediaPart]
     model: str
     sampling: Sampling
     stop: Sequence[str]
@@ -54,6 +62,7 @@ def make_start(
     *,
     messages: Sequence[ChatMessage] | None = None,
     token_ids: Sequence[int] | None = None,
+    media: Sequence[MediaPart] = (),
     model: str = "",
     sampling: Sampling = _DEFAULT_SAMPLING,
     stop: Sequence[str] = (),
@@ -75,6 +84,8 @@ def make_start(
     if isinstance(stop, str):
         # Its letters would become the stop strings.
         raise InvalidRequestError("stop is a list of strings, not a string", field="text_options.stop_strings")
+    if media and messages is not None:
+        raise InvalidRequestError("the media of a conversation are in its messages", field="media")
     start = GenerateStart(
         prompt=_make_prompt(prompt, messages, token_ids),
         model=model,
@@ -91,9 +102,25 @@ def make_start(
         timeout_s=timeout_s,
         session_key=session_key,
         num_choices=num_choices,
+        media=tuple(media),
     )
     check_start(start)
     return start
+
+
+def check_size(start: GenerateStart, message: Message) -> None:
+    """Refuse media that make ``message``, which holds ``start``, longer than a router takes.
+
+    The router could only break off the stream, and with a session's all that others have on it.
+
+    Raises:
+        MediaTooLargeError: naming the field that holds them.
+    """
+    in_chat = isinstance(start.prompt, ChatPrompt) and any(media_of(start.prompt.messages))
+    # Without any nobody pays for the measuring, which is writing the message.
+    if (start.media or in_chat) and message.ByteSize() > MAX_EDGE_MESSAGE_BYTES - _WRAPPING_BYTES:
+        reason = f"with its media the request is longer than {MAX_EDGE_MESSAGE_BYTES >> 20} MiB"
+        raise MediaTooLargeError(reason, field="chat.messages.parts.media" if in_chat else "media")
 
 
 def _make_prompt(text: str | None, messages: Sequence[ChatMessage] | None, token_ids: Sequence[int] | None) -> Prompt:

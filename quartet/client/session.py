@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
+from quartet.client.request import check_size
 from quartet.client.routers import (
     DEADLINE_GRACE_S,
     MAX_OPENINGS,
@@ -65,6 +66,7 @@ class SessionRequest:
         self._routers = routers
         self._sessions = sessions
         self._start = to_generate_start(start)
+        check_size(start, self._start)
         self._deadline_s = None if start.timeout_s is None else start.timeout_s + DEADLINE_GRACE_S
         self._deadline: asyncio.TimerHandle | None = None
         self._answer = Answer()
