@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from cli.errors import describe, reporting_errors
+from cli.media import ImageOption, MediaError, read_images, to_media
 from cli.options import (
     DEFAULT_ROUTER,
     MaxTokensOption,
@@ -25,11 +26,12 @@ from cli.options import (
     make_sampling,
     make_tls,
 )
-from quartet.client import ChatMessage, Delta, RequestPath, Sampling
+from quartet.client import ChatMessage, Delta, MediaPart, RequestPath, Sampling
 from quartet.client.sync import SyncClient
 from quartet.errors import RouterUnavailableError, ServingError
 
 _PROMPT = "> "
+_IMAGE_COMMAND = "/image"
 
 
 def chat(
@@ -38,6 +40,7 @@ def chat(
     model: ModelOption = "",
     path: PathOption = RequestPath.GENERATE,
     system: Annotated[str | None, typer.Option("--system", help="What the model is told first.")] = None,
+    image: ImageOption = None,
     max_tokens: MaxTokensOption = None,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
@@ -47,7 +50,11 @@ def chat(
     tls_cert: TlsCertOption = None,
     tls_key: TlsKeyOption = None,
 ) -> None:
-    """Talk to a model. Ctrl-C cancels an answer, Ctrl-D leaves."""
+    """Talk to a model. Ctrl-C cancels an answer, Ctrl-D leaves.
+
+    Pictures go with the first message; a line "/image FILE" adds one to the next.
+    """
+    media = read_images(image)
     # With it loaded, `input` edits lines and remembers them.
     readline.set_history_length(1000)
     with reporting_errors():
@@ -55,7 +62,7 @@ def chat(
         with SyncClient(router, tls=make_tls(tls_ca, tls_cert, tls_key)) as client:
             # Before anything is typed: nobody wants to write into the void.
             client.list_models()
-            _Conversation(client, path, model, sampling, seed, system).run()
+            _Conversation(client, path, model, sampling, seed, system, media).run()
 
 
 class _Conversation:
@@ -67,6 +74,7 @@ class _Conversation:
         sampling: Sampling,
         seed: int | None,
         system: str | None,
+        media: list[MediaPart],
     ) -> None:
         self._client = client
         self._path = path
@@ -76,14 +84,42 @@ class _Conversation:
         # Its turns begin with the same tokens: a router that heeds sessions has them where those are cached.
         self._session_key = secrets.token_hex(16)
         self._messages = [] if system is None else [ChatMessage("system", system)]
+        #: For the next message.
+        self._media = media
 
     def run(self) -> None:
         while (line := _read_line()) is not None:
-            if line.strip():
+            command, _, argument = line.strip().partition(" ")
+            if command == _IMAGE_COMMAND:
+                self._add_image(argument.strip())
+            elif command:
                 self._ask(line)
 
+    def _add_image(self, file_or_url: str) -> None:
+        if not file_or_url:
+            _complain(f"{_IMAGE_COMMAND} takes a file or a URL")
+            return
+        try:
+            self._media.append(to_media(file_or_url))
+        except MediaError as error:
+            _complain(f"{_IMAGE_COMMAND} {error}")
+
     def _ask(self, text: str) -> None:
-        messages = [*self._messages, ChatMessage("user", text)]
+        media, self._media = self._media, []
+        messages = [*self._messages, ChatMessage("user", (*media, text) if media else text)]
+        try:
+            answer = self._show_answer(messages)
+        except RouterUnavailableError:
+            raise
+        except ServingError as error:
+            # The conversation goes on as if this had not been asked, pictures included: one that can't be used would
+            # spoil every message to come.
+            _complain(describe(error) + ("; its pictures are dropped with it" if media else ""))
+        else:
+            self._messages = [*messages, ChatMessage("assistant", answer)]
+
+    def _show_answer(self, messages: list[ChatMessage]) -> str:
+        """All of it, or what came before Ctrl-C. Raises ``ServingError``."""
         stream = self._client.generate(
             path=self._path,
             messages=messages,
@@ -101,15 +137,9 @@ class _Conversation:
             print()
         except KeyboardInterrupt:
             typer.secho(" (cancelled)", fg=typer.colors.YELLOW)
-        except RouterUnavailableError:
-            raise
-        except ServingError as error:
-            # The conversation goes on as if this had not been asked.
-            typer.secho(f"quartet: {describe(error)}", fg=typer.colors.RED, err=True)
-            return
         finally:
             stream.close()
-        self._messages = [*messages, ChatMessage("assistant", "".join(texts))]
+        return "".join(texts)
 
 
 def _read_line() -> str | None:
@@ -121,3 +151,7 @@ def _read_line() -> str | None:
             return None
         except KeyboardInterrupt:
             typer.secho(" (Ctrl-D leaves)", fg=typer.colors.YELLOW)
+
+
+def _complain(message: str) -> None:
+    typer.secho(f"quartet: {message}", fg=typer.colors.RED, err=True)

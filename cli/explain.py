@@ -14,6 +14,7 @@ from rich.text import Text
 
 from cli.errors import reporting_errors
 from cli.json_values import json_value
+from cli.media import ImageOption
 from cli.options import (
     DEFAULT_ROUTER,
     MaxTokensOption,
@@ -38,6 +39,7 @@ def explain(
     router: RouterOption = [DEFAULT_ROUTER],  # noqa: B006 - Typer copies it
     model: ModelOption = "",
     is_chat: ChatOption = False,
+    image: ImageOption = None,
     file: FileOption = None,
     token_ids: TokenIdsOption = None,
     session_key: SessionKeyOption = "",
@@ -48,7 +50,7 @@ def explain(
     tls_key: TlsKeyOption = None,
 ) -> None:
     """Show where a prompt would go now, and why; nothing is run."""
-    text, given = read_prompt(prompt, file, token_ids, is_chat=is_chat)
+    text, given = read_prompt(prompt, file, token_ids, image, is_chat=is_chat)
     with reporting_errors():
         sampling = Sampling(max_tokens=max_tokens)
         fields: GenerateFields = {**given, "model": model, "sampling": sampling, "session_key": session_key}

@@ -10,6 +10,7 @@ import typer
 
 from cli.errors import reporting_errors
 from cli.json_values import json_value
+from cli.media import ImageOption
 from cli.options import (
     DEFAULT_ROUTER,
     MaxTokensOption,
@@ -40,6 +41,7 @@ def generate(
     model: ModelOption = "",
     path: PathOption = RequestPath.GENERATE,
     is_chat: ChatOption = False,
+    image: ImageOption = None,
     file: FileOption = None,
     token_ids: TokenIdsOption = None,
     session_key: SessionKeyOption = "",
@@ -55,8 +57,11 @@ def generate(
     tls_cert: TlsCertOption = None,
     tls_key: TlsKeyOption = None,
 ) -> None:
-    """Continue a text. Tokens are printed as they come."""
-    text, given = read_prompt(prompt, file, token_ids, is_chat=is_chat)
+    """Continue a text. Tokens are printed as they come.
+
+    With --chat, pictures come before the text. Without it, a prompt holds the model's placeholder for each of them.
+    """
+    text, given = read_prompt(prompt, file, token_ids, image, is_chat=is_chat)
     with reporting_errors():
         fields: GenerateFields = {
             **given,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
 
+from cli.media import read_images
 from quartet.client import ChatMessage, GenerateFields
 
 PromptArgument: TypeAlias = Annotated[
@@ -29,18 +31,24 @@ SessionKeyOption: TypeAlias = Annotated[
 
 
 def read_prompt(
-    prompt: str | None, file: Path | None, token_ids: str | None, *, is_chat: bool
+    prompt: str | None, file: Path | None, token_ids: str | None, images: Sequence[str] | None, *, is_chat: bool
 ) -> tuple[str | None, GenerateFields]:
-    """The text to continue, or ``None`` and the field that holds what is. Raises ``typer.BadParameter``."""
+    """The text to continue, or ``None``, and the fields that hold what else is. Raises ``typer.BadParameter``.
+
+    In a user's message the pictures come before the text; any other prompt says itself where they go.
+    """
     if sum(given is not None for given in (prompt, file, token_ids)) != 1:
         raise typer.BadParameter("give one of PROMPT, --file and --token-ids")
     if token_ids is not None:
         if is_chat:
             raise typer.BadParameter("--chat takes text, not --token-ids")
-        return None, {"token_ids": _parse_ids(token_ids)}
+        return None, {"token_ids": _parse_ids(token_ids), "media": read_images(images)}
     text = _read(file) if file is not None else sys.stdin.read() if prompt == "-" else prompt
     assert text is not None, "one of them is given"
-    return (None, {"messages": [ChatMessage("user", text)]}) if is_chat else (text, {})
+    media = read_images(images)
+    if not is_chat:
+        return text, {"media": media}
+    return None, {"messages": [ChatMessage("user", (*media, text) if media else text)]}
 
 
 def _parse_ids(text: str) -> list[int]:

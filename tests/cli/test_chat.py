@@ -8,10 +8,12 @@ import os
 import pty
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
-from quartet.errors import InvalidRequestError
+from quartet.errors import InvalidRequestError, MediaNotAllowedError
+from quartet.v1 import router_pb2
 from tests.client.conftest import StartRouter
 from tests.client.fake_router import FakeRouter
 
@@ -65,15 +67,15 @@ class Terminal:
         self._arrived.set()
 
 
-StartChat = Callable[[str], Awaitable[Terminal]]
+StartChat = Callable[..., Awaitable[Terminal]]
 
 
 @pytest.fixture
 async def start_chat() -> AsyncIterator[StartChat]:
-    """Starts ``quartet chat`` at the router of this address."""
+    """Starts ``quartet chat ARGUMENT...`` at the router of this address."""
     started: list[tuple[Terminal, asyncio.subprocess.Process]] = []
 
-    async def start(address: str) -> Terminal:
+    async def start(address: str, *arguments: str) -> Terminal:
         master, slave = pty.openpty()
         code = (
             # Ctrl-C comes from the terminal to the session that it controls.
@@ -81,7 +83,7 @@ async def start_chat() -> AsyncIterator[StartChat]:
             "os.setsid()\n"
             "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
             "from cli.app import main\n"
-            f"sys.argv = ['quartet', 'chat', '--router', {address!r}, '--seed', '5']\n"
+            f"sys.argv = ['quartet', 'chat', '--router', {address!r}, '--seed', '5', *{arguments!r}]\n"
             "main()\n"
         )
         process = await asyncio.create_subprocess_exec(
@@ -161,3 +163,76 @@ async def test_a_refused_message_does_not_end_the_conversation(
     terminal.type(CTRL_D)
     assert await terminal.exit_code() == 0
     assert len(router.starts[1].chat.messages) == 1
+
+
+def pieces(message: router_pb2.ChatMessage) -> list[str | bytes]:
+    """Of its text, pictures and URLs, in order."""
+    return [part.text or part.media.data or part.media.url for part in message.parts]
+
+
+async def test_pictures_go_with_the_next_message_and_stay_in_the_conversation(
+    start_router: StartRouter, start_chat: StartChat, tmp_path: Path
+) -> None:
+    (tmp_path / "a b.png").write_bytes(b"first")
+    (tmp_path / "c.png").write_bytes(b"second")
+    router = FakeRouter()
+    terminal = await start_chat(await start_router(router), "--image", str(tmp_path / "a b.png"))
+    await terminal.expect("> ")
+    terminal.type(b"Hello\n")
+    await terminal.expect("one two three")
+    for line in (f"/image {tmp_path / 'c.png'}", "/image https://example.org/d.png"):
+        await terminal.expect("> ")
+        terminal.type(f"{line}\n".encode())
+    await terminal.expect("> ")
+    terminal.type(b"And these?\n")
+    await terminal.expect("one two three")
+    await terminal.expect("> ")
+    terminal.type(b"Why?\n")
+    await terminal.expect("one two three")
+    await terminal.expect("> ")
+    terminal.type(CTRL_D)
+    assert await terminal.exit_code() == 0
+    first, _, second, _, third = router.starts[2].chat.messages
+    assert pieces(first) == [b"first", "Hello"]
+    assert pieces(second) == [b"second", "https://example.org/d.png", "And these?"]
+    assert (third.content, len(third.parts)) == ("Why?", 0)
+
+
+async def test_a_picture_that_cannot_be_used_spoils_only_its_message(
+    start_router: StartRouter, start_chat: StartChat, tmp_path: Path
+) -> None:
+    router = FakeRouter()
+    terminal = await start_chat(await start_router(router))
+    for line, said in [("/image", "takes a file or a URL"), (f"/image {tmp_path}/no.png", "No such file")]:
+        await terminal.expect("> ")
+        terminal.type(f"{line}\n".encode())
+        await terminal.expect(said)
+    router.error = MediaNotAllowedError("no URLs are allowed")
+    await terminal.expect("> ")
+    terminal.type(b"/image https://example.org/d.png\n")
+    await terminal.expect("> ")
+    terminal.type(b"Look\n")
+    await terminal.expect("PERMISSION_DENIED: no URLs are allowed; its pictures are dropped with it")
+    router.error = None
+    await terminal.expect("> ")
+    terminal.type(b"Hi\n")
+    await terminal.expect("one two three")
+    await terminal.expect("> ")
+    terminal.type(CTRL_D)
+    assert await terminal.exit_code() == 0
+    [message] = router.starts[1].chat.messages
+    assert (message.content, len(message.parts)) == ("Hi", 0)
+
+
+async def test_more_than_a_request_holds_does_not_end_the_conversation(
+    start_router: StartRouter, start_chat: StartChat, tmp_path: Path
+) -> None:
+    with (tmp_path / "big.png").open("wb") as sparse:
+        sparse.truncate(64 * 1024 * 1024)
+    terminal = await start_chat(await start_router(FakeRouter()), "--image", str(tmp_path / "big.png"))
+    await terminal.expect("> ")
+    terminal.type(b"Look\n")
+    await terminal.expect("the request is longer than 64 MiB; its pictures are dropped with it")
+    await terminal.expect("> ")
+    terminal.type(b"Hi\n")
+    await terminal.expect("one two three")
