@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
@@ -21,42 +21,61 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """One request. All in milliseconds; ``None``: it did not happen.
+    """One request. All times are in milliseconds; ``None``: it did not happen.
 
     Attributes:
         ttft_ms, second_token_ms: from sending the request, as the client saw it.
         first_token_ms, total_ms: from arrival, as the router saw it; the second token ends the request.
+        media_ms: fetching and encoding media.
         prefill_ms: the prefill hop.
         decode_queue_ms: in the decode worker until the batch, the transfer included.
         transfer_ms: moving blocks.
+        num_prompt_tokens, num_cached_tokens: of the prompt, and of these those whose KV was cached.
     """
 
     ttft_ms: float
     second_token_ms: float
     first_token_ms: float
     total_ms: float
+    media_ms: float | None = None
     prefill_ms: float | None
     decode_queue_ms: float
     transfer_ms: float | None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
 
 
 async def ask(stub: router_pb2_grpc.RouterServiceAsyncStub, rng: random.Random, num_tokens: int) -> Answered:
-    """Send a prompt of ``num_tokens`` random ids, which shares nothing with any other.
+    """Send a prompt of ``num_tokens`` random ids, which shares nothing with any other. Raises as ``send`` does."""
+    return await send(stub, make_start(random_prompt(rng, num_tokens)))
+
+
+def make_start(
+    prompt: Sequence[int], *, media: Sequence[router_pb2.MediaPart] = (), cache_salt: str = ""
+) -> router_pb2.GenerateStart:
+    """A request for two tokens."""
+    return router_pb2.GenerateStart(
+        token_ids=router_pb2.TokenIds(ids=prompt),
+        sampling=types_pb2.Sampling(max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True),
+        media=media,
+        cache_salt=cache_salt,
+    )
+
+
+async def send(stub: router_pb2_grpc.RouterServiceAsyncStub, start: router_pb2.GenerateStart) -> Answered:
+    """Send what ``make_start`` made, and wait for its end.
 
     Raises:
         grpc.aio.AioRpcError: it ended badly.
         RuntimeError: not as many tokens came as were asked for.
     """
-    ids = random_prompt(rng, num_tokens)
-    sampling = types_pb2.Sampling(max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
-    start = router_pb2.GenerateStart(token_ids=router_pb2.TokenIds(ids=ids), sampling=sampling)
     request = router_pb2.GenerateRequest(start=start)
     came_at: list[float] = []
     began = time.perf_counter()
     async for response in stub.Generate(_one(request), timeout=_TIMEOUT_S):
         came_at += [time.perf_counter()] * len(response.delta.token_ids)
         if response.HasField("finished"):
-            times = response.finished.time
+            times, usage = response.finished.time, response.finished.usage
     if len(came_at) != NUM_OUTPUT_TOKENS:
         raise RuntimeError(f"{len(came_at)} tokens came, not {NUM_OUTPUT_TOKENS}")
     return Answered(
@@ -64,9 +83,12 @@ async def ask(stub: router_pb2_grpc.RouterServiceAsyncStub, rng: random.Random, 
         second_token_ms=1e3 * (came_at[1] - began),
         first_token_ms=_ms(times.first_token),
         total_ms=_ms(times.total),
+        media_ms=_ms(times.media) if times.HasField("media") else None,
         prefill_ms=_ms(times.prefill) if times.HasField("prefill") else None,
         decode_queue_ms=_ms(times.decode_queue),
         transfer_ms=_ms(times.transfer) if times.HasField("transfer") else None,
+        num_prompt_tokens=usage.num_prompt_tokens,
+        num_cached_tokens=usage.num_cached_tokens,
     )
 
 

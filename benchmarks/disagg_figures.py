@@ -95,7 +95,7 @@ def summarize(rounds: Sequence[Round], transfer_bytes: int, *, is_paced: bool) -
     return LengthFigures(
         ttft_ms=_by_side(rounds, lambda answered: answered.ttft_ms),
         second_token_ms=_by_side(rounds, lambda answered: answered.second_token_ms),
-        parts_ms={side: _median_parts([split(item.of(side)) for item in rounds]) for side in Side},
+        parts_ms={side: median_parts([split(item.of(side)) for item in rounds]) for side in Side},
         transfer_bytes=transfer_bytes,
         copy_ms=statistics.median(item.copies.plain_ms for item in rounds),
         transfer_copy_ms=statistics.median(item.copies.transfer_ms for item in rounds),
@@ -149,12 +149,13 @@ def split(answered: Answered) -> Mapping[str, float]:
     }
 
 
+def median_parts(parts: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+    """Each part's median; all of ``parts``, at least one, have the same."""
+    return {name: statistics.median(item[name] for item in parts) for name in parts[0]}
+
+
 def _by_side(rounds: Sequence[Round], value: Callable[[Answered], float]) -> Mapping[str, float]:
     return {side: statistics.median(value(item.of(side)) for item in rounds) for side in Side}
-
-
-def _median_parts(parts: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
-    return {name: statistics.median(item[name] for item in parts) for name in parts[0]}
 
 
 def _tenth(values: Sequence[float]) -> float:

@@ -32,6 +32,7 @@ class Stack:
 
     Attributes:
         pids: process ids by name: ``router``, and workers by their ids.
+        worker_addresses: ``host:port`` of the workers' gRPC services, by their ids.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Stack:
         ``adapt``: as of ``LocalTopology``.
         """
         self.pids: Mapping[str, int] = {}
+        self.worker_addresses: Mapping[str, str] = {}
         self._router_http = f"127.0.0.1:{free_port()}"
         overrides = {**topology.router.overrides, "http_address": self._router_http}
         self._topology = replace(topology, router=replace(topology.router, port=0, overrides=overrides))
@@ -127,13 +129,10 @@ class Stack:
             answer = await stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=_CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return False  # not listening yet
-        ready = {
-            worker.record.worker_id: worker.record.http_address
-            for worker in answer.workers
-            if worker.state == router_pb2.WORKER_STATE_READY
-        }
-        self._http_addresses = {_ROUTER: self._router_http, **ready}
-        return ready.keys() >= set(self._running.worker_ids)
+        ready = [worker.record for worker in answer.workers if worker.state == router_pb2.WORKER_STATE_READY]
+        self._http_addresses = {_ROUTER: self._router_http, **{item.worker_id: item.http_address for item in ready}}
+        self.worker_addresses = {item.worker_id: item.grpc_address for item in ready}
+        return self.worker_addresses.keys() >= set(self._running.worker_ids)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.tables import Report, markdown_table
@@ -20,8 +20,12 @@ def transfer_tables(report: Report) -> str:
             ["grpc, GB/s", f"{warm['gb_per_s']['grpc']:.2f}", ">= 0.7"],
         ],
     )
-    rows = [_row(run, temperature) for run in (report, *report["others"]) for temperature in ("warm", "cold")]
-    speeds = markdown_table(
+    return f"{bars}\n{speeds_table([report, *report['others']])}"
+
+
+def speeds_table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """A row for each of ``runs`` and temperature."""
+    return markdown_table(
         [
             "blocks",
             "piece",
@@ -33,16 +37,15 @@ def transfer_tables(report: Report) -> str:
             "CPU s per GB, shm: puller, source",
             "grpc: puller, source",
         ],
-        rows,
+        [_row(run, temperature) for run in runs for temperature in ("warm", "cold")],
     )
-    return f"{bars}\n{speeds}"
 
 
 def _row(run: Mapping[str, Any], temperature: str) -> list[object]:
     figures = run[temperature]
     speed = figures["gb_per_s"]
     return [
-        f"{run['size_bytes'] // _MIB} MiB",
+        f"{run['size_bytes'] / _MIB:g} MiB",
         f"{run['piece_size_bytes'] // _KIB} KiB",
         temperature,
         f"{speed['shm']:.1f}",
