@@ -1,15 +1,21 @@
-"""The embedded engine: Hugging Face causal LMs on PyTorch. Importing this package imports neither of them."""
+"""The embedded engine: Hugging Face causal LMs and vision towers on PyTorch.
+
+Importing this package imports neither of them.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from quartet.engine.torch.config import TorchEngineConfig
+from quartet.engine.torch.encoder_config import TorchEncoderConfig
 
 if TYPE_CHECKING:
+    from quartet.engine.encoder import MediaEncoder
     from quartet.engine.torch.runner import TorchRunner
+    from quartet.transfer.base import EmbeddingMemory
 
-__all__ = ["TorchEngineConfig", "create_runner"]
+__all__ = ["TorchEncoderConfig", "TorchEngineConfig", "create_encoder", "create_runner"]
 
 
 def create_runner(config: TorchEngineConfig) -> TorchRunner:
@@ -25,3 +31,15 @@ def create_runner(config: TorchEngineConfig) -> TorchRunner:
     from quartet.engine.torch.runner import TorchRunner
 
     return TorchRunner(config)
+
+
+def create_encoder(config: TorchEncoderConfig, embeddings: EmbeddingMemory | None = None) -> MediaEncoder:
+    """The encoder of a LLaVA-family checkpoint; torch is imported and the model loaded by its ``start``.
+
+    Args:
+        config: what it is to be.
+        embeddings: the pool to write to, of the model's own layout; without, it has one of its own.
+    """
+    from quartet.engine.torch.encoder import TorchEncoder
+
+    return TorchEncoder(config, embeddings)

@@ -1,0 +1,242 @@
+"""A ``MediaEncoder`` on transformers: vision tower and projector of LLaVA-family checkpoints.
+
+Files are decoded and preprocessed in worker threads, and wait for the tower, which takes whatever is ready when it
+becomes free. All of the book is kept on the event loop; the tower's thread alone writes to the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+from quartet.engine.encoder import EncoderCapabilities, EncoderStats, EncodeTimes, ItemSize
+from quartet.engine.torch.encoder_config import TorchEncoderConfig
+from quartet.engine.torch.encoder_jobs import Job, JobQueue, Passenger, RunTimes, Stage
+from quartet.engine.torch.encoder_thread import TowerListener, TowerThread
+from quartet.errors import EngineError, ServingError, WorkerUnavailableError
+from quartet.media.items import MediaFile
+from quartet.transfer.base import EmbeddingMemory
+
+if TYPE_CHECKING:  # they import torch, which takes seconds: only the tower's thread may
+    from quartet.engine.torch.encoder_files import Prepared
+    from quartet.engine.torch.encoder_tower import Tower
+
+_LOG = logging.getLogger(__name__)
+
+_NUM_READERS = 2  # threads that decode; each may hold a picture of ``max_pixels`` several times
+_CLOSE_TIMEOUT_S = 30.0  # for the run that the tower is in
+
+#: Loads all that the tower's thread works with, on that thread.
+_LoadTower: TypeAlias = "Callable[[TorchEncoderConfig, EmbeddingMemory | None], Tower]"
+
+
+def _load_tower(config: TorchEncoderConfig, embeddings: EmbeddingMemory | None) -> Tower:
+    from quartet.engine.torch.encoder_tower import load_tower
+
+    return load_tower(config, embeddings)
+
+
+class TorchEncoder:
+    """See ``MediaEncoder``. Loads nothing before ``start``."""
+
+    def __init__(
+        self,
+        config: TorchEncoderConfig,
+        embeddings: EmbeddingMemory | None = None,
+        load: _LoadTower = _load_tower,
+    ) -> None:
+        """Write to ``embeddings``; to a pool of its own, without."""
+        self._config = config
+        self._embeddings = embeddings
+        self._load = load
+        self._jobs = JobQueue(config.max_batch_size)
+        self._stats = EncoderStats()
+        self._tower: Tower | None = None
+        self._lost: ServingError | None = None
+        self._is_closed = False
+        self._thread: TowerThread | None = None
+        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="quartet-media")
+        self._has_settled = asyncio.Event()  # it is ready, or lost
+        self._has_ended = asyncio.Event()  # the tower's thread writes no more
+
+    @property
+    def capabilities(self) -> EncoderCapabilities:
+        """What it can do; valid after ``start``."""
+        return self._started().capabilities
+
+    @property
+    def embeddings(self) -> EmbeddingMemory:
+        """The pool that it writes to; valid after ``start``."""
+        return self._started().memory
+
+    @property
+    def is_alive(self) -> bool:
+        """False once it has died; nothing is encoded any more."""
+        return self._lost is None
+
+    async def start(self) -> None:
+        """Load and warm up, in the tower's thread. Called once.
+
+        Raises:
+            InvalidRequestError: field ``model``, ``device`` or ``num_blocks``: it cannot be run so.
+            EngineError: the checkpoint is damaged, the pool is of another layout, or the first pictures fail.
+        """
+        listener = TowerListener(
+            on_ready=self._on_ready, on_run=self._on_run, on_lost=self._on_lost, on_end=self._has_ended.set
+        )
+        self._thread = TowerThread(partial(self._load, self._config, self._embeddings), listener)
+        await self._has_settled.wait()
+        if self._lost is not None:
+            raise self._lost
+
+    async def size(self, file: MediaFile) -> ItemSize:
+        """See ``MediaEncoder``."""
+        return await asyncio.to_thread(self._started().reader.size, file)
+
+    async def encode(self, file: MediaFile, block_ids: Sequence[int]) -> EncodeTimes:
+        """See ``MediaEncoder``."""
+        self._check_serving()
+        job = Job(file, tuple(block_ids), time.monotonic(), asyncio.get_running_loop().create_future())
+        self._jobs.add(job)
+        self._advance()
+        try:
+            await asyncio.wait([job.done])
+        except asyncio.CancelledError:
+            while job.stage is Stage.RUNNING and not job.done.done():
+                # Who cancels again waits as well: the tower would write to blocks that are somebody else's by then.
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([job.done])
+            self._jobs.remove(job)
+            if not job.done.cancel():
+                job.done.exception()  # seen, else somebody would log that nobody did
+            self._advance()
+            raise
+        return job.done.result()
+
+    def stats(self) -> EncoderStats:
+        """How it is. May be called on any thread, also after ``close``."""
+        return self._stats
+
+    async def close(self) -> None:
+        """Free everything, in 30 s and what decoding takes; the run that the tower is in is waited for."""
+        self._is_closed = True
+        self._fail_all(_closed, spare_running=True)
+        self._readers.shutdown(wait=False, cancel_futures=True)
+        if self._thread is not None:
+            self._thread.stop()
+            try:
+                await asyncio.wait_for(self._has_ended.wait(), _CLOSE_TIMEOUT_S)
+            except TimeoutError:
+                _LOG.error("the encoder is still busy after %.0f s: its thread is left behind", _CLOSE_TIMEOUT_S)
+                self._fail_all(_closed)
+                return
+            self._thread.join()
+        await asyncio.to_thread(self._readers.shutdown)
+        if self._embeddings is None and self._tower is not None:
+            self._tower.memory.memory.close()
+
+    def _started(self) -> Tower:
+        if self._tower is None:
+            raise WorkerUnavailableError("the encoder has not started")
+        return self._tower
+
+    def _check_serving(self) -> None:
+        if self._is_closed:
+            raise _closed()
+        if self._lost is not None:
+            raise _broken()
+        self._started()
+
+    def _advance(self) -> None:
+        """Give the worker threads and the tower what they can take."""
+        if self._tower is not None and self._thread is not None and self._lost is None and not self._is_closed:
+            for job in self._jobs.begin_preparing():
+                future = self._readers.submit(_prepare, self._tower, job)
+                future.add_done_callback(partial(self._hear_prepared, asyncio.get_running_loop(), job))
+            if batch := self._jobs.begin_running():
+                self._thread.post([Passenger(job.prepared, job.block_ids) for job in batch if job.prepared is not None])
+        self._count()
+
+    def _hear_prepared(self, loop: asyncio.AbstractEventLoop, job: Job, future: Future[Prepared | None]) -> None:
+        """On a worker thread."""
+        # RuntimeError: the loop is closed, so nobody listens any more.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._on_prepared, job, future)
+
+    def _on_prepared(self, job: Job, future: Future[Prepared | None]) -> None:
+        if job not in self._jobs:
+            return  # nobody waits for it any more
+        if error := future.exception():
+            self._jobs.remove(job)
+            job.done.set_exception(_told(error))
+            self._count(num_failed=1)
+        else:
+            job.stage, job.prepared = Stage.READY, future.result()
+        self._advance()
+
+    def _on_ready(self, tower: Tower) -> None:
+        self._tower = tower
+        self._has_settled.set()
+
+    def _on_run(self, times: RunTimes) -> None:
+        batch = self._jobs.running()
+        for job in batch:
+            self._jobs.remove(job)
+            job.done.set_result(EncodeTimes(times.began_at - job.queued_at, times.compute_s))
+        self._count(num_steps=1, num_items=len(batch))
+        self._advance()
+
+    def _on_lost(self, error: Exception) -> None:
+        if self._tower is not None:
+            self._lost = _broken()
+        elif isinstance(error, ServingError):
+            self._lost = error
+        else:
+            self._lost = EngineError(f"the vision tower cannot be started: {error}")
+        self._has_settled.set()
+        self._fail_all(_broken)
+
+    def _fail_all(self, make_error: Callable[[], ServingError], *, spare_running: bool = False) -> None:
+        self._count(num_failed=self._jobs.fail(make_error, spare_running=spare_running))
+
+    def _count(self, *, num_steps: int = 0, num_items: int = 0, num_failed: int = 0) -> None:
+        """Bring the statistics up to date: as the book is, and more by so many."""
+        num_running = len(self._jobs.running())
+        self._stats = replace(
+            self._stats,
+            num_running=num_running,
+            num_waiting=len(self._jobs) - num_running,
+            num_steps=self._stats.num_steps + num_steps,
+            num_items=self._stats.num_items + num_items,
+            num_failed=self._stats.num_failed + num_failed,
+        )
+
+
+def _prepare(tower: Tower, job: Job) -> Prepared | None:
+    """On a worker thread; ``None`` where the caller went while the file waited for the thread."""
+    if job.done.done():
+        return None
+    return tower.reader.prepare(job.file, len(job.block_ids))
+
+
+def _told(error: BaseException) -> ServingError:
+    """What a caller hears of a file that could not be prepared: nothing else suffers from it."""
+    if isinstance(error, ServingError):
+        return error
+    _LOG.error("a media file could not be prepared", exc_info=error)
+    return EngineError("the file could not be prepared for the vision tower")
+
+
+def _broken() -> EngineError:
+    return EngineError("the vision tower broke")
+
+
+def _closed() -> WorkerUnavailableError:
+    return WorkerUnavailableError("the encoder is closed")

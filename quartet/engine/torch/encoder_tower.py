@@ -1,0 +1,103 @@
+"""What the tower's thread works with: vision tower, pool of embeddings, and what is promised of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+from quartet.engine.encoder import EncoderCapabilities
+from quartet.engine.fingerprint import model_fingerprint
+from quartet.engine.torch.embeddings import EmbeddingPoolView
+from quartet.engine.torch.encoder_config import TorchEncoderConfig
+from quartet.engine.torch.encoder_files import FileReader, Vision
+from quartet.engine.torch.encoder_jobs import Passenger, RunTimes
+from quartet.engine.torch.vision import Pixels, create_vision
+from quartet.errors import EngineError, InvalidRequestError
+from quartet.kvcache.layout import EmbeddingLayout
+from quartet.media.items import MediaKind
+from quartet.media.media_id import PREPROCESSING_FILES, preprocessing_fingerprint
+from quartet.transfer.base import EmbeddingMemory, PoolMemory
+
+#: Loads and warms up a vision tower, on the calling thread.
+LoadVision: TypeAlias = Callable[[TorchEncoderConfig], Vision]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tower:
+    """A vision tower, loaded and warm, and where it writes.
+
+    Attributes:
+        memory: of ``pool``.
+    """
+
+    vision: Vision
+    reader: FileReader
+    memory: EmbeddingMemory
+    pool: EmbeddingPoolView
+    capabilities: EncoderCapabilities
+
+    def run(self, batch: Sequence[Passenger]) -> RunTimes:
+        """Encode the pictures of ``batch`` at once, and write all of it to its blocks."""
+        began_at = time.monotonic()
+        pictures = [item.prepared for item in batch if isinstance(item.prepared, Pixels)]
+        encoded = iter(self.vision.encode(pictures) if pictures else ())
+        for item in batch:
+            rows = item.prepared if isinstance(item.prepared, torch.Tensor) else next(encoded)
+            self.pool.write(item.block_ids, rows)
+        return RunTimes(began_at, time.monotonic() - began_at)
+
+
+def load_tower(
+    config: TorchEncoderConfig, embeddings: EmbeddingMemory | None, load: LoadVision = create_vision
+) -> Tower:
+    """Load on the calling thread; reserve a pool where none is given.
+
+    Raises:
+        InvalidRequestError: field ``model``, ``device`` or ``num_blocks``: it cannot be run so.
+        EngineError: the checkpoint is damaged, or the pool that was given is of another layout.
+    """
+    vision = load(config)
+    layout = EmbeddingLayout(
+        model_fingerprint=model_fingerprint(config.model_path, vision.dtype),
+        dtype=vision.dtype,
+        hidden_size=vision.hidden_size,
+        block_size=config.block_size,
+    )
+    if embeddings is not None and embeddings.layout != layout:
+        raise EngineError(f"the encoder writes {layout}, and the pool is for {embeddings.layout}")
+    max_item_tokens = config.max_item_tokens or vision.max_item_tokens
+    num_blocks = config.num_blocks if embeddings is None else embeddings.memory.num_blocks
+    if max_item_tokens > num_blocks * config.block_size:
+        message = (
+            f"{num_blocks} blocks hold {num_blocks * config.block_size} tokens, one item may fill {max_item_tokens}"
+        )
+        raise InvalidRequestError(message, field="num_blocks")
+    memory = embeddings or EmbeddingMemory(layout, PoolMemory(num_blocks, layout.piece_size_bytes))
+    return Tower(
+        vision=vision,
+        reader=FileReader(
+            vision=vision,
+            dtype=layout.dtype,
+            block_size=layout.block_size,
+            max_item_tokens=max_item_tokens,
+            max_pixels=config.max_pixels,
+        ),
+        memory=memory,
+        pool=EmbeddingPoolView(memory),
+        capabilities=EncoderCapabilities(
+            kinds=frozenset(MediaKind),
+            model_fingerprint=layout.model_fingerprint,
+            preprocessing_fingerprint=_preprocessing_fingerprint(Path(config.model_path)),
+            max_item_tokens=max_item_tokens,
+        ),
+    )
+
+
+def _preprocessing_fingerprint(directory: Path) -> bytes:
+    paths = [directory / name for name in PREPROCESSING_FILES]
+    return preprocessing_fingerprint({path.name: path.read_bytes() for path in paths if path.is_file()})

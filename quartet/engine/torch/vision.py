@@ -1,0 +1,155 @@
+"""A vision tower that takes pictures of any size: pixels, numbers of tokens, and embeddings of a batch.
+
+A picture is a number of tiles, all of one shape: one for LLaVA and VipLLaVA, the whole picture and its parts for
+LLaVA-NeXT. Tiles of all pictures of a batch go through the tower together, so pictures of all sizes can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+from quartet.engine.encoder import ItemSize
+from quartet.engine.torch.encoder_config import TorchEncoderConfig
+from quartet.engine.torch.vision_loader import LoadedVision, load_vision
+from quartet.errors import InvalidRequestError, MediaTooLargeError
+from quartet.media.items import MediaGrid
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """A picture as the tower takes it.
+
+    Attributes:
+        tiles: ``[num_tiles, 3, tile height, tile width]``, float32, in host memory.
+        height: of the picture itself, in pixels.
+        width: of the picture itself, in pixels.
+    """
+
+    tiles: torch.Tensor
+    height: int
+    width: int
+
+
+class VisionModel:
+    """The tower with its projector, and the checkpoint's own image processor. Warmed up on construction.
+
+    ``encode`` belongs to one thread; everything else may be called on any.
+
+    Attributes:
+        dtype: of the embeddings, by its PyTorch name.
+        hidden_size: of the embeddings.
+        max_item_tokens: of the picture that fills most.
+    """
+
+    def __init__(self, config: TorchEncoderConfig, loaded: LoadedVision) -> None:
+        """Encode two pictures to see what comes.
+
+        Raises:
+            InvalidRequestError: field ``model``; its pictures are not tiles of one shape.
+        """
+        self.dtype = loaded.dtype
+        self.hidden_size = loaded.hidden_size
+        self._model: Any = loaded.model  # whose methods are not typed
+        self._image_processor: Any = loaded.image_processor
+        self._max_pixels = config.max_pixels
+        self._device = torch.device(config.device)
+        self._vision_config = loaded.model.config.vision_config
+        self._pinpoints: list[list[int]] | None = getattr(loaded.model.config, "image_grid_pinpoints", None)
+        self._num_tile_tokens = 0
+        self._warm_up()
+        self.max_item_tokens = max(
+            (self._num_tokens(height, width) for height, width in self._pinpoints or ()), default=self._num_tile_tokens
+        )
+
+    def size(self, height: int, width: int) -> ItemSize:
+        """What a picture of that size fills.
+
+        Raises:
+            MediaTooLargeError: field ``file``; preprocessing would need too much memory.
+        """
+        num_pixels = self._num_scaled_pixels(height, width)
+        if num_pixels > self._max_pixels:
+            message = (
+                f"a picture of {width} x {height} is scaled to {num_pixels} pixels, at most {self._max_pixels} may be"
+            )
+            raise MediaTooLargeError(message, field="file")
+        if self._pinpoints is not None:
+            return ItemSize(self._num_tokens(height, width), None)
+        edge = self._vision_config.image_size // self._vision_config.patch_size
+        return ItemSize(self._num_tile_tokens, MediaGrid(edge, edge))
+
+    def pixels(self, picture: Image.Image) -> Pixels:
+        """Scale, cut and normalise an RGB picture, as ``AutoProcessor`` without torchvision does."""
+        values = self._image_processor(images=picture, return_tensors="np")["pixel_values"]
+        tiles = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+        return Pixels(tiles.flatten(0, -4), picture.height, picture.width)
+
+    def encode(self, pictures: Sequence[Pixels]) -> list[torch.Tensor]:
+        """Embeddings of each picture, ``[num_tokens, hidden_size]``, on the tower's device."""
+        tiles = torch.cat([picture.tiles for picture in pictures]).to(self._device, getattr(torch, self.dtype))
+        sizes = {}
+        if self._pinpoints is not None:
+            sizes["image_sizes"] = [(picture.height, picture.width) for picture in pictures]
+        with torch.inference_mode():
+            return list(self._model.get_image_features(pixel_values=tiles, **sizes).pooler_output)
+
+    def _warm_up(self) -> None:
+        """Run a square and a wide picture; learn what a tile fills, and that all tiles are alike."""
+        edge = int(self._vision_config.image_size)
+        self._num_tile_tokens = (edge // self._vision_config.patch_size) ** 2
+        pictures = [self.pixels(Image.new("RGB", (width, edge))) for width in (edge, 3 * edge)]
+        for picture in pictures:
+            if tuple(picture.tiles.shape[1:]) != (3, edge, edge):
+                shape = " x ".join(map(str, picture.tiles.shape[1:]))
+                message = f"the image processor makes tiles of {shape}, the vision tower takes 3 x {edge} x {edge}"
+                raise InvalidRequestError(message, field="model")
+        square, wide = (len(rows) for rows in self.encode(pictures))
+        if self._pinpoints is None:
+            self._num_tile_tokens = square
+        expected = [self._num_tokens(picture.height, picture.width) for picture in pictures]
+        if [square, wide] != expected:
+            message = f"pictures fill {square} and {wide} tokens, not {expected[0]} and {expected[1]}"
+            raise InvalidRequestError(message, field="model")
+
+    def _num_tokens(self, height: int, width: int) -> int:
+        if self._pinpoints is None:
+            return self._num_tile_tokens
+        # Packed by the model itself, on a device without memory: only the shape counts.
+        num_tiles = image_size_to_num_patches((height, width), self._pinpoints, self._vision_config.image_size)
+        features = torch.empty(num_tiles, self._num_tile_tokens, 1, device="meta")
+        strategy = self._model.config.vision_feature_select_strategy
+        newline = torch.empty(1, device="meta")
+        packed, _ = self._model.pack_image_features([features], [(height, width)], strategy, image_newline=newline)
+        num_tokens: int = packed[0].shape[0]
+        return num_tokens
+
+    def _num_scaled_pixels(self, height: int, width: int) -> int:
+        """Pixels of the largest picture on the way from a picture to its tiles, where it grows with its shape."""
+        processor = self._image_processor
+        if self._pinpoints is not None:
+            return height * width  # scaled to one of a few sizes
+        if getattr(processor, "pad_to_square", None) is not None and processor.do_pad:
+            return max(height, width) ** 2
+        shortest_edge = processor.size.shortest_edge if processor.do_resize else None
+        if shortest_edge is None or processor.size.longest_edge is not None:
+            return height * width
+        return max(height * width, shortest_edge**2 * max(height, width) // min(height, width))
+
+
+def create_vision(config: TorchEncoderConfig) -> VisionModel:
+    """Load, and warm up, on the calling thread, which is to be the tower's.
+
+    Raises:
+        InvalidRequestError: field ``model`` or ``device``; see ``load_vision`` and ``VisionModel``.
+        EngineError: the checkpoint is damaged or incomplete.
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    return VisionModel(config, load_vision(config))

@@ -1,0 +1,162 @@
+"""Loads what a LLaVA checkpoint sees with: vision tower, projector and newline, without its language model."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    LlamaConfig,
+    LlavaModel,
+    LlavaNextModel,
+    PretrainedConfig,
+    PreTrainedModel,
+    VipLlavaModel,
+)
+from transformers.image_processing_backends import PilBackend
+from transformers.utils.logging import disable_progress_bar
+
+from quartet.engine.fingerprint import weight_files
+from quartet.engine.torch.encoder_config import TorchEncoderConfig
+from quartet.errors import EngineError, InvalidRequestError
+
+_LOG = logging.getLogger(__name__)
+_MAX_NAMED_KEYS = 5
+#: Towers whose rows of patches the prompt keeps apart by tokens of its own, which no run of placeholders can say.
+_TOWERS_OF_ROWS = ("pixtral",)
+
+
+@dataclass(frozen=True)
+class LoadedVision:
+    """A model that sees, with what makes pictures into its pixels.
+
+    Attributes:
+        hidden_size: of the embeddings, as the language model takes them.
+        dtype: of weights and embeddings, by its PyTorch name.
+    """
+
+    model: PreTrainedModel
+    image_processor: PilBackend
+    hidden_size: int
+    dtype: str
+
+
+def load_vision(config: TorchEncoderConfig) -> LoadedVision:
+    """Load the checkpoint that ``config`` names onto its device. Runs no code from the checkpoint, downloads nothing.
+
+    Raises:
+        InvalidRequestError: field ``model``: not a model this encoder can run; ``device``: it is not here.
+        EngineError: files are missing or damaged, or their tensors are not those of the model.
+    """
+    started_at = time.monotonic()
+    if config.device != "cpu" and torch.device(config.device).index not in range(torch.cuda.device_count()):
+        raise InvalidRequestError(f"there is no {config.device} here", field="device")
+    directory = Path(config.model_path)
+    model_config = _read_config(directory)
+    image_processor = _read_image_processor(directory)
+    hidden_size = int(model_config.text_config.hidden_size)
+    model: Any = _load_weights(config, model_config)
+    model.train(False)
+    model.to(torch.device(config.device))
+    _LOG.info("loaded the vision tower of %s in %.1f s", config.model_path, time.monotonic() - started_at)
+    return LoadedVision(
+        model=model,
+        image_processor=image_processor,
+        hidden_size=hidden_size,
+        dtype=str(next(model.multi_modal_projector.parameters()).dtype).removeprefix("torch."),
+    )
+
+
+def _without_language_model(model_class: Any) -> Any:
+    """The class of a model of which only what pictures go through is built, and looked for in a checkpoint."""
+
+    class Vision(model_class):  # type: ignore[misc]
+        _keys_to_ignore_on_load_unexpected = (r"language_model\.", r"^lm_head\.")
+
+        def __init__(self, config: PretrainedConfig) -> None:
+            super().__init__(config)
+            self.language_model = torch.nn.Identity()
+
+    return Vision
+
+
+_MODELS = {
+    "llava": _without_language_model(LlavaModel),
+    "llava_next": _without_language_model(LlavaNextModel),
+    "vipllava": _without_language_model(VipLlavaModel),
+}
+
+
+def _read_config(directory: Path) -> PretrainedConfig:
+    if not (directory / "config.json").is_file() or not weight_files(directory):
+        raise InvalidRequestError(f"{directory} holds no config.json with .safetensors files", field="model")
+    try:
+        auto: Any = AutoConfig  # whose methods are not typed
+        config: PretrainedConfig = auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, OSError) as error:
+        raise InvalidRequestError(f"{directory}: config.json cannot be used: {error}", field="model") from error
+    if config.model_type not in _MODELS:
+        raise _refusal(f"a model of type {config.model_type}, only {', '.join(_MODELS)}")
+    if config.vision_config.model_type in _TOWERS_OF_ROWS:
+        raise _refusal(f"a vision tower of type {config.vision_config.model_type}: its pictures are rows of tokens")
+    if getattr(config, "quantization_config", None) is not None:
+        raise _refusal("a quantized checkpoint")
+    return config
+
+
+def _read_image_processor(directory: Path) -> PilBackend:
+    """The checkpoint's own, always by Pillow: pixels must not depend on whether torchvision is installed."""
+    try:
+        auto: Any = AutoImageProcessor  # whose methods are not typed
+        processor = auto.from_pretrained(directory, backend="pil", local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise InvalidRequestError(f"{directory}: its image processor cannot be used: {error}", field="model") from error
+    if not isinstance(processor, PilBackend):
+        raise _refusal(f"the image processor {type(processor).__name__}, which does not work on Pillow alone")
+    return processor
+
+
+def _load_weights(config: TorchEncoderConfig, model_config: PretrainedConfig) -> PreTrainedModel:
+    # Built before it is thrown away, and of its real size that would take minutes and gigabytes.
+    model_config.text_config = LlamaConfig(
+        vocab_size=1,
+        hidden_size=model_config.text_config.hidden_size,  # the projector's output, and the newline's width
+        num_hidden_layers=0,
+        intermediate_size=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    # A server's log is no terminal.
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    model: PreTrainedModel
+    try:
+        model, report = _MODELS[model_config.model_type].from_pretrained(
+            config.model_path,
+            config=model_config,
+            dtype=config.dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report, by name, and refused
+            use_safetensors=True,
+            local_files_only=True,
+        )
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise EngineError(f"{config.model_path}: weights cannot be loaded: {error}") from error
+    for fault in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if keys := sorted(map(str, report.get(fault, ()))):
+            named = ", ".join(keys[:_MAX_NAMED_KEYS])
+            raise EngineError(f"{config.model_path}: {len(keys)} {fault.replace('_', ' ')}: {named}")
+    return model
+
+
+def _refusal(what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the torch encoder cannot run {what}", field="model")
