@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from quartet.discovery.base import Role
 from quartet.discovery.place import Place
 from quartet.engine.base import FinishReason
+from quartet.media.items import MediaUrl
 from quartet.rpc.edge import (
     Accepted,
     ChatPrompt,
@@ -27,15 +28,33 @@ from quartet.rpc.explanation import Explanation, PlaceOption
 from quartet.rpc.fleet import Model, WorkerState, WorkerStatus
 from quartet.text.chat_message import ChatMessage
 from tests.events.loads import make_load
-from tests.rpc.strategies import LOGPROBS, NAMES, OUTPUTS, SAMPLINGS, TEXT, TOKEN_IDS, U32, U64, WORKER_RECORDS
+from tests.rpc.strategies import (
+    LOGPROBS,
+    MEDIA_FILES,
+    NAMES,
+    OUTPUTS,
+    SAMPLINGS,
+    TEXT,
+    TOKEN_IDS,
+    U32,
+    U64,
+    WORKER_RECORDS,
+)
 
 # Whole nanoseconds that a float holds exactly.
 SECONDS = st.integers(0, 10**6).map(lambda parts: parts / 512)
+MEDIA_PARTS = MEDIA_FILES | st.builds(MediaUrl, TEXT.filter(bool))
+# Pieces that are all text come back as one.
+PIECES = st.builds(
+    lambda before, media, after: (*before, media, *after),
+    st.lists(TEXT | MEDIA_PARTS, max_size=2),
+    MEDIA_PARTS,
+    st.lists(TEXT | MEDIA_PARTS, max_size=2),
+)
+CHAT_MESSAGES = st.builds(ChatMessage, TEXT.filter(bool), TEXT | PIECES)
 PROMPTS = (
     st.builds(TextPrompt, TEXT)
-    | st.builds(
-        ChatPrompt, st.lists(st.builds(ChatMessage, TEXT.filter(bool), TEXT), max_size=3).map(tuple), st.booleans()
-    )
+    | st.builds(ChatPrompt, st.lists(CHAT_MESSAGES, max_size=3).map(tuple), st.booleans())
     | st.builds(TokenPrompt, TOKEN_IDS.map(tuple))
 )
 TEXT_OPTIONS = st.builds(
@@ -62,6 +81,7 @@ GENERATE_STARTS = st.builds(
     timeout_s=st.none() | SECONDS,
     num_choices=U32,
     client_request_id=TEXT,
+    media=st.lists(MEDIA_PARTS, max_size=3).map(tuple),
 )
 PLACES = st.builds(Place, TEXT, U32)
 COSTS = st.floats(allow_nan=False)

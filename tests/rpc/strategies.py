@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,9 +13,19 @@ from quartet.discovery.base import HostIdentity, Role, WorkerRecord
 from quartet.engine.base import FinishReason, Generation, Prefilled, Started
 from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
 from quartet.kvcache.block_hash import MediaSpan
-from quartet.kvcache.layout import DTYPE_SIZE_BYTES, BlocksPayload, HandOff, KvLayout, OpaquePayload
+from quartet.kvcache.layout import (
+    DTYPE_SIZE_BYTES,
+    BlocksPayload,
+    EmbeddingLayout,
+    EmbeddingsPayload,
+    HandOff,
+    KvLayout,
+    OpaquePayload,
+    Payload,
+)
+from quartet.media.items import MediaFile, MediaKind
 from quartet.rpc.context import RequestContext
-from quartet.rpc.inner import InnerStart
+from quartet.rpc.inner import InnerStart, MediaInput
 from quartet.transfer.base import TransferWay
 
 U32 = st.integers(0, 2**32 - 1)
@@ -45,7 +56,8 @@ SAMPLINGS = st.builds(
     ignore_eos=st.booleans(),
 )
 OUTPUTS = st.builds(OutputOptions, logprobs=st.none() | st.integers(0, 20))
-MEDIA = st.builds(MediaSpan, st.binary(min_size=32, max_size=32), st.integers(0, 2**31), st.integers(1, 2**31))
+MEDIA_IDS = st.binary(min_size=32, max_size=32)
+MEDIA = st.builds(MediaSpan, MEDIA_IDS, st.integers(0, 2**31), st.integers(1, 2**31))
 GENERATIONS = st.builds(
     Generation,
     prompt_token_ids=TOKEN_IDS.filter(len),
@@ -81,17 +93,34 @@ LAYOUTS = st.builds(
     head_dim=st.integers(1, 512),
     block_size=st.integers(1, 512),
 )
-HAND_OFFS = st.builds(
-    HandOff,
-    hand_off_id=st.binary(min_size=16, max_size=16),
-    secret=st.binary(min_size=16, max_size=16),
-    worker_id=NAME,
-    epoch=U64,
-    address=NAME,
-    lease=st.integers(0, 10**12).map(lambda micros: timedelta(microseconds=micros)),
-    payload=st.builds(BlocksPayload, LAYOUTS, st.integers(1, 2**32 - 1), st.lists(U32, max_size=5).map(tuple))
-    | st.builds(OpaquePayload, TEXT, st.binary(max_size=50)),
+EMBEDDING_LAYOUTS = st.builds(
+    EmbeddingLayout,
+    model_fingerprint=TEXT,
+    dtype=st.sampled_from(list(DTYPE_SIZE_BYTES)),
+    hidden_size=st.integers(1, 2**16),
+    block_size=st.integers(1, 512),
 )
+
+
+def hand_offs(payloads: st.SearchStrategy[Payload]) -> st.SearchStrategy[HandOff]:
+    return st.builds(
+        HandOff,
+        hand_off_id=st.binary(min_size=16, max_size=16),
+        secret=st.binary(min_size=16, max_size=16),
+        worker_id=NAME,
+        epoch=U64,
+        address=NAME,
+        lease=st.integers(0, 10**12).map(lambda micros: timedelta(microseconds=micros)),
+        payload=payloads,
+    )
+
+
+PIECES = (st.integers(1, 2**32 - 1), st.lists(U32, max_size=5).map(tuple))
+HAND_OFFS = hand_offs(
+    st.builds(BlocksPayload, LAYOUTS, *PIECES) | st.builds(OpaquePayload, TEXT, st.binary(max_size=50))
+)
+EMBEDDING_HAND_OFFS = hand_offs(st.builds(EmbeddingsPayload, EMBEDDING_LAYOUTS, *PIECES))
+MEDIA_FILES = st.builds(MediaFile, st.sampled_from(MediaKind), st.binary(min_size=1, max_size=50))
 LOGPROB = floats(-(2.0**100), 0)
 LOGPROBS = st.lists(st.tuples(U32, LOGPROB), max_size=5).flatmap(
     lambda top: st.builds(
@@ -102,17 +131,24 @@ LOGPROBS = st.lists(st.tuples(U32, LOGPROB), max_size=5).flatmap(
         st.just(tuple(logprob for _, logprob in top)),
     )
 )
-INNER_STARTS = st.builds(
-    lambda context, generation, hand_off: InnerStart(
-        context=context,
-        # The choice is said once on the wire, in the context.
-        generation=Generation(**{**vars(generation), "choice": context.choice}),
-        hand_off=hand_off,
-    ),
-    CONTEXTS,
-    GENERATIONS,
-    st.none() | HAND_OFFS,
-)
+
+
+@st.composite
+def _inner_starts(draw: st.DrawFn) -> InnerStart:
+    context, generation = draw(CONTEXTS), draw(GENERATIONS)
+    # The choice is said once on the wire, in the context.
+    generation = replace(generation, choice=context.choice)
+    media: tuple[MediaInput, ...] = ()
+    match draw(st.sampled_from(["nothing", "hand-offs", "files"])):
+        case "hand-offs":
+            media = tuple(MediaInput(span.media_id, draw(EMBEDDING_HAND_OFFS)) for span in generation.media)
+        case "files":
+            generation = replace(generation, media=())
+            media = tuple(draw(st.lists(st.builds(MediaInput, MEDIA_IDS, MEDIA_FILES), max_size=3)))
+    return InnerStart(context=context, generation=generation, hand_off=draw(st.none() | HAND_OFFS), media=media)
+
+
+INNER_STARTS = _inner_starts()
 STARTED = st.builds(Started, st.just(3), U32, SECONDS, SECONDS, U64)
 PREFILLED = st.builds(
     Prefilled,
@@ -140,6 +176,7 @@ WORKER_RECORDS = st.builds(
     num_blocks=U32,
     block_size=U32,
     max_model_len=U32,
+    max_media_tokens=U32,
     transfer_ways=st.lists(st.sampled_from(TransferWay), unique=True).map(tuple),
     sampling_fields=NAMES,
     media=NAMES,

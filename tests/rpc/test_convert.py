@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -19,7 +20,7 @@ from quartet.errors import InvalidRequestError, ProtocolError, UnsupportedFieldE
 from quartet.kvcache.layout import BlocksPayload, HandOff, KvLayout
 from quartet.rpc import convert
 from quartet.rpc.context import RequestContext
-from quartet.rpc.inner import InnerStart
+from quartet.rpc.inner import InnerStart, MediaInput
 from quartet.v1 import decode_pb2, prefill_pb2, types_pb2, worker_pb2
 from tests.rpc import strategies
 
@@ -54,11 +55,9 @@ def test_a_context_survives(context: RequestContext) -> None:
     assert_context(convert.from_request_context(over_the_wire(convert.to_request_context(context))), context)
 
 
-@given(strategies.HAND_OFFS)
+@given(strategies.HAND_OFFS | strategies.EMBEDDING_HAND_OFFS)
 def test_a_hand_off_survives(hand_off: HandOff) -> None:
-    rebuilt = convert.from_hand_off(over_the_wire(convert.to_hand_off(hand_off)))
-    assert rebuilt.lease.total_seconds() == pytest.approx(hand_off.lease.total_seconds(), abs=1e-5)
-    assert replace(rebuilt, lease=hand_off.lease) == hand_off
+    assert_hand_off(convert.from_hand_off(over_the_wire(convert.to_hand_off(hand_off))), hand_off)
 
 
 @given(strategies.LAYOUTS)
@@ -73,6 +72,7 @@ def test_a_decode_start_survives(start: InnerStart, slot: int) -> None:
     assert message.slot == slot
     assert rebuilt.generation == start.generation
     assert_context(rebuilt.context, start.context)
+    assert_media(rebuilt.media, start.media)
     assert (rebuilt.hand_off is None) == (start.hand_off is None)
 
 
@@ -82,6 +82,7 @@ def test_a_prefill_start_survives(start: InnerStart, slot: int) -> None:
     rebuilt = convert.from_prefill_start(message)
     assert (message.slot, rebuilt.generation, rebuilt.hand_off) == (slot, start.generation, None)
     assert_context(rebuilt.context, start.context)
+    assert_media(rebuilt.media, start.media)
 
 
 @given(strategies.LOGPROBS)
@@ -295,3 +296,17 @@ def over_the_wire(message: MessageT) -> MessageT:
 def assert_context(rebuilt: RequestContext, context: RequestContext) -> None:
     assert rebuilt.timeout_s == (None if context.timeout_s is None else pytest.approx(context.timeout_s))
     assert replace(rebuilt, timeout_s=None) == replace(context, timeout_s=None)
+
+
+def assert_hand_off(rebuilt: HandOff, hand_off: HandOff) -> None:
+    assert rebuilt.lease.total_seconds() == pytest.approx(hand_off.lease.total_seconds(), abs=1e-5)
+    assert replace(rebuilt, lease=hand_off.lease) == hand_off
+
+
+def assert_media(rebuilt: Sequence[MediaInput], media: Sequence[MediaInput]) -> None:
+    assert [item.media_id for item in rebuilt] == [item.media_id for item in media]
+    for ours, theirs in zip(rebuilt, media, strict=True):
+        if isinstance(ours.source, HandOff) and isinstance(theirs.source, HandOff):
+            assert_hand_off(ours.source, theirs.source)
+        else:
+            assert ours.source == theirs.source

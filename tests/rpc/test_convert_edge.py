@@ -8,6 +8,7 @@ from hypothesis import given
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import Sampling
 from quartet.errors import InvalidRequestError, ProtocolError, UnsupportedFieldError
+from quartet.media.items import MediaUrl
 from quartet.rpc.convert.edge_answer import from_generate_response, to_generate_response
 from quartet.rpc.convert.edge_start import from_generate_start, to_generate_start
 from quartet.rpc.convert.explanation import (
@@ -72,6 +73,46 @@ def test_absent_fields_of_a_start_have_their_defaults() -> None:
     assert from_generate_start(router_pb2.GenerateStart(chat=chat)).prompt == ChatPrompt((ChatMessage("user", "Hi"),))
 
 
+def test_pieces_that_are_all_text_come_as_one() -> None:
+    start = GenerateStart(prompt=ChatPrompt((ChatMessage("user", ("two ", "", "pieces")),)))
+    one = ChatPrompt((ChatMessage("user", "two pieces"),))
+    assert from_generate_start(over_the_wire(to_generate_start(start))).prompt == one
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (router_pb2.ChatMessage(content="Hi"), "chat.messages.role"),
+        (
+            router_pb2.ChatMessage(role="user", content="Hi", parts=[router_pb2.ContentPart(text="Hi")]),
+            "chat.messages.content",
+        ),
+        (router_pb2.ChatMessage(role="user", parts=[router_pb2.ContentPart()]), "chat.messages.parts.part"),
+        (
+            router_pb2.ChatMessage(role="user", parts=[router_pb2.ContentPart(media=router_pb2.MediaPart())]),
+            "chat.messages.parts.media",
+        ),
+        (
+            router_pb2.ChatMessage(role="user", parts=[router_pb2.ContentPart(media=router_pb2.MediaPart(data=b""))]),
+            "chat.messages.parts.media",
+        ),
+    ],
+)
+def test_a_message_that_makes_no_sense_is_refused_by_its_field(message: router_pb2.ChatMessage, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        from_generate_start(router_pb2.GenerateStart(chat=router_pb2.ChatPrompt(messages=[message])))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "part", [router_pb2.MediaPart(), router_pb2.MediaPart(url=""), router_pb2.MediaPart(embeddings=b"")]
+)
+def test_media_that_are_nothing_are_refused(part: router_pb2.MediaPart) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        from_generate_start(router_pb2.GenerateStart(text="Hi", media=[part]))
+    assert caught.value.field == "media"
+
+
 @pytest.mark.parametrize(
     ("start", "field"),
     [
@@ -81,6 +122,7 @@ def test_absent_fields_of_a_start_have_their_defaults() -> None:
         (GenerateStart(prompt=TokenPrompt((-1,))), "token_ids.ids"),
         (GenerateStart(prompt=TextPrompt("\ud800")), None),
         (GenerateStart(prompt=HI, tenant="\ud800"), None),
+        (GenerateStart(prompt=HI, media=(MediaUrl("\ud800"),)), None),
         (GenerateStart(prompt=HI, priority=2**31), None),
         (GenerateStart(prompt=HI, sampling=Sampling(stop_token_ids=(-1,))), None),
     ],

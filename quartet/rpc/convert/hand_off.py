@@ -91,40 +91,40 @@ def to_hand_off(hand_off: HandOff) -> types_pb2.HandOff:
     return message
 
 
-def from_hand_off(message: types_pb2.HandOff) -> HandOff:
-    """The hand-off. Raises ``InvalidRequestError`` with ``field`` ``hand_off.NAME``."""
+def from_hand_off(message: types_pb2.HandOff, field: str = "hand_off") -> HandOff:
+    """The hand-off. Raises ``InvalidRequestError`` with ``field`` below the one given."""
     for name in ("hand_off_id", "secret"):
         if len(getattr(message, name)) != _ID_SIZE_BYTES:
-            raise InvalidRequestError(f"{name} must have {_ID_SIZE_BYTES} bytes", field=f"hand_off.{name}")
+            raise InvalidRequestError(f"{name} must have {_ID_SIZE_BYTES} bytes", field=f"{field}.{name}")
     for name in ("worker_id", "address"):
         if not getattr(message, name):
-            raise InvalidRequestError(f"{name} is empty", field=f"hand_off.{name}")
+            raise InvalidRequestError(f"{name} is empty", field=f"{field}.{name}")
     return HandOff(
         hand_off_id=message.hand_off_id,
         secret=message.secret,
         worker_id=message.worker_id,
         epoch=message.epoch,
         address=message.address,
-        lease=to_timedelta(message.lease, "hand_off.lease"),
-        payload=_from_payload(message),
+        lease=to_timedelta(message.lease, f"{field}.lease"),
+        payload=_from_payload(message, field),
     )
 
 
-def _from_payload(message: types_pb2.HandOff) -> Payload:
+def _from_payload(message: types_pb2.HandOff, field: str) -> Payload:
     match message.WhichOneof("payload"):
         case "blocks":
-            _check_num_tokens(message.blocks.num_tokens, "hand_off.blocks.num_tokens")
-            layout = from_kv_layout(message.blocks.layout, "hand_off.blocks.layout")
+            _check_num_tokens(message.blocks.num_tokens, f"{field}.blocks.num_tokens")
+            layout = from_kv_layout(message.blocks.layout, f"{field}.blocks.layout")
             return BlocksPayload(layout, message.blocks.num_tokens, tuple(message.blocks.block_ids))
         case "embeddings":
             held = message.embeddings
-            _check_num_tokens(held.num_tokens, "hand_off.embeddings.num_tokens")
-            of_embeddings = from_embedding_layout(held.layout, "hand_off.embeddings.layout")
+            _check_num_tokens(held.num_tokens, f"{field}.embeddings.num_tokens")
+            of_embeddings = from_embedding_layout(held.layout, f"{field}.embeddings.layout")
             return EmbeddingsPayload(of_embeddings, held.num_tokens, tuple(held.block_ids))
         case "opaque":
             return OpaquePayload(message.opaque.engine, message.opaque.state)
         case _:
-            raise InvalidRequestError("the hand-off holds nothing", field="hand_off.payload")
+            raise InvalidRequestError("the hand-off holds nothing", field=f"{field}.payload")
 
 
 def _check_layout(
