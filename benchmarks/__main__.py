@@ -2,7 +2,7 @@
 
     python -m benchmarks
 
-The long forms, and ``overload``, ``profile``, ``index`` and ``routing``, are run by name.
+The long forms, and ``overload``, ``profile``, ``index``, ``routing`` and ``encode``, are run by name.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from benchmarks.tables import Report
 from benchmarks.tables.disagg import disagg_tables
+from benchmarks.tables.encode import encode_tables
 from benchmarks.tables.engine import engine_tables
 from benchmarks.tables.index import index_tables
 from benchmarks.tables.many_streams import many_streams_tables
@@ -93,6 +94,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "index": index_tables,
     "transfer": transfer_tables,
     "disagg": disagg_tables,
+    "encode": encode_tables,
     "engine": engine_tables,
     "routing": routing_tables,
     "prefixes": prefixes_tables,
