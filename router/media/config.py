@@ -1,0 +1,65 @@
+"""What a router may fetch, and how much of it."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quartet.errors import ConfigError
+from router.media.url_rules import SCHEMES, HostRule
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaConfig:
+    """Bounds of the media of requests. Bytes in a request and ``data:`` URLs are always taken.
+
+    Attributes:
+        allowed_local_paths: directories whose files ``file:`` URLs may name; none by default.
+        allowed_schemes: of ``http`` and ``https``; none by default.
+        allowed_hosts: whose URLs are followed: ``name``, ``*.name`` (all below it) or ``*`` (all), each with ``:port``
+            where the port is not the scheme's own; none by default.
+        allowed_private_networks: CIDRs that hosts' addresses may lie in though they are not public.
+        max_size_bytes: of one item's file.
+        max_pixels: of one picture; 8k by default.
+        max_items: of one request.
+        fetch_timeout_s: for one item, from asking to the last byte.
+        max_redirects: that are followed for one item.
+        max_concurrent_fetches: of all requests together; further ones wait.
+    """
+
+    allowed_local_paths: tuple[Path, ...] = ()
+    allowed_schemes: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_private_networks: tuple[str, ...] = ()
+    max_size_bytes: int = 20 * 1024 * 1024
+    max_pixels: int = 33_177_600
+    max_items: int = 16
+    fetch_timeout_s: float = 10.0
+    max_redirects: int = 3
+    max_concurrent_fetches: int = 64
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        if not all(path.is_absolute() for path in self.allowed_local_paths):
+            raise ConfigError("allowed_local_paths: must be absolute")
+        if not set(self.allowed_schemes) <= set(SCHEMES):
+            raise ConfigError(f"allowed_schemes: must be of {', '.join(SCHEMES)}")
+        _check_each("allowed_hosts", self.allowed_hosts, HostRule.parse)
+        _check_each("allowed_private_networks", self.allowed_private_networks, ipaddress.ip_network)
+        for name in ("max_size_bytes", "max_pixels", "max_items", "max_concurrent_fetches"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: must be at least 1")
+        if self.fetch_timeout_s <= 0:
+            raise ConfigError("fetch_timeout_s: must be above 0")
+        if self.max_redirects < 0:
+            raise ConfigError("max_redirects: must not be negative")
+
+
+def _check_each(name: str, texts: Sequence[str], parse: Callable[[str], object]) -> None:
+    for text in texts:
+        try:
+            parse(text)
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}") from error

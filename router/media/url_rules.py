@@ -1,0 +1,101 @@
+"""Which URLs may be followed, as far as the URL itself tells; where its host lies is ``address_rules``' part."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from yarl import URL
+
+from quartet.errors import InvalidMediaError, MediaFetchError, MediaNotAllowedError
+
+#: The schemes that can be allowed.
+SCHEMES = ("http", "https")
+
+# Names as DNS has them, IPv4 addresses, and IPv6 addresses in brackets.
+_HOST = re.compile(r"(?P<name>\*|(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?")
+# Many servers take no longer ones.
+_MAX_URL_LENGTH = 8192
+
+
+@dataclass(frozen=True)
+class HostRule:
+    """Hosts that may be asked.
+
+    Attributes:
+        name: of one host; ``*.name`` for all below ``name``, itself not included; ``*`` for all.
+        port: ``None`` for the scheme's own.
+    """
+
+    name: str
+    port: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> HostRule:
+        """The rule that a configuration's line tells. Raises ``ValueError``."""
+        match = _HOST.fullmatch(text.lower())
+        if match is None:
+            raise ValueError(f"{text!r} must be a host, *.host or *, and may end in :port")
+        port = None if match["port"] is None else int(match["port"])
+        if port is not None and not 1 <= port <= 65_535:
+            raise ValueError(f"{text!r} must have a port from 1 to 65535")
+        return cls(match["name"].strip("[]"), port)
+
+    def allows(self, host: str, port: int, default_port: int) -> bool:
+        """Whether ``host`` may be asked at ``port``, for a scheme whose own is ``default_port``."""
+        if port != (default_port if self.port is None else self.port):
+            return False
+        if self.name.startswith("*"):
+            return host.endswith(self.name[1:])
+        return host == self.name
+
+
+class UrlRules:
+    """The schemes and hosts of a configuration."""
+
+    def __init__(self, schemes: Sequence[str], hosts: Sequence[str]) -> None:
+        self._schemes = frozenset(schemes)
+        self._hosts = [HostRule.parse(host) for host in hosts]
+
+    def parse(self, text: str) -> URL:
+        """The URL, if it may be followed; raises what ``check`` raises."""
+        if len(text) > _MAX_URL_LENGTH:
+            raise InvalidMediaError(f"the URL is longer than {_MAX_URL_LENGTH} characters")
+        # Parsers leave such characters out, or not: what is checked must be what is asked for.
+        if any(character <= " " or character == "\x7f" or character == "\\" for character in text):
+            raise InvalidMediaError("the URL has spaces, backslashes or control characters in it")
+        try:
+            url = URL(text)
+        except ValueError as error:
+            raise InvalidMediaError("the URL is malformed") from error
+        self.check(url)
+        return url
+
+    def redirected(self, url: URL, location: str | None) -> URL:
+        """Where an answer of ``url`` leads, if that may be followed; raises what ``check`` raises."""
+        if not location:
+            raise MediaFetchError("a redirect of the URL leads nowhere")
+        try:
+            target = url.join(URL(location))
+        except ValueError as error:
+            raise MediaFetchError("a redirect of the URL leads to a malformed one") from error
+        return self.parse(str(target))
+
+    def check(self, url: URL) -> None:
+        """Refuse what may not be followed.
+
+        Raises:
+            InvalidMediaError: no host, or a user in front of it.
+            MediaNotAllowedError: the scheme, or the host at that port.
+        """
+        if url.scheme not in self._schemes:
+            raise MediaNotAllowedError("URLs of this scheme are not allowed here")
+        host, port = url.raw_host, url.port
+        if not host or port is None:
+            raise InvalidMediaError("the URL has no host")
+        if url.raw_user is not None or url.raw_password is not None:
+            raise InvalidMediaError("the URL has a user in it")
+        default_port = 443 if url.scheme == "https" else 80
+        if not any(rule.allows(host.lower(), port, default_port) for rule in self._hosts):
+            raise MediaNotAllowedError("URLs of this host and port are not allowed here")
