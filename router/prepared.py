@@ -17,8 +17,9 @@ from quartet.rpc.check_start import check_resume, check_start
 from quartet.rpc.edge import ChatPrompt, GenerateStart, Prompt, Resume, TextPrompt
 from quartet.text.model_text import ModelText
 from router.pipeline_tools import PipelineTools
+from router.pools import Pool
 from router.validation import check_generated, check_pool, check_tokens, max_sequence_tokens
-from router.worker_table import Pool, WorkerTable
+from router.worker_table import WorkerTable
 
 # Below so many characters tokenizing costs less than handing it to a thread.
 _MAX_INLINE_LENGTH = 2_000

@@ -30,8 +30,9 @@ from quartet.v1 import router_pb2 as pb
 from quartet.v1 import router_pb2_grpc
 from router.model_texts import FetchedTexts
 from router.pipeline import GenerateRun, Pipeline
+from router.pools import Pool
 from router.validation import valid_traceparent
-from router.worker_table import Pool, WorkerTable
+from router.worker_table import WorkerTable
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -219,7 +220,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             num_prefill_workers=pool.num_ready_prefill,
             num_decode_workers=pool.num_ready_decode,
             sampling_fields=tuple(sorted(pool.sampling_fields)),
-            media=tuple(sorted(pool.media)),
+            media=tuple(sorted(pool.media.known)),
             adapters=tuple(sorted(pool.adapters)),
             has_chat_template=text is not None and text.chat_template is not None,
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from quartet.errors import InvalidRequestError, PromptTooLongError, UnsupportedFieldError
 from quartet.rpc.check_start import prompt_field
 from quartet.rpc.edge import GenerateStart, Resume
-from router.worker_table import Pool
+from router.pools import Pool
 
 # W3C Trace Context, section 3.2: version, trace id, parent id, flags; later versions may add fields.
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?P<more>-.*)?")

@@ -11,6 +11,7 @@ from quartet.events.load import RankLoad, WorkerLoad
 from quartet.events.step_time import StepTime
 from quartet.rpc.fleet import WorkerState, WorkerStatus
 from router.book import WorkerBook
+from router.encode_choice import EncodeCandidate
 from router.policy.base import DEFAULT_MAX_STEP_TOKENS, Candidate
 
 # Heartbeats come once a second. Where they don't, as the events can't be heard, workers are asked now and then.
@@ -60,7 +61,7 @@ class KnownWorker:
         # Here, as every snapshot of its pool asks for them.
         self.pool = PoolKey(record.model_name, record.model_fingerprint)
         self._places = [Place(record.worker_id, rank) for rank in range(record.data_parallel_size)]
-        self._adapters = frozenset(record.adapters)
+        self._adapters, self._media = frozenset(record.adapters), frozenset(record.media)
         # What each place was shown as, and from what: most pumps find most places as they were.
         self._candidates = [self._candidate(rank) for rank in range(record.data_parallel_size)]
         self._shown_load: WorkerLoad | None = None
@@ -109,6 +110,12 @@ class KnownWorker:
         self._shown_load = self.load
         return self._candidates
 
+    def encode_candidate(self) -> EncodeCandidate:
+        """It as one that encodes."""
+        load = self._rank_load(0)
+        num_reported = 0 if self._is_quiet else load.num_running + load.num_waiting
+        return EncodeCandidate(self._places[0], num_reported + self.book.account(0).num_unreported_tokens)
+
     def num_total_blocks(self, rank: int) -> int:
         """Blocks of one place: as last reported, else as announced."""
         return self._rank_load(rank).num_total_blocks or self.record.num_blocks
@@ -135,6 +142,7 @@ class KnownWorker:
             num_promised_blocks=account.num_promised_blocks,
             num_queued_tokens=num_queued_tokens + account.num_unreported_tokens + account.num_placed_tokens,
             adapters=self._adapters,
+            media=self._media,
             num_unbegun_tokens=num_unbegun_tokens + account.num_unreported_tokens,
             step_ends_at=(self.load_at or 0.0) + load.step_ends_in_s,
             num_decoding=load.num_decoding,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from quartet.discovery.base import Role, WorkerKey, WorkerRecord
@@ -11,8 +11,10 @@ from quartet.errors import WorkerUnavailableError
 from quartet.events.load import PlacementProgress, WorkerLoad
 from quartet.rpc.fleet import WorkerState, WorkerStatus
 from router.book import Booking, Reservation, numbering
+from router.encode_choice import EncodeCandidate
 from router.peer_watch import PeerWatch
 from router.policy.base import Pending, Placement, Snapshot
+from router.pools import Pool, describe_pool
 from router.worker import KnownWorker, PoolKey
 
 #: Roles whose workers hold a model's KV: encoders serve no requests of their own.
@@ -22,35 +24,13 @@ _NO_PLACEMENTS = PlacementProgress()
 _LAST_REPORTS_S = 0.5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pool:
-    """What a pool can do: what all its workers can.
-
-    Attributes:
-        max_model_len: tokens of prompt and output together.
-        num_place_tokens: tokens whose KV the largest decode place holds.
-        block_size: tokens of a block; 0: places differ, so that none has what another one has.
-        sampling_fields: fields of ``Sampling`` and ``OutputOptions`` that are honoured.
-        adapters: adapters that at least one decode worker serves; requests for them go only there.
-    """
-
-    key: PoolKey
-    max_model_len: int
-    num_place_tokens: int
-    block_size: int
-    sampling_fields: frozenset[str]
-    media: frozenset[str]
-    adapters: frozenset[str]
-    num_ready_prefill: int
-    num_ready_decode: int
-
-
 @dataclass(frozen=True)
 class _Ready:
     """Workers of a pool that take requests."""
 
     prefill: Sequence[KnownWorker]
     decode: Sequence[KnownWorker]
+    encode: Sequence[KnownWorker]
 
 
 class WorkerTable:
@@ -178,15 +158,23 @@ class WorkerTable:
 
     def snapshot(self, pool: PoolKey, now: float) -> Snapshot:
         """The places of ``pool`` that take requests now."""
-        ready = self._ready.get(pool)
-        if ready is None:
-            ready = self._ready[pool] = self._find_ready(pool, now)
+        ready = self._ready_of(pool, now)
         prefill = [place for worker in ready.prefill for place in worker.candidates()]
         decode = [place for worker in ready.decode for place in worker.candidates()]
         peers = self._peers.peers
         if peers.num_routers > 1:
             peers = replace(peers, places=sorted([place.place for place in (*prefill, *decode)]))
         return Snapshot(prefill=prefill, decode=decode, now=now, peers=peers)
+
+    def encode_candidates(self, pool: PoolKey, kinds: frozenset[str], now: float) -> list[EncodeCandidate]:
+        """The encode workers of ``pool`` that take files of all ``kinds`` now."""
+        ready = self._ready_of(pool, now).encode
+        return [worker.encode_candidate() for worker in ready if kinds <= frozenset(worker.record.media)]
+
+    def book_encode(self, place: Place, num_items: int) -> Booking:
+        """Count ``num_items`` to encode at an encode worker that was seen just now."""
+        key = WorkerKey(role=Role.ENCODE, worker_id=place.worker_id)
+        return self._workers[key].book.book(place.data_parallel_rank, num_queued_tokens=num_items)
 
     def book(self, placement: Placement, pending: Pending, *, waited_s: float = 0.0) -> Reservation:
         """Enter ``placement`` of ``pending``, which was made on a snapshot of just now."""
@@ -259,33 +247,22 @@ class WorkerTable:
         return not worker.is_connected or worker.silence_s(now) > self._heartbeat_timeout_s
 
     def _describe(self, key: PoolKey, now: float) -> Pool:
-        workers = [
-            worker for worker in self._workers.values() if worker.pool == key and worker.record.role in _MODEL_ROLES
-        ]
-        decode = [worker for worker in workers if worker.record.role is Role.DECODE]
-        prefill = [worker for worker in workers if worker.record.role is Role.PREFILL]
-        block_sizes = {worker.record.block_size for worker in workers}
-        return Pool(
-            key=key,
-            max_model_len=min(worker.record.max_model_len for worker in workers),
-            num_place_tokens=max((worker.num_place_tokens for worker in decode), default=0),
-            block_size=block_sizes.pop() if len(block_sizes) == 1 else 0,
-            sampling_fields=frozenset.intersection(*(frozenset(worker.record.sampling_fields) for worker in workers)),
-            media=frozenset.intersection(*(frozenset(worker.record.media) for worker in workers)),
-            adapters=frozenset().union(*(worker.record.adapters for worker in decode)),
-            num_ready_prefill=self._num_ready(prefill, now),
-            num_ready_decode=self._num_ready(decode, now),
-        )
+        workers = [worker for worker in self._workers.values() if worker.pool == key]
+        return describe_pool(key, workers, lambda worker: self._is_ready(worker, now))
+
+    def _ready_of(self, pool: PoolKey, now: float) -> _Ready:
+        ready = self._ready.get(pool)
+        if ready is None:
+            ready = self._ready[pool] = self._find_ready(pool, now)
+        return ready
 
     def _find_ready(self, pool: PoolKey, now: float) -> _Ready:
         ready = [worker for worker in self._workers.values() if worker.pool == pool and self._is_ready(worker, now)]
         return _Ready(
             prefill=[worker for worker in ready if worker.record.role is Role.PREFILL],
             decode=[worker for worker in ready if worker.record.role is Role.DECODE],
+            encode=[worker for worker in ready if worker.record.role is Role.ENCODE],
         )
-
-    def _num_ready(self, workers: Iterable[KnownWorker], now: float) -> int:
-        return sum(self._is_ready(worker, now) for worker in workers)
 
     def _forget_states(self) -> None:
         self._pools = None

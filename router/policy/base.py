@@ -25,6 +25,9 @@ class Pending:
         num_most_tokens: tokens that its decode place must be able to hold at all, which are those of its longest
             possible sequence; at least ``num_reserved_tokens``.
         adapter: the adapter that it needs; empty: none.
+        needs_media: what the place has to take of media that computes its prompt; empty: nothing.
+        is_local: no place that only prefills takes that: it is prefilled where it is decoded.
+        is_remote: it is not prefilled where it is decoded.
         avoid: worker ids that just failed it; taken only where no other will do.
         prefer_prefill: where its blocks are probably cached.
         priority: higher first.
@@ -39,6 +42,9 @@ class Pending:
     num_reserved_tokens: int
     num_most_tokens: int
     adapter: str = ""
+    needs_media: frozenset[str] = frozenset()
+    is_local: bool = False
+    is_remote: bool = False
     avoid: frozenset[str] = frozenset()
     prefer_prefill: Place | None = None
     priority: int = 0
@@ -71,6 +77,7 @@ class Candidate:
         num_promised_blocks: blocks that the router's own placements there may still take beyond those.
         num_queued_tokens: prompt tokens that wait there, the router's own unreported ones included.
         adapters: adapters that it serves.
+        media: what it takes of media.
         num_unbegun_tokens: prompt tokens that wait there and that no step has begun to compute.
         step_ends_at: when the step that runs there should end, by the clock of ``Snapshot.now``; a time that is past:
             none runs, or it should have ended.
@@ -90,6 +97,7 @@ class Candidate:
     num_promised_blocks: int = 0
     num_queued_tokens: int = 0
     adapters: frozenset[str] = frozenset()
+    media: frozenset[str] = frozenset()
     num_unbegun_tokens: int = 0
     step_ends_at: float = 0.0
     num_decoding: int = 0

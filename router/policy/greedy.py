@@ -121,7 +121,8 @@ class GreedyPolicy(ABC):
         return JUST_FAILED if place.place.worker_id in pending.avoid else f"its blocks are at {pending.prefer_prefill}"
 
     def _is_short(self, pending: Pending) -> bool:
-        return pending.num_tokens <= self._local_prefill_max_tokens
+        # Which decode place takes media is not looked at before one is chosen.
+        return pending.num_tokens <= self._local_prefill_max_tokens and not pending.needs_media
 
 
 def _option(

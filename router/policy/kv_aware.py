@@ -19,7 +19,7 @@ from router.policy.joint import JointAssignment
 from router.policy.kv_aware_explain import explain_lanes
 from router.policy.lane import CostWeights, Job, Lane, Turn
 from router.policy.peers import PeerConfig, Turns
-from router.policy.room import Tally, can_ever_hold, can_prefill, decode_choices, welcome
+from router.policy.room import Tally, can_ever_hold, can_prefill, can_prefill_here, decode_choices, welcome
 from router.policy.shortlist import shortlist
 
 # Of seconds: waiting for others would be felt beside a prefill that takes no longer.
@@ -210,7 +210,7 @@ class KvAwarePolicy:
             route = routes[number]
             if not route.is_decode:
                 return can_prefill(route.place, pending)
-            if is_remote_only or route.place.place in fenced:
+            if is_remote_only or route.place.place in fenced or not can_prefill_here(route.place, pending):
                 return False
             return can_ever_hold(route.place, pending) and tally.has_room(route.place, pending)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from quartet.discovery.place import Place
-from router.policy.base import Candidate, Pending
+from router.policy.base import Candidate, Pending, Snapshot
 
 
 class Tally:
@@ -41,13 +42,28 @@ class Tally:
 
 def can_ever_hold(candidate: Candidate, pending: Pending) -> bool:
     """Whether ``pending`` can be decoded there, were it empty."""
+    if pending.is_local and not can_prefill_here(candidate, pending):
+        return False
     num_blocks = candidate.num_blocks(pending.num_most_tokens)
     return num_blocks <= candidate.num_total_blocks and candidate.serves(pending.adapter)
 
 
 def can_prefill(candidate: Candidate, pending: Pending) -> bool:
     """Whether ``pending`` can be prefilled there, were it empty."""
+    if pending.needs_media and not pending.needs_media <= candidate.media:
+        return False
     return candidate.serves(pending.adapter) and candidate.num_blocks(pending.num_tokens) <= candidate.num_total_blocks
+
+
+def can_prefill_here(candidate: Candidate, pending: Pending) -> bool:
+    """Whether a place that decodes may prefill ``pending`` too."""
+    return not pending.needs_media or (pending.needs_media <= candidate.media and not pending.is_remote)
+
+
+def with_way(pending: Pending, snapshot: Snapshot) -> Pending:
+    """``pending``, which needs media, with whether any place that only prefills can take it."""
+    is_local = not any(pending.needs_media <= place.media for place in snapshot.prefill)
+    return pending if is_local is pending.is_local else replace(pending, is_local=is_local)
 
 
 def welcome(candidates: Sequence[Candidate], pending: Pending) -> Sequence[Candidate]:

@@ -65,7 +65,8 @@ def _is_handed_off(placement: Placement | None) -> bool:
 
 def _prefilled(pending: Pending, snapshot: Snapshot) -> Pending:
     """It as places that decode see it: nothing is left to compute."""
-    return replace(pending, num_cached_tokens={place.place: pending.num_tokens for place in snapshot.decode})
+    cached = {place.place: pending.num_tokens for place in snapshot.decode}
+    return replace(pending, num_cached_tokens=cached, needs_media=frozenset())
 
 
 def _for_decode(snapshot: Snapshot) -> Snapshot:
