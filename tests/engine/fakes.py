@@ -19,8 +19,9 @@ from itertools import count
 from quartet.engine.base import EngineRequest, Generation, Prefilled, RequestKind
 from quartet.engine.runner import SampledToken
 from quartet.engine.running import ScheduledChunk
-from quartet.engine.sampling import Sampling, TokenLogprobs
+from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
 from quartet.errors import LayoutMismatchError
+from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import BlocksPayload, HandOff, KvLayout
 from quartet.transfer.base import EmbeddingMemory, FetchResult, PieceCopy, PoolMemory, TransferWay
 
@@ -272,14 +273,26 @@ def make_request(
     priority: int = 0,
     hand_off: HandOff | None = None,
     sampling: Sampling | None = None,
+    media: tuple[MediaSpan, ...] = (),
+    media_blocks: tuple[tuple[int, ...], ...] = (),
+    output: OutputOptions | None = None,
 ) -> EngineRequest:
     """A request with a fresh id."""
     generation = Generation(
         prompt_token_ids=tuple(prompt),
         generated_token_ids=tuple(generated),
         sampling=sampling or Sampling(max_tokens=max_tokens),
+        media=media,
+        output=output or OutputOptions(),
     )
-    return EngineRequest(id=next(_ids), kind=kind, generation=generation, priority=priority, hand_off=hand_off)
+    return EngineRequest(
+        id=next(_ids),
+        kind=kind,
+        generation=generation,
+        priority=priority,
+        hand_off=hand_off,
+        media_blocks=media_blocks,
+    )
 
 
 def _digests(token_ids: Sequence[int]) -> list[int]:

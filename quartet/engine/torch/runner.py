@@ -21,6 +21,7 @@ from quartet.engine.torch.fuse import fuse
 from quartet.engine.torch.loader import LoadedModel, load_model
 from quartet.engine.torch.pool import KvPool
 from quartet.engine.torch.sampler import Sampler
+from quartet.engine.torch.support import refusal
 from quartet.errors import InvalidRequestError
 from quartet.kvcache.layout import EmbeddingLayout, KvLayout
 from quartet.transfer.base import EmbeddingMemory, PoolMemory
@@ -76,7 +77,7 @@ class TorchRunner:
         self._device = torch.device(config.device)
         self._pool = KvPool(self.layout, config.num_blocks, self._device)
         self._sampler = Sampler()
-        self._compute = self._choose(loaded.model)
+        self._compute = self._choose(loaded)
 
     @property
     def memory(self) -> PoolMemory | None:
@@ -113,14 +114,15 @@ class TorchRunner:
         return EmbeddingMemory(layout, PoolMemory(config.num_embedding_blocks, layout.piece_size_bytes))
 
     @torch.inference_mode()
-    def _choose(self, model: PreTrainedModel) -> _Compute:
+    def _choose(self, loaded: LoadedModel) -> _Compute:
         """Run a few tokens through block 0, which holds nothing yet, by both ways: by hand if that is right.
 
         What is set up on first use must not cost a request, so this warms up, too.
         """
+        model = loaded.model
         by_modules = _Modules(model)
         step = PagedStep(self._pool, probe_batch(self.layout, self.vocab_size, self._device))
-        expected = by_modules(step)
+        expected = by_modules(step) if loaded.placeholder_id is None else _plain_logits(by_modules, model, step)
         decoder = fuse(model, step.layers, self.layout)
         if decoder is None:
             return by_modules
@@ -152,6 +154,18 @@ class _Modules:
         embeddings = self._model.get_input_embeddings()(batch.token_ids)
         batch.media.put_into(embeddings[0])
         return {"inputs_embeds": embeddings}
+
+
+def _plain_logits(by_modules: _Modules, model: PreTrainedModel, step: PagedStep) -> torch.Tensor:
+    """Logits of a LLaVA's language model, if they are what its head says: in the whole model nothing comes after it."""
+    said: list[torch.Tensor] = []
+    head: torch.nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    hook = head.register_forward_hook(lambda _module, _inputs, output: said.append(output[0]))
+    logits = by_modules(step)
+    hook.remove()
+    if not torch.equal(said[0], logits):
+        raise refusal(f"{type(model).__name__} inside a LLaVA: by itself it changes its logits")
+    return logits
 
 
 def _is_close(logits: torch.Tensor, expected: torch.Tensor) -> bool:

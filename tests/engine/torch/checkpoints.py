@@ -58,6 +58,37 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOssConfig", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, **_SLIDING}),
 }
 
+#: The token that stands for pictures in the models that see.
+PLACEHOLDER_ID = VOCAB_SIZE - 1
+
+_TOWER = {
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+_NEXT = {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
+#: Models that see by name: configuration class, what it needs, the tower's and the language model's family.
+SEEING_FAMILIES: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "llava_clip_llama": ("LlavaConfig", {}, "CLIPVisionConfig", "llama"),
+    "llava_siglip_qwen2": (
+        "LlavaConfig",
+        {"vision_feature_select_strategy": "full", "vision_feature_layer": -1},
+        "SiglipVisionConfig",
+        "qwen2",
+    ),
+    "llava_clip_gemma3": ("LlavaConfig", {}, "CLIPVisionConfig", "gemma3"),
+    "llava_next_mistral": ("LlavaNextConfig", _NEXT, "CLIPVisionConfig", "mistral"),
+    "vipllava_llama3_rope": (
+        "VipLlavaConfig",
+        {"vision_feature_layers": [-2, -1], "tie_word_embeddings": True},
+        "CLIPVisionConfig",
+        "llama3_rope",
+    ),
+}
+
 
 def make_config(family: str, **changes: Any) -> transformers.PretrainedConfig:
     """The configuration of a family's tiny model."""
@@ -66,12 +97,25 @@ def make_config(family: str, **changes: Any) -> transformers.PretrainedConfig:
     return config
 
 
+def make_seeing_config(family: str, **changes: Any) -> transformers.PretrainedConfig:
+    """The configuration of a tiny model that sees."""
+    class_name, own, tower, text = SEEING_FAMILIES[family]
+    config: transformers.PretrainedConfig = getattr(transformers, class_name)(
+        vision_config=getattr(transformers, tower)(**_TOWER),
+        text_config=make_config(text),
+        image_token_index=PLACEHOLDER_ID,
+        **{**own, **changes},
+    )
+    return config
+
+
 def make_checkpoint(
     directory: Path, config: transformers.PretrainedConfig, dtype: torch.dtype = torch.float64, **saving: Any
 ) -> Path:
     """Save a model of this configuration with random weights from a fixed seed."""
     torch.manual_seed(7)
-    auto: Any = transformers.AutoModelForCausalLM
+    sees = hasattr(config, "vision_config")
+    auto: Any = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
     model = auto.from_config(config).to(dtype)
     for name, parameter in model.named_parameters():
         if name.endswith(("sinks", "_proj.bias")):  # zero at first: they would not be tested

@@ -31,7 +31,7 @@ class Oracle:
 
     def __init__(self, directory: Path) -> None:
         auto: Any = transformers.AutoModelForCausalLM
-        self._model = auto.from_pretrained(
+        self._model: Any = auto.from_pretrained(
             directory, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         )
         self._known: dict[tuple[tuple[int, ...], int], Continuation] = {}
