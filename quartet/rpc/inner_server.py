@@ -21,7 +21,7 @@ from quartet.errors import (
     StalledStreamError,
 )
 from quartet.rpc import convert
-from quartet.rpc.chunked_starts import ChunkedStarts, StartMessage
+from quartet.rpc.chunked_starts import MAX_START_MEDIA_BYTES, ChunkedStarts, StartMessage
 from quartet.rpc.inner import InnerStart
 from quartet.rpc.outbox import Outbox
 from quartet.v1 import decode_pb2, prefill_pb2
@@ -67,6 +67,7 @@ class StreamLimits:
         stall_timeout_s: a reader that takes nothing for so long loses its requests.
         chunks_timeout_s: a chunked start must be complete within it.
         max_prompt_bytes: packed token ids of one start at most.
+        max_media_bytes: media files of one start at most.
 
     Raises:
         ConfigError: naming the field.
@@ -75,9 +76,10 @@ class StreamLimits:
     stall_timeout_s: float = 10.0
     chunks_timeout_s: float = 30.0
     max_prompt_bytes: int = 64 << 20
+    max_media_bytes: int = MAX_START_MEDIA_BYTES
 
     def __post_init__(self) -> None:
-        for name in ("stall_timeout_s", "chunks_timeout_s", "max_prompt_bytes"):
+        for name in ("stall_timeout_s", "chunks_timeout_s", "max_prompt_bytes", "max_media_bytes"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: must be above 0")
 
@@ -113,7 +115,10 @@ class InnerStream(Generic[OutboxT]):
         self._takes_unsealed = takes_unsealed
         self._ids: dict[int, int] = {}
         self._chunked: ChunkedStarts[StartMessage] = ChunkedStarts(
-            timeout_s=limits.chunks_timeout_s, max_size_bytes=limits.max_prompt_bytes, on_failed=outbox.failed
+            timeout_s=limits.chunks_timeout_s,
+            max_size_bytes=limits.max_prompt_bytes,
+            max_media_bytes=limits.max_media_bytes,
+            on_failed=outbox.failed,
         )
         self._is_half_closed = False
         self._taken = asyncio.Event()

@@ -149,9 +149,9 @@ class DecodeOutbox:
         for slot, offset, part in _Step(slots, num_tokens, offsets, token_ids).parts():
             self.tokens(slot, offset, part, ())
 
-    def started(self, slot: int, started: Started) -> None:
-        """Tell that ``slot`` joined the running batch."""
-        self._started[slot] = convert.to_slot_started(slot, started)
+    def started(self, slot: int, started: Started, num_prompt_tokens: int = 0) -> None:
+        """Tell that ``slot`` joined the running batch; ``num_prompt_tokens`` where its prompt is not as it came."""
+        self._started[slot] = convert.to_slot_started(slot, started, num_prompt_tokens)
         self.ready.set()
 
     def finished(self, slot: int, finished: Finished) -> None:

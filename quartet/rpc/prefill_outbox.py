@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from quartet.engine.base import Prefilled
+from quartet.engine.base import Generation, Prefilled
 from quartet.errors import RequestCancelledError, ServingError
 from quartet.kvcache.layout import HandOff
 from quartet.rpc import convert
@@ -34,9 +34,11 @@ class PrefillOutbox:
         """Whether the output of ``slot`` is here, not taken yet."""
         return slot in self._outputs
 
-    def prefilled(self, slot: int, prefilled: Prefilled, hand_off: HandOff | None) -> None:
-        """Give ``slot`` its good end."""
-        result = convert.to_prefill_result(prefilled, hand_off)
+    def prefilled(
+        self, slot: int, prefilled: Prefilled, hand_off: HandOff | None, expanded: Generation | None = None
+    ) -> None:
+        """Give ``slot`` its good end; ``expanded`` has its prompt where that is not as it came."""
+        result = convert.to_prefill_result(prefilled, hand_off, expanded)
         self._outputs[slot] = prefill_pb2.PrefillOutput(slot=slot, result=result)
         if hand_off is not None:
             self._holders[slot] = prefilled.id

@@ -8,11 +8,11 @@ import logging
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Generic
 
-from quartet.engine.base import Engine, Failed, RequestKind, StepOutput
+from quartet.engine.base import Engine, EngineStats, Failed, RequestKind, StepOutput
 from quartet.errors import (
     DrainingError,
     DuplicateRequestError,
@@ -25,31 +25,16 @@ from quartet.events.load import PlacementProgress
 from quartet.rpc.context import RequestContext
 from quartet.rpc.convert import to_engine_request
 from quartet.rpc.inner import InnerStart
-from quartet.rpc.outbox import DecodeOutbox
-from quartet.rpc.prefill_outbox import PrefillOutbox
 from quartet.telemetry.logging import FinishedRequest, log_request
 from quartet.telemetry.metrics import WorkerMetrics
 from services.workers.counted_placements import CountedPlacements
 from services.workers.counted_starts import CountedStarts
+from services.workers.media import MediaStage, ReadyMedia
+from services.workers.media_gate import MediaGate
+from services.workers.requests import Progress
+from services.workers.running import OutboxT, Running
 
 logger = logging.getLogger(__name__)
-
-OutboxT = TypeVar("OutboxT", DecodeOutbox, PrefillOutbox)
-
-
-@dataclass
-class _Running(Generic[OutboxT]):
-    """A request between its start and its terminal output; ``outbox`` is ``None`` once its stream is gone."""
-
-    context: RequestContext
-    num_prompt_tokens: int
-    is_sealed: bool
-    slot: int
-    outbox: OutboxT | None
-    on_end: Callable[[], None]
-    timer: asyncio.TimerHandle | None = None
-    is_timed_out: bool = False
-    submitted_at: float = field(default_factory=time.monotonic)
 
 
 class Dispatcher(Generic[OutboxT]):
@@ -58,12 +43,15 @@ class Dispatcher(Generic[OutboxT]):
     A worker knows a request by (request id, choice, attempt); streams know it by slot; the engine by an id drawn here.
     """
 
-    def __init__(self, engine: Engine, kind: RequestKind, metrics: WorkerMetrics) -> None:
-        """Run requests of ``kind`` on ``engine``, which is started already."""
+    def __init__(
+        self, engine: Engine, kind: RequestKind, metrics: WorkerMetrics, media: MediaStage | None = None
+    ) -> None:
+        """Run requests of ``kind`` on ``engine``, which is started already; those with media by way of ``media``."""
         self._engine = engine
         self._kind = kind
         self._metrics = metrics
-        self._running: dict[int, _Running[OutboxT]] = {}
+        self._media = MediaGate(media, self._media_ready, lambda id, error: self._route_failed(Failed(id, error)))
+        self._running: dict[int, Running[OutboxT]] = {}
         self._keys: set[tuple[str, int, int]] = set()
         self._next_id = itertools.count(1)
         self._counted = CountedStarts()
@@ -76,6 +64,12 @@ class Dispatcher(Generic[OutboxT]):
     def num_running(self) -> int:
         """Requests whose terminal output is still to come."""
         return len(self._running)
+
+    @property
+    def progress(self) -> Progress:
+        """Whether something moves, be it only a request's media."""
+        num_steps = sum(rank.num_steps for rank in self._engine.stats())
+        return Progress(num_steps + self._media.num_steps, len(self._running))
 
     @property
     def router_progress(self) -> dict[str, int]:
@@ -91,6 +85,10 @@ class Dispatcher(Generic[OutboxT]):
     def placements(self) -> dict[str, PlacementProgress]:
         """By router, what became lately of the starts that it placed for clients: all that is still known."""
         return self._placements.progress()
+
+    def stats(self) -> Sequence[EngineStats]:
+        """The engine's load, and in it the requests that wait for their media here."""
+        return self._media.add_to(self._engine.stats())
 
     def placement_news(self) -> dict[str, PlacementProgress]:
         """As much of it as the next load is to tell; call ``placements_told`` once that is out."""
@@ -129,14 +127,14 @@ class Dispatcher(Generic[OutboxT]):
     def cancel(self, id: int) -> None:
         """End a request early; its terminal output still comes."""
         if id in self._running:
-            self._engine.cancel(id)
+            self._stop(id)
 
     def abandon(self, ids: list[int]) -> None:
         """The stream is gone: end these requests; what they would still bring goes nowhere."""
         for id in ids:
             if id in self._running:
                 self._running[id].outbox = None
-                self._engine.cancel(id)
+                self._stop(id)
 
     def drain(self) -> None:
         """Take nothing new from now on."""
@@ -154,7 +152,7 @@ class Dispatcher(Generic[OutboxT]):
     def cancel_all(self) -> int:
         """End everything early, and say how many requests that was."""
         for id in self._running:
-            self._engine.cancel(id)
+            self._stop(id)
         return len(self._running)
 
     def route(self, step: StepOutput) -> None:
@@ -184,9 +182,14 @@ class Dispatcher(Generic[OutboxT]):
         if key in self._keys:
             raise DuplicateRequestError(f"request {context.request_id} attempt {context.attempt} runs already")
         id = next(self._next_id)
-        self._engine.submit(to_engine_request(id, self._kind, start))
+        request = to_engine_request(id, self._kind, start)
         num_prompt_tokens = len(start.generation.prompt_token_ids)
-        running = _Running(context, num_prompt_tokens, start.is_sealed, slot, outbox, on_end)
+        running = Running(context, num_prompt_tokens, start.is_sealed, slot, outbox, on_end)
+        if start.media:
+            self._media.begin(id, start)
+            running.has_media, running.request = True, request
+        else:
+            self._engine.submit(request)
         self._running[id] = running
         self._keys.add(key)
         self._idle.clear()
@@ -194,7 +197,24 @@ class Dispatcher(Generic[OutboxT]):
             running.timer = asyncio.get_running_loop().call_later(context.timeout_s, self._time_out, id)
         return id
 
-    def _count_in(self, running: _Running[OutboxT]) -> None:
+    def _media_ready(self, id: int, ready: ReadyMedia) -> None:
+        running = self._running[id]
+        request, running.request = running.request, None
+        assert request is not None, "the engine has nothing of it yet"
+        running.media_s = time.monotonic() - running.submitted_at
+        running.num_prompt_tokens = len(ready.generation.prompt_token_ids)
+        if ready.is_expanded:
+            running.expanded = ready.generation
+        try:
+            self._engine.submit(replace(request, generation=ready.generation, media_blocks=ready.media_blocks))
+        except ServingError as error:
+            self._route_failed(Failed(id, error))
+
+    def _stop(self, id: int) -> None:
+        if not self._media.cancel(id):
+            self._engine.cancel(id)
+
+    def _count_in(self, running: Running[OutboxT]) -> None:
         """The load shows it from now on."""
         counted_in = self._placements.start if running.is_sealed else self._counted.count_in
         counted_in(running.context.router_id, running.context.router_request_number)
@@ -203,11 +223,13 @@ class Dispatcher(Generic[OutboxT]):
         counted_end = self._placements.end if is_sealed else self._counted.count_in
         counted_end(context.router_id, context.router_request_number)
 
-    def _end(self, id: int, outcome: str) -> _Running[OutboxT] | None:
+    def _end(self, id: int, outcome: str) -> Running[OutboxT] | None:
         running = self._running.pop(id, None)
         if running is None:
             return None
         self._keys.discard(_key(running.context))
+        if running.has_media:
+            self._media.end(id)
         self._count_end(running.context, is_sealed=running.is_sealed)
         if running.timer is not None:
             running.timer.cancel()
@@ -217,7 +239,7 @@ class Dispatcher(Generic[OutboxT]):
         running.on_end()
         return running
 
-    def _tell_end(self, running: _Running[OutboxT], outcome: str) -> None:
+    def _tell_end(self, running: Running[OutboxT], outcome: str) -> None:
         self._metrics.count_request(outcome)
         log_request(
             logger,
@@ -240,7 +262,7 @@ class Dispatcher(Generic[OutboxT]):
         running = self._running.get(id)
         if running is not None:
             running.is_timed_out = True
-            self._engine.cancel(id)
+            self._stop(id)
 
 
 def _named(context: RequestContext) -> RequestContext:

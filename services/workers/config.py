@@ -38,6 +38,9 @@ class EngineSettings:
         block_size: tokens of a block.
         max_model_len: tokens of prompt and output together; ``None``: what the model was made for.
         num_threads: CPU threads of one operation; ``None``: the library's choice.
+        num_embedding_blocks: blocks of the pool of media embeddings, of ``block_size`` tokens each, where the model
+            takes media.
+        encodes_media: a prefill or decode worker loads the model's vision tower too, and takes media files.
         mock: how fast the engine ``mock`` is.
     """
 
@@ -49,6 +52,8 @@ class EngineSettings:
     block_size: int = 32
     max_model_len: int | None = None
     num_threads: int | None = None
+    num_embedding_blocks: int = 512
+    encodes_media: bool = False
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     mock: MockSettings = field(default_factory=MockSettings)
 
@@ -58,6 +63,31 @@ class EngineSettings:
             raise ConfigError(f"data_parallel_size: must be at least 1, not {self.data_parallel_size}")
         if self.kind is EngineKind.TORCH and self.data_parallel_size != 1:
             raise ConfigError(f"data_parallel_size: the engine torch has one rank, not {self.data_parallel_size}")
+        if self.num_embedding_blocks < 1:
+            raise ConfigError(f"num_embedding_blocks: must be at least 1, not {self.num_embedding_blocks}")
+        if self.kind is EngineKind.MOCK and self.encodes_media:
+            raise ConfigError("encodes_media: the engine mock takes text only")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderSettings:
+    """The vision tower of an encode worker, or of another one that encodes media.
+
+    Attributes:
+        max_batch_size: items in one run of the tower.
+        max_pixels: of one picture.
+        max_waiting_items: items that may wait for the tower; those of further requests are refused.
+    """
+
+    max_batch_size: int = 8
+    max_pixels: int = 33_177_600
+    max_waiting_items: int = 256
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        for name in ("max_batch_size", "max_pixels", "max_waiting_items"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: must be at least 1, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +98,7 @@ class WorkerConfig:
         worker_id: its name in discovery; empty: role, host name and process id.
         model_name: what requests call the model by; empty: the name of the model's folder.
         model_path: folder with config.json, tokenizer and safetensors files; the engine ``mock`` needs no weights.
+        encoder: the vision tower, where there is one.
         server: where gRPC listens.
         advertise_host: host that peers dial, for all ports that others than this host can reach; empty: the one that
             ``server`` listens on.
@@ -85,6 +116,7 @@ class WorkerConfig:
     model_name: str = ""
     model_path: str
     engine: EngineSettings = field(default_factory=EngineSettings)
+    encoder: EncoderSettings = field(default_factory=EncoderSettings)
     server: ServerConfig = field(default_factory=ServerConfig)
     advertise_host: str = ""
     http_address: str = "127.0.0.1:0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 from quartet.engine.base import Engine, Prefilled, RequestKind, Started, StepOutput
@@ -12,6 +13,7 @@ from quartet.rpc.outbox import DecodeOutbox
 from quartet.rpc.prefill_outbox import PrefillOutbox
 from quartet.telemetry.metrics import WorkerMetrics
 from services.workers.base_dispatcher import Dispatcher
+from services.workers.media import MediaStage
 
 
 class Holds(Protocol):
@@ -29,9 +31,9 @@ class Holds(Protocol):
 class DecodeDispatcher(Dispatcher[DecodeOutbox]):
     """Requests of Decode streams."""
 
-    def __init__(self, engine: Engine, metrics: WorkerMetrics) -> None:
-        """Decode on ``engine``, which is started already."""
-        super().__init__(engine, RequestKind.DECODE, metrics)
+    def __init__(self, engine: Engine, metrics: WorkerMetrics, media: MediaStage | None = None) -> None:
+        """Decode on ``engine``, which is started already; requests with media by way of ``media``."""
+        super().__init__(engine, RequestKind.DECODE, metrics, media)
 
     def new_outbox(self) -> DecodeOutbox:
         """An outbox for a new stream."""
@@ -52,9 +54,12 @@ class DecodeDispatcher(Dispatcher[DecodeOutbox]):
             return
         # The blocks of a request that waits are in no figure of the load; from its first step on they all are.
         self._count_in(running)
+        if running.media_s:
+            started = replace(started, queue_s=started.queue_s + running.media_s)
         self._metrics.observe_queue(started.queue_s)
         if running.outbox is not None:
-            running.outbox.started(running.slot, started)
+            num_prompt_tokens = 0 if running.expanded is None else running.num_prompt_tokens
+            running.outbox.started(running.slot, started, num_prompt_tokens)
 
     def _route_tokens(self, step: StepOutput) -> None:
         if step.logprobs or not self._route_whole(step):
@@ -86,9 +91,19 @@ class DecodeDispatcher(Dispatcher[DecodeOutbox]):
 class PrefillDispatcher(Dispatcher[PrefillOutbox]):
     """Requests of Prefill streams: what they compute is held until it is pulled."""
 
-    def __init__(self, engine: Engine, holds: Holds, engine_name: str, metrics: WorkerMetrics) -> None:
-        """Prefill on ``engine``, which is started already; ``engine_name`` goes into opaque hand-offs."""
-        super().__init__(engine, RequestKind.PREFILL, metrics)
+    def __init__(
+        self,
+        engine: Engine,
+        holds: Holds,
+        engine_name: str,
+        metrics: WorkerMetrics,
+        media: MediaStage | None = None,
+    ) -> None:
+        """Prefill on ``engine``, which is started already; ``engine_name`` goes into opaque hand-offs.
+
+        Requests with media go by way of ``media``.
+        """
+        super().__init__(engine, RequestKind.PREFILL, metrics, media)
         self._holds = holds
         self._engine_name = engine_name
 
@@ -98,12 +113,14 @@ class PrefillDispatcher(Dispatcher[PrefillOutbox]):
 
     def _route_results(self, step: StepOutput) -> None:
         for prefilled in step.prefilled:
-            self._metrics.observe_queue(prefilled.queue_s)
             self._metrics.observe_prefill(prefilled.compute_s)
             self._route_prefilled(prefilled)
 
     def _route_prefilled(self, prefilled: Prefilled) -> None:
         running = self._end(prefilled.id, "prefilled")
+        if running is not None and running.media_s:
+            prefilled = replace(prefilled, queue_s=prefilled.queue_s + running.media_s)
+        self._metrics.observe_queue(prefilled.queue_s)
         if running is None or running.outbox is None:
             self._engine.release(prefilled.id)
             return
@@ -113,7 +130,7 @@ class PrefillDispatcher(Dispatcher[PrefillOutbox]):
             self._engine.release(prefilled.id)
             running.outbox.failed(running.slot, error)
         else:
-            running.outbox.prefilled(running.slot, prefilled, hand_off)
+            running.outbox.prefilled(running.slot, prefilled, hand_off, running.expanded)
 
     def _offer(self, prefilled: Prefilled) -> HandOff:
         payload: Payload

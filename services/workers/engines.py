@@ -1,4 +1,4 @@
-"""From settings to an engine; the only place of the services that knows which engines exist."""
+"""From settings to an engine or encoder; the only place of the services that knows which ones exist."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from typing import TypeAlias
 from quartet.engine.base import Engine, RequestKind
 from quartet.engine.core import ALL_SAMPLING_FIELDS, StepEngine
 from quartet.engine.data_parallel import DataParallelEngine
+from quartet.engine.encoder import MediaEncoder
 from quartet.engine.mock import SAMPLING_FIELDS as MOCK_SAMPLING_FIELDS
 from quartet.engine.mock import MockEngineConfig, rank_loader
 from quartet.engine.runner import ModelRunner
-from quartet.engine.torch import TorchEngineConfig, create_runner
-from quartet.transfer.base import Puller
+from quartet.engine.torch import TorchEncoderConfig, TorchEngineConfig, create_encoder, create_runner
+from quartet.errors import ConfigError
+from quartet.transfer.base import EmbeddingMemory, Puller
 from services.workers.config import EngineKind, WorkerConfig
 
 #: Makes an engine, not started yet, that runs requests of one kind and pulls hand-offs by the puller.
 EngineFactory: TypeAlias = Callable[[WorkerConfig, RequestKind, Puller], Engine]
+
+#: Makes an encoder, not started yet, that writes to the given pool, or to one of its own.
+EncoderFactory: TypeAlias = Callable[[WorkerConfig, EmbeddingMemory | None], MediaEncoder]
 
 
 def create_engine(config: WorkerConfig, kind: RequestKind, puller: Puller) -> Engine:
@@ -28,6 +33,28 @@ def create_engine(config: WorkerConfig, kind: RequestKind, puller: Puller) -> En
     if config.engine.kind is EngineKind.MOCK:
         return _mock_engine(config, kind, puller)
     return _step_engine(config, kind, puller, _torch_loader(config), ALL_SAMPLING_FIELDS)
+
+
+def create_media_encoder(config: WorkerConfig, embeddings: EmbeddingMemory | None) -> MediaEncoder:
+    """The encoder that ``config`` names, not started yet; it writes to ``embeddings``, or to a pool of its own.
+
+    Raises:
+        ConfigError: a setting out of range, or an engine without one.
+    """
+    settings = config.engine
+    if settings.kind is EngineKind.MOCK:
+        raise ConfigError("engine.kind: the engine mock encodes no media")
+    torch_config = TorchEncoderConfig(
+        model_path=config.model_path,
+        dtype=settings.dtype,
+        device=settings.device,
+        num_blocks=settings.num_embedding_blocks,
+        block_size=settings.block_size,
+        num_threads=settings.num_threads,
+        max_batch_size=config.encoder.max_batch_size,
+        max_pixels=config.encoder.max_pixels,
+    )
+    return create_encoder(torch_config, embeddings)
 
 
 def _step_engine(
@@ -52,6 +79,7 @@ def _torch_loader(config: WorkerConfig) -> Callable[[], ModelRunner]:
         block_size=settings.block_size,
         max_model_len=settings.max_model_len,
         num_threads=settings.num_threads,
+        num_embedding_blocks=settings.num_embedding_blocks,
     )
     return lambda: create_runner(torch_config)
 

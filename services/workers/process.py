@@ -22,36 +22,31 @@ from quartet.config import build, load_yaml, override
 from quartet.discovery.base import Registry, Role, WorkerRecord
 from quartet.discovery.create import create_registry
 from quartet.discovery.host import host_identity, new_epoch
-from quartet.engine.base import Engine, EngineCapabilities, RequestKind
 from quartet.errors import ConfigError, ServingError
 from quartet.events.curve import read_events_key
 from quartet.events.load import WorkerLoad
 from quartet.events.publisher import EventPublisher, LoadPacer
 from quartet.kvcache.hand_off import HandOffState
-from quartet.rpc.channels import create_channel
 from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES
-from quartet.rpc.seal import SealOpener
-from quartet.rpc.seal_keys import SealKeys
 from quartet.rpc.server import RpcServer, Service
 from quartet.telemetry.event_loop_lag import monitor_event_loop_lag
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.logging import configure
 from quartet.telemetry.metrics import ProcessMetrics, WorkerMetrics
 from quartet.text.model_files import read_text_files
-from quartet.transfer.base import TransferWay
+from quartet.transfer.base import PoolMemory, TransferWay
 from quartet.transfer.grpc.messages import SERVICE as TRANSFER_SERVICE
-from quartet.transfer.grpc.puller import TransferPuller
 from quartet.transfer.grpc.servicer import TransferServicer, add_transfer_servicer
 from quartet.transfer.shm_server import ShmServer
 from quartet.transfer.source import TransferSource
-from services.decode.servicer import decode_service
-from services.prefill.servicer import prefill_service
+from services.encode.parts import EncodeParts
 from services.workers.addresses import Advertised
 from services.workers.config import WorkerConfig
-from services.workers.dispatcher import DecodeDispatcher, PrefillDispatcher
-from services.workers.engines import EngineFactory, create_engine
+from services.workers.engine_parts import EngineParts
+from services.workers.engines import EncoderFactory, EngineFactory, create_engine, create_media_encoder
 from services.workers.interruption import is_done_before
 from services.workers.kv_events import KvEvents
+from services.workers.parts import Abilities, Parts, Serving, Surroundings
 from services.workers.servicer import WorkerServicer, worker_service
 from services.workers.worker import Worker
 
@@ -68,21 +63,30 @@ _RELEASE_SEEN_S = 0.02
 class WorkerProcess:
     """One worker, from ``start`` to the end of ``run``."""
 
-    def __init__(self, config: WorkerConfig, role: Role, engine_factory: EngineFactory | None = None) -> None:
-        """Nothing is opened before ``run``; ``role`` is prefill or decode. ``engine_factory``: as of ``main``."""
+    def __init__(
+        self,
+        config: WorkerConfig,
+        role: Role,
+        engine_factory: EngineFactory | None = None,
+        encoder_factory: EncoderFactory | None = None,
+    ) -> None:
+        """Nothing is opened before ``run``; ``role`` is encode, prefill or decode.
+
+        The factories put another engine or encoder in the place of the one that ``config`` names.
+        """
         self._config = config
-        self._engine_factory = engine_factory
         self._role = role
-        self._worker_id = config.worker_id or f"{role}-{socket.gethostname()}-{os.getpid()}"
-        self._epoch = new_epoch()
-        self._host = host_identity()
+        self._engine_factory = engine_factory
+        self._encoder_factory = encoder_factory
         self._registry = CollectorRegistry()
-        self._metrics = WorkerMetrics(self._registry)
-        self._seals = SealOpener(
-            None if config.seal_keys_file is None else SealKeys(config.seal_keys_file),
-            worker_id=self._worker_id,
-            epoch=self._epoch,
-            on_outcome=self._metrics.count_sealed_start,
+        self._surroundings = Surroundings(
+            config=config,
+            role=role,
+            worker_id=config.worker_id or f"{role}-{socket.gethostname()}-{os.getpid()}",
+            epoch=new_epoch(),
+            host=host_identity(),
+            registry=self._registry,
+            metrics=WorkerMetrics(self._registry),
         )
         self._worker: Worker | None = None
 
@@ -91,57 +95,56 @@ class WorkerProcess:
 
         Raises:
             ConfigError, ServingError: it can't start; the message says why.
-            EngineError: the engine died.
+            EngineError: the engine or the vision tower died.
         """
         async with AsyncExitStack() as stack:
             telemetry = TelemetryServer(self._config.http_address, self._registry, self._probes())
             http_port = telemetry.start()
             stack.push_async_callback(telemetry.close)
-            puller = self._puller()
-            stack.push_async_callback(puller.close)
-            engine = (self._engine_factory or create_engine)(self._config, self._kind, puller)
-            stack.push_async_callback(engine.close)
-            if await is_done_before(stop, engine.start()):
-                await self._serve(stack, engine, http_port, stop)
+            parts = self._make_parts()
+            stack.push_async_callback(parts.close)
+            if await is_done_before(stop, parts.start()):
+                await self._serve(stack, parts, http_port, stop)
 
-    async def _serve(self, stack: AsyncExitStack, engine: Engine, http_port: int, stop: asyncio.Event) -> None:
-        self._metrics.watch_engine(engine.stats)
-        source = self._source(engine)
+    def _make_parts(self) -> Parts:
+        encoder_factory = self._encoder_factory or create_media_encoder
+        if self._role is Role.ENCODE:
+            return EncodeParts(self._surroundings, encoder_factory)
+        return EngineParts(self._surroundings, self._engine_factory or create_engine, encoder_factory)
+
+    async def _serve(self, stack: AsyncExitStack, parts: Parts, http_port: int, stop: asyncio.Event) -> None:
+        source = self._source(parts)
         stack.callback(source.close)
-        shm = await self._shm_server(stack, engine)
-        dispatcher = self._dispatcher(engine, source)
+        shm = await self._shm_server(stack, parts.memory)
+        serving = parts.serve(source)
         servicer = WorkerServicer(partial(read_text_files, Path(self._config.model_path)))
-        services = [
-            self._own_service(dispatcher),
-            worker_service(servicer),
-            self._transfer_service(source, shm),
-        ]
+        services = [serving.service, worker_service(servicer), self._transfer_service(source, shm)]
         # A longer message would hold up everybody on a shared stream; it ends the stream that it came on.
         server = RpcServer(replace(self._config.server, max_receive_message_bytes=MAX_INNER_MESSAGE_BYTES), services)
         grpc_port = await server.start()
         stack.push_async_callback(server.drain, _STREAMS_GRACE_S)
-        listening = self._config.listening
-        events, key_file = listening.events, self._config.events_key_file
-        key = None if key_file is None else read_events_key(key_file)
-        publisher = EventPublisher(events.host, events.port, worker_id=self._worker_id, epoch=self._epoch, key=key)
+        publisher = self._publisher()
         stack.callback(publisher.close)
-        addresses = listening.advertise(grpc_port=grpc_port, events_port=publisher.port, http_port=http_port)
+        addresses = self._config.listening.advertise(
+            grpc_port=grpc_port, events_port=publisher.port, http_port=http_port
+        )
         source.advertise(addresses.grpc)
-        record = self._record(engine.capabilities, addresses)
         worker = self._worker = Worker(
-            record,
-            engine,
-            dispatcher,
+            self._record(serving.abilities, addresses),
+            serving.computing,
+            serving.requests,
             source,
             server,
-            KvEvents(engine, publisher),
+            KvEvents(serving.snapshots, publisher),
             drain_timeout_s=self._config.drain_timeout_s,
             stall_timeout_s=self._config.stall_timeout_s,
         )
         servicer.serve(worker)
-        await self._run_worker(worker, publisher, stop)
+        await self._run_worker(worker, publisher, serving, stop)
 
-    async def _run_worker(self, worker: Worker, publisher: EventPublisher, stop: asyncio.Event) -> None:
+    async def _run_worker(
+        self, worker: Worker, publisher: EventPublisher, serving: Serving, stop: asyncio.Event
+    ) -> None:
         def publish(load: WorkerLoad) -> None:
             publisher.publish_load(load)
             worker.told()
@@ -153,6 +156,7 @@ class WorkerProcess:
             asyncio.create_task(worker.watch_health(), name="health"),
             asyncio.create_task(pacer.run(), name="load"),
             asyncio.create_task(monitor_event_loop_lag(ProcessMetrics(self._registry)), name="lag"),
+            *(asyncio.create_task(watch(), name="watch") for watch in serving.watches),
         ]
         stopping = asyncio.create_task(stop.wait(), name="stop")
         try:
@@ -170,7 +174,7 @@ class WorkerProcess:
 
     async def _announce(self, worker: Worker, registry: Registry) -> None:
         await worker.announce(await registry.register(worker.record))
-        logger.info("%s %s serves on %s", self._role, self._worker_id, worker.record.grpc_address)
+        logger.info("%s %s serves on %s", self._role, worker.record.worker_id, worker.record.grpc_address)
 
     def _probes(self) -> Probes:
         return Probes(
@@ -178,83 +182,69 @@ class WorkerProcess:
             is_ready=lambda: self._worker is not None and self._worker.is_ready,
         )
 
-    @property
-    def _kind(self) -> RequestKind:
-        return RequestKind.PREFILL if self._role is Role.PREFILL else RequestKind.DECODE
-
-    def _puller(self) -> TransferPuller:
-        tls = self._config.server.tls
-        return TransferPuller(
-            lambda address: create_channel(address, tls, is_bulk=True),
-            host=self._host,
-            config=self._config.transfer,
-            on_fetch=lambda result: self._metrics.observe_transfer(result.way, result.size_bytes, result.duration_s),
-        )
-
-    def _source(self, engine: Engine) -> TransferSource:
+    def _source(self, parts: Parts) -> TransferSource:
         loop = asyncio.get_running_loop()
 
         def ended(holder: int, state: HandOffState) -> None:
-            engine.release(holder)
-            self._metrics.count_hand_off(state)
+            parts.hand_off_ended(holder)
+            self._surroundings.metrics.count_hand_off(state)
             # No output comes of a release, and a router may wait for just this room.
             loop.call_later(_RELEASE_SEEN_S, self._poke)
 
         return TransferSource(
-            worker_id=self._worker_id,
-            epoch=self._epoch,
+            worker_id=self._surroundings.worker_id,
+            epoch=self._surroundings.epoch,
             config=self._config.transfer,
             on_end=ended,
-            memory=engine.memory,
+            memory=parts.memory,
         )
 
     def _poke(self) -> None:
         if self._worker is not None:
             self._worker.poke()
 
-    async def _shm_server(self, stack: AsyncExitStack, engine: Engine) -> ShmServer | None:
-        if engine.memory is None or TransferWay.SHM not in self._config.transfer.ways:
+    async def _shm_server(self, stack: AsyncExitStack, memory: PoolMemory | None) -> ShmServer | None:
+        if memory is None or TransferWay.SHM not in self._config.transfer.ways:
             return None
-        shm = ShmServer(engine.memory)
+        shm = ShmServer(memory)
         await shm.start()
         stack.push_async_callback(shm.close)
         return shm
 
     def _transfer_service(self, source: TransferSource, shm: ShmServer | None) -> Service:
-        servicer = TransferServicer(source, host=self._host, config=self._config.transfer, shm=shm)
+        servicer = TransferServicer(source, host=self._surroundings.host, config=self._config.transfer, shm=shm)
         return Service(TRANSFER_SERVICE, lambda server: add_transfer_servicer(servicer, server))
 
-    def _dispatcher(self, engine: Engine, source: TransferSource) -> DecodeDispatcher | PrefillDispatcher:
-        if self._role is Role.PREFILL:
-            return PrefillDispatcher(engine, source, self._config.engine.kind, self._metrics)
-        return DecodeDispatcher(engine, self._metrics)
+    def _publisher(self) -> EventPublisher:
+        events, key_file = self._config.listening.events, self._config.events_key_file
+        key = None if key_file is None else read_events_key(key_file)
+        surroundings = self._surroundings
+        return EventPublisher(
+            events.host, events.port, worker_id=surroundings.worker_id, epoch=surroundings.epoch, key=key
+        )
 
-    def _own_service(self, dispatcher: DecodeDispatcher | PrefillDispatcher) -> Service:
-        if isinstance(dispatcher, PrefillDispatcher):
-            return prefill_service(dispatcher, self._config.streams)
-        has_tls = self._config.server.tls is not None
-        return decode_service(dispatcher, self._config.streams, self._seals, has_tls=has_tls)
-
-    def _record(self, capabilities: EngineCapabilities, addresses: Advertised) -> WorkerRecord:
-        config = self._config
+    def _record(self, abilities: Abilities, addresses: Advertised) -> WorkerRecord:
+        config, surroundings = self._config, self._surroundings
         return WorkerRecord(
-            worker_id=self._worker_id,
+            worker_id=surroundings.worker_id,
             role=self._role,
-            epoch=self._epoch,
+            epoch=surroundings.epoch,
             grpc_address=addresses.grpc,
             events_address=addresses.events,
             http_address=addresses.http,
             model_name=config.model_name or Path(config.model_path).resolve().name,
-            model_fingerprint=capabilities.model_fingerprint,
-            host=self._host,
-            data_parallel_size=capabilities.data_parallel_size,
-            num_blocks=capabilities.num_blocks,
-            block_size=capabilities.block_size,
-            max_model_len=capabilities.max_model_len,
+            host=surroundings.host,
             transfer_ways=config.transfer.ways,
-            sampling_fields=tuple(sorted(capabilities.sampling_fields)),
-            adapters=capabilities.adapters,
             contract_version=_CONTRACT_VERSION,
+            model_fingerprint=abilities.model_fingerprint,
+            data_parallel_size=abilities.data_parallel_size,
+            num_blocks=abilities.num_blocks,
+            block_size=abilities.block_size,
+            max_model_len=abilities.max_model_len,
+            sampling_fields=abilities.sampling_fields,
+            media=abilities.media,
+            max_media_tokens=abilities.max_media_tokens,
+            adapters=abilities.adapters,
         )
 
 

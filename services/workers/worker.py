@@ -9,16 +9,15 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from quartet.discovery.base import Registration, WorkerRecord
-from quartet.engine.base import Engine
 from quartet.events.kv import KvSnapshot
 from quartet.events.load import PlacementProgress, WorkerLoad
 from quartet.events.publisher import PromptQueue
 from quartet.rpc import convert
 from quartet.rpc.server import RpcServer
 from quartet.transfer.source import TransferSource
-from services.workers.dispatcher import DecodeDispatcher, PrefillDispatcher
 from services.workers.health import ProgressWatch
 from services.workers.kv_events import KvEvents
+from services.workers.requests import Computing, Requests
 from services.workers.servicer import DrainOutcome
 
 logger = logging.getLogger(__name__)
@@ -42,8 +41,8 @@ class Worker:
     def __init__(
         self,
         record: WorkerRecord,
-        engine: Engine,
-        dispatcher: DecodeDispatcher | PrefillDispatcher,
+        engine: Computing,
+        requests: Requests,
         source: TransferSource,
         server: RpcServer,
         kv_events: KvEvents,
@@ -55,7 +54,7 @@ class Worker:
         """All parts are started; nothing is announced yet. Health is looked at every ``look_interval_s``."""
         self.record = record
         self._engine = engine
-        self._dispatcher = dispatcher
+        self._requests = requests
         self._source = source
         self._server = server
         self._kv_events = kv_events
@@ -88,7 +87,7 @@ class Worker:
         self._pacer = pacer
         try:
             async for step in self._engine.outputs():
-                self._dispatcher.route(step)
+                self._requests.route(step)
                 # Before the load is sampled: it names the last batch before it.
                 self._kv_events.take(step)
                 pacer.poke()
@@ -103,11 +102,12 @@ class Worker:
     async def watch_health(self) -> None:
         """Health by progress, at every interval. Runs until cancelled."""
         while True:
-            num_steps = sum(rank.num_steps for rank in self._engine.stats())
-            num_in_flight = self._dispatcher.num_running
+            progress = self._requests.progress
             await self._set_healthy(
                 self._engine.is_alive
-                and self._progress.is_moving(num_steps=num_steps, num_in_flight=num_in_flight, now=time.monotonic())
+                and self._progress.is_moving(
+                    num_steps=progress.num_steps, num_in_flight=progress.num_in_flight, now=time.monotonic()
+                )
             )
             await asyncio.sleep(self._look_interval_s)
 
@@ -115,12 +115,12 @@ class Worker:
         """That of the load alone which is looked at after every step, by rank."""
         return [
             PromptQueue(rank.num_queued_prefill_tokens, rank.num_unbegun_prefill_tokens, rank.num_prompt_steps)
-            for rank in self._engine.stats()
+            for rank in self._requests.stats()
         ]
 
     def sample_load(self) -> WorkerLoad:
         """The load now, for one who asks."""
-        return self._load(self._dispatcher.placements)
+        return self._load(self._requests.placements)
 
     async def kv_snapshot(self) -> KvSnapshot:
         """All blocks that could be shared at one moment, with the number of the last batch of events before it."""
@@ -128,20 +128,20 @@ class Worker:
 
     def next_load(self) -> WorkerLoad:
         """The load now, for those who listen: ``told`` is called if it goes out."""
-        return self._load(self._dispatcher.placement_news())
+        return self._load(self._requests.placement_news())
 
     def told(self) -> None:
         """The last ``next_load`` is out."""
-        self._dispatcher.placements_told()
+        self._requests.placements_told()
 
     def _load(self, placements: Mapping[str, PlacementProgress]) -> WorkerLoad:
         now = time.monotonic()
         return WorkerLoad(
             worker_id=self.record.worker_id,
             epoch=self.record.epoch,
-            ranks=tuple(convert.rank_load(stats, now) for stats in self._engine.stats()),
-            router_progress=self._dispatcher.router_progress,
-            router_arrivals=self._dispatcher.router_arrivals,
+            ranks=tuple(convert.rank_load(stats, now) for stats in self._requests.stats()),
+            router_progress=self._requests.router_progress,
+            router_arrivals=self._requests.router_arrivals,
             placements=placements,
             is_draining=self._draining is not None,
             is_healthy=self._is_healthy,
@@ -162,16 +162,16 @@ class Worker:
 
     async def _drain(self, timeout_s: float) -> DrainOutcome:
         deadline = time.monotonic() + timeout_s
-        num_running = self._dispatcher.num_running
+        num_running = self._requests.num_running
         logger.info("draining: %d requests run, at most %.1f s", num_running, timeout_s)
-        self._dispatcher.drain()
+        self._requests.drain()
         await self._server.set_not_serving_for_good()
         if self._registration is not None:
             await self._registration.close()
         num_cancelled = 0
-        if not await self._dispatcher.wait_idle(deadline - time.monotonic()):
-            num_cancelled = self._dispatcher.cancel_all()
-            await self._dispatcher.wait_idle(_LAST_OUTPUTS_S)
+        if not await self._requests.wait_idle(deadline - time.monotonic()):
+            num_cancelled = self._requests.cancel_all()
+            await self._requests.wait_idle(_LAST_OUTPUTS_S)
         # What was prefilled here is still to be fetched; nobody else has it.
         await self._wait_hand_offs(deadline)
         return DrainOutcome(num_completed=max(num_running - num_cancelled, 0), num_cancelled=num_cancelled)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quartet.engine.base import Prefilled, Started
+from quartet.engine.base import Generation, Prefilled, Started
 from quartet.engine.sampling import TokenLogprobs
+from quartet.kvcache.block_hash import pack_token_ids
 from quartet.kvcache.layout import HandOff
 from quartet.rpc.convert.generation import (
     from_engine_finish_reason,
     from_media_span,
     from_token_logprobs,
     to_finish_reason,
+    to_media_span,
     to_token_logprobs,
     unpack_token_ids,
 )
@@ -21,14 +23,15 @@ from quartet.rpc.inner import DecodeStarted, PrefillOutcome
 from quartet.v1 import decode_pb2, prefill_pb2, types_pb2
 
 
-def to_slot_started(slot: int, started: Started) -> decode_pb2.SlotStarted:
-    """The message."""
+def to_slot_started(slot: int, started: Started, num_prompt_tokens: int = 0) -> decode_pb2.SlotStarted:
+    """The message; ``num_prompt_tokens`` where the prompt is not as it came."""
     return decode_pb2.SlotStarted(
         slot=slot,
         num_cached_tokens=started.num_cached_tokens,
         queue=to_duration(started.queue_s),
         transfer=to_duration(started.transfer_s) if started.transfer_s else None,
         transfer_bytes=started.transfer_bytes,
+        num_prompt_tokens=num_prompt_tokens,
     )
 
 
@@ -48,9 +51,15 @@ def to_slot_logprobs(slot: int, logprobs: Sequence[TokenLogprobs]) -> decode_pb2
     return decode_pb2.SlotLogprobs(slot=slot, tokens=[to_token_logprobs(entry) for entry in logprobs])
 
 
-def to_prefill_result(prefilled: Prefilled, hand_off: HandOff | None) -> prefill_pb2.PrefillResult:
-    """The message; ``hand_off`` is ``None`` where the first token ended the generation."""
-    return prefill_pb2.PrefillResult(
+def to_prefill_result(
+    prefilled: Prefilled, hand_off: HandOff | None, expanded: Generation | None = None
+) -> prefill_pb2.PrefillResult:
+    """The message.
+
+    ``hand_off`` is ``None`` where the first token ended the generation; ``expanded`` has the prompt where that is not
+    as it came.
+    """
+    result = prefill_pb2.PrefillResult(
         token_id=prefilled.token_id,
         logprobs=None if prefilled.logprobs is None else to_token_logprobs(prefilled.logprobs),
         finish_reason=(
@@ -61,6 +70,10 @@ def to_prefill_result(prefilled: Prefilled, hand_off: HandOff | None) -> prefill
         queue=to_duration(prefilled.queue_s),
         compute=to_duration(prefilled.compute_s),
     )
+    if expanded is not None:
+        result.prompt_token_ids = pack_token_ids(expanded.prompt_token_ids)
+        result.media.extend(map(to_media_span, expanded.media))
+    return result
 
 
 def from_prefill_result(message: prefill_pb2.PrefillResult) -> PrefillOutcome:

@@ -1,0 +1,80 @@
+"""What a worker with a pool of media embeddings tells of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+_QUEUE_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_COMPUTE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+
+
+class TowerFigures(Protocol):
+    """What the metrics read off an encoder; ``quartet.engine.encoder.EncoderStats`` has them."""
+
+    @property
+    def num_running(self) -> int:
+        """Items in the vision tower."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Items that wait for it."""
+        ...
+
+    @property
+    def num_steps(self) -> int:
+        """Batches done; only grows, like all that follow."""
+        ...
+
+    @property
+    def num_items(self) -> int:
+        """Items encoded: divided by the batches, how many are encoded together."""
+        ...
+
+
+class EncodeMetrics:
+    """Media items on one worker."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._items = Counter(
+            "quartet_encode_items", "Media items that ended, by outcome.", ["outcome"], registry=registry
+        )
+        self._queue_time = Histogram(
+            "quartet_encode_queue_seconds", "Waiting for the vision tower.", buckets=_QUEUE_BUCKETS_S, registry=registry
+        )
+        self._compute_time = Histogram(
+            "quartet_encode_seconds", "In the vision tower.", buckets=_COMPUTE_BUCKETS_S, registry=registry
+        )
+
+    def watch_tower(self, read: Callable[[], TowerFigures]) -> None:
+        """Tell at each scrape what ``read`` returns; it is called on the scrape's thread and may not block."""
+        self._registry.register(_TowerCollector(read))
+
+    def count_item(self, outcome: str) -> None:
+        """An item ended: ``cached``, ``encoded``, ``pulled``, or its error's reason, in lower case."""
+        self._items.labels(outcome).inc()
+
+    def observe_encoded(self, queue_s: float, compute_s: float) -> None:
+        """An item went through the vision tower."""
+        self._queue_time.observe(queue_s)
+        self._compute_time.observe(compute_s)
+
+
+class _TowerCollector(Collector):
+    """Reads the encoder at each scrape."""
+
+    def __init__(self, read: Callable[[], TowerFigures]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        figures = self._read()
+        yield GaugeMetricFamily("quartet_encode_running_items", "Items in the tower.", value=figures.num_running)
+        yield GaugeMetricFamily("quartet_encode_waiting_items", "Items that wait for it.", value=figures.num_waiting)
+        yield CounterMetricFamily("quartet_encode_batches", "Batches of the tower.", value=figures.num_steps)
+        yield CounterMetricFamily("quartet_encode_batched_items", "Items of these batches.", value=figures.num_items)

@@ -1,0 +1,1 @@
+"""The Encode service: pictures to embeddings."""

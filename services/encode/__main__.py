@@ -1,0 +1,7 @@
+"""Run an Encode worker: ``python -m services.encode --config FILE``."""
+
+from quartet.discovery.base import Role
+from services.workers.process import main
+
+if __name__ == "__main__":
+    main(Role.ENCODE)

@@ -1,0 +1,256 @@
+"""Requests of encode streams: sized, encoded or found in the pool, and held for whoever pulls them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from quartet.engine.base import EngineStats
+from quartet.engine.encoder import EncodeTimes, MediaEncoder
+from quartet.errors import (
+    DrainingError,
+    EngineError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestCancelledError,
+    RequestTimeoutError,
+    ServingError,
+)
+from quartet.kvcache.layout import EmbeddingsPayload
+from quartet.rpc.encode import EncodedItem, EncodeStart
+from quartet.rpc.encode_server import EncodeOutbox
+from quartet.telemetry.encode_metrics import EncodeMetrics
+from quartet.telemetry.logging import FinishedRequest, log_request
+from quartet.telemetry.metrics import WorkerMetrics
+from services.workers.counted_starts import CountedStarts
+from services.workers.dispatcher import Holds
+from services.workers.embedding_store import EmbeddingStore, Lease
+from services.workers.file_encoder import FileEncoder, SizedItem
+from services.workers.requests import NoPlacements, Progress
+
+logger = logging.getLogger(__name__)
+
+#: Items of one start, at most.
+MAX_ITEMS = 256
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request between its start and its end; ``times`` are since its arrival, of items that took the tower."""
+
+    start: EncodeStart
+    outbox: EncodeOutbox
+    num_left: int
+    task: asyncio.Task[object] | None = field(default_factory=asyncio.current_task)
+    arrived_at: float = field(default_factory=time.monotonic)
+    is_cut: bool = False
+    sized: Sequence[SizedItem] = ()
+    times: dict[int, EncodeTimes] = field(default_factory=dict)
+
+    def note(self, index: int, times: EncodeTimes) -> None:
+        """An item went through the tower, just now."""
+        queue_s = time.monotonic() - self.arrived_at - times.compute_s
+        self.times[index] = EncodeTimes(max(queue_s, 0.0), times.compute_s)
+
+
+class EncodeDesk(NoPlacements):
+    """Runs the requests of Encode streams. Lives on the event loop."""
+
+    def __init__(
+        self,
+        encoder: MediaEncoder,
+        files: FileEncoder,
+        store: EmbeddingStore,
+        holds: Holds,
+        metrics: WorkerMetrics,
+        encode_metrics: EncodeMetrics,
+        *,
+        max_waiting_items: int,
+    ) -> None:
+        """Encode with ``files``, into ``store``, whose items ``holds`` gives to others; ``encoder`` is behind it all.
+
+        Of more than ``max_waiting_items`` that are not encoded yet, those of a new request are refused.
+        """
+        self._encoder = encoder
+        self._files = files
+        self._store = store
+        self._holds = holds
+        self._metrics = metrics
+        self._encode_metrics = encode_metrics
+        self._max_waiting_items = max_waiting_items
+        self._running: set[_Running] = set()
+        self._num_waiting_items = 0
+        self._leases: dict[int, Lease] = {}
+        self._next_holder = itertools.count(1)
+        self._counted = CountedStarts()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._is_draining = False
+
+    @property
+    def num_running(self) -> int:
+        """Requests of which something is still to come."""
+        return len(self._running)
+
+    @property
+    def progress(self) -> Progress:
+        """Batches of the tower, and items that are in it or wait for it: room is others' to give."""
+        stats = self._encoder.stats()
+        return Progress(stats.num_steps, stats.num_running + stats.num_waiting)
+
+    @property
+    def router_progress(self) -> dict[str, int]:
+        """By router, the last request number up to which the load counts everything in."""
+        return self._counted.watermarks()
+
+    @property
+    def router_arrivals(self) -> dict[str, int]:
+        """By router, the last request number that arrived."""
+        return self._counted.arrivals()
+
+    def stats(self) -> Sequence[EngineStats]:
+        """Items and blocks of embeddings, in the words of an engine of one rank; batches are its steps."""
+        stats, counts = self._encoder.stats(), self._store.counts
+        return (
+            EngineStats(
+                num_running=stats.num_running,
+                num_waiting=max(self._num_waiting_items - stats.num_running, 0),
+                num_in_use_blocks=counts.in_use,
+                num_held_blocks=counts.held,
+                num_cached_blocks=counts.cached,
+                num_free_blocks=counts.free,
+                num_total_blocks=counts.total,
+                num_steps=stats.num_steps,
+            ),
+        )
+
+    async def encode(self, start: EncodeStart, outbox: EncodeOutbox) -> None:
+        """Bring what ``start`` asks for to ``outbox``; see ``quartet.rpc.encode_server.EncodeWork``.
+
+        Raises:
+            DrainingError: this worker takes nothing new.
+            QueueFullError: too many items wait already.
+            RequestTimeoutError, RequestCancelledError: its time ran out, or that of the drain.
+            EngineError: the vision tower is dead.
+            ServingError: what is wrong with an item (``items[1].file``), or there is no room for it.
+        """
+        context = start.context
+        self._counted.arrive(context.router_id, context.router_request_number)
+        # The load shows its items from the first moment on.
+        self._counted.count_in(context.router_id, context.router_request_number)
+        self._check_takes(start)
+        running = _Running(start, outbox, num_left=len(start.items))
+        self._running.add(running)
+        self._num_waiting_items += running.num_left
+        self._idle.clear()
+        async with self._ending(running), asyncio.timeout(context.timeout_s):
+            await self._run(running)
+
+    def withdraw(self, holder: int) -> None:
+        """End the hand-off of ``holder``, of which nobody was told."""
+        self._holds.withdraw(holder)
+
+    def release(self, holder: int) -> None:
+        """The hand-off of ``holder`` has ended: what it held may go."""
+        lease = self._leases.pop(holder, None)
+        if lease is not None:
+            lease.release()
+
+    def drain(self) -> None:
+        """Take nothing new from now on."""
+        self._is_draining = True
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until nothing runs; False if something still does after ``timeout_s`` seconds."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def cancel_all(self) -> int:
+        """End everything early, and say how many requests that was."""
+        for running in self._running:
+            running.is_cut = True
+            if running.task is not None:
+                running.task.cancel()
+        return len(self._running)
+
+    async def _run(self, running: _Running) -> None:
+        running.sized = await self._files.size(running.start.items, "items")
+        running.outbox.sized([item.size for item in running.sized])
+        wants = [self._files.want(item, partial(running.note, index)) for index, item in enumerate(running.sized)]
+        await self._store.obtain(wants, partial(self._hand_off, running))
+
+    def _hand_off(self, running: _Running, index: int, lease: Lease) -> None:
+        times = running.times.get(index)
+        if times is None:
+            self._encode_metrics.count_item("cached")
+        holder = next(self._next_holder)
+        payload = EmbeddingsPayload(self._encoder.embeddings.layout, running.sized[index].size.num_tokens)
+        try:
+            hand_off = self._holds.offer(holder, lease.block_ids, payload)
+        except ServingError:
+            lease.release()
+            raise
+        self._leases[holder] = lease
+        running.num_left -= 1
+        self._num_waiting_items -= 1
+        queue_s, compute_s = (0.0, 0.0) if times is None else (times.queue_s, times.compute_s)
+        encoded = EncodedItem(item=index, hand_off=hand_off, queue_s=queue_s, compute_s=compute_s)
+        running.outbox.encoded(encoded, holder)
+
+    def _check_takes(self, start: EncodeStart) -> None:
+        if self._is_draining:
+            raise DrainingError("this worker is draining and takes nothing new", retry_delay_s=1.0)
+        if not self._encoder.is_alive:
+            raise EngineError("the vision tower of this worker is dead")
+        if len(start.items) > MAX_ITEMS:
+            raise InvalidRequestError(f"a request has at most {MAX_ITEMS} items", field="items")
+        num_waiting = self._num_waiting_items
+        if num_waiting and num_waiting + len(start.items) > self._max_waiting_items:
+            raise QueueFullError(f"{num_waiting} items wait for the vision tower already", retry_delay_s=1.0)
+
+    @asynccontextmanager
+    async def _ending(self, running: _Running) -> AsyncIterator[None]:
+        outcome = "encoded"
+        try:
+            yield
+        except TimeoutError:
+            outcome = RequestTimeoutError.reason.lower()
+            raise RequestTimeoutError("the request's timeout ran out") from None
+        except asyncio.CancelledError:
+            outcome = RequestCancelledError.reason.lower()
+            if running.is_cut:
+                raise RequestCancelledError("the worker's drain took too long") from None
+            raise
+        except ServingError as error:
+            outcome = error.reason.lower()
+            raise
+        finally:
+            self._end(running, outcome)
+
+    def _end(self, running: _Running, outcome: str) -> None:
+        self._running.discard(running)
+        self._num_waiting_items -= running.num_left
+        if not self._running:
+            self._idle.set()
+        self._metrics.count_request(outcome)
+        context = running.start.context
+        log_request(
+            logger,
+            FinishedRequest(
+                request_id=context.request_id or secrets.token_hex(16),
+                outcome=outcome,
+                tenant=context.tenant,
+                total_s=time.monotonic() - running.arrived_at,
+            ),
+        )

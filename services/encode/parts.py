@@ -1,0 +1,80 @@
+"""What an Encode worker has: a vision tower, the book of its pool, and the desk between it and the streams."""
+
+from __future__ import annotations
+
+from quartet.kvcache.embedding_pool import EmbeddingPool
+from quartet.telemetry.encode_metrics import EncodeMetrics
+from quartet.transfer.base import PoolMemory
+from quartet.transfer.source import TransferSource
+from services.encode.desk import EncodeDesk
+from services.encode.reports import PoolReports
+from services.encode.servicer import encode_service
+from services.workers.embedding_store import EmbeddingStore
+from services.workers.engines import EncoderFactory
+from services.workers.file_encoder import FileEncoder
+from services.workers.parts import Abilities, Serving, Surroundings
+
+
+class EncodeParts:
+    """The parts of one Encode worker; nothing is opened before ``start``."""
+
+    def __init__(self, surroundings: Surroundings, encoder_factory: EncoderFactory) -> None:
+        """Make an encoder with a pool of its own. Raises ``ConfigError``."""
+        self._surroundings = surroundings
+        self._encoder = encoder_factory(surroundings.config, None)
+        self._desk: EncodeDesk | None = None
+        self._reports: PoolReports | None = None
+
+    async def start(self) -> None:
+        """Load the vision tower."""
+        await self._encoder.start()
+
+    @property
+    def memory(self) -> PoolMemory:
+        """The pool of embeddings."""
+        return self._encoder.embeddings.memory
+
+    def serve(self, source: TransferSource) -> Serving:
+        """Wire everything."""
+        config, metrics = self._surroundings.config, EncodeMetrics(self._surroundings.registry)
+        capabilities, layout = self._encoder.capabilities, self._encoder.embeddings.layout
+        pool = EmbeddingPool(self.memory.num_blocks, layout.block_size, has_events=True)
+        reports = self._reports = PoolReports(self._encoder, pool)
+        store = EmbeddingStore(pool, field="items", on_change=reports.changed)
+        files = FileEncoder(self._encoder, store, metrics)
+        desk = self._desk = EncodeDesk(
+            self._encoder,
+            files,
+            store,
+            source,
+            self._surroundings.metrics,
+            metrics,
+            max_waiting_items=config.encoder.max_waiting_items,
+        )
+        metrics.watch_tower(self._encoder.stats)
+        self._surroundings.metrics.watch_engine(desk.stats)
+        return Serving(
+            computing=reports,
+            snapshots=reports,
+            requests=desk,
+            service=encode_service(desk, config.streams),
+            abilities=Abilities(
+                model_fingerprint=capabilities.model_fingerprint,
+                num_blocks=self.memory.num_blocks,
+                block_size=layout.block_size,
+                media=files.takes,
+                max_media_tokens=capabilities.max_item_tokens,
+            ),
+            watches=[files.watch],
+        )
+
+    def hand_off_ended(self, holder: int) -> None:
+        """An item's embeddings may go."""
+        if self._desk is not None:
+            self._desk.release(holder)
+
+    async def close(self) -> None:
+        """Free everything."""
+        if self._reports is not None:
+            self._reports.close()
+        await self._encoder.close()

@@ -1,0 +1,107 @@
+"""Media files on a worker with a vision tower: named, sized from their headers, and encoded into the worker's pool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from quartet.engine.encoder import EncoderCapabilities, EncodeTimes, MediaEncoder
+from quartet.errors import EngineError, InvalidRequestError, ServingError, UnsupportedFieldError
+from quartet.media.items import MediaFile, MediaKind, MediaSize
+from quartet.media.media_id import media_id
+from quartet.rpc.encode import EncodeItem
+from quartet.telemetry.encode_metrics import EncodeMetrics
+from services.workers.embedding_store import EmbeddingStore, Want
+
+_LOOK_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True)
+class SizedItem:
+    """A file that was looked at.
+
+    Attributes:
+        field: its path in the request.
+    """
+
+    file: MediaFile
+    size: MediaSize
+    field: str
+
+
+class FileEncoder:
+    """Does with files what a request needs of them. Lives on the event loop."""
+
+    def __init__(self, encoder: MediaEncoder, store: EmbeddingStore, metrics: EncodeMetrics) -> None:
+        """Encode with ``encoder``, which is started already, into the pool of ``store``, which is its own."""
+        self._encoder = encoder
+        self._store = store
+        self._metrics = metrics
+
+    @property
+    def capabilities(self) -> EncoderCapabilities:
+        """What it can do."""
+        return self._encoder.capabilities
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The kinds of files, as ``WorkerRecord`` has them."""
+        return tuple(kind.value for kind in MediaKind if kind in self.capabilities.kinds)
+
+    @property
+    def num_steps(self) -> int:
+        """Batches encoded, ever."""
+        return self._encoder.stats().num_steps
+
+    async def size(self, items: Sequence[EncodeItem], field: str) -> list[SizedItem]:
+        """Name and size ``items``, which came in the request's ``field``; nothing is encoded.
+
+        Raises:
+            UnsupportedFieldError, InvalidRequestError, InvalidMediaError, MediaTooLargeError: naming the item
+                (``items[1].file``), the first one at fault.
+        """
+        return [await self._size(item, f"{field}[{index}]") for index, item in enumerate(items)]
+
+    def want(self, item: SizedItem, on_encoded: Callable[[EncodeTimes], None] = lambda _times: None) -> Want:
+        """How ``item`` comes into the pool; ``on_encoded`` is told if that took the vision tower."""
+        return Want(item.size.media_id, item.size.num_tokens, partial(self._encode, item, on_encoded))
+
+    async def watch(self) -> None:
+        """Runs until cancelled. Raises ``EngineError`` once the encoder is dead."""
+        while self._encoder.is_alive:  # noqa: ASYNC110 - it tells nobody of its death but who asks
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+        raise EngineError("the vision tower of this worker is dead")
+
+    async def _size(self, item: EncodeItem, field: str) -> SizedItem:
+        if item.file.kind not in self.capabilities.kinds:
+            raise UnsupportedFieldError(f"this worker takes no files of {item.file.kind}", field=f"{field}.file.kind")
+        # A large file takes as long as many decode steps.
+        name = await asyncio.to_thread(media_id, item.file, self.capabilities.preprocessing_fingerprint)
+        if item.media_id and item.media_id != name:
+            raise InvalidRequestError("the media id is not that of the file", field=f"{field}.media_id")
+        try:
+            size = await self._encoder.size(item.file)
+        except ServingError as error:
+            raise self._named(error, field) from None
+        is_cached = self._store.has(name)
+        named = MediaSize(media_id=name, num_tokens=size.num_tokens, grid=size.grid, is_cached=is_cached)
+        return SizedItem(item.file, named, field)
+
+    async def _encode(
+        self, item: SizedItem, on_encoded: Callable[[EncodeTimes], None], block_ids: tuple[int, ...]
+    ) -> None:
+        try:
+            times = await self._encoder.encode(item.file, block_ids)
+        except ServingError as error:
+            raise self._named(error, item.field) from None
+        self._metrics.count_item("encoded")
+        self._metrics.observe_encoded(times.queue_s, times.compute_s)
+        on_encoded(times)
+
+    def _named(self, error: ServingError, field: str) -> ServingError:
+        self._metrics.count_item(error.reason.lower())
+        if error.field is not None:
+            error.field = f"{field}.{error.field}"
+        return error

@@ -1,0 +1,209 @@
+"""Media of Prefill and Decode starts: pulled or encoded into the worker's pool, and kept there while a request runs."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from functools import partial
+
+from quartet.engine.base import Generation
+from quartet.errors import InvalidRequestError, PromptTooLongError, QueueFullError, UnsupportedFieldError
+from quartet.kvcache.layout import EmbeddingsPayload, HandOff
+from quartet.kvcache.media_spans import expand_placeholders
+from quartet.media.items import MediaFile
+from quartet.rpc.encode import EncodeItem
+from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES, InnerStart
+from quartet.telemetry.encode_metrics import EncodeMetrics
+from quartet.transfer.base import Claim, PieceCopy, Puller
+from services.workers.embedding_store import EmbeddingStore, Lease, Want
+from services.workers.file_encoder import FileEncoder
+
+# A prompt that came with files is told back in one message, 4 bytes a token, with room for all else in it.
+_MAX_TOLD_TOKENS = (MAX_INNER_MESSAGE_BYTES - (128 << 10)) // 4
+
+
+@dataclass(frozen=True)
+class ReadyMedia:
+    """What an engine needs of a request whose media are there.
+
+    Attributes:
+        generation: with the media's tokens in the prompt.
+        media_blocks: blocks of the pool with each item.
+        is_expanded: the prompt is another one than came.
+    """
+
+    generation: Generation
+    media_blocks: tuple[tuple[int, ...], ...]
+    is_expanded: bool
+
+
+class MediaStage:
+    """Where starts come by their media before the engine has them. Lives on the event loop."""
+
+    def __init__(
+        self,
+        store: EmbeddingStore,
+        puller: Puller,
+        metrics: EncodeMetrics,
+        *,
+        files: FileEncoder | None,
+        placeholder_id: int,
+        max_waiting_items: int,
+    ) -> None:
+        """Bring media into ``store``.
+
+        Args:
+            store: of the pool that the engine reads.
+            puller: fetches hand-offs into that pool; it stays the caller's to close, after this.
+            metrics: items.
+            files: encodes files into that pool; ``None``: they are refused.
+            placeholder_id: stands in a prompt for each of the files that came with it.
+            max_waiting_items: files that may wait for the vision tower.
+        """
+        self.store = store
+        self.puller = puller
+        self.metrics = metrics
+        self.files = files
+        self.placeholder_id = placeholder_id
+        self.num_waiting_files = 0
+        self.num_pulls = 0
+        self._max_waiting_items = max_waiting_items
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_steps(self) -> int:
+        """What moves here: batches encoded and items pulled, ever."""
+        return self.num_pulls + (0 if self.files is None else self.files.num_steps)
+
+    def open(self, start: InnerStart) -> MediaUse:
+        """Accept the media of ``start``: its hand-offs' leases are renewed from now on.
+
+        Raises:
+            UnsupportedFieldError: it has files, and there is no vision tower.
+            InvalidRequestError: what it says of its media does not fit together.
+            LayoutMismatchError, TransferError: a hand-off can't be taken over here.
+            QueueFullError: too many files wait already.
+        """
+        if isinstance(start.media[0].source, MediaFile):
+            self._check_files(start)
+            return MediaUse(self, start, {})
+        hand_offs = [_checked_hand_off(start, index) for index in range(len(start.media))]
+        use = MediaUse(self, start, {})
+        try:
+            for index, hand_off in enumerate(hand_offs):
+                use.claims[index] = self.puller.claim(hand_off)
+        except BaseException:
+            use.release()
+            raise
+        return use
+
+    def abort(self, claim: Claim) -> None:
+        """Have the source told that nobody will take a hand-off."""
+        task = asyncio.get_running_loop().create_task(claim.abort(), name="abort-media")
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def close(self) -> None:
+        """Wait until all sources that are to be told have been, or can't be. No request has media any more."""
+        while self._aborts:
+            await asyncio.wait(self._aborts)
+
+    def _check_files(self, start: InnerStart) -> None:
+        if self.files is None:
+            raise UnsupportedFieldError("this worker has no vision tower for media files", field="media")
+        if start.hand_off is not None:
+            raise InvalidRequestError("the media of a prompt whose KV is handed off are in it", field="media")
+        if self.num_waiting_files and self.num_waiting_files + len(start.media) > self._max_waiting_items:
+            message = f"{self.num_waiting_files} items wait for the vision tower already"
+            raise QueueFullError(message, retry_delay_s=1.0)
+
+
+class MediaUse:
+    """The media of one request, from its arrival until the engine has ended it."""
+
+    def __init__(self, stage: MediaStage, start: InnerStart, claims: dict[int, Claim]) -> None:
+        """Made by ``MediaStage.open``; ``claims`` are of hand-offs that are not taken over yet."""
+        self.claims = claims
+        self.num_prompt_tokens = len(start.generation.prompt_token_ids)
+        self._stage = stage
+        self._start = start
+        self._leases: dict[int, Lease] = {}
+
+    async def prepare(self) -> ReadyMedia:
+        """Have all of it in the pool.
+
+        Raises:
+            InvalidRequestError, InvalidMediaError, MediaTooLargeError: naming the item (``media[1].file``).
+            PromptTooLongError: with its media, the prompt is too long to be told back.
+            TransferError, HandOffNotFoundError, StaleEpochError: what was handed off is lost.
+            OutOfBlocksError: there is no room for it.
+            EngineError: the vision tower is dead.
+        """
+        if isinstance(self._start.media[0].source, MediaFile):
+            generation = await self._encode_files()
+        else:
+            generation = self._start.generation
+            await self._stage.store.obtain(
+                [
+                    Want(span.media_id, span.num_tokens, partial(self._pull, index))
+                    for index, span in enumerate(generation.media)
+                ],
+                self._take,
+            )
+        blocks = tuple(self._leases[index].block_ids for index in range(len(generation.media)))
+        return ReadyMedia(generation, blocks, generation is not self._start.generation)
+
+    def release(self) -> None:
+        """The request has ended, or never began: let go of everything. May be called twice."""
+        for lease in self._leases.values():
+            lease.release()
+        claims, self.claims = list(self.claims.values()), {}
+        for claim in claims:
+            self._stage.abort(claim)
+
+    async def _encode_files(self) -> Generation:
+        stage, start = self._stage, self._start
+        assert stage.files is not None, "files were refused else"
+        stage.num_waiting_files += len(start.media)
+        try:
+            files = [(item.media_id, item.source) for item in start.media]
+            items = [EncodeItem(name, source) for name, source in files if isinstance(source, MediaFile)]
+            sized = await stage.files.size(items, "media")
+            sizes = [item.size for item in sized]
+            token_ids = start.generation.prompt_token_ids
+            expanded, spans = expand_placeholders(token_ids, stage.placeholder_id, sizes)
+            if len(expanded) > _MAX_TOLD_TOKENS:
+                message = f"a prompt with media files has {_MAX_TOLD_TOKENS} tokens at most, not {len(expanded)}"
+                raise PromptTooLongError(message, field="media")
+            self.num_prompt_tokens = len(expanded)
+            await stage.store.obtain([stage.files.want(item) for item in sized], self._take)
+        finally:
+            stage.num_waiting_files -= len(start.media)
+        return replace(start.generation, prompt_token_ids=expanded, media=spans)
+
+    async def _pull(self, index: int, block_ids: tuple[int, ...]) -> None:
+        await self.claims[index].fetch([PieceCopy(piece, block_id) for piece, block_id in enumerate(block_ids)])
+        del self.claims[index]
+        self._stage.num_pulls += 1
+        self._stage.metrics.count_item("pulled")
+
+    def _take(self, index: int, lease: Lease) -> None:
+        self._leases[index] = lease
+        claim = self.claims.pop(index, None)
+        if claim is not None:  # it was here, so its source may let go
+            self._stage.metrics.count_item("cached")
+            self._stage.abort(claim)
+
+
+def _checked_hand_off(start: InnerStart, index: int) -> HandOff:
+    """That of an item, which says the same of it as the prompt's span. Raises ``InvalidRequestError``."""
+    item, span, field = start.media[index], start.generation.media[index], f"media[{index}]"
+    hand_off = item.source
+    if not isinstance(hand_off, HandOff) or not isinstance(hand_off.payload, EmbeddingsPayload):
+        raise InvalidRequestError("a media item's hand-off is one of embeddings", field=f"{field}.hand_off")
+    if item.media_id != span.media_id:
+        raise InvalidRequestError("the item is another one than that of its span", field=f"{field}.media_id")
+    if hand_off.payload.num_tokens != span.num_tokens:
+        message = f"{hand_off.payload.num_tokens} tokens were handed off, and the prompt has {span.num_tokens}"
+        raise InvalidRequestError(message, field=f"{field}.hand_off")
+    return hand_off

@@ -1,0 +1,90 @@
+"""The media of a Prefill or Decode worker: its pool of embeddings, what fills it, and the stage of starts there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+
+from quartet.engine.base import Engine
+from quartet.engine.encoder import MediaEncoder
+from quartet.errors import ConfigError
+from quartet.kvcache.embedding_pool import EmbeddingPool
+from quartet.media.items import TAKES_HAND_OFF
+from quartet.telemetry.encode_metrics import EncodeMetrics
+from quartet.transfer.base import EmbeddingMemory
+from services.workers.embedding_store import EmbeddingStore
+from services.workers.engines import EncoderFactory
+from services.workers.file_encoder import FileEncoder
+from services.workers.media import MediaStage
+from services.workers.parts import Surroundings
+
+
+class MediaParts:
+    """Made once the engine has started; nothing is opened before ``start``."""
+
+    def __init__(self, surroundings: Surroundings, engine: Engine, encoder_factory: EncoderFactory) -> None:
+        """For the media that ``engine``, which is started, takes.
+
+        Raises:
+            ConfigError: it takes none, and the worker is to encode media.
+        """
+        self._surroundings = surroundings
+        self._config = surroundings.config
+        self._placeholder_id = engine.capabilities.placeholder_id
+        self._embeddings = engine.embeddings
+        self._puller = surroundings.puller()
+        self._encoder: MediaEncoder | None = None
+        if self._config.engine.encodes_media:
+            if self._embeddings is None or self._placeholder_id is None:
+                raise ConfigError("engine.encodes_media: the model takes text only")
+            self._encoder = encoder_factory(self._config, self._embeddings)
+        self._files: FileEncoder | None = None
+        self.stage: MediaStage | None = None
+
+    async def start(self) -> None:
+        """Load the vision tower, if there is one. Raises ``ServingError`` naming what is wrong."""
+        if self._encoder is not None:
+            await self._encoder.start()
+        if self._embeddings is not None and self._placeholder_id is not None:
+            self.stage = self._make_stage(self._embeddings, self._placeholder_id)
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """What the worker takes of media, as ``WorkerRecord`` has it."""
+        if self.stage is None:
+            return ()
+        return (TAKES_HAND_OFF,) if self._files is None else (*self._files.takes, TAKES_HAND_OFF)
+
+    @property
+    def max_item_tokens(self) -> int:
+        """Tokens that a file fills at most; 0: none is taken."""
+        return 0 if self._files is None else self._files.capabilities.max_item_tokens
+
+    @property
+    def watches(self) -> list[Callable[[], Coroutine[object, object, None]]]:
+        """Raise once the vision tower is dead."""
+        return [] if self._files is None else [self._files.watch]
+
+    async def close(self) -> None:
+        """Free everything. May be called twice."""
+        if self.stage is not None:
+            await self.stage.close()
+        await self._puller.close()
+        if self._encoder is not None:
+            await self._encoder.close()
+
+    def _make_stage(self, embeddings: EmbeddingMemory, placeholder_id: int) -> MediaStage:
+        self._puller.attach(embeddings.memory, embeddings.layout)
+        pool = EmbeddingPool(embeddings.memory.num_blocks, embeddings.layout.block_size)
+        store = EmbeddingStore(pool, field="media")
+        metrics = EncodeMetrics(self._surroundings.registry)
+        if self._encoder is not None:
+            self._files = FileEncoder(self._encoder, store, metrics)
+            metrics.watch_tower(self._encoder.stats)
+        return MediaStage(
+            store,
+            self._puller,
+            metrics,
+            files=self._files,
+            placeholder_id=placeholder_id,
+            max_waiting_items=self._config.encoder.max_waiting_items,
+        )

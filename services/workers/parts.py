@@ -1,0 +1,102 @@
+"""What a role brings into its worker's process, and what it finds there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry
+
+from quartet.discovery.base import HostIdentity, Role
+from quartet.rpc.channels import create_channel
+from quartet.rpc.server import Service
+from quartet.telemetry.metrics import WorkerMetrics
+from quartet.transfer.base import PoolMemory
+from quartet.transfer.grpc.puller import TransferPuller
+from quartet.transfer.source import TransferSource
+from services.workers.config import WorkerConfig
+from services.workers.kv_events import SnapshotSource
+from services.workers.requests import Computing, Requests
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """The worker that parts are made for."""
+
+    config: WorkerConfig
+    role: Role
+    worker_id: str
+    epoch: int
+    host: HostIdentity
+    registry: CollectorRegistry
+    metrics: WorkerMetrics
+
+    def puller(self) -> TransferPuller:
+        """A new one, of no pool yet."""
+        tls = self.config.server.tls
+        return TransferPuller(
+            lambda address: create_channel(address, tls, is_bulk=True),
+            host=self.host,
+            config=self.config.transfer,
+            on_fetch=lambda result: self.metrics.observe_transfer(result.way, result.size_bytes, result.duration_s),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abilities:
+    """What a worker's record says of its model and pool, as ``WorkerRecord`` has it."""
+
+    model_fingerprint: str
+    num_blocks: int
+    block_size: int
+    data_parallel_size: int = 1
+    max_model_len: int = 0
+    sampling_fields: tuple[str, ...] = ()
+    media: tuple[str, ...] = ()
+    max_media_tokens: int = 0
+    adapters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """A role's parts once they are wired.
+
+    Attributes:
+        computing: the worker lives as long as it.
+        snapshots: all that it could share.
+        service: the role's own RPC.
+        watches: run as long as the worker does; what one of them raises ends it.
+    """
+
+    computing: Computing
+    snapshots: SnapshotSource
+    requests: Requests
+    service: Service
+    abilities: Abilities
+    watches: Sequence[Callable[[], Coroutine[object, object, None]]] = ()
+
+
+class Parts(Protocol):
+    """What does a role's work."""
+
+    async def start(self) -> None:
+        """Load and warm up. Raises ``ConfigError`` or ``ServingError`` naming what is wrong; ``close`` even then."""
+        ...
+
+    @property
+    def memory(self) -> PoolMemory | None:
+        """The pool whose blocks it hands off; valid after ``start``."""
+        ...
+
+    def serve(self, source: TransferSource) -> Serving:
+        """Wire everything, once, after ``start``; what is handed off is held in ``source``."""
+        ...
+
+    def hand_off_ended(self, holder: int) -> None:
+        """What ``holder`` held in the source may go."""
+        ...
+
+    async def close(self) -> None:
+        """Free everything, in bounded time. May be called twice."""
+        ...
