@@ -5,7 +5,6 @@ EXTRAS ?= torch,dev
 # Half of a test's time is waiting; each process imports torch, though, which takes memory.
 JOBS ?= 2
 BIN := .venv/bin
-MODEL := .run/models/random-llama
 PACKAGES := quartet services router cli models codegen benchmarks
 
 .DEFAULT_GOAL := help
@@ -21,11 +20,8 @@ setup:  ## Make .venv with all that Quartet needs (EXTRAS=dev: without torch)
 tools: setup  ## Get etcd and grpcurl, where the machine lacks them
 	@tools/binaries.sh
 
-run-%: setup tools $(MODEL)/model.safetensors  ## Start configs/%.yaml on this machine: run-disagg, run-agg, run-disagg_2p2d (ARGS="--router-port 0")
+run-%: setup tools  ## Start configs/%.yaml on this machine: run-disagg, run-agg, run-disagg_2p2d (ARGS="--router-port 0")
 	@exec $(BIN)/quartet up configs/$*.yaml $(ARGS)
-
-$(MODEL)/model.safetensors: models/random_llama.py | setup
-	@$(BIN)/python -m models.random_llama --out $(MODEL)
 
 test: test-unit tools  ## Run all tests
 	$(BIN)/python -m pytest -m e2e
@@ -33,7 +29,7 @@ test: test-unit tools  ## Run all tests
 test-unit: setup tools  ## Run the tests that start no service processes (JOBS=4: that many at once)
 	$(BIN)/python -m pytest -m "not e2e" -n $(JOBS)
 
-bench: setup $(MODEL)/model.safetensors  ## Run all benchmarks' short forms and fill docs/performance.md from them (about 10 minutes)
+bench: setup  ## Run all benchmarks' short forms and fill docs/performance.md from them (about 10 minutes)
 	$(BIN)/python -m benchmarks
 
 lint: lint-format lint-code lint-types lint-imports lint-sizes lint-protos lint-stubs  ## Run every check of the gate

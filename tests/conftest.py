@@ -1,4 +1,4 @@
-"""Fixtures for all tests: real etcd, a small random model, and skips that say why."""
+"""Fixtures for all tests: real etcd, and skips that say why."""
 
 from __future__ import annotations
 
@@ -52,16 +52,6 @@ def grpcurl() -> Path:
 def grpcurl_if_any() -> Path | None:
     """The grpcurl binary or ``None``, for tests that show most of what they are about without it."""
     return _demand("grpcurl", find_grpcurl())
-
-
-@pytest.fixture(scope="session")
-def random_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of a small random-weight Llama with tokenizer and chat template, made once per run."""
-    from models.random_llama import write_random_llama
-
-    directory = tmp_path_factory.mktemp("models") / "random-llama"
-    write_random_llama(directory)
-    return directory
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

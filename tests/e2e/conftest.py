@@ -32,14 +32,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(scope="session")
 def stack(
-    request: pytest.FixtureRequest, random_model_dir: Path, tmp_path_factory: pytest.TempPathFactory, etcd_binary: Path
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, etcd_binary: Path
 ) -> Iterator[Stack]:
     """One prefill, one decode, and two routers, for tests that kill nothing and leave nothing behind.
 
     ``router`` prefills remotely, ``router-local`` where it decodes.
     """
     routers = {"router": REMOTE_PREFILL, "router-local": LOCAL_PREFILL}
-    config = StackConfig(model_dir=random_model_dir, routers=routers)
+    config = StackConfig(routers=routers)
     with _running(request.config, Stack(config, tmp_path_factory.mktemp("stack"), etcd_binary)) as running:
         yield running
 

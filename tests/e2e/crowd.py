@@ -21,8 +21,7 @@ from quartet.client import (
     RequestPath,
     Sampling,
 )
-
-_VOCAB = range(10, 640)
+from tests import tiny
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +73,7 @@ def mixed_asks(name: str, count: int, *, num_prompt_tokens: range, num_tokens: r
     rng = random.Random(name)
     return [
         Ask(
-            token_ids=tuple(rng.choices(_VOCAB, k=rng.choice(num_prompt_tokens))),
+            token_ids=tuple(rng.choices(tiny.PLAIN_IDS, k=rng.choice(num_prompt_tokens))),
             sampling=Sampling(
                 temperature=float(number % 2), top_p=0.95, max_tokens=rng.choice(num_tokens), ignore_eos=True
             ),

@@ -21,11 +21,11 @@ from quartet.rpc.tls import TlsConfig, channel_credentials
 from quartet.v1 import kv_events_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.local_etcd import free_port
 from services.seal_key import draw_seal_key
+from tests import tiny
 from tests.e2e.process import Metrics, ServiceProcess, wait_until
 from tests.etcd_server import EtcdServer
 
 START_TIMEOUT_S = 60.0
-MODEL_NAME = "random-llama"
 _CALL_TIMEOUT_S = 5.0
 
 Settings: TypeAlias = Mapping[str, object]
@@ -48,7 +48,6 @@ class StackConfig:
         operator: identity with which the stack itself asks, where there is TLS.
     """
 
-    model_dir: Path
     num_prefill: int = 1
     num_decode: int = 1
     worker: Settings = field(default_factory=dict)
@@ -241,9 +240,9 @@ class Stack:
     def _worker_settings(self, name: str) -> dict[str, Any]:
         base: dict[str, Any] = {
             "worker_id": name,
-            "model_name": MODEL_NAME,
-            "model_path": str(self.config.model_dir),
-            "engine": {"num_threads": 1, "num_blocks": 512},
+            "model_name": tiny.NAME,
+            "model_path": str(tiny.CHECKPOINT),
+            "engine": {"num_threads": 1, "num_blocks": 512, "dtype": "float32"},
             "drain_timeout_s": 20.0,
         }
         return _with(base | self._process_settings(name), self.config.worker)

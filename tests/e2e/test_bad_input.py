@@ -19,6 +19,7 @@ from quartet.client import QuartetClient
 from quartet.v1 import decode_pb2, prefill_pb2, router_pb2, transfer_pb2, types_pb2
 from quartet.v1.router_pb2 import ChatMessage, ChatPrompt, GenerateStart, MediaPart, TextOptions, TokenIds
 from quartet.v1.types_pb2 import GuidedDecoding, OutputOptions, Sampling
+from tests import tiny
 from tests.e2e.crowd import Crowd, mixed_asks
 from tests.e2e.stack import Stack
 
@@ -47,10 +48,14 @@ BAD_STARTS: dict[str, tuple[GenerateStart, StatusCode, str | None]] = {
     "empty conversation": (GenerateStart(chat=ChatPrompt()), INVALID, "chat.messages"),
     "no token ids": (GenerateStart(token_ids=TokenIds()), INVALID, "token_ids.ids"),
     "role that the template refuses": (GenerateStart(chat=user("hello", "ghost")), INVALID, "chat.messages"),
-    "id outside the vocabulary": (GenerateStart(token_ids=TokenIds(ids=[5, 640])), INVALID, "token_ids.ids"),
-    "prompt too long": (GenerateStart(token_ids=TokenIds(ids=[9] * 4096)), INVALID, "token_ids.ids"),
+    "id outside the vocabulary": (
+        GenerateStart(token_ids=TokenIds(ids=[tiny.VOCAB_SIZE])),
+        INVALID,
+        "token_ids.ids",
+    ),
+    "prompt too long": (GenerateStart(token_ids=TokenIds(ids=[9] * tiny.MAX_MODEL_LEN)), INVALID, "token_ids.ids"),
     "text too long": (GenerateStart(text="river " * 20_000), INVALID, "text"),
-    "more tokens than the model has room for": (sampled(max_tokens=4096), INVALID, "sampling.max_tokens"),
+    "more tokens than the model has room for": (sampled(max_tokens=tiny.MAX_MODEL_LEN), INVALID, "sampling.max_tokens"),
     "unknown model": (GenerateStart(text="x", model="nobody"), NOT_FOUND, "model"),
     "unknown adapter": (GenerateStart(text="x", adapter="nobody"), INVALID, "adapter"),
     "temperature below 0": (sampled(temperature=-1), INVALID, "sampling.temperature"),
@@ -150,7 +155,7 @@ def generate_request() -> Message:
 
 
 def generation() -> types_pb2.Generation:
-    ids = array("I", [7, 8, 9]).tobytes()
+    ids = array("I", [17, 18, 19]).tobytes()
     return types_pb2.Generation(prompt_token_ids=ids, sampling=Sampling(max_tokens=2), seed=3)
 
 

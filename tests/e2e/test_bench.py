@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from quartet.client import QuartetClient
-from tests.e2e.stack import MODEL_NAME, Stack
+from tests import tiny
+from tests.e2e.stack import Stack
 from tests.e2e.up import QUARTET
 
 NUM_REQUESTS, NUM_TOKENS = 6, 24
@@ -45,7 +46,7 @@ async def test_every_token_is_counted_and_the_hops_are_told(stack: Stack, tmp_pa
     picture = tmp_path / "bench.png"
     options = f"{load} --requests {NUM_REQUESTS} --output-tokens {NUM_TOKENS} --prompt-tokens 40-80 --warmup 0"
     report = await read_report(await start_bench(stack, *options.split(), "--plot", str(picture)), 0)
-    assert report["model"]["name"] == MODEL_NAME
+    assert report["model"]["name"] == tiny.NAME
     [point] = report["points"]
     assert point["requests"] == {"sent": NUM_REQUESTS, "finished": NUM_REQUESTS, "failed": 0, "cut_off": 0}
     assert (point["output_tokens"], point["finish_reasons"]) == (NUM_REQUESTS * NUM_TOKENS, {"length": NUM_REQUESTS})

@@ -6,7 +6,6 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
@@ -29,7 +28,7 @@ READY = router_pb2.WORKER_STATE_READY
 
 
 @pytest.fixture(scope="module")
-def chaos_stack(start_stack: StartStack, random_model_dir: Path) -> Stack:
+def chaos_stack(start_stack: StartStack) -> Stack:
     """Two prefills, two decodes, and limits short enough to see them pass."""
     etcd: Settings = {"discovery.etcd.lease_ttl_s": LEASE_TTL_S}
     router: Settings = {
@@ -42,7 +41,6 @@ def chaos_stack(start_stack: StartStack, random_model_dir: Path) -> Stack:
         "drain_timeout_s": 5.0,
     }
     config = StackConfig(
-        model_dir=random_model_dir,
         num_prefill=2,
         num_decode=2,
         worker={"transfer.lease_s": LEASE_S, **etcd},

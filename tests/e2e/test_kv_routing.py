@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import Path
 
 import pytest
 
@@ -13,6 +12,7 @@ from quartet.client import QuartetClient, Sampling
 from quartet.discovery.place import Place
 from quartet.kvcache.block_hash import sequence_hashes
 from quartet.v1 import worker_pb2, worker_pb2_grpc
+from tests import tiny
 from tests.e2e.conftest import StartStack
 from tests.e2e.stack import Stack, StackConfig
 
@@ -26,10 +26,10 @@ SAMPLING = Sampling(max_tokens=4, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def kv_stack(start_stack: StartStack, random_model_dir: Path) -> Stack:
+def kv_stack(start_stack: StartStack) -> Stack:
     """Two decode workers that prefill themselves, with room for half of the prefixes each, and one router."""
     worker = {"engine.num_blocks": NUM_BLOCKS, "engine.block_size": BLOCK_SIZE}
-    return start_stack(StackConfig(model_dir=random_model_dir, num_prefill=0, num_decode=2, worker=worker))
+    return start_stack(StackConfig(num_prefill=0, num_decode=2, worker=worker))
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def prompts(seed: int, count: int) -> list[list[int]]:
 
 
 def token_ids(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(16, 640) for _ in range(count)]
+    return [rng.choice(tiny.PLAIN_IDS) for _ in range(count)]
 
 
 async def send(client: QuartetClient, sent: Sequence[list[int]]) -> int:

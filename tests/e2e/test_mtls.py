@@ -29,6 +29,7 @@ from quartet.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from tests import tiny
 from tests.certificates import CertificateAuthority
 from tests.e2e import placed
 from tests.e2e.conftest import StartStack
@@ -66,9 +67,8 @@ def identities(tmp_path_factory: pytest.TempPathFactory) -> Identities:
 
 
 @pytest.fixture(scope="module")
-def tls_stack(start_stack: StartStack, random_model_dir: Path, identities: Identities) -> Stack:
+def tls_stack(start_stack: StartStack, identities: Identities) -> Stack:
     config = StackConfig(
-        model_dir=random_model_dir,
         # Shared memory has no TLS to prove.
         worker={"transfer.ways": ["grpc"]},
         tls=identities.servers,
@@ -209,12 +209,10 @@ async def test_a_router_that_somebody_else_certified_is_not_trusted(tls_stack: S
 
 
 @pytest.mark.parametrize("module", ["router", "services.prefill", "services.decode"])
-def test_in_the_clear_nobody_serves_the_network_unless_told_to(
-    module: str, tmp_path: Path, random_model_dir: Path
-) -> None:
+def test_in_the_clear_nobody_serves_the_network_unless_told_to(module: str, tmp_path: Path) -> None:
     settings: dict[str, object] = {"server": {"address": "0.0.0.0:0"}}
     if module != "router":
-        settings["model_path"] = str(random_model_dir)
+        settings["model_path"] = str(tiny.CHECKPOINT)
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(settings))
     command = [sys.executable, "-m", module, "--config", str(config)]

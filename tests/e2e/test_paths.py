@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -28,6 +27,7 @@ from quartet.client import (
 )
 from quartet.client.sync import SyncClient
 from quartet.errors import QueueFullError, RequestTimeoutError, ServingError
+from tests import tiny
 from tests.e2e.conftest import StartStack
 from tests.e2e.crowd import Ask, Crowd, endless_asks, mixed_asks
 from tests.e2e.stack import LOCAL_PREFILL, REMOTE_PREFILL, Settings, Stack, StackConfig
@@ -37,7 +37,8 @@ pytestmark = pytest.mark.timeout(120)
 RETURN_S = 10.0
 RETRY_DELAY_S = 2.5
 ROUTERS = ("router", "router-local")
-PROMPT = "The river runs down to the sea, and in the evening the light of the city"
+PROMPT = "Once upon a time, there was a quiet rabbit named Olive who lived near a castle. She loved to"
+QUESTION = "Tell me a short story about a rabbit named Olive."
 GREEDY = Sampling(temperature=0.0, max_tokens=24, ignore_eos=True)
 SAMPLED = Sampling(temperature=1.0, top_p=0.95, max_tokens=24, ignore_eos=True)
 
@@ -62,7 +63,7 @@ ASKS: dict[str, GenerateFields] = {
 
 
 @pytest.fixture(scope="module")
-def paths_stack(start_stack: StartStack, random_model_dir: Path) -> Stack:
+def paths_stack(start_stack: StartStack) -> Stack:
     """One prefill, two decodes, and three routers.
 
     ``router-local`` prefills where it decodes; ``router-full`` soon has no room and does not let wait for it.
@@ -75,7 +76,6 @@ def paths_stack(start_stack: StartStack, random_model_dir: Path) -> Stack:
         "admission.retry_delay_s": RETRY_DELAY_S,
     }
     config = StackConfig(
-        model_dir=random_model_dir,
         num_decode=2,
         worker={"transfer.lease_s": 5.0},
         routers={"router": REMOTE_PREFILL, "router-local": LOCAL_PREFILL, "router-full": full},
@@ -136,7 +136,10 @@ async def test_answers_are_the_same_on_every_path(paths_stack: Stack, router: st
 
 
 async def test_conversations_and_stop_strings_are_the_same_on_every_path(client: QuartetClient) -> None:
-    chat: GenerateFields = {"messages": [ChatMessage("user", "Tell me of the sea.")], "sampling": GREEDY}
+    chat: GenerateFields = {
+        "messages": [ChatMessage("user", "Tell me a short story about a rabbit named Olive.")],
+        "sampling": GREEDY,
+    }
     text = (await client.complete(**chat)).text
     # From the first token's text, from the middle, one that begins within the other, and none.
     for stop in ([text[0]], [text[9:13]], [text[9:12] + "\0", text[10:12]], ["\0"]):
@@ -165,8 +168,8 @@ async def test_parts_come_in_order(client: QuartetClient, path: RequestPath) -> 
 
 BAD: dict[str, Callable[[QuartetClient, RequestPath], GenerateStream]] = {
     "unknown model": lambda client, path: client.generate(PROMPT, path=path, model="nobody"),
-    "id outside the vocabulary": lambda client, path: client.generate(token_ids=[5, 640], path=path),
-    "prompt too long": lambda client, path: client.generate(token_ids=[9] * 5000, path=path),
+    "id outside the vocabulary": lambda client, path: client.generate(token_ids=[9, tiny.VOCAB_SIZE], path=path),
+    "prompt too long": lambda client, path: client.generate(token_ids=[9] * tiny.MAX_MODEL_LEN, path=path),
     "too many tokens": lambda client, path: client.generate(PROMPT, path=path, sampling=Sampling(max_tokens=5000)),
     "bias of no token": lambda client, path: client.generate(
         PROMPT, path=path, sampling=Sampling(logit_bias={10**6: 1.0})

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests import tiny
 from tests.e2e.grpcurl import Answer, Grpcurl
-from tests.e2e.stack import MODEL_NAME, Stack
+from tests.e2e.stack import Stack
 
 pytestmark = pytest.mark.grpcurl
 
@@ -137,7 +138,7 @@ async def test_a_failed_start_leaves_the_stream_to_others(decode: Grpcurl) -> No
 async def test_info_and_files_are_given_out(prefill: Grpcurl, decode: Grpcurl) -> None:
     for worker, role in ((prefill, "WORKER_ROLE_PREFILL"), (decode, "WORKER_ROLE_DECODE")):
         [info] = (await worker.call("quartet.v1.WorkerService/GetInfo", {})).messages
-        assert info["record"]["role"] == role and info["record"]["model_name"] == MODEL_NAME
+        assert info["record"]["role"] == role and info["record"]["model_name"] == tiny.NAME
         files = await worker.call("quartet.v1.WorkerService/GetModelFiles", {})
         names = {message["file"]["name"] for message in files.messages if "file" in message}
         assert {"tokenizer.json", "config.json"} <= names
