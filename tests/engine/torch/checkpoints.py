@@ -101,10 +101,13 @@ def make_seeing_config(family: str, **changes: Any) -> transformers.PretrainedCo
     """The configuration of a tiny model that sees."""
     class_name, own, tower, text = SEEING_FAMILIES[family]
     config: transformers.PretrainedConfig = getattr(transformers, class_name)(
-        vision_config=getattr(transformers, tower)(**_TOWER),
-        text_config=make_config(text),
-        image_token_index=PLACEHOLDER_ID,
-        **{**own, **changes},
+        **{
+            "vision_config": getattr(transformers, tower)(**_TOWER),
+            "text_config": make_config(text),
+            "image_token_index": PLACEHOLDER_ID,
+            **own,
+            **changes,
+        }
     )
     return config
 

@@ -128,7 +128,7 @@ def test_several_files_and_renamed_experts_load_like_one(checkpoint: Checkpoints
         assert torch.equal(expected, actual), name
 
 
-_MEASURE = """
+MEASURE = """
 import sys, torch
 import quartet.engine.torch.loader as loader
 from quartet.engine.torch import TorchEngineConfig
@@ -161,7 +161,7 @@ def test_loading_makes_no_second_copy_of_the_weights(
     big = make_checkpoint(tmp_path, config, torch.bfloat16)
     size_bytes = (big / "model.safetensors").stat().st_size
     assert size_bytes > 190 * _MIB
-    command = [sys.executable, "-c", _MEASURE, str(checkpoint("llama")), str(big), dtype]
+    command = [sys.executable, "-c", MEASURE, str(checkpoint("llama")), str(big), dtype]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=50, env=environment).stdout
     growth = int(printed) / size_bytes
