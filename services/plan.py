@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quartet.config import build
 from quartet.discovery.base import Role
+from quartet.errors import ConfigError
 from quartet.rpc.server import ServerConfig
 from services.topology import Topology, WorkerGroup
 from services.workers.config import EngineKind, WorkerConfig
@@ -45,11 +46,15 @@ def plan_workers(topology: Topology, *, num_cores: int) -> list[ProcessPlan]:
     """The workers to start; torch engines that aren't told otherwise share ``num_cores`` among them, others get one.
 
     Raises:
-        ConfigError: naming the override at fault (``workers[1].overrides.engine.num_blocks``).
+        ConfigError: naming the override at fault (``workers[1].overrides.engine.num_blocks``), or a role that the
+            engine does not have.
     """
     configs: list[tuple[str, WorkerConfig]] = []
     for number, group in enumerate(topology.workers):
         config = _worker_config(topology, group, f"workers[{number}].overrides")
+        if group.role is Role.ENCODE and config.engine.kind is not EngineKind.TORCH:
+            message = f"an encode worker takes the engine torch, as {config.engine.kind} has no vision tower"
+            raise ConfigError(f"workers[{number}].role: {message}")
         configs += [(str(group.role), config)] * group.replicas
     num_torch = sum(config.engine.kind is EngineKind.TORCH for _, config in configs)
     num_threads = max(1, num_cores // max(1, num_torch))

@@ -18,7 +18,7 @@ DEFAULT_MODEL_PATH = Path("models/tiny/checkpoint")
 #: Where clients look for a router when they are told nothing else.
 DEFAULT_ROUTER_PORT = 50050
 
-_WORKER_ROLES = (Role.PREFILL, Role.DECODE)
+_WORKER_ROLES = (Role.ENCODE, Role.PREFILL, Role.DECODE)
 _MAX_PORT = 2**16 - 1
 
 
@@ -58,7 +58,7 @@ class WorkerGroup:
     """Equal workers.
 
     Attributes:
-        role: prefill or decode.
+        role: encode, prefill or decode.
         replicas: how many.
         overrides: settings of ``WorkerConfig`` that differ from the topology's.
     """

@@ -37,6 +37,28 @@ def test_the_topologies_that_come_along_can_be_read(name: str, worker_ids: list[
     assert topology.router.port == 50050
 
 
+def test_encode_workers_share_cores_with_the_others_and_have_the_settings_of_all() -> None:
+    roles = [{"role": "encode", "replicas": 2}, {"role": "decode", "overrides": {"engine": {"encodes_media": True}}}]
+    topology = build(Topology, {"workers": roles, "engine": {"num_embedding_blocks": 7}})
+    plans = plan_workers(topology, num_cores=6)
+    assert [plan.name for plan in plans] == ["encode-0", "encode-1", "decode-0"]
+    assert [plan.module for plan in plans] == ["services.encode", "services.encode", "services.decode"]
+    assert [plan.num_threads for plan in plans] == [2, 2, 2]
+    configs = [build(WorkerConfig, plan.settings) for plan in plans]
+    assert [config.engine.num_embedding_blocks for config in configs] == [7, 7, 7]
+    assert [config.engine.encodes_media for config in configs] == [False, False, True]
+
+
+def test_the_mock_engine_encodes_nothing() -> None:
+    workers = [{"role": "decode"}, {"role": "encode", "overrides": {"engine": {"kind": "mock"}}}]
+    with pytest.raises(
+        ConfigError, match=r"workers\[1\].role: an encode worker takes the engine torch, as mock has no"
+    ):
+        plan_workers(build(Topology, {"workers": workers}), num_cores=2)
+    with pytest.raises(ConfigError, match=r"engine.encodes_media: the engine mock takes text only"):
+        build(Topology, {"workers": [{"role": "decode"}], "engine": {"kind": "mock", "encodes_media": True}})
+
+
 def test_every_process_gets_the_whole_of_its_settings(tmp_path: Path) -> None:
     file = write(
         tmp_path,
@@ -124,7 +146,7 @@ def test_a_file_registry_needs_no_etcd(tmp_path: Path) -> None:
         ("", "workers: is missing"),
         ("workers: []", "workers: at least one must have the role decode"),
         ("workers: [{role: prefill}]", "workers: at least one must have the role decode"),
-        ("workers: [{role: router}]", r"workers\[0\].role: must be one of prefill, decode"),
+        ("workers: [{role: router}]", r"workers\[0\].role: must be one of encode, prefill, decode"),
         ("workers: [{role: decode, replicas: 0}]", r"workers\[0\].replicas: must be at least 1"),
         ("workers: [{role: decode}]\nnamspace: x", "namspace: unknown; did you mean namespace"),
         ("workers: [{role: decode}]\nnamespace: a b", "namespace must be"),
