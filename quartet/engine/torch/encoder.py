@@ -68,12 +68,12 @@ class TorchEncoder:
 
     @property
     def capabilities(self) -> EncoderCapabilities:
-        """What it can do; valid after ``start``."""
+        """What it can do; valid from ``start`` to ``close``."""
         return self._started().capabilities
 
     @property
     def embeddings(self) -> EmbeddingMemory:
-        """The pool that it writes to; valid after ``start``."""
+        """The pool that it writes to; valid from ``start`` to ``close``."""
         return self._started().memory
 
     @property
@@ -141,10 +141,11 @@ class TorchEncoder:
         await asyncio.to_thread(self._readers.shutdown)
         if self._embeddings is None and self._tower is not None:
             self._tower.memory.memory.close()
+        self._tower = None
 
     def _started(self) -> Tower:
         if self._tower is None:
-            raise WorkerUnavailableError("the encoder has not started")
+            raise WorkerUnavailableError("the encoder is not running")
         return self._tower
 
     def _check_serving(self) -> None:
@@ -157,11 +158,12 @@ class TorchEncoder:
     def _advance(self) -> None:
         """Give the worker threads and the tower what they can take."""
         if self._tower is not None and self._thread is not None and self._lost is None and not self._is_closed:
+            # First, as a run makes room for more to be prepared.
+            if batch := self._jobs.begin_running():
+                self._thread.post([Passenger(job.prepared, job.block_ids) for job in batch if job.prepared is not None])
             for job in self._jobs.begin_preparing():
                 future = self._readers.submit(_prepare, self._tower, job)
                 future.add_done_callback(partial(self._hear_prepared, asyncio.get_running_loop(), job))
-            if batch := self._jobs.begin_running():
-                self._thread.post([Passenger(job.prepared, job.block_ids) for job in batch if job.prepared is not None])
         self._count()
 
     def _hear_prepared(self, loop: asyncio.AbstractEventLoop, job: Job, future: Future[Prepared | None]) -> None:
