@@ -43,7 +43,7 @@ MAX_ITEMS = 256
 
 @dataclass(eq=False)
 class _Running:
-    """A request between its start and its end; ``times`` are since its arrival, of items that took the tower."""
+    """A request between its start and its end; ``times`` are of items that took the tower."""
 
     start: EncodeStart
     outbox: EncodeOutbox
@@ -53,11 +53,6 @@ class _Running:
     is_cut: bool = False
     sized: Sequence[SizedItem] = ()
     times: dict[int, EncodeTimes] = field(default_factory=dict)
-
-    def note(self, index: int, times: EncodeTimes) -> None:
-        """An item went through the tower, just now."""
-        queue_s = time.monotonic() - self.arrived_at - times.compute_s
-        self.times[index] = EncodeTimes(max(queue_s, 0.0), times.compute_s)
 
 
 class EncodeDesk(NoPlacements):
@@ -187,7 +182,10 @@ class EncodeDesk(NoPlacements):
     async def _run(self, running: _Running) -> None:
         running.sized = await self._files.size(running.start.items, "items")
         running.outbox.sized([item.size for item in running.sized])
-        wants = [self._files.want(item, partial(running.note, index)) for index, item in enumerate(running.sized)]
+        wants = [
+            self._files.want(item, running.arrived_at, partial(running.times.__setitem__, index))
+            for index, item in enumerate(running.sized)
+        ]
         await self._store.obtain(wants, partial(self._hand_off, running))
 
     def _hand_off(self, running: _Running, index: int, lease: Lease) -> None:

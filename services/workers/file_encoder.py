@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from quartet.engine.encoder import EncoderCapabilities, EncodeTimes, MediaEncoder
@@ -64,9 +65,14 @@ class FileEncoder:
         """
         return [await self._size(item, f"{field}[{index}]") for index, item in enumerate(items)]
 
-    def want(self, item: SizedItem, on_encoded: Callable[[EncodeTimes], None] = lambda _times: None) -> Want:
-        """How ``item`` comes into the pool; ``on_encoded`` is told if that took the vision tower."""
-        return Want(item.size.media_id, item.size.num_tokens, partial(self._encode, item, on_encoded))
+    def want(
+        self, item: SizedItem, arrived_at: float, on_encoded: Callable[[EncodeTimes], None] = lambda _times: None
+    ) -> Want:
+        """How ``item``, which came at ``arrived_at`` (monotonic), gets into the pool.
+
+        ``on_encoded`` is told, if that took the vision tower, how long since then.
+        """
+        return Want(item.size.media_id, item.size.num_tokens, partial(self._encode, item, arrived_at, on_encoded))
 
     async def watch(self) -> None:
         """Runs until cancelled. Raises ``EngineError`` once the encoder is dead."""
@@ -90,13 +96,19 @@ class FileEncoder:
         return SizedItem(item.file, named, field)
 
     async def _encode(
-        self, item: SizedItem, on_encoded: Callable[[EncodeTimes], None], block_ids: tuple[int, ...]
+        self,
+        item: SizedItem,
+        arrived_at: float,
+        on_encoded: Callable[[EncodeTimes], None],
+        block_ids: tuple[int, ...],
     ) -> None:
+        waited_s = time.monotonic() - arrived_at
         try:
             times = await self._encoder.encode(item.file, block_ids)
         except ServingError as error:
             raise self._named(error, item.field) from None
         self._metrics.count_item("encoded")
+        times = replace(times, queue_s=waited_s + times.queue_s)
         self._metrics.observe_encoded(times.queue_s, times.compute_s)
         on_encoded(times)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -127,6 +128,7 @@ class MediaUse:
         self.num_prompt_tokens = len(start.generation.prompt_token_ids)
         self._stage = stage
         self._start = start
+        self._arrived_at = time.monotonic()
         self._leases: dict[int, Lease] = {}
 
     async def prepare(self) -> ReadyMedia:
@@ -176,7 +178,7 @@ class MediaUse:
                 message = f"a prompt with media files has {_MAX_TOLD_TOKENS} tokens at most, not {len(expanded)}"
                 raise PromptTooLongError(message, field="media")
             self.num_prompt_tokens = len(expanded)
-            await stage.store.obtain([stage.files.want(item) for item in sized], self._take)
+            await stage.store.obtain([stage.files.want(item, self._arrived_at) for item in sized], self._take)
         finally:
             stage.num_waiting_files -= len(start.media)
         return replace(start.generation, prompt_token_ids=expanded, media=spans)
