@@ -123,6 +123,13 @@ def test_of_a_jpeg_with_several_pictures_the_first_counts() -> None:
     assert_loads_alike(data)
 
 
+def test_a_gif_frame_smaller_than_its_canvas_lies_on_what_is_transparent() -> None:
+    data = bytearray(encode(make_picture().quantize(8), "GIF", transparency=3, comment=b"before the frame"))
+    data[6:10] = struct.pack("<HH", 30, 20)
+    assert read_header(bytes(data), max_pixels=MAX_PIXELS) == ImageHeader("GIF", 30, 20)
+    assert_loads_alike(bytes(data))
+
+
 def test_a_gif_frame_that_sticks_out_makes_the_picture_larger() -> None:
     data = bytearray(SMALL["GIF"])
     data[6:10] = struct.pack("<HH", 2, 2)

@@ -20,7 +20,9 @@ from quartet.errors import (
 )
 from quartet.media.items import MediaFile, MediaKind, MediaPart, MediaUrl
 from quartet.media.media_id import media_id
+from router.media import data_url as data_url_module
 from router.media.config import MediaConfig
+from router.media.data_url import read_data_url
 from tests.media.pictures import encode, make_file, make_picture
 from tests.router.media.conftest import MakeFetcher
 from tests.router.media.site import FINGERPRINT, PNG, Site, fetch_one, loopback_config, num_open_files, settle_to
@@ -125,6 +127,15 @@ async def test_more_bytes_than_allowed_are_refused_wherever_they_come_from(make_
         with pytest.raises(MediaTooLargeError, match="allowed") as caught:
             await fetcher.fetch([part], ["media[0]"], FINGERPRINT)
         assert caught.value.field == "media[0]"
+
+
+@pytest.mark.parametrize("url", ["data:;base64," + "A" * 100, "data:," + "%00" * 71])
+def test_a_data_url_of_too_many_bytes_is_refused_before_any_is_decoded(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(data_url_module, "unquote_to_bytes")
+    with pytest.raises(MediaTooLargeError):
+        read_data_url(url, 70)
 
 
 async def test_more_pixels_than_allowed_are_refused(make_fetcher: MakeFetcher) -> None:
