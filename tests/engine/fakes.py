@@ -2,7 +2,8 @@
 
 The fake's KV of a token is a digest of the whole prefix up to it. Before a chunk is computed, every position it attends
 to is read from the blocks and compared, so a wrong block, a missing copy or a stale cache is found at once; the next
-token is a function of the prefix, so what comes out can be computed without an engine.
+token is a function of the prefix, so what comes out can be computed without an engine. At positions that media fills,
+the prefix has the media's embeddings in place of token ids: one number a token, read from the pool when computed.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from quartet.engine.running import ScheduledChunk
 from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
 from quartet.errors import LayoutMismatchError
 from quartet.kvcache.block_hash import MediaSpan
-from quartet.kvcache.layout import BlocksPayload, HandOff, KvLayout
+from quartet.kvcache.layout import BlocksPayload, EmbeddingLayout, HandOff, KvLayout
 from quartet.transfer.base import EmbeddingMemory, FetchResult, PieceCopy, PoolMemory, TransferWay
 
 WAIT_S = 20.0  # bounds every wait; nothing takes that long
 
-_SLOT = struct.Struct("<QQ")  # digest of the prefix, token id + 1: an empty slot is all zeros
+_SLOT = struct.Struct("<QQ")  # digest of the prefix, token id or embedding + 1: an empty slot is all zeros
+_EMBEDDING = struct.Struct("<Q")
+_FIRST_EMBEDDING = 1 << 32  # above all token ids
 
 
 def fake_layout(block_size: int = 4, model_fingerprint: str = "fake") -> KvLayout:
@@ -42,9 +45,28 @@ def fake_layout(block_size: int = 4, model_fingerprint: str = "fake") -> KvLayou
     )
 
 
-def next_token(token_ids: Sequence[int], vocab_size: int, masked: frozenset[int] = frozenset()) -> int:
+def fake_embeddings(num_blocks: int, block_size: int = 4) -> EmbeddingMemory:
+    """A pool of embeddings with 8 bytes a token."""
+    layout = EmbeddingLayout(model_fingerprint="fake", dtype="float64", hidden_size=1, block_size=block_size)
+    return EmbeddingMemory(layout, PoolMemory(num_blocks, layout.piece_size_bytes))
+
+
+def write_embeddings(embeddings: EmbeddingMemory, block_ids: Sequence[int], span: MediaSpan) -> None:
+    """Put the embeddings of ``span`` into those blocks, as an encoder would."""
+    for offset in range(span.num_tokens):
+        block, place = divmod(offset, embeddings.layout.block_size)
+        piece = embeddings.memory.piece(block_ids[block])
+        _EMBEDDING.pack_into(piece, place * _EMBEDDING.size, _embedding(span.media_id, offset))
+
+
+def next_token(
+    token_ids: Sequence[int],
+    vocab_size: int,
+    masked: frozenset[int] = frozenset(),
+    media: Sequence[MediaSpan] = (),
+) -> int:
     """The token that the fake model samples after ``token_ids``."""
-    token_id = _digests(token_ids)[-1] % vocab_size
+    token_id = _digests(_prefix(token_ids, media))[-1] % vocab_size
     while token_id in masked:
         token_id = (token_id + 1) % vocab_size
     return token_id
@@ -61,7 +83,8 @@ def expected_output(
     max_output = sampling.max_tokens if sampling.max_tokens is not None else max_len - num_prompt
     while True:
         is_masked = len(token_ids) - num_prompt < sampling.min_tokens
-        token_ids.append(next_token(token_ids, vocab_size, stop_ids if is_masked else frozenset()))
+        masked = stop_ids if is_masked else frozenset()
+        token_ids.append(next_token(token_ids, vocab_size, masked, generation.media))
         if token_ids[-1] in stop_ids or len(token_ids) - num_prompt >= max_output:
             return token_ids[num_prompt:]
 
@@ -77,9 +100,6 @@ class FakeRunner:
         chunk_sizes: tokens of each chunk of each step.
     """
 
-    embeddings: EmbeddingMemory | None = None
-    placeholder_id: int | None = None
-
     def __init__(
         self,
         *,
@@ -90,6 +110,8 @@ class FakeRunner:
         eos_token_ids: frozenset[int] = frozenset(),
         layout: KvLayout | None = None,
         step_gate: threading.Semaphore | None = None,
+        num_embedding_blocks: int = 0,
+        placeholder_id: int | None = None,
     ) -> None:
         self.layout = layout or fake_layout(block_size)
         self.memory: PoolMemory | None = PoolMemory(num_blocks, self.layout.piece_size_bytes)
@@ -97,6 +119,8 @@ class FakeRunner:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.num_blocks = num_blocks
+        self.embeddings = fake_embeddings(num_embedding_blocks, block_size) if num_embedding_blocks else None
+        self.placeholder_id = placeholder_id
         self.step_gate = step_gate
         self.failure: Exception | None = None
         self.num_steps = 0
@@ -125,12 +149,25 @@ class FakeRunner:
         end = chunk.first_position + chunk.num_tokens
         assert chunk.num_tokens > 0
         assert chunk.samples == (end == len(seq))
-        digests = _digests(seq.token_ids[:end])
+        prefix = _prefix(seq.token_ids[:end], chunk.running.request.generation.media)
+        digests = _digests(prefix)
         for position in range(chunk.first_position):
             written = _SLOT.unpack_from(self._slot(seq.block_table, position))
-            assert written == (digests[position], seq.token_ids[position] + 1), f"wrong KV at {position}"
+            assert written == (digests[position], prefix[position] + 1), f"wrong KV at {position}"
         for position in range(chunk.first_position, end):
-            _SLOT.pack_into(self._slot(seq.block_table, position), 0, digests[position], seq.token_ids[position] + 1)
+            self._check_embedding(chunk.running.request, position, prefix[position])
+            _SLOT.pack_into(self._slot(seq.block_table, position), 0, digests[position], prefix[position] + 1)
+
+    def _check_embedding(self, request: EngineRequest, position: int, expected: int) -> None:
+        """That it is in the request's blocks, where media fills ``position``."""
+        for i, span in enumerate(request.generation.media):
+            offset = position - span.first_position
+            if 0 <= offset < span.num_tokens:
+                assert self.embeddings is not None
+                assert request.media_blocks, f"nothing says what is at {position}"
+                block, place = divmod(offset, self.embeddings.layout.block_size)
+                piece = self.embeddings.memory.piece(request.media_blocks[i][block])
+                assert _EMBEDDING.unpack_from(piece, place * _EMBEDDING.size) == (expected,)
 
     def _slot(self, block_table: list[int], position: int) -> memoryview:
         assert self.memory is not None
@@ -141,7 +178,8 @@ class FakeRunner:
         running = chunk.running
         is_masked = running.num_output_tokens < running.sampling.min_tokens
         masked = running.stop_ids if is_masked else frozenset()
-        token_id = next_token(running.seq.token_ids, self.vocab_size, masked)
+        media = running.request.generation.media
+        token_id = next_token(running.seq.token_ids, self.vocab_size, masked, media)
         wanted = running.request.generation.output.logprobs
         return SampledToken(token_id, None if wanted is None else TokenLogprobs(token_id, -1.0))
 
@@ -246,14 +284,15 @@ class FakePuller:
             payload=BlocksPayload(layout, num_tokens),
         )
 
-    def offer_prefix(self, token_ids: Sequence[int]) -> HandOff:
+    def offer_prefix(self, token_ids: Sequence[int], media: Sequence[MediaSpan] = ()) -> HandOff:
         """A hand-off of the KV of all ``token_ids`` but the last, as a prefill elsewhere would have left it."""
         assert self.layout is not None
         num_tokens = len(token_ids) - 1
         num_blocks = -(-num_tokens // self.layout.block_size)
         memory = PoolMemory(max(num_blocks, 1), self.layout.piece_size_bytes)
-        for position, digest in enumerate(_digests(token_ids[:num_tokens])):
-            _SLOT.pack_into(memory.view, position * _SLOT.size, digest, token_ids[position] + 1)
+        prefix = _prefix(token_ids[:num_tokens], media)
+        for position, digest in enumerate(_digests(prefix)):
+            _SLOT.pack_into(memory.view, position * _SLOT.size, digest, prefix[position] + 1)
         return self.offer(memory, self.layout, tuple(range(num_blocks)), num_tokens)
 
     def offer_prefilled(self, memory: PoolMemory, layout: KvLayout, prefilled: Prefilled) -> HandOff:
@@ -295,11 +334,25 @@ def make_request(
     )
 
 
-def _digests(token_ids: Sequence[int]) -> list[int]:
+def _embedding(media_id: bytes, offset: int) -> int:
+    return _FIRST_EMBEDDING + zlib.crc32(media_id + offset.to_bytes(4, "little"))
+
+
+def _prefix(token_ids: Sequence[int], media: Sequence[MediaSpan]) -> list[int]:
+    """What the model sees: token ids, and embeddings where media fills positions."""
+    prefix = list(token_ids)
+    for span in media:
+        end = min(span.first_position + span.num_tokens, len(prefix))
+        for position in range(span.first_position, end):
+            prefix[position] = _embedding(span.media_id, position - span.first_position)
+    return prefix
+
+
+def _digests(prefix: Sequence[int]) -> list[int]:
     """Of every prefix: a chain, so that it depends on all tokens before."""
     digests: list[int] = []
     digest = 0
-    for token_id in token_ids:
-        digest = zlib.crc32(token_id.to_bytes(4, "little"), digest)
+    for value in prefix:
+        digest = zlib.crc32(value.to_bytes(4 if value < _FIRST_EMBEDDING else 8, "little"), digest)
         digests.append(digest)
     return digests

@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from quartet.engine.base import EngineRequest, FinishReason
+from quartet.engine.running import RequestState
 from quartet.engine.schedule import Pull, Schedule, TokenOut
 from quartet.engine.scheduler import Scheduler, SchedulerConfig
-from quartet.engine.validation import EngineLimits
+from quartet.engine.validation import limits_of
 from quartet.kvcache.block_pool import BlockCounts, BlockManager
 from tests.engine.fakes import FakePuller, FakeRunner
 
@@ -25,22 +26,24 @@ class Stepper:
         max_num_batched_tokens: int = 64,
         max_model_len: int = 256,
         eos_token_ids: Sequence[int] = (),
+        num_embedding_blocks: int = 0,
+        placeholder_id: int | None = None,
     ) -> None:
         self.runner = FakeRunner(
             num_blocks=num_blocks,
             block_size=block_size,
             max_model_len=max_model_len,
             eos_token_ids=frozenset(eos_token_ids),
+            num_embedding_blocks=num_embedding_blocks,
+            placeholder_id=placeholder_id,
         )
         self.blocks = BlockManager(num_blocks, block_size)
         config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-        limits = EngineLimits(
-            max_model_len=max_model_len, num_pool_tokens=num_blocks * block_size, vocab_size=self.runner.vocab_size
-        )
-        self.scheduler = Scheduler(config, self.blocks, limits, self.runner.eos_token_ids)
+        self.scheduler = Scheduler(config, self.blocks, limits_of(self.runner), self.runner.eos_token_ids)
         self.outputs: dict[int, list[int]] = defaultdict(list)
         self.finished: dict[int, FinishReason] = {}
         self.pulls: list[Pull] = []
+        self.media_lost: set[int] = set()
         self.puller = FakePuller()
         assert self.runner.memory is not None
         self.puller.attach(self.runner.memory, self.runner.layout)
@@ -60,6 +63,7 @@ class Stepper:
 
     def compute(self, schedule: Schedule) -> list[TokenOut]:
         self.pulls += schedule.pulls
+        self._take_lost(schedule)
         outs = self.scheduler.update(schedule.chunks, self.runner.run(schedule.chunks))
         for out in outs:
             generation = out.running.request.generation
@@ -75,6 +79,7 @@ class Stepper:
         for _ in range(max_num_steps):
             schedule = self.scheduler.schedule()
             if schedule.is_idle:
+                self._take_lost(schedule)
                 return
             self.compute(schedule)
         raise AssertionError("the scheduler does not come to an end")
@@ -87,3 +92,9 @@ class Stepper:
         assert self.runner.memory is not None
         for copy in pull.copies:
             self.runner.memory.piece(copy.block_id)[:] = memory.piece(block_ids[copy.piece])
+
+    def _take_lost(self, schedule: Schedule) -> None:
+        for running in schedule.media_lost:
+            assert running.state is RequestState.ENDED
+            assert running.id not in self.media_lost, "it ends once"
+            self.media_lost.add(running.id)
