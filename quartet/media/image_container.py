@@ -1,7 +1,7 @@
 """The four containers of pictures, walked by hand, so that nothing of them but the picture itself meets a decoder.
 
 Metadata is where small hostile files become large: entries of an EXIF directory may each name the whole file as their
-value, text chunks are compressed, a JPEG may ask for a hundred thousand passes over its pixels. Of all that only the
+value, text chunks are compressed, a JPEG may ask for a hundred thousand passes over all pixels. Of all that only the
 orientation is read here; what goes on to Pillow is a file with the chunks that pixels need. Every walk is bounded.
 
 The formats: PNG third edition (w3.org/TR/png-3), JPEG ITU-T T.81 annex B with EXIF 2.32 for its APP1, GIF89a, and
@@ -25,8 +25,8 @@ _EXIF_PREFIX = b"Exif\0\0"
 # Far above what any encoder writes, and walked in tens of milliseconds.
 _MAX_CHUNKS = 65_536
 _MAX_JPEG_SEGMENTS = 4_096
-# Progressive encoders write about ten; each is a pass over all pixels.
-_MAX_JPEG_SCANS = 100
+# Progressive encoders write about ten; each is a pass over all pixels, of 8k in a tenth of a second.
+_MAX_JPEG_SCANS = 32
 # Bytes between segments, which decoders step over one by one.
 _MAX_JPEG_JUNK_BYTES = 65_536
 _SOS, _EOI = b"\xff\xda", b"\xff\xd9"
