@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.utils import is_torchvision_available
 
 from quartet.engine.encoder import ItemSize
 from quartet.engine.torch import TorchEncoderConfig
@@ -99,6 +100,16 @@ def test_pixels_are_the_processors(
     pixels = vision(name).pixels(picture)
     assert torch.equal(pixels.tiles, reference(name).inputs(picture)["pixel_values"].flatten(0, -4))
     assert (pixels.width, pixels.height) == (61, 37)
+
+
+@pytest.mark.skipif(is_torchvision_available(), reason="with torchvision installed, AutoProcessor prefers that")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_image_processor_is_what_autoprocessor_has(name: str, checkpoint: Callable[[str], Path]) -> None:
+    auto: Any = transformers.AutoProcessor
+    expected = auto.from_pretrained(checkpoint(name)).image_processor
+    ours = load_vision(config(checkpoint(name))).image_processor
+    assert type(ours) is type(expected)
+    assert ours.to_dict() == expected.to_dict()
 
 
 def test_pictures_of_a_grid_differ_in_tokens(vision: Callable[[str], VisionModel]) -> None:

@@ -120,10 +120,10 @@ def _make_image_processor(family: Family) -> Any:
 
 
 class Reference:
-    """A checkpoint as a user of plain transformers has it."""
+    """A checkpoint as a user of plain transformers without torchvision has it."""
 
     def __init__(self, model_path: Path) -> None:
-        self._processor: Any = transformers.AutoProcessor.from_pretrained(model_path)
+        self._processor: Any = transformers.AutoProcessor.from_pretrained(model_path, backend="pil")
         auto: Any = transformers.AutoModelForImageTextToText
         self._model = auto.from_pretrained(model_path, dtype=torch.float32)
 
