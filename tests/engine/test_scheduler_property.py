@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
@@ -9,12 +11,49 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from quartet.engine.base import EngineRequest, RequestKind
 from quartet.engine.sampling import Sampling
 from quartet.engine.scheduler import RequestState
-from tests.engine.fakes import expected_output, make_request
+from quartet.kvcache.block_hash import MediaSpan
+from tests.engine.fakes import expected_output, make_request, write_embeddings
 from tests.engine.stepping import Stepper
 
 # Two tokens make equal prefixes common, as eight blocks do preemptions.
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 EOS = frozenset(range(2, 10))
+PLACEHOLDER = 63
+# Two pictures, of fewer tokens than a block and of more.
+PICTURES = [(bytes([number]) * 32, num_tokens) for number, num_tokens in enumerate((3, 6))]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A picture in a prompt.
+
+    Attributes:
+        picture: which one.
+        position: where it begins, in a prompt that is long enough.
+        has_blocks: its embeddings are here.
+    """
+
+    picture: int
+    position: int
+    has_blocks: bool
+
+
+SEEN = st.none() | st.builds(Seen, st.integers(0, 1), st.integers(0, 14), st.booleans())
+
+
+def media_blocks(picture: int) -> tuple[int, ...]:
+    return (2 * picture + 1, 2 * picture)
+
+
+def with_picture(prompt: list[int], seen: Seen | None) -> tuple[list[int], tuple[MediaSpan, ...]]:
+    """The prompt with the picture in place of some of its tokens, no longer than any; and where the picture is."""
+    if seen is None:
+        return prompt, ()
+    media_id, num_tokens = PICTURES[seen.picture]
+    text = prompt[: 14 - num_tokens]
+    position = min(seen.position, len(text))
+    whole = [*text[:position], *[PLACEHOLDER] * num_tokens, *text[position:]]
+    return whole, (MediaSpan(media_id, position, num_tokens),)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -29,7 +68,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + extra_tokens,
             eos_token_ids=tuple(EOS),
+            num_embedding_blocks=4,
+            placeholder_id=PLACEHOLDER,
         )
+        assert self.stepper.runner.embeddings is not None
+        for picture, (media_id, num_tokens) in enumerate(PICTURES):
+            write_embeddings(self.stepper.runner.embeddings, media_blocks(picture), MediaSpan(media_id, 0, num_tokens))
         self.submitted: list[EngineRequest] = []
         self.cancelled: set[int] = set()
         self.failed_pulls: set[int] = set()
@@ -42,19 +86,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_output=st.integers(1, 18),
         priority=st.integers(0, 2),
         has_hand_off=st.booleans(),
+        seen=SEEN,
     )
     def submit(
-        self, prompt: list[int], kind: RequestKind, num_resumed: int, num_output: int, priority: int, has_hand_off: bool
+        self,
+        prompt: list[int],
+        kind: RequestKind,
+        num_resumed: int,
+        num_output: int,
+        priority: int,
+        has_hand_off: bool,
+        seen: Seen | None,
     ) -> EngineRequest:
         sampling = Sampling(max_tokens=num_output)
-        whole = self._expected(make_request(prompt, sampling=sampling))
+        prompt, media = with_picture(prompt, seen)
+        whole = self._expected(make_request(prompt, sampling=sampling, media=media))
         generated = whole[: min(num_resumed, len(whole) - 1)]
         given = [*prompt, *generated]
         hand_off = None
         if has_hand_off and kind is RequestKind.DECODE and len(given) > 1:
-            hand_off = self.stepper.puller.offer_prefix(given)
+            hand_off = self.stepper.puller.offer_prefix(given, media)
         request = make_request(
-            prompt, kind=kind, generated=generated, priority=priority, sampling=sampling, hand_off=hand_off
+            prompt,
+            kind=kind,
+            generated=generated,
+            priority=priority,
+            sampling=sampling,
+            hand_off=hand_off,
+            media=media,
+            media_blocks=(media_blocks(seen.picture),) if seen is not None and seen.has_blocks else (),
         )
         self.stepper.add(request)
         self.submitted.append(request)
@@ -115,7 +175,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in self.submitted:
             output = self.stepper.outputs[request.id]
             expected = self._expected(request)[len(request.generation.generated_token_ids) :]
-            if request.id in self.cancelled | self.failed_pulls:
+            if request.id in self.stepper.media_lost:
+                assert request.generation.media
+                assert not request.media_blocks, "nothing was lost"
+            if request.id in self.cancelled | self.failed_pulls | self.stepper.media_lost:
                 assert output == expected[: len(output)]
             elif request.kind is RequestKind.PREFILL:
                 assert output == expected[:1]

@@ -12,7 +12,8 @@ from quartet.engine.runner import SampledToken
 from quartet.engine.running import ScheduledChunk
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.engine.step_loop import Cancel, FetchFailed, Message, StepLoop, StepReport, Submit
-from quartet.errors import TransferError
+from quartet.errors import MediaLostError, TransferError
+from quartet.kvcache.block_hash import MediaSpan
 from tests.engine.fakes import FakePuller, FakeRunner, make_request
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
@@ -28,13 +29,13 @@ class Loop:
         early_pulls: requests whose pull it asked for as a step began.
     """
 
-    def __init__(self, *, num_blocks: int = 64) -> None:
+    def __init__(self, *, num_blocks: int = 64, num_embedding_blocks: int = 0) -> None:
         self.now = 100.0
         self.step_s = 0.0
         self.during = EngineStats()
         self.num_begins = 0
         self.early_pulls: list[int] = []
-        self.runner = FakeRunner(num_blocks=num_blocks)
+        self.runner = FakeRunner(num_blocks=num_blocks, num_embedding_blocks=num_embedding_blocks)
         self.run = self.runner.run
         self.runner.run = self.compute  # type: ignore[method-assign]
         self.steps = StepLoop(self.runner, CONFIG, lambda: self.now, self.begin)
@@ -109,6 +110,20 @@ def test_who_decodes_is_not_left_waiting_beside_who_pulls() -> None:
     assert not loop.is_idle
     loop.run_until_idle([])
     assert loop.ended == [decoding.id]
+
+
+def test_who_has_lost_its_media_is_told_at_once() -> None:
+    loop = Loop(num_embedding_blocks=4)
+    prompt, media = [1, *[5] * 6, 2], (MediaSpan(bytes(32), 1, 6),)
+    lost, later = make_request(prompt, media=media), make_request(prompt, max_tokens=1)
+    report = loop.step(submit(lost), submit(later))
+    assert report.output is not None
+    [failed] = report.output.failed
+    assert (failed.id, type(failed.error)) == (lost.id, MediaLostError)
+    assert loop.ended == [later.id, lost.id]
+    assert loop.is_idle
+    loop.run_until_idle([submit(alone := make_request(prompt, media=media))])
+    assert loop.ended[2:] == [alone.id]
 
 
 @pytest.mark.parametrize("seed", range(20))

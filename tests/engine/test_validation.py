@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
 from quartet.engine.base import EngineRequest, Generation, RequestKind
+from quartet.engine.media_validation import MediaLimits
 from quartet.engine.sampling import Sampling
-from quartet.engine.validation import EngineLimits, check_request
+from quartet.engine.validation import EngineLimits, check_request, limits_of
 from quartet.errors import InvalidRequestError, LayoutMismatchError, PromptTooLongError, UnsupportedFieldError
+from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload
-from tests.engine.fakes import fake_layout, make_request
+from tests.engine.fakes import FakeRunner, fake_layout, make_request
 
 LIMITS = EngineLimits(max_model_len=32, num_pool_tokens=24, vocab_size=64)
 PREFILL = RequestKind.PREFILL
@@ -74,6 +78,78 @@ def test_what_can_never_be_served_is_refused_naming_the_field(
     with pytest.raises(error) as caught:
         check_request(request_, LIMITS)
     assert caught.value.field == field
+
+
+IMAGE = MediaSpan(bytes(32), 2, 6)
+OTHER = MediaSpan(bytes(31) + b"1", 8, 4)
+SEES = replace(LIMITS, media=MediaLimits(placeholder_id=63, block_size=4, num_blocks=5))
+
+
+def _seen(
+    spans: Sequence[MediaSpan] = (IMAGE, OTHER),
+    blocks: Sequence[Sequence[int]] = ((4, 0), (2,)),
+    prompt: Sequence[int] = (1, 2, *[63] * 10, 3),
+    generated: Sequence[int] = (),
+) -> EngineRequest:
+    return make_request(prompt, generated=generated, media=tuple(spans), media_blocks=tuple(map(tuple, blocks)))
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        _seen(),
+        _seen(spans=(OTHER, IMAGE), blocks=((2,), (4, 0))),
+        _seen(blocks=()),  # its KV is cached, or comes by hand-off
+        _seen(blocks=((4, 0, 1), (2, 3))),
+        _seen(generated=(63, 63)),
+        _seen(spans=(), blocks=(), prompt=(1, 2, 3), generated=(63,)),
+    ],
+)
+def test_media_that_fits_its_prompt_passes(request_: EngineRequest) -> None:
+    check_request(request_, SEES)
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (_seen(spans=(IMAGE, replace(OTHER, first_position=7))), "media"),
+        (_seen(spans=(IMAGE, replace(OTHER, num_tokens=6))), "media"),
+        (_seen(spans=(IMAGE,), blocks=((4, 0),), prompt=(1, 2, *[63] * 5), generated=(63, 63)), "media"),
+        (_seen(blocks=((4, 0),)), "media"),
+        (_seen(spans=(), prompt=(1,)), "media"),
+        (_seen(blocks=((4,), (2,))), "media"),
+        (_seen(blocks=((4, 0), ())), "media"),
+        (_seen(blocks=((4, 5), (2,))), "media"),
+        (_seen(blocks=((4, -1), (2,))), "media"),
+        (_seen(prompt=(1, 2, *[63] * 9, 3, 4)), "media"),
+        (_seen(spans=(), blocks=(), prompt=(1, 63)), "prompt_token_ids"),
+        (_seen(prompt=(1, 2, *[63] * 11)), "prompt_token_ids"),
+    ],
+)
+def test_media_that_does_not_is_refused_naming_the_field(request_: EngineRequest, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        check_request(request_, SEES)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("request_", [_seen(), _seen(blocks=()), _seen(spans=())])
+def test_media_is_refused_by_a_model_of_text(request_: EngineRequest) -> None:
+    with pytest.raises(UnsupportedFieldError) as caught:
+        check_request(request_, LIMITS)
+    assert caught.value.field == "media"
+
+
+def test_to_a_model_of_text_no_token_is_a_placeholder() -> None:
+    check_request(make_request([63, 63]), LIMITS)
+    check_request(
+        make_request([63, 63]), replace(SEES, media=MediaLimits(placeholder_id=None, block_size=4, num_blocks=1))
+    )
+
+
+def test_limits_are_those_of_the_runner() -> None:
+    runner = FakeRunner(num_embedding_blocks=5, placeholder_id=63, num_blocks=6, max_model_len=32)
+    assert limits_of(runner) == SEES
+    assert limits_of(FakeRunner(num_blocks=6, max_model_len=32)) == LIMITS
 
 
 @pytest.mark.parametrize(

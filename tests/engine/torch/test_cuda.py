@@ -15,10 +15,12 @@ from quartet.engine.sampling import Sampling
 from quartet.engine.torch import TorchEngineConfig, create_runner
 from quartet.engine.torch.noise import gumbel_noise, noise_key
 from tests.engine.fakes import make_request
-from tests.engine.torch.checkpoints import FAMILIES
-from tests.engine.torch.driving import run_all, torch_engine
+from tests.engine.torch.checkpoints import FAMILIES, SEEING_FAMILIES
+from tests.engine.torch.driving import Outcome, run_all, torch_engine
 from tests.engine.torch.oracle import Oracle
+from tests.engine.torch.seeing import Album, SeeingOracle
 from tests.engine.torch.test_oracle import NUM_TOKENS, greedy, ragged_prompts
+from tests.engine.torch.test_seeing_oracle import ragged_prompts as prompts_with_pictures
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,6 +52,22 @@ def test_a_ragged_batch_equals_generate(family: str, checkpoint: Checkpoints, or
         prompts, run_on("cuda:0", checkpoint(family), [greedy(prompt) for prompt in prompts]), strict=True
     ):
         oracle(family).check(prompt, token_ids, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("family", SEEING_FAMILIES)
+def test_pictures_in_host_memory_are_seen_from_the_device(
+    family: str, checkpoint: Checkpoints, seeing_oracle: Callable[[str], SeeingOracle]
+) -> None:
+    oracle = seeing_oracle(family)
+    prompts = prompts_with_pictures(oracle)
+
+    async def run() -> list[Outcome]:
+        async with torch_engine(checkpoint(family), device="cuda:0", max_num_batched_tokens=30) as engine:
+            album = Album(oracle, engine)
+            return await run_all(engine, [album.request(prompt, NUM_TOKENS) for prompt in prompts])
+
+    for prompt, outcome in zip(prompts, asyncio.run(run()), strict=True):
+        oracle.check(prompt, outcome, NUM_TOKENS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
