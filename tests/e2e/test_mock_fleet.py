@@ -14,6 +14,7 @@ from cli.traces.format import BLOCK_SIZE, read_trace, write_trace
 from cli.traces.generate import TraceConfig, generate
 from cli.traces.sessions import SessionConfig
 from quartet.client import QuartetClient, Sampling
+from tests import tiny
 from tests.e2e.up import CONFIGS, QUARTET, Up
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("etcd_binary")]
@@ -44,7 +45,8 @@ async def test_a_trace_is_answered_in_full_with_its_prefixes_reused_and_no_torch
     requests = read_trace(trace)
     # Every worker gets its share: kv_aware would send what is the same to one place.
     policy = ("--set", "router.overrides.policy.name=round_robin")
-    options = ("--set", "router.port=0", "--set", "engine.mock.speed_up=20", *policy)
+    model = ("--set", f"model.path={tiny.CHECKPOINT}")
+    options = ("--set", "router.port=0", "--set", "engine.mock.speed_up=20", *model, *policy)
     async with Up(tmp_path, str(CONFIGS / "mock_fleet.yaml"), *options) as up:
         await up.wait_ready()
         point = await bench(up, trace)
