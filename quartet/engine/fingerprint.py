@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quartet.errors import InvalidRequestError
+from quartet.media.media_id import PREPROCESSING_FILES
 
 _LOG = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ _TOKENIZER_FILES = (
     "merges.txt",
 )
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+# How a picture becomes what the vision tower sees: media are named by it, too.
+_PREPROCESSING_FILES = tuple(name for name in PREPROCESSING_FILES if name not in _CONFIG_FILES)
 _WEIGHTS_SUFFIX = ".safetensors"
 
 _READ_SIZE_BYTES = 1 << 24
@@ -35,8 +38,8 @@ _PROGRESS_INTERVAL_S = 5.0
 def model_fingerprint(model_path: str | Path, kv_dtype: str) -> str:
     """Digest the model in a directory.
 
-    SHA-256 over (part, file name, SHA-256 of the content) of its config, tokenizer, template and weight files, in
-    that order and by name within a part, and over the dtype of its KV cache. Names and digests are separated by
+    SHA-256 over (part, file name, SHA-256 of the content) of its config, tokenizer, template, preprocessing and weight
+    files, in that order and by name within a part, and over the dtype of its KV cache. Names and digests are separated by
     bytes that occur in neither, so that no two lists of files have the same digest. Digests of weight files are
     remembered for the life of the process, as long as a file's size and time of change stay the same.
 
@@ -67,7 +70,12 @@ def _identity_files(directory: Path) -> list[tuple[str, Path]]:
     weights = weight_files(directory)
     if not (directory / "config.json").is_file() or not weights:
         raise InvalidRequestError(f"{directory} holds no config.json with {_WEIGHTS_SUFFIX} files", field="model")
-    parts = [("config", _CONFIG_FILES), ("tokenizer", _TOKENIZER_FILES), ("template", _TEMPLATE_FILES)]
+    parts = [
+        ("config", _CONFIG_FILES),
+        ("tokenizer", _TOKENIZER_FILES),
+        ("template", _TEMPLATE_FILES),
+        ("preprocessing", _PREPROCESSING_FILES),
+    ]
     files = [(part, directory / name) for part, names in parts for name in sorted(names)]
     return [(part, path) for part, path in files if path.is_file()] + [("weights", path) for path in weights]
 

@@ -21,6 +21,8 @@ _FILES = {
     "tokenizer.json": b"tokens",
     "tokenizer_config.json": b"more",
     "chat_template.jinja": b"{{ messages }}",
+    "preprocessor_config.json": b"[96]",
+    "processor_config.json": b"[64]",
     "model-00001-of-00002.safetensors": b"first",
     "model-00002-of-00002.safetensors": b"second",
 }
@@ -39,7 +41,7 @@ def make_model(tmp_path: Path) -> Callable[[str], Path]:
 
 
 def test_it_is_the_digest_of_the_documented_text(make_model: Callable[[str], Path]) -> None:
-    parts = ["config"] * 2 + ["tokenizer"] * 2 + ["template"] + ["weights"] * 2
+    parts = ["config"] * 2 + ["tokenizer"] * 2 + ["template"] + ["preprocessing"] * 2 + ["weights"] * 2
     lines = [
         f"{part}\0{file}\0{hashlib.sha256(content).hexdigest()}\n"
         for part, (file, content) in zip(parts, _FILES.items(), strict=True)
