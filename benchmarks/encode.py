@@ -27,8 +27,8 @@ from benchmarks.report import Report, add_report_argument, write_report
 from benchmarks.transfer import Plan, Run, measure_transfer
 from benchmarks.transfer_source import PoolShape
 
-_NUM_RATE_ROUNDS = 9
-_NUM_TTFT_ROUNDS = 41
+_NUM_RATE_ROUNDS = 7
+_NUM_TTFT_ROUNDS = 31
 # 2,880 tokens of width 4096 in bfloat16, 32 of them a piece.
 _PULLS = Plan(PoolShape(90, 256 << 10, holds_embeddings=True), 15)
 

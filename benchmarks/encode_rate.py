@@ -59,7 +59,7 @@ class _Turn:
         return self.num_streams * self.num_images_each
 
 
-_TURNS = {Load.BATCH_1: _Turn(32, 1, 1), Load.BATCH_8: _Turn(12, 8, 3)}
+_TURNS = {Load.BATCH_1: _Turn(16, 1, 1), Load.BATCH_8: _Turn(12, 8, 3)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ BLOCK_SIZE = 32
 _LOG = Path(".run/benchmark-encode.log")
 
 
-def make_stack(discovery_directory: Path, on_progress: Callable[[str], None]) -> Stack:
-    """A stack, not started yet, whose workers find each other in that directory."""
+def make_stack(discovery_directory: Path, on_progress: Callable[[str], None], *, log: Path = _LOG) -> Stack:
+    """A stack, not started yet: workers find each other in that directory, output goes to the file ``log``."""
     quiet = {"log": {"level": "warning"}}
     settings = {
         "namespace": "encode",
@@ -28,4 +28,4 @@ def make_stack(discovery_directory: Path, on_progress: Callable[[str], None]) ->
         "workers": [{"role": role, "overrides": quiet} for role in ("encode", "prefill", "decode")],
         "drain_timeout_s": 0.5,
     }
-    return Stack(build(Topology, settings), _LOG, on_progress)
+    return Stack(build(Topology, settings), log, on_progress)
