@@ -39,8 +39,8 @@ def model_fingerprint(model_path: str | Path, kv_dtype: str) -> str:
     """Digest the model in a directory.
 
     SHA-256 over (part, file name, SHA-256 of the content) of its config, tokenizer, template, preprocessing and weight
-    files, in that order and by name within a part, and over the dtype of its KV cache. Names and digests are separated by
-    bytes that occur in neither, so that no two lists of files have the same digest. Digests of weight files are
+    files, in that order and by name within a part, and over the dtype of its KV cache. Names and digests are separated
+    by bytes that occur in neither, so that no two lists of files have the same digest. Digests of weight files are
     remembered for the life of the process, as long as a file's size and time of change stay the same.
 
     Args:
