@@ -140,7 +140,7 @@ class VisionModel:
         shortest_edge = processor.size.shortest_edge if processor.do_resize else None
         if shortest_edge is None or processor.size.longest_edge is not None:
             return height * width
-        return max(height * width, shortest_edge**2 * max(height, width) // min(height, width))
+        return max(height * width, int(shortest_edge) ** 2 * max(height, width) // min(height, width))
 
 
 def create_vision(config: TorchEncoderConfig) -> VisionModel:
