@@ -13,6 +13,7 @@ from router.admission_config import AdmissionConfig
 from router.book import Reservation
 from router.fair_share import FairShare
 from router.policy.base import Pending, Placement, Policy, Snapshot
+from router.policy.room import with_way
 from router.prefix_index import PrefixIndex
 from router.prompt_matches import PromptMatches
 from router.together import Together
@@ -107,7 +108,8 @@ class Admission:
         """What the policy would be shown if ``pending`` waited; it does not."""
         now = time.monotonic()
         matches = PromptMatches(self._index, pending.sequence_hashes, self._table.block_size(pool, now))
-        return replace(pending, num_cached_tokens=matches), self._table.snapshot(pool, now)
+        snapshot = self._table.snapshot(pool, now)
+        return with_way(replace(pending, num_cached_tokens=matches), snapshot), snapshot
 
     async def admit(
         self, ticket: Ticket, pending: Pending, *, is_retry: bool = False, together: Together | None = None
@@ -241,7 +243,7 @@ class Admission:
             return None
         for waiting in head:
             waiting.matches.renew()
-        decision = self._policy.assign([waiting.pending for waiting in head], snapshot)
+        decision = self._policy.assign([with_way(waiting.pending, snapshot) for waiting in head], snapshot)
         placed = list(zip(head, decision.placements, strict=True))
         # Those of which one has to wait.
         torn = {waiting.together for waiting, placement in placed if placement is None} - {None}

@@ -20,6 +20,7 @@ class AttemptConfig:
         max_attempts: attempts in all; the last one's error is the choice's.
         reserve_tokens: a decode place must have room for the prompt, what was generated, and so many tokens more
             (or what is left to generate, if less).
+        encode_timeout_s: longest encode of a request's media at one worker, that one's queue included.
         prefill_timeout_s: longest prefill hop, the worker's queue included.
         decode_start_timeout_s: longest wait for a decode worker's first word, its queue and the transfer included.
         decode_stall_timeout_s: longest silence of a decode worker after that.
@@ -27,6 +28,7 @@ class AttemptConfig:
 
     max_attempts: int = 5
     reserve_tokens: int = 512
+    encode_timeout_s: float = 60.0
     prefill_timeout_s: float = 120.0
     decode_start_timeout_s: float = 120.0
     decode_stall_timeout_s: float = 60.0
@@ -36,7 +38,7 @@ class AttemptConfig:
         for name in ("max_attempts", "reserve_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1")
-        for name in ("prefill_timeout_s", "decode_start_timeout_s", "decode_stall_timeout_s"):
+        for name in ("encode_timeout_s", "prefill_timeout_s", "decode_start_timeout_s", "decode_stall_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
-from quartet.engine.base import FinishReason, Generation
-from quartet.errors import ServingError, WorkerUnavailableError
-from quartet.kvcache.layout import HandOff
+from quartet.engine.base import FinishReason
+from quartet.errors import ServingError
 from quartet.rpc.choice_output import ChoiceOutput
-from quartet.rpc.context import RequestContext
-from quartet.rpc.inner import InnerStart, PrefillOutcome
-from quartet.rpc.outcome_in_time import outcome_in_time
 from router.admission import Ticket
 from router.attempt_tools import AttemptTools
-from router.book import Booking, Reservation, numbering
-from router.booked_sink import BookedSink
+from router.book import Reservation
+from router.choice_hops import ChoiceHops
 from router.pending import make_pending
 from router.policy.base import Placement
 from router.prepared import PreparedRequest
@@ -27,19 +22,6 @@ from router.sealing import SealedRun, Sealer, SealTerms
 from router.together import Together
 
 ResultT = TypeVar("ResultT")
-
-
-def draw_ticket(request: PreparedRequest, num_choices: int, tools: AttemptTools) -> Ticket:
-    """The standing in the queue of ``request``, of which ``num_choices`` choices run."""
-    num_output_tokens = min(request.max_output_tokens, tools.config.reserve_tokens)
-    return tools.admission.ticket(
-        request.pool.key,
-        priority=request.start.priority,
-        tenant=request.start.tenant,
-        num_tokens=len(request.prompt_token_ids) + num_output_tokens,
-        num_choices=num_choices,
-        deadline=request.deadline,
-    )
 
 
 class ChoiceRun:
@@ -60,7 +42,7 @@ class ChoiceRun:
         avoid: frozenset[str] = frozenset(),
     ) -> None:
         """``on_placed`` hears of each attempt's placement; ``avoid`` names workers not to begin at, if others can."""
-        self._request = request
+        self._hops = ChoiceHops(request, choice, output, tools)
         self._choice = choice
         self._output = output
         self._tools = tools
@@ -114,7 +96,13 @@ class ChoiceRun:
 
     async def _admit(self) -> Reservation:
         began = time.monotonic()
-        pending = make_pending(self._request, self._tools.config, self._hints, self._output.token_ids)
+        pending = make_pending(
+            self._hops.request,
+            self._tools.config,
+            self._hints,
+            self._output.token_ids,
+            is_placed=self._together is not None,
+        )
         try:
             return await self._tools.admission.admit(
                 self._ticket, pending, is_retry=self._num_begun > 0, together=self._together
@@ -134,31 +122,31 @@ class ChoiceRun:
         """Why there is nothing left to do: a worker may break after its last token and before its last word."""
         if self._output.has_stopped:
             return FinishReason.STOP_STRING
-        if self._request.ended_by(self._output.token_ids):
+        if self._hops.request.ended_by(self._output.token_ids):
             return FinishReason.STOP_ID
-        is_full = len(self._output.token_ids) >= self._request.max_output_tokens
+        is_full = len(self._output.token_ids) >= self._hops.request.max_output_tokens
         return FinishReason.LENGTH if is_full else None
 
     async def _attempt(self, reservation: Reservation) -> FinishReason:
         """Raises ``HopFailedError``."""
-        hand_off = await self._hand_off(reservation)
-        return hand_off if isinstance(hand_off, FinishReason) else await self._decode(reservation, hand_off)
+        hand_off = await self._hops.hand_off(reservation)
+        return hand_off if isinstance(hand_off, FinishReason) else await self._hops.decode(reservation, hand_off)
 
     async def _place_attempt(
         self, sealer: Sealer, together: Together, reservation: Reservation
     ) -> SealedRun | FinishReason:
         """Raises ``HopFailedError``."""
-        sealer.check_size(len(self._request.prompt_token_ids) + len(self._output.token_ids))
-        hand_off = await self._hand_off(reservation)
+        sealer.check_size(self._hops.request.num_prompt_tokens + len(self._output.token_ids))
+        hand_off = await self._hops.hand_off(reservation)
         if isinstance(hand_off, FinishReason):
             return hand_off
         rank = reservation.placement.decode.data_parallel_rank
-        num_tokens = len(self._request.prompt_token_ids) + len(self._output.token_ids)
+        num_tokens = len(self._hops.request.prompt_token_ids) + len(self._output.token_ids)
         terms = SealTerms(
-            request_id=self._request.request_id,
+            request_id=self._hops.request.request_id,
             choice=self._choice,
             hand_off=hand_off,
-            deadline=self._request.deadline,
+            deadline=self._hops.request.deadline,
             num_first_tokens=num_tokens,
             is_kept=not together.is_alone,
         )
@@ -166,106 +154,11 @@ class ChoiceRun:
             with together.kept(hand_off, self._tools.hops):
                 return await together.seal(
                     lambda: sealer.seal(
-                        reservation, terms, lambda number: self._start(reservation.decode, number, rank, hand_off)
+                        reservation, terms, lambda number: self._hops.start(reservation.decode, number, rank, hand_off)
                     )
                 )
         except BaseException as error:
-            self._drop(hand_off)
+            self._hops.drop(hand_off)
             if isinstance(error, ServingError):
                 raise HopFailedError(Hop.DECODE, error) from error
             raise
-
-    async def _hand_off(self, reservation: Reservation) -> HandOff | FinishReason | None:
-        """Prefill where that is elsewhere: what to decode from, or why there is nothing to decode."""
-        if reservation.prefill is None:
-            return None
-        outcome = await self._prefill(reservation, reservation.prefill)
-        reservation.prefill.release()
-        reason = self._take_outcome(outcome)
-        if reason is not None:
-            self._drop(outcome.hand_off)
-            return reason
-        if outcome.hand_off is None:
-            raise HopFailedError(Hop.PREFILL, WorkerUnavailableError("the prefill worker handed nothing off"))
-        return outcome.hand_off
-
-    async def _prefill(self, reservation: Reservation, booking: Booking) -> PrefillOutcome:
-        place, config = reservation.placement.prefill, self._tools.config
-        assert place is not None
-        began = time.monotonic()
-        try:
-            async with asyncio.timeout(config.prefill_timeout_s):
-                hop = self._tools.hops.prefill(place, self._start(booking, booking.send(), place.data_parallel_rank))
-                outcome = await hop.outcome()
-        except TimeoutError as error:
-            silent = WorkerUnavailableError(f"worker {place.worker_id} did not prefill in time")
-            raise HopFailedError(Hop.PREFILL, silent) from error
-        except ServingError as error:
-            raise HopFailedError(Hop.PREFILL, error) from error
-        finally:
-            self._output.note_prefill(time.monotonic() - began)
-        self._output.note_prefilled(outcome.num_cached_tokens, outcome.queue_s)
-        return outcome
-
-    def _take_outcome(self, outcome: PrefillOutcome) -> FinishReason | None:
-        """Show the first token at once: it waits for no transfer."""
-        logprobs = () if outcome.logprobs is None else (outcome.logprobs,)
-        self._output.take(len(self._output.token_ids), (outcome.token_id,), logprobs, time.monotonic())
-        if self._output.has_stopped:
-            return FinishReason.STOP_STRING
-        return outcome.finish_reason
-
-    async def _decode(self, reservation: Reservation, hand_off: HandOff | None) -> FinishReason:
-        place, booking = reservation.placement.decode, reservation.decode
-        sink = BookedSink(self._output, booking, len(self._request.prompt_token_ids), hand_off is not None)
-        call = None
-        try:
-            start = self._start(booking, booking.send(), place.data_parallel_rank, hand_off)
-            call = self._tools.hops.decode(place, start, sink)
-            finished = await outcome_in_time(
-                call,
-                start_timeout_s=self._tools.config.decode_start_timeout_s,
-                stall_timeout_s=self._tools.config.decode_stall_timeout_s,
-            )
-        except TimeoutError as error:
-            silent = WorkerUnavailableError(f"worker {place.worker_id} gave no token in time")
-            raise HopFailedError(Hop.DECODE, silent) from error
-        except ServingError as error:
-            raise HopFailedError(Hop.DECODE, error) from error
-        finally:
-            if call is not None:
-                call.cancel()
-            if not sink.has_started:
-                self._drop(hand_off)
-        return FinishReason.STOP_STRING if finished is None else finished.reason
-
-    def _drop(self, hand_off: HandOff | None) -> None:
-        if hand_off is not None:
-            self._tools.hops.drop(hand_off)
-
-    def _start(self, booking: Booking, number: int, rank: int, hand_off: HandOff | None = None) -> InnerStart:
-        request, start = self._request, self._request.start
-        context = RequestContext(
-            request_id=request.request_id,
-            attempt=self._output.num_attempts - 1,
-            choice=self._choice,
-            timeout_s=max(request.deadline - time.monotonic(), 0.0),
-            traceparent=request.traceparent,
-            tenant=start.tenant,
-            priority=start.priority,
-            session_key=start.session_key,
-            router_id=numbering(self._tools.router_id, booking.epoch),
-            router_request_number=number,
-        )
-        generation = Generation(
-            prompt_token_ids=request.prompt_token_ids,
-            generated_token_ids=tuple(self._output.token_ids),
-            sampling=request.sampling,
-            seed=request.seed,
-            choice=self._choice,
-            adapter=start.adapter,
-            cache_salt=start.cache_salt,
-            data_parallel_rank=rank,
-            output=start.output,
-        )
-        return InnerStart(context=context, generation=generation, hand_off=hand_off)

@@ -27,6 +27,8 @@ class BookedSink:
     def started(self, started: DecodeStarted) -> None:
         """It runs; a hand-off was taken."""
         self.has_started = True
+        if started.num_prompt_tokens:
+            self._num_prompt_tokens = started.num_prompt_tokens
         self._output.note_started(started, is_handed_off=self._is_handed_off)
 
     def take(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:

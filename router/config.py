@@ -13,6 +13,7 @@ from quartet.rpc.session import SessionLimits
 from quartet.telemetry.logging import LogConfig
 from router.admission import AdmissionConfig
 from router.attempt_tools import AttemptConfig
+from router.media.config import MediaConfig
 from router.policy.create import PolicyConfig
 
 
@@ -24,6 +25,7 @@ class RouterConfig:
         server: where gRPC listens; its ``tls`` is also what workers are dialled with.
         http_address: ``host:port`` of /metrics, /livez and /readyz, in the clear.
         policy: how places are chosen.
+        media: what requests may name of media.
         max_request_timeout_s: caps every request's time.
         heartbeat_timeout_s: a worker silent for longer gets nothing new.
         stall_timeout_s: a client that takes nothing for so long loses its request, or its session.
@@ -43,6 +45,7 @@ class RouterConfig:
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    media: MediaConfig = field(default_factory=MediaConfig)
     attempts: AttemptConfig = field(default_factory=AttemptConfig)
     max_request_timeout_s: float = 600.0
     heartbeat_timeout_s: float = 30.0

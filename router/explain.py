@@ -16,7 +16,8 @@ from quartet.rpc.fleet import WorkerState
 from router.pending import make_pending
 from router.pipeline_tools import PipelineTools
 from router.policy.base import Option
-from router.prepared import ArrivedRequest, PreparedRequest, run_prepared
+from router.prepare import run_prepared
+from router.prepared import ArrivedRequest, PreparedRequest
 from router.retry import RetryHints
 from router.worker import PoolKey
 from router.worker_table import WorkerTable
@@ -25,7 +26,7 @@ _ROLES = frozenset({Role.PREFILL, Role.DECODE})
 
 
 async def explain(start: GenerateStart, tools: PipelineTools) -> Explanation:
-    """Where one choice of the request would go now, were it all that waits. Books and runs nothing.
+    """Where one choice of the request would go now, were it all that waits. Books, encodes and runs nothing.
 
     Raises:
         ServingError: as a new request would be refused, before it waits for room.
@@ -34,7 +35,8 @@ async def explain(start: GenerateStart, tools: PipelineTools) -> Explanation:
     async def look(request: PreparedRequest) -> Explanation:
         return _explain(request, tools)
 
-    return await run_prepared(ArrivedRequest.now(start, None, ""), tools, look, late="was not explained")
+    arrived = ArrivedRequest.now(start, None, "")
+    return await run_prepared(arrived, tools, look, late="was not explained", encodes=False)
 
 
 def _explain(request: PreparedRequest, tools: PipelineTools) -> Explanation:
@@ -54,7 +56,7 @@ def _explain(request: PreparedRequest, tools: PipelineTools) -> Explanation:
         policy=policy.name,
         model=pool.model_name,
         model_fingerprint=pool.fingerprint,
-        num_prompt_tokens=len(request.prompt_token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
         num_waiting=attempts.admission.num_waiting(pool),
         options=tuple(sorted(options, key=_rank)),
         wait_s=wait_s if now is None and placement is not None else None,

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 
 from quartet.discovery.base import (
     Role,
@@ -27,6 +27,8 @@ from quartet.events.load import NumberedLoad
 from quartet.events.subscriber import EventSubscriber
 from quartet.kvcache.layout import HandOff
 from quartet.rpc.channels import create_channel
+from quartet.rpc.encode import EncodeStart
+from quartet.rpc.encode_client import EncodeCall
 from quartet.rpc.fleet import WorkerState
 from quartet.rpc.inner import DecodeSink, InnerStart
 from quartet.rpc.inner_client import DecodeCall, PrefillCall
@@ -44,7 +46,7 @@ from router.worker_table import WorkerTable
 
 logger = logging.getLogger(__name__)
 
-_WORKER_ROLES = frozenset({Role.PREFILL, Role.DECODE})
+_WORKER_ROLES = frozenset({Role.ENCODE, Role.PREFILL, Role.DECODE})
 _TICK_S = 0.5
 _PROBE_TIMEOUT_S = 2.0
 _FILES_TIMEOUT_S = 30.0
@@ -98,6 +100,10 @@ class Fleet:
         )
 
     # Hops.
+
+    def encode(self, place: Place, start: EncodeStart, on_encoded: Callable[[HandOff], None]) -> EncodeCall:
+        """Start to encode. Raises ``WorkerUnavailableError`` when the worker is gone."""
+        return self._connection(Role.ENCODE, place).encode(start, on_encoded)
 
     def prefill(self, place: Place, start: InnerStart) -> PrefillCall:
         """Start a prefill. Raises ``WorkerUnavailableError`` when the worker is gone."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from quartet.discovery.place import Place
 from quartet.kvcache.layout import HandOff
+from quartet.media.items import MediaSize
+from quartet.rpc.encode import EncodeStart
 from quartet.rpc.inner import DecodeFinished, DecodeSink, InnerStart, PrefillOutcome
 from quartet.text.model_text import ModelText
 from router.worker import PoolKey
@@ -40,6 +43,26 @@ class DecodeHop(Protocol):
         ...
 
 
+class EncodeHop(Protocol):
+    """One request's media on their way into embeddings."""
+
+    async def sizes(self) -> Sequence[MediaSize]:
+        """Wait for the size of each item, in order. Raises ``ServingError``: it ended badly before."""
+        ...
+
+    async def hand_offs(self) -> Sequence[HandOff]:
+        """Wait for the hand-off of each item, in order; they are the caller's then.
+
+        Raises:
+            ServingError: it ended badly; nothing is held then.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """End it early and let go of what nobody took; harmless when that was taken."""
+        ...
+
+
 class KeptHandOff(Protocol):
     """A hand-off whose lease is renewed."""
 
@@ -50,6 +73,13 @@ class KeptHandOff(Protocol):
 
 class Hops(Protocol):
     """The ways to workers. Nothing here waits."""
+
+    def encode(self, place: Place, start: EncodeStart, on_encoded: Callable[[HandOff], None]) -> EncodeHop:
+        """Start to encode; ``on_encoded`` hears of each hand-off as it comes.
+
+        Raises ``WorkerUnavailableError`` when the worker is gone.
+        """
+        ...
 
     def prefill(self, place: Place, start: InnerStart) -> PrefillHop:
         """Start a prefill. Raises ``WorkerUnavailableError`` when the worker is gone."""

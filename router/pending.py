@@ -4,26 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.attempt_tools import AttemptConfig
+from router.admission import Ticket
+from router.attempt_tools import AttemptConfig, AttemptTools
 from router.policy.base import Pending
 from router.prepared import PreparedRequest
 from router.retry import RetryHints
 
+_NO_MEDIA = frozenset[str]()
+
+
+def draw_ticket(request: PreparedRequest, num_choices: int, tools: AttemptTools) -> Ticket:
+    """The standing in the queue of ``request``, of which ``num_choices`` choices run."""
+    num_output_tokens = min(request.max_output_tokens, tools.config.reserve_tokens)
+    return tools.admission.ticket(
+        request.pool.key,
+        priority=request.start.priority,
+        tenant=request.start.tenant,
+        num_tokens=request.num_prompt_tokens + num_output_tokens,
+        num_choices=num_choices,
+        deadline=request.deadline,
+    )
+
 
 def make_pending(
-    request: PreparedRequest, config: AttemptConfig, hints: RetryHints, generated_token_ids: Sequence[int] = ()
+    request: PreparedRequest,
+    config: AttemptConfig,
+    hints: RetryHints,
+    generated_token_ids: Sequence[int] = (),
+    *,
+    is_placed: bool = False,
 ) -> Pending:
-    """One choice of ``request``, after ``generated_token_ids``; what is cached of it is still to be said."""
+    """One choice of ``request``, after ``generated_token_ids``; what is cached of it is still to be said.
+
+    ``is_placed``: its client goes on with it alone.
+    """
     num_generated = len(generated_token_ids)
-    num_tokens = len(request.prompt_token_ids) + num_generated
+    num_tokens = request.num_prompt_tokens + num_generated
     num_left = min(request.max_output_tokens - num_generated, config.reserve_tokens)
     # The last token needs no room, as nothing attends to it.
-    num_most_tokens = len(request.prompt_token_ids) + request.max_output_tokens - 1
+    num_most_tokens = request.num_prompt_tokens + request.max_output_tokens - 1
     return Pending(
         num_tokens=num_tokens,
         num_reserved_tokens=min(num_tokens + num_left, num_most_tokens),
         num_most_tokens=num_most_tokens,
         adapter=request.start.adapter,
+        needs_media=_NO_MEDIA if request.media is None else request.media.needs,
+        # A seal protects no media: they are not held for as long as a client may take.
+        is_remote=is_placed and request.media is not None,
         avoid=frozenset(hints.avoid),
         prefer_prefill=hints.prefer_prefill,
         priority=request.start.priority,

@@ -23,12 +23,15 @@ from quartet.rpc.edge import (
 from quartet.rpc.explanation import Explanation
 from quartet.rpc.placement import PlacedRequest
 from quartet.text.text_stream import TextStream
-from router.attempts import ChoiceRun, draw_ticket
+from router.attempts import ChoiceRun
 from router.explain import explain
+from router.media_run import RequestMedia
+from router.pending import draw_ticket
 from router.pipeline_tools import PipelineTools
 from router.place import PlaceRun, told_placement
 from router.policy.base import Placement
-from router.prepared import ArrivedRequest, PreparedRequest, run_prepared
+from router.prepare import run_prepared
+from router.prepared import ArrivedRequest, PreparedRequest
 from router.request_log import RequestLog, first_error, outcome_of
 
 
@@ -104,6 +107,7 @@ class GenerateRun:
         self._finished: set[int] = set()
         self._num_prompt_tokens = 0
         self._model_fingerprint = ""
+        self._media: RequestMedia | None = None
         self._seed = arrived.start.seed or 0
         self._work: asyncio.Task[None] | None = None
         self._on_end: Callable[[GenerateRun], None] = _nothing
@@ -154,6 +158,7 @@ class GenerateRun:
     async def _generate(self, request: PreparedRequest) -> None:
         self._num_prompt_tokens, self._seed = len(request.prompt_token_ids), request.seed
         self._model_fingerprint = request.pool.key.fingerprint
+        self._media = request.media
         self._make_outputs(request)
         ticket = draw_ticket(request, len(self._outputs), self._tools.attempts)
         works = [
@@ -179,6 +184,8 @@ class GenerateRun:
             omits_token_ids=options.omit_token_ids,
             ttft=metrics.ttft,
             itl=metrics.itl,
+            num_media_tokens=request.num_media_tokens,
+            num_placeholders=request.num_placeholders,
         )
         for choice in self._arrived.choices:
             text = TextStream(
@@ -188,7 +195,9 @@ class GenerateRun:
                 skip_special_tokens=not options.show_special_tokens,
                 prompt_tail=request.prompt_tail,
             )
-            self._outputs[choice] = ChoiceOutput(settings, choice, text, self._sink)
+            output = self._outputs[choice] = ChoiceOutput(settings, choice, text, self._sink)
+            if request.media is not None:
+                output.note_media(request.media.fetch_s)
         self._log.prepared(request, tuple(self._outputs.values()))
         resume = self._arrived.resume
         if resume is not None:
@@ -219,6 +228,7 @@ class GenerateRun:
             num_prompt_tokens=self._num_prompt_tokens,
             seed=self._seed,
             model_fingerprint=self._model_fingerprint,
+            encode=None if self._media is None else self._media.encode_place,
         )
         self._sink.accept(accepted)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from router.attempt_tools import AttemptTools
 from router.hops import ModelTexts
+from router.media_run import MediaTools
 from router.sealing import Sealer
 from router.worker_table import WorkerTable
 
@@ -22,5 +23,6 @@ class PipelineTools:
     table: WorkerTable
     texts: ModelTexts
     attempts: AttemptTools
+    media: MediaTools
     max_timeout_s: float
     sealer: Sealer | None = None

@@ -10,19 +10,23 @@ from functools import partial
 
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
-from quartet.errors import ServingError
+from quartet.errors import ServingError, UnsupportedFieldError
 from quartet.rpc.choice_output import ChoiceOutput, OutputSettings
 from quartet.rpc.edge import ChoicePlacement, Resume
 from quartet.rpc.placement import PlacedChoice, PlacedRequest
 from quartet.text.text_stream import TextStream
 from router.admission import Ticket
-from router.attempts import ChoiceRun, draw_ticket
+from router.attempts import ChoiceRun
+from router.media_run import RequestMedia
+from router.pending import draw_ticket
 from router.pipeline_tools import PipelineTools
 from router.policy.base import Placement
-from router.prepared import ArrivedRequest, PreparedRequest, run_prepared
+from router.prepare import run_prepared
+from router.prepared import ArrivedRequest, PreparedRequest
 from router.request_log import RequestLog, first_error, outcome_of
 from router.sealing import SealedRun, Sealer
 from router.together import Together
+from router.worker import PoolKey
 
 
 class PlaceRun:
@@ -67,6 +71,8 @@ class PlaceRun:
         return placed
 
     async def _place(self, request: PreparedRequest) -> PlacedRequest:
+        if request.media is not None:
+            self._check_media(request.media, request.pool.key)
         self._make_choices(request)
         await self._place_choices(request)
         placed = tuple(choice.placed() for choice in self._choices)
@@ -76,13 +82,21 @@ class PlaceRun:
             request_id=request.request_id,
             attempt=max(choice.last_attempt for choice in self._choices),
             seed=request.seed,
-            num_prompt_tokens=len(request.prompt_token_ids),
+            # Where files went to prefill workers, these told it.
+            num_prompt_tokens=max(choice.output.usage().num_prompt_tokens for choice in self._choices),
             choices=placed,
             model=request.pool.key.model_name,
             model_fingerprint=request.pool.key.fingerprint,
             prompt_tail_token_ids=tuple(request.prompt_tail),
             tokenize_s=request.tokenize_s,
         )
+
+    def _check_media(self, media: RequestMedia, pool: PoolKey) -> None:
+        """Refuse what only decode workers could compute: they would need the media with the seal."""
+        places = self._tools.table.snapshot(pool, time.monotonic()).prefill
+        if not any(media.needs <= place.media for place in places):
+            message = "no prefill worker takes this request's media, so it can't be placed; Generate runs it"
+            raise UnsupportedFieldError(message, field=media.field)
 
     def _make_choices(self, request: PreparedRequest) -> None:
         metrics = self._tools.attempts.metrics.for_model(request.pool.key.model_name)
@@ -93,6 +107,8 @@ class PlaceRun:
             omits_token_ids=False,
             ttft=metrics.ttft,
             itl=metrics.itl,
+            num_media_tokens=request.num_media_tokens,
+            num_placeholders=request.num_placeholders,
         )
         self._choices = [_Choice(number, settings, self._resume) for number in self._arrived.choices]
         self._log.prepared(request, [choice.output for choice in self._choices])

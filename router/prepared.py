@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
 
 from quartet.engine.sampling import MAX_STOP_IDS, Sampling
-from quartet.errors import InvalidRequestError, ModelNotFoundError, RequestTimeoutError, WorkerUnavailableError
-from quartet.kvcache.block_hash import ExtraKey, sequence_hashes
+from quartet.kvcache.block_hash import ExtraKey, MediaSpan, sequence_hashes
 from quartet.rpc.check_start import check_resume, check_start
-from quartet.rpc.edge import ChatPrompt, GenerateStart, Prompt, Resume, TextPrompt
+from quartet.rpc.edge import ChatPrompt, GenerateStart, Resume
 from quartet.text.model_text import ModelText
-from router.pipeline_tools import PipelineTools
+from router.media_run import RequestMedia
 from router.pools import Pool
-from router.validation import check_generated, check_pool, check_tokens, max_sequence_tokens
-from router.worker_table import WorkerTable
+from router.validation import num_output_tokens
 
-# Below so many characters tokenizing costs less than handing it to a thread.
-_MAX_INLINE_LENGTH = 2_000
 # Enough for a first word to keep its space, and for an accent to find its letter.
 _TAIL_TOKENS = 4
-
-
-ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +68,12 @@ class PreparedRequest:
     Attributes:
         request_id, traceparent: as in ``ArrivedRequest``.
         arrived_at, deadline: monotonic seconds.
+        prompt_token_ids: with the tokens of its media in it where ``spans`` says where they lie; else with one
+            placeholder an item.
         tokenize_s: seconds that template and tokenizer took.
         max_output_tokens: output tokens at which each choice ends at the latest.
+        media: ``None``: it is text only.
+        num_unknown_tokens: that the prompt grows by at most once its media are in it.
     """
 
     request_id: str
@@ -92,6 +87,38 @@ class PreparedRequest:
     deadline: float
     tokenize_s: float
     max_output_tokens: int
+    media: RequestMedia | None = None
+    spans: tuple[MediaSpan, ...] = ()
+    num_unknown_tokens: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt; as long as those of its media are unknown, the most that it can have."""
+        return len(self.prompt_token_ids) + self.num_unknown_tokens
+
+    @property
+    def num_media_tokens(self) -> int:
+        """Of the prompt's tokens, those that media fill; 0 also as long as they are unknown."""
+        return sum(span.num_tokens for span in self.spans)
+
+    @property
+    def num_placeholders(self) -> int:
+        """Tokens of the prompt that stand for media whose own number is unknown."""
+        return 0 if self.media is None or self.spans else len(self.media.items)
+
+    def with_prompt(self, token_ids: Sequence[int], spans: tuple[MediaSpan, ...]) -> PreparedRequest:
+        """The request, now that a worker told its prompt with the media in it.
+
+        Raises:
+            PromptTooLongError: it leaves no room for an answer.
+        """
+        return replace(
+            self,
+            prompt_token_ids=token_ids,
+            spans=spans,
+            num_unknown_tokens=0,
+            max_output_tokens=num_output_tokens(self.start, len(token_ids), self.pool),
+        )
 
     @property
     def prompt_tail(self) -> Sequence[int]:
@@ -129,7 +156,10 @@ class PreparedRequest:
         if not self.pool.block_size:
             return ()
         extra_key = ExtraKey(adapter=self.start.adapter, cache_salt=self.start.cache_salt)
-        return sequence_hashes(token_ids, self.pool.block_size, extra_key)
+        if self.media is not None and not self.spans:
+            # What follows the first item lies nobody knows where.
+            token_ids = token_ids[: token_ids.index(self.media.placeholder_id)]
+        return sequence_hashes(token_ids, self.pool.block_size, extra_key, self.spans)
 
     def ended_by(self, token_ids: Sequence[int]) -> bool:
         """Whether the last of ``token_ids`` is one that ends the output."""
@@ -139,98 +169,3 @@ class PreparedRequest:
         return len(token_ids) > sampling.min_tokens and (
             token_ids[-1] in sampling.stop_token_ids or token_ids[-1] in eos_token_ids
         )
-
-
-async def run_prepared(
-    arrived: ArrivedRequest, tools: PipelineTools, run: Callable[[PreparedRequest], Awaitable[ResultT]], *, late: str
-) -> ResultT:
-    """Check what arrived, make it ready, and ``run`` it: all of that within its time.
-
-    Raises:
-        InvalidRequestError: an impossible or unsupported field, named.
-        ModelNotFoundError: no pool serves the model.
-        WorkerUnavailableError: none serves the very model that gave the tokens to go on after.
-        RequestTimeoutError: its time ended before ``run`` did; ``late`` says in its message what was not done in time.
-        ServingError: the model's text files can't be had; and what ``run`` raises.
-    """
-    arrived.check()
-    timeout_s = min(arrived.start.timeout_s or tools.max_timeout_s, tools.max_timeout_s)
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await run(await _prepare(arrived, tools, arrived.arrived_at + timeout_s))
-    except TimeoutError as error:
-        raise RequestTimeoutError(f"the request {late} within {timeout_s:g} s") from error
-
-
-async def _prepare(arrived: ArrivedRequest, tools: PipelineTools, deadline: float) -> PreparedRequest:
-    """Bind and tokenize; no worker is asked for anything but, once for each model, its text files."""
-    start, resume = arrived.start, arrived.resume
-    pool = _find_pool(start, tools.table, resume)
-    check_pool(start, pool)
-    text = await tools.texts.model_text(pool.key)
-    began = time.monotonic()
-    token_ids = await _tokenize(start.prompt, text)
-    check_tokens(start, token_ids, text.vocab_size, pool)
-    if resume is not None:
-        check_generated(resume, text.vocab_size, max_sequence_tokens(pool) - len(token_ids))
-    return PreparedRequest(
-        request_id=arrived.request_id,
-        start=start,
-        pool=pool,
-        text=text,
-        prompt_token_ids=token_ids,
-        seed=_seed(start, resume),
-        traceparent=arrived.traceparent,
-        arrived_at=arrived.arrived_at,
-        deadline=deadline,
-        tokenize_s=time.monotonic() - began,
-        max_output_tokens=start.sampling.max_tokens or max_sequence_tokens(pool) - len(token_ids),
-    )
-
-
-def _seed(start: GenerateStart, resume: Resume | None) -> int:
-    if resume is not None:
-        return resume.seed
-    return secrets.randbits(64) if start.seed is None else start.seed
-
-
-def _find_pool(start: GenerateStart, table: WorkerTable, resume: Resume | None) -> Pool:
-    if resume is not None and resume.model_fingerprint:
-        return _find_same_pool(start.model, resume.model_fingerprint, table)
-    pool = table.pool(start.model, time.monotonic())
-    if pool is not None:
-        return pool
-    if start.model:
-        raise ModelNotFoundError("no worker serves a model of this name", field="model")
-    if table.pools(time.monotonic()):
-        raise InvalidRequestError("several models are served: name one", field="model")
-    raise ModelNotFoundError("no worker serves any model yet", field="model")
-
-
-def _find_same_pool(model_name: str, fingerprint: str, table: WorkerTable) -> Pool:
-    """The pool of that very model: while a new version is rolled out, several serve one name."""
-    for pool in table.pools(time.monotonic()):
-        if pool.key.fingerprint == fingerprint and model_name in ("", pool.key.model_name):
-            return pool
-    raise WorkerUnavailableError("the model that gave the tokens to go on after is served no more")
-
-
-async def _tokenize(prompt: Prompt, text: ModelText) -> Sequence[int]:
-    if isinstance(prompt, TextPrompt):
-        if len(prompt.text) <= _MAX_INLINE_LENGTH:
-            return text.encode_text(prompt.text)
-        return await asyncio.to_thread(text.encode_text, prompt.text)
-    if isinstance(prompt, ChatPrompt):
-        return await _tokenize_chat(prompt, text)
-    return prompt.token_ids
-
-
-async def _tokenize_chat(prompt: ChatPrompt, text: ModelText) -> Sequence[int]:
-    try:
-        if sum(message.num_characters for message in prompt.messages) <= _MAX_INLINE_LENGTH:
-            return text.encode_messages(prompt.messages, prompt.add_generation_prompt)
-        return await asyncio.to_thread(text.encode_messages, prompt.messages, prompt.add_generation_prompt)
-    except InvalidRequestError as error:
-        # To the text side the messages are all there is; in a request they are part of `chat`.
-        field = "chat.messages" if error.field == "messages" else error.field
-        raise type(error)(error.message, field=field) from error

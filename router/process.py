@@ -25,9 +25,12 @@ from quartet.telemetry.routing_metrics import RoutingMetrics
 from router.admission import Admission
 from router.attempt_tools import AttemptTools
 from router.config import RouterConfig
+from router.encoding import EncodeTools
 from router.fleet import Fleet
 from router.index_upkeep import keep_up
 from router.kv_join import KvJoins
+from router.media.fetcher import MediaFetcher
+from router.media_run import MediaTools
 from router.model_texts import read_chat_template
 from router.pipeline import Pipeline
 from router.pipeline_tools import PipelineTools
@@ -90,7 +93,9 @@ class RouterProcess:
                 chat_template=self._chat_template,
             )
             stack.push_async_callback(fleet.close)
-            pipeline = self._pipeline(table, fleet, index)
+            fetcher = MediaFetcher(config.media)
+            stack.push_async_callback(fetcher.close)
+            pipeline = self._pipeline(table, fleet, index, fetcher)
             servicer = RouterServicer(
                 pipeline,
                 table,
@@ -151,7 +156,7 @@ class RouterProcess:
         pipeline.abort_all(DrainingError("the router is going away", retry_delay_s=_LAST_WORDS_S))
         await draining
 
-    def _pipeline(self, table: WorkerTable, fleet: Fleet, index: PrefixIndex) -> Pipeline:
+    def _pipeline(self, table: WorkerTable, fleet: Fleet, index: PrefixIndex, fetcher: MediaFetcher) -> Pipeline:
         config = self._config
         admission = Admission(
             table, create_policy(config.policy, random.Random()), config.admission, index, self._routing_metrics
@@ -160,12 +165,21 @@ class RouterProcess:
         attempts = AttemptTools(
             router_id=table.router_id, admission=admission, hops=fleet, config=config.attempts, metrics=self._metrics
         )
+        encode = EncodeTools(
+            table=table,
+            index=index,
+            hops=fleet,
+            rng=random.Random(),
+            timeout_s=config.attempts.encode_timeout_s,
+            max_attempts=config.attempts.max_attempts,
+        )
         keys = self._seal_keys
         pipeline = Pipeline(
             PipelineTools(
                 table=table,
                 texts=fleet.texts,
                 attempts=attempts,
+                media=MediaTools(fetcher, encode),
                 max_timeout_s=config.max_request_timeout_s,
                 sealer=None if keys is None else Sealer(keys, table, ttl_s=config.seal_ttl_s),
             )

@@ -92,7 +92,7 @@ class RequestLog:
             prefill_worker="" if placement is None or placement.prefill is None else placement.prefill.worker_id,
             decode_worker="" if placement is None else placement.decode.worker_id,
             num_choices=self._start.num_choices,
-            num_prompt_tokens=None if request is None else len(request.prompt_token_ids),
+            num_prompt_tokens=_most(usage.num_prompt_tokens for usage in usages),
             num_cached_tokens=_most(usage.num_cached_tokens for usage in usages),
             num_output_tokens=sum(usage.num_output_tokens for usage in usages) if usages else None,
             num_attempts=_most(usage.num_attempts for usage in usages),
@@ -123,7 +123,7 @@ class RequestLog:
         model = self._metrics.for_model(request.pool.key.model_name)
         if self._placement is not None:
             # The choices share one prompt.
-            model.prompt_tokens.inc(len(request.prompt_token_ids))
+            model.prompt_tokens.inc(max(usage.num_prompt_tokens for usage in usages))
             model.cached_tokens.inc(max(usage.num_cached_tokens for usage in usages))
         for usage, time in zip(usages, times, strict=True):
             model.output_tokens.inc(usage.num_output_tokens)

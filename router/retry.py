@@ -11,8 +11,8 @@ from quartet.errors import ServingError
 from quartet.rpc.retry import FINAL, pause_s
 from router.policy.base import Placement
 
-#: The blocks did not come over; the decode worker itself is fine.
-_TRANSFER = (
+#: Blocks or embeddings did not come over; who was to take them is fine.
+TRANSFER = (
     errors.TransferError,
     errors.HandOffNotFoundError,
     errors.HandOffStateError,
@@ -28,12 +28,13 @@ class Hop(StrEnum):
 
 
 class HopFailedError(Exception):
-    """An attempt failed at ``hop`` with ``error``."""
+    """An attempt failed at ``hop`` with ``error``; ``pulls_media``: where its media's embeddings were to be pulled."""
 
-    def __init__(self, hop: Hop, error: ServingError) -> None:
+    def __init__(self, hop: Hop, error: ServingError, *, pulls_media: bool = False) -> None:
         super().__init__(str(error))
         self.hop = hop
         self.error = error
+        self.pulls_media = pulls_media
 
 
 @dataclass
@@ -49,6 +50,7 @@ class RetryHints:
     prefer_prefill: Place | None = None
     _num_failures: int = 0
     _num_failed_transfers: int = 0
+    _num_failed_media_transfers: int = 0
 
     def note(self, failure: HopFailedError, placement: Placement) -> float:
         """Learn from ``failure`` and return the seconds to pause before the next attempt.
@@ -61,9 +63,13 @@ class RetryHints:
             raise error
         self._num_failures += 1
         self.prefer_prefill = None
-        if failure.hop is Hop.PREFILL and placement.prefill is not None:
+        if isinstance(error, errors.MediaLostError):
+            pass  # nobody's fault: embeddings are not kept for as long as a sequence lives
+        elif failure.pulls_media and isinstance(error, TRANSFER):
+            self._note_media_transfer(placement.prefills_at)
+        elif failure.hop is Hop.PREFILL and placement.prefill is not None:
             self.avoid.add(placement.prefill.worker_id)
-        elif isinstance(error, _TRANSFER) and placement.prefill is not None:
+        elif isinstance(error, TRANSFER) and placement.prefill is not None:
             self._note_transfer(placement.prefill)
         else:
             self.avoid.add(placement.decode.worker_id)
@@ -75,6 +81,12 @@ class RetryHints:
         # Places differ in size. Whoever is asked though it is to be avoided is the last one that there is.
         place = placement.prefill if failure.hop is Hop.PREFILL else placement.decode
         return place is not None and place.worker_id in self.avoid
+
+    def _note_media_transfer(self, place: Place) -> None:
+        """Most likely it was the encode worker's fault, but not time after time."""
+        self._num_failed_media_transfers += 1
+        if self._num_failed_media_transfers > 1:
+            self.avoid.add(place.worker_id)
 
     def _note_transfer(self, prefill: Place) -> None:
         self._num_failed_transfers += 1

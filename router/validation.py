@@ -26,8 +26,13 @@ def check_pool(start: GenerateStart, pool: Pool) -> None:
         raise UnsupportedFieldError("this model has no such adapter", field="adapter")
 
 
-def check_tokens(start: GenerateStart, prompt_token_ids: Sequence[int], vocab_size: int, pool: Pool) -> None:
-    """Refuse token ids that don't exist and lengths that never fit. Raises ``InvalidRequestError``."""
+def check_tokens(
+    start: GenerateStart, prompt_token_ids: Sequence[int], vocab_size: int, pool: Pool, *, num_prompt_tokens: int
+) -> None:
+    """Refuse token ids that don't exist and lengths that never fit. Raises ``InvalidRequestError``.
+
+    ``num_prompt_tokens`` is what the prompt has with its media in it, or has at most.
+    """
     field = prompt_field(start.prompt)
     if not prompt_token_ids:
         raise InvalidRequestError("the prompt has no tokens", field=field)
@@ -35,7 +40,6 @@ def check_tokens(start: GenerateStart, prompt_token_ids: Sequence[int], vocab_si
     _check_ids(start.sampling.stop_token_ids, vocab_size, "sampling.stop_token_ids")
     _check_ids(start.sampling.logit_bias, vocab_size, "sampling.logit_bias")
     limit = max_sequence_tokens(pool)
-    num_prompt_tokens = len(prompt_token_ids)
     if num_prompt_tokens + 1 > limit:
         message = f"the prompt has {num_prompt_tokens} tokens; it and the answer have room for {limit}"
         raise PromptTooLongError(message, field=field)
@@ -53,6 +57,16 @@ def check_generated(resume: Resume, vocab_size: int, max_tokens: int) -> None:
     _check_ids(resume.generated_token_ids, vocab_size, field)
     if len(resume.generated_token_ids) > max_tokens:
         raise InvalidRequestError(f"the prompt leaves room for {max_tokens} generated tokens", field=field)
+
+
+def num_output_tokens(start: GenerateStart, num_prompt_tokens: int, pool: Pool) -> int:
+    """At how many output tokens an answer ends at the latest. Raises ``PromptTooLongError``: there is room for none."""
+    num_left = max_sequence_tokens(pool) - num_prompt_tokens
+    if num_left < 1:
+        raise PromptTooLongError(
+            f"the prompt has {num_prompt_tokens} tokens and leaves no room", field=prompt_field(start.prompt)
+        )
+    return start.sampling.max_tokens or num_left
 
 
 def valid_traceparent(header: str) -> str:

@@ -30,6 +30,9 @@ class OutputSettings:
     """What the outputs of one request's choices have in common.
 
     Attributes:
+        num_prompt_tokens: with those of media where these are known.
+        num_media_tokens: of these, those that media fill.
+        num_placeholders: tokens of the prompt that stand for media whose own number is unknown.
         arrived_at: monotonic seconds.
         tokenize_s: seconds that template and tokenizer took.
         omits_token_ids: text only.
@@ -43,6 +46,8 @@ class OutputSettings:
     omits_token_ids: bool
     ttft: Durations
     itl: Durations
+    num_media_tokens: int = 0
+    num_placeholders: int = 0
 
 
 class ChoiceOutput:
@@ -64,6 +69,8 @@ class ChoiceOutput:
         "_num_cached_tokens",
         "_num_given_bytes",
         "_num_given_tokens",
+        "_num_media_tokens",
+        "_num_prompt_tokens",
         "_num_timed",
         "_observe_itl",
         "_omits_token_ids",
@@ -99,6 +106,7 @@ class ChoiceOutput:
         self._owed_text = ""
         self._logprobs: deque[TokenLogprobs] = deque()
         self._num_cached_tokens: int | None = None
+        self._num_prompt_tokens, self._num_media_tokens = settings.num_prompt_tokens, settings.num_media_tokens
         self._times: dict[str, float] = {}
 
     @property
@@ -165,6 +173,14 @@ class ChoiceOutput:
         """It waited in the router."""
         self._add_time("router_queue_s", waited_s)
 
+    def note_media(self, duration_s: float) -> None:
+        """Media were fetched or encoded for it."""
+        self._add_time("media_s", duration_s)
+
+    def note_prompt(self, num_prompt_tokens: int, num_media_tokens: int) -> None:
+        """A worker told how many tokens the prompt has, and how many of them media fill."""
+        self._num_prompt_tokens, self._num_media_tokens = num_prompt_tokens, num_media_tokens
+
     def note_prefill(self, duration_s: float) -> None:
         """A prefill hop ended."""
         self._add_time("prefill_s", duration_s)
@@ -177,6 +193,10 @@ class ChoiceOutput:
     def note_started(self, started: DecodeStarted, *, is_handed_off: bool) -> None:
         """A decode worker began with it."""
         self._add_time("decode_queue_s", started.queue_s)
+        if started.num_prompt_tokens:
+            settings = self._settings
+            num_grown = started.num_prompt_tokens - settings.num_prompt_tokens
+            self.note_prompt(started.num_prompt_tokens, num_grown + settings.num_placeholders)
         if is_handed_off:
             self._add_time("transfer_s", started.transfer_s)
         else:
@@ -197,12 +217,12 @@ class ChoiceOutput:
 
     def usage(self) -> Usage:
         """What it used so far, finished or not."""
-        num_prompt_tokens = self._settings.num_prompt_tokens
         return Usage(
-            num_prompt_tokens=num_prompt_tokens,
-            num_cached_tokens=min(self._num_cached_tokens or 0, num_prompt_tokens),
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=min(self._num_cached_tokens or 0, self._num_prompt_tokens),
             num_output_tokens=self.num_shown,
             num_attempts=self.num_attempts,
+            num_media_tokens=self._num_media_tokens,
         )
 
     def time_breakdown(self) -> TimeBreakdown:

@@ -139,6 +139,7 @@ class Accepted:
         choices: those placed so far, in their order; empty where the request was cancelled before.
         seed: the seed in use: with it the same request gives the same tokens.
         model_fingerprint: names the model that answers; empty where the request was cancelled before one was found.
+        encode: where its media are encoded; ``None``: it has none, or who computes the prompt encodes them.
     """
 
     request_id: str
@@ -146,6 +147,7 @@ class Accepted:
     num_prompt_tokens: int
     seed: int
     model_fingerprint: str = ""
+    encode: Place | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,12 +183,14 @@ class Usage:
         num_cached_tokens: of the prompt's, those whose KV was cached.
         num_output_tokens: tokens that were shown.
         num_attempts: attempts it took, at least 1 where any was made.
+        num_media_tokens: of the prompt's, those that media fill; 0 also where who encoded them did not tell.
     """
 
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
     num_attempts: int
+    num_media_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +206,7 @@ class TimeBreakdown:
         decode_queue_s: waiting in the decode worker, less ``transfer_s``, which is moving blocks there.
         first_token_s: from arrival to the first token.
         total_s: from arrival to the end.
+        media_s: fetching media, and encoding them at an encode worker; runs beside ``router_queue_s``.
     """
 
     tokenize_s: float | None = None
@@ -212,6 +217,7 @@ class TimeBreakdown:
     transfer_s: float | None = None
     first_token_s: float | None = None
     total_s: float | None = None
+    media_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

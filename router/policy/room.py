@@ -61,7 +61,9 @@ def can_prefill_here(candidate: Candidate, pending: Pending) -> bool:
 
 
 def with_way(pending: Pending, snapshot: Snapshot) -> Pending:
-    """``pending``, which needs media, with whether any place that only prefills can take it."""
+    """``pending`` with whether any place that only prefills takes the media that it needs."""
+    if not pending.needs_media:
+        return pending
     is_local = not any(pending.needs_media <= place.media for place in snapshot.prefill)
     return pending if is_local is pending.is_local else replace(pending, is_local=is_local)
 

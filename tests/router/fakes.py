@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import random
 import time
 import zlib
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -20,6 +20,7 @@ from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import RequestCancelledError, ServingError
 from quartet.kvcache.layout import HandOff, OpaquePayload
+from quartet.media.items import MediaFile
 from quartet.rpc.answer import Answer
 from quartet.rpc.edge import (
     Accepted,
@@ -30,6 +31,7 @@ from quartet.rpc.edge import (
     Placed,
     Resume,
 )
+from quartet.rpc.encode import EncodeStart
 from quartet.rpc.inner import DecodeFinished, DecodeSink, DecodeStarted, InnerStart, PrefillOutcome
 from quartet.rpc.seal_keys import SealKey
 from quartet.telemetry.metrics import RouterMetrics
@@ -37,14 +39,17 @@ from quartet.telemetry.routing_metrics import RoutingMetrics
 from quartet.text.model_text import ModelText
 from router.admission import Admission, AdmissionConfig
 from router.attempt_tools import AttemptConfig, AttemptTools
+from router.encoding import EncodeTools
+from router.media_run import MediaTools
 from router.pipeline import Pipeline
 from router.pipeline_tools import PipelineTools
-from router.policy.base import Decision, Pending, Policy, Snapshot
-from router.policy.least_loaded import LeastLoadedPolicy
+from router.policy.base import Policy
 from router.prefix_index import PrefixIndex
 from router.sealing import Sealer
 from router.worker import PoolKey
 from router.worker_table import WorkerTable
+from tests.router.media_fakes import FakeEncode, FakeMedia, expanded
+from tests.router.noting_policy import NotingPolicy
 from tests.router.records import make_load, make_record
 from tests.text.builders import EOS, byte_level_tokenizer
 
@@ -97,7 +102,7 @@ class Call:
 
     kind: str
     place: Place
-    start: InnerStart
+    start: Any
 
 
 @dataclass
@@ -107,13 +112,13 @@ class FakeHops:
     Attributes:
         calls: everything that was started.
         num_open: calls that neither ended nor were cancelled.
-        held: hand-offs that nobody took, dropped or ended.
+        held: hand-offs that nobody took, dropped or ended, those of embeddings included.
         kept: those whose lease is renewed.
         tokens_per_step: tokens of each progress.
         eos_at: output position at which the model ends.
     """
 
-    plans: dict[str, deque[Plan]] = field(default_factory=lambda: {"prefill": deque(), "decode": deque()})
+    plans: defaultdict[str, deque[Plan]] = field(default_factory=lambda: defaultdict(deque))
     calls: list[Call] = field(default_factory=list)
     num_open: int = 0
     held: set[bytes] = field(default_factory=set)
@@ -126,6 +131,10 @@ class FakeHops:
 
     def plan(self, kind: str, *plans: Plan) -> None:
         self.plans[kind].extend(plans)
+
+    def encode(self, place: Place, start: EncodeStart, on_encoded: Callable[[HandOff], None]) -> FakeEncode:
+        place, start, plan = self._note("encode", place, start)
+        return FakeEncode(self, place, start, plan, on_encoded)
 
     def prefill(self, place: Place, start: InnerStart) -> FakePrefill:
         return FakePrefill(self, *self._note("prefill", place, start))
@@ -143,11 +152,19 @@ class FakeHops:
     def drop(self, hand_off: HandOff) -> None:
         self.held.discard(hand_off.hand_off_id)
 
+    def pull(self, start: InnerStart) -> None:
+        """A worker takes over what ``start`` leads to."""
+        for source in (start.hand_off, *(item.source for item in start.media)):
+            if isinstance(source, HandOff):
+                assert source.hand_off_id in self.held
+                assert source.hand_off_id not in self.kept, "the router keeps it still"
+                self.held.discard(source.hand_off_id)
+
     def sample(self, start: InnerStart, num_generated: int) -> int:
         generation = start.generation
         if num_generated == self.eos_at:
             return EOS_ID
-        return token_at(generation.seed, generation.choice, len(generation.prompt_token_ids) + num_generated)
+        return token_at(generation.seed, generation.choice, len(expanded(start)[0]) + num_generated)
 
     def finish_reason(self, start: InnerStart, token_ids: list[int]) -> FinishReason | None:
         sampling = start.generation.sampling
@@ -156,7 +173,7 @@ class FakeHops:
             return FinishReason.STOP_ID
         return FinishReason.LENGTH if len(token_ids) >= (sampling.max_tokens or 0) else None
 
-    def _note(self, kind: str, place: Place, start: InnerStart) -> tuple[Place, InnerStart, Plan]:
+    def _note(self, kind: str, place: Place, start: Any) -> tuple[Place, Any, Plan]:
         self.calls.append(Call(kind, place, start))
         self.called.set()
         return place, start, self.plans[kind].popleft() if self.plans[kind] else Plan()
@@ -192,6 +209,9 @@ class FakePrefill:
             self._hops.num_open -= 1
 
     def _succeed(self) -> PrefillOutcome:
+        self._hops.pull(self._start)
+        prompt, media = expanded(self._start)
+        is_told = any(isinstance(item.source, MediaFile) for item in self._start.media)
         generated = list(self._start.generation.generated_token_ids)
         token_id = self._hops.sample(self._start, len(generated))
         reason = self._hops.finish_reason(self._start, [*generated, token_id])
@@ -215,6 +235,8 @@ class FakePrefill:
             num_cached_tokens=2,
             queue_s=0.01,
             compute_s=0.02,
+            prompt_token_ids=prompt if is_told else (),
+            media=media if is_told else (),
         )
 
 
@@ -254,10 +276,15 @@ class FakeDecode:
         raise RequestCancelledError("cancelled")
 
     def _take_hand_off(self) -> DecodeStarted:
-        if self._start.hand_off is not None:
-            assert self._start.hand_off.hand_off_id in self._hops.held
-            self._hops.held.discard(self._start.hand_off.hand_off_id)
-        return DecodeStarted(num_cached_tokens=3, queue_s=0.03, transfer_s=0.004, transfer_bytes=1)
+        self._hops.pull(self._start)
+        is_told = any(isinstance(item.source, MediaFile) for item in self._start.media)
+        return DecodeStarted(
+            num_cached_tokens=3,
+            queue_s=0.03,
+            transfer_s=0.004,
+            transfer_bytes=1,
+            num_prompt_tokens=len(expanded(self._start)[0]) if is_told else 0,
+        )
 
     def _step(self) -> tuple[FinishReason | None, bool]:
         if self._num_given == 0:
@@ -288,6 +315,7 @@ class FakeTexts:
 
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     asked: asyncio.Event = field(default_factory=asyncio.Event)
+    text: ModelText = MODEL_TEXT
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -295,7 +323,7 @@ class FakeTexts:
     async def model_text(self, pool: PoolKey) -> ModelText:
         self.asked.set()
         await self.gate.wait()
-        return MODEL_TEXT
+        return self.text
 
 
 class OneKey:
@@ -305,24 +333,6 @@ class OneKey:
 
     def find(self, key_id: str) -> SealKey | None:
         return self.sealing_key if key_id == self.sealing_key.key_id else None
-
-
-class NotingPolicy(LeastLoadedPolicy):
-    """``kept_waiting`` is set once a request was kept in the queue."""
-
-    def __init__(self, local_prefill_max_tokens: int, rng: random.Random) -> None:
-        super().__init__(local_prefill_max_tokens, rng)
-        self.kept_waiting = asyncio.Event()
-
-    def __deepcopy__(self, memo: dict[int, object]) -> NotingPolicy:
-        # What a copy decides is noted nowhere.
-        return NotingPolicy(self._local_prefill_max_tokens, copy.deepcopy(self._rng, memo))
-
-    def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
-        decision = super().assign(waiting, snapshot)
-        if None in decision.placements:
-            self.kept_waiting.set()
-        return decision
 
 
 class Fleet:
@@ -361,11 +371,22 @@ class Fleet:
             metrics=metrics,
             sleep=self._sleep,
         )
+        self.media = FakeMedia()
+        encode = EncodeTools(
+            table=self.table,
+            index=self.index,
+            hops=self.hops,
+            rng=random.Random(0),
+            timeout_s=tools.config.encode_timeout_s,
+            max_attempts=tools.config.max_attempts,
+            sleep=self._sleep,
+        )
         self.pipeline = Pipeline(
             PipelineTools(
                 table=self.table,
                 texts=self.texts,
                 attempts=tools,
+                media=MediaTools(self.media, encode),
                 max_timeout_s=max_timeout_s,
                 sealer=Sealer(OneKey(), self.table, ttl_s=20.0, clock=lambda: 0.0),
             )

@@ -69,6 +69,8 @@ def put_accepted(into: router_pb2.Accepted, accepted: Accepted) -> None:
     into.num_prompt_tokens = accepted.num_prompt_tokens
     into.seed = accepted.seed
     into.model_fingerprint = accepted.model_fingerprint
+    if accepted.encode is not None:
+        put_place(into.encode, accepted.encode)
 
 
 def from_accepted(message: router_pb2.Accepted) -> Accepted:
@@ -79,6 +81,7 @@ def from_accepted(message: router_pb2.Accepted) -> Accepted:
         num_prompt_tokens=message.num_prompt_tokens,
         seed=message.seed,
         model_fingerprint=message.model_fingerprint,
+        encode=from_place(message.encode) if message.HasField("encode") else None,
     )
 
 
@@ -166,6 +169,7 @@ def _put_usage(into: router_pb2.Usage, usage: Usage) -> None:
     into.num_cached_tokens = usage.num_cached_tokens
     into.num_output_tokens = usage.num_output_tokens
     into.num_attempts = usage.num_attempts
+    into.num_media_tokens = usage.num_media_tokens
 
 
 def _from_usage(message: router_pb2.Usage) -> Usage:
@@ -174,6 +178,7 @@ def _from_usage(message: router_pb2.Usage) -> Usage:
         num_cached_tokens=message.num_cached_tokens,
         num_output_tokens=message.num_output_tokens,
         num_attempts=message.num_attempts,
+        num_media_tokens=message.num_media_tokens,
     )
 
 

@@ -1,0 +1,173 @@
+"""The hops of one choice's attempts: prefill and decode, each with all that it takes and leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from quartet.engine.base import FinishReason
+from quartet.errors import ServingError, WorkerUnavailableError
+from quartet.kvcache.layout import HandOff
+from quartet.rpc.choice_output import ChoiceOutput
+from quartet.rpc.inner import InnerStart, MediaInput, PrefillOutcome
+from quartet.rpc.outcome_in_time import outcome_in_time
+from router.attempt_tools import AttemptTools
+from router.book import Booking, Reservation
+from router.booked_sink import BookedSink
+from router.inner_starts import StartOrder, make_inner_start
+from router.prepared import PreparedRequest
+from router.retry import TRANSFER, Hop, HopFailedError
+
+
+class ChoiceHops:
+    """What one choice has workers do. Whatever way a hop ends, nothing that it was given is left held.
+
+    Attributes:
+        request: whose choice it is, with its prompt as it is known by now.
+    """
+
+    def __init__(self, request: PreparedRequest, choice: int, output: ChoiceOutput, tools: AttemptTools) -> None:
+        """What comes goes to ``output``."""
+        self.request = request
+        self._choice = choice
+        self._output = output
+        self._tools = tools
+
+    async def hand_off(self, reservation: Reservation) -> HandOff | FinishReason | None:
+        """Prefill where that is elsewhere: what to decode from, or why there is nothing to decode.
+
+        Raises:
+            HopFailedError: no prefill, or none that makes sense.
+            ServingError: its media can't be encoded, or with them the prompt is too long.
+        """
+        if reservation.prefill is None:
+            return None
+        media = await self._media()
+        outcome = await self._prefill(reservation, reservation.prefill, media)
+        reservation.prefill.release()
+        try:
+            self._learn_prompt(outcome)
+            reason = self._take_outcome(outcome)
+        except ServingError:
+            self.drop(outcome.hand_off)
+            raise
+        if reason is not None:
+            self.drop(outcome.hand_off)
+            return reason
+        if outcome.hand_off is None:
+            raise HopFailedError(Hop.PREFILL, WorkerUnavailableError("the prefill worker handed nothing off"))
+        return outcome.hand_off
+
+    async def decode(self, reservation: Reservation, hand_off: HandOff | None) -> FinishReason:
+        """Decode to the end, from ``hand_off`` if there is one, and say what that was. Raises ``HopFailedError``."""
+        place, booking = reservation.placement.decode, reservation.decode
+        media = await self._media() if hand_off is None else ()
+        sink = BookedSink(self._output, booking, self.request.num_prompt_tokens, hand_off is not None)
+        call = None
+        try:
+            start = self.start(booking, booking.send(), place.data_parallel_rank, hand_off, media)
+            call = self._tools.hops.decode(place, start, sink)
+            finished = await outcome_in_time(
+                call,
+                start_timeout_s=self._tools.config.decode_start_timeout_s,
+                stall_timeout_s=self._tools.config.decode_stall_timeout_s,
+            )
+        except TimeoutError as error:
+            silent = WorkerUnavailableError(f"worker {place.worker_id} gave no token in time")
+            raise HopFailedError(Hop.DECODE, silent) from error
+        except ServingError as error:
+            raise self._hop_error(Hop.DECODE, error, media) from error
+        finally:
+            if call is not None:
+                call.cancel()
+            if not sink.has_started:
+                self.drop(hand_off)
+                self._drop_media(media)
+        return FinishReason.STOP_STRING if finished is None else finished.reason
+
+    def start(
+        self,
+        booking: Booking,
+        number: int,
+        rank: int,
+        hand_off: HandOff | None = None,
+        media: Sequence[MediaInput] = (),
+    ) -> InnerStart:
+        """What a worker is told to begin with; ``number`` is that of the start among the router's to it."""
+        order = StartOrder(
+            choice=self._choice,
+            attempt=self._output.num_attempts - 1,
+            booking=booking,
+            number=number,
+            rank=rank,
+            generated_token_ids=self._output.token_ids,
+            hand_off=hand_off,
+            media=media,
+        )
+        return make_inner_start(self.request, order, self._tools.router_id)
+
+    def drop(self, hand_off: HandOff | None) -> None:
+        """Nobody will take ``hand_off``."""
+        if hand_off is not None:
+            self._tools.hops.drop(hand_off)
+
+    async def _prefill(self, reservation: Reservation, booking: Booking, media: Sequence[MediaInput]) -> PrefillOutcome:
+        place, config = reservation.placement.prefill, self._tools.config
+        assert place is not None
+        began, outcome = time.monotonic(), None
+        try:
+            async with asyncio.timeout(config.prefill_timeout_s):
+                start = self.start(booking, booking.send(), place.data_parallel_rank, media=media)
+                outcome = await self._tools.hops.prefill(place, start).outcome()
+        except TimeoutError as error:
+            silent = WorkerUnavailableError(f"worker {place.worker_id} did not prefill in time")
+            raise HopFailedError(Hop.PREFILL, silent) from error
+        except ServingError as error:
+            raise self._hop_error(Hop.PREFILL, error, media) from error
+        finally:
+            self._output.note_prefill(time.monotonic() - began)
+            if outcome is None:
+                self._drop_media(media)
+        self._output.note_prefilled(outcome.num_cached_tokens, outcome.queue_s)
+        return outcome
+
+    def _learn_prompt(self, outcome: PrefillOutcome) -> None:
+        """Of a worker that got files: what the prompt became. Raises ``HopFailedError``, ``PromptTooLongError``."""
+        request = self.request
+        if request.media is None or request.spans:
+            return
+        if not outcome.prompt_token_ids or len(outcome.media) != len(request.media.items):
+            self.drop(outcome.hand_off)
+            silent = WorkerUnavailableError("the prefill worker did not tell what the prompt became")
+            raise HopFailedError(Hop.PREFILL, silent)
+        self.request = request.with_prompt(outcome.prompt_token_ids, outcome.media)
+        self._output.note_prompt(len(self.request.prompt_token_ids), self.request.num_media_tokens)
+
+    def _take_outcome(self, outcome: PrefillOutcome) -> FinishReason | None:
+        """Show the first token at once: it waits for no transfer."""
+        logprobs = () if outcome.logprobs is None else (outcome.logprobs,)
+        self._output.take(len(self._output.token_ids), (outcome.token_id,), logprobs, time.monotonic())
+        if self._output.has_stopped:
+            return FinishReason.STOP_STRING
+        return outcome.finish_reason
+
+    async def _media(self) -> Sequence[MediaInput]:
+        """What computing the prompt takes of media; hand-offs are this attempt's from now on."""
+        if self.request.media is None:
+            return ()
+        media, duration_s = await self.request.media.inputs()
+        self._output.note_media(duration_s)
+        return media
+
+    def _hop_error(self, hop: Hop, error: ServingError, media: Sequence[MediaInput]) -> HopFailedError:
+        if media and self.request.media is not None:
+            error = self.request.media.client_error(error)
+            if isinstance(error, TRANSFER):
+                self.request.media.failed(media)
+        return HopFailedError(hop, error, pulls_media=bool(media))
+
+    def _drop_media(self, media: Sequence[MediaInput]) -> None:
+        for item in media:
+            if isinstance(item.source, HandOff):
+                self._tools.hops.drop(item.source)
