@@ -64,8 +64,7 @@ def _inside_llava(config: PretrainedConfig) -> LanguageModel:
     text = copy.deepcopy(config.get_text_config())
     # In the whole model, the whole's configuration decides these.
     text.tie_word_embeddings = config.tie_word_embeddings
-    if config.dtype is not None:
-        text.dtype = config.dtype
+    text.dtype = config.dtype
     placeholder_id = config.image_token_id
     if not 0 <= placeholder_id < text.vocab_size:
         raise refusal(f"placeholder {placeholder_id}, which is no token of {text.vocab_size}")

@@ -153,6 +153,20 @@ def test_end_of_sequence_ids_are_those_of_generate_on_the_whole(
     assert load_model(config_for(path)).eos_token_ids == set(ids)
 
 
+@pytest.mark.parametrize("of_whole", [None, "bfloat16"])
+@pytest.mark.parametrize("of_text", [None, "float32"])
+def test_the_dtype_is_the_wholes(
+    of_whole: str | None, of_text: str | None, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    text = json.loads((checkpoint(LLAVA) / "config.json").read_text())["text_config"]
+    path = edit_json(
+        checkpoint(LLAVA), tmp_path / "model", "config.json", dtype=of_whole, text_config={**text, "dtype": of_text}
+    )
+    auto: Any = transformers.AutoModelForImageTextToText
+    whole = auto.from_pretrained(path, dtype="auto")
+    assert load_model(config_for(path)).dtype == str(whole.dtype).removeprefix("torch.")
+
+
 def test_the_table_of_left_out_weights_stays_out_of_the_log(
     checkpoint: Checkpoints, capfd: pytest.CaptureFixture[str]
 ) -> None:
