@@ -13,12 +13,14 @@ from quartet.engine.core import StepEngine
 from quartet.errors import (
     EngineError,
     LayoutMismatchError,
+    MediaLostError,
     RequestCancelledError,
     ServingError,
     TransferError,
     TransferTimeoutError,
     WorkerUnavailableError,
 )
+from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff, OpaquePayload
 from quartet.transfer.base import PoolMemory
 from tests.engine.consumer import Consumer, StartEngine, Terminal
@@ -82,6 +84,19 @@ async def test_a_fetch_that_fails_fails_its_request_only(
     assert isinstance(await consumer.wait_terminal(other), Finished)
     assert puller.claims[0].num_aborts == 1, "the source need not wait for the lease to end"
     assert consumer.tokens[pulling.id] == []
+    _check_free(engine)
+
+
+async def test_whose_hand_off_lacks_some_of_its_media_fails_and_the_source_is_told(start_engine: StartEngine) -> None:
+    puller = FakePuller()
+    engine = await start_engine(FakeRunner(num_embedding_blocks=4, placeholder_id=63), puller=puller)
+    consumer = Consumer(engine)
+    prompt, media = [1, *[63] * 6], (MediaSpan(bytes(32), 1, 6),)
+    lost = make_request(prompt, media=media, hand_off=puller.offer_prefix(prompt, media))
+    engine.submit(lost)
+    assert type(_error(await consumer.wait_terminal(lost))) is MediaLostError
+    await engine.close()
+    assert [(claim.copies, claim.num_aborts) for claim in puller.claims] == [(None, 1)]
     _check_free(engine)
 
 
