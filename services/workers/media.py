@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from quartet.engine.base import Generation
+from quartet.engine.encoder import EncodeTimes
 from quartet.errors import InvalidRequestError, PromptTooLongError, QueueFullError, UnsupportedFieldError
 from quartet.kvcache.layout import EmbeddingsPayload, HandOff
 from quartet.kvcache.media_spans import expand_placeholders
@@ -130,6 +131,7 @@ class MediaUse:
         self._start = start
         self._arrived_at = time.monotonic()
         self._leases: dict[int, Lease] = {}
+        self._made: set[int] = set()  # positions of items that were not here
 
     async def prepare(self) -> ReadyMedia:
         """Have all of it in the pool.
@@ -178,22 +180,31 @@ class MediaUse:
                 message = f"a prompt with media files has {_MAX_TOLD_TOKENS} tokens at most, not {len(expanded)}"
                 raise PromptTooLongError(message, field="media")
             self.num_prompt_tokens = len(expanded)
-            await stage.store.obtain([stage.files.want(item, self._arrived_at) for item in sized], self._take)
+            wants = [
+                stage.files.want(item, self._arrived_at, partial(self._note_encoded, index))
+                for index, item in enumerate(sized)
+            ]
+            await stage.store.obtain(wants, self._take)
         finally:
             stage.num_waiting_files -= len(start.media)
         return replace(start.generation, prompt_token_ids=expanded, media=spans)
 
+    def _note_encoded(self, index: int, _times: EncodeTimes) -> None:
+        self._made.add(index)
+
     async def _pull(self, index: int, block_ids: tuple[int, ...]) -> None:
         await self.claims[index].fetch([PieceCopy(piece, block_id) for piece, block_id in enumerate(block_ids)])
         del self.claims[index]
+        self._made.add(index)
         self._stage.num_pulls += 1
         self._stage.metrics.count_item("pulled")
 
     def _take(self, index: int, lease: Lease) -> None:
         self._leases[index] = lease
+        if index not in self._made:
+            self._stage.metrics.count_item("cached")
         claim = self.claims.pop(index, None)
         if claim is not None:  # it was here, so its source may let go
-            self._stage.metrics.count_item("cached")
             self._stage.abort(claim)
 
 
