@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -137,6 +138,13 @@ def test_media_is_refused_by_a_model_of_text(request_: EngineRequest) -> None:
     with pytest.raises(UnsupportedFieldError) as caught:
         check_request(request_, LIMITS)
     assert caught.value.field == "media"
+
+
+def test_prompts_may_be_arrays_and_stay_as_they_are() -> None:
+    tuples = _seen()
+    prompt = array("I", tuples.generation.prompt_token_ids)
+    check_request(replace(tuples, generation=replace(tuples.generation, prompt_token_ids=prompt)), SEES)
+    assert tuple(prompt) == tuples.generation.prompt_token_ids
 
 
 def test_to_a_model_of_text_no_token_is_a_placeholder() -> None:
