@@ -372,21 +372,12 @@ class Fleet:
             sleep=self._sleep,
         )
         self.media = FakeMedia()
-        encode = EncodeTools(
-            table=self.table,
-            index=self.index,
-            hops=self.hops,
-            rng=random.Random(0),
-            timeout_s=tools.config.encode_timeout_s,
-            max_attempts=tools.config.max_attempts,
-            sleep=self._sleep,
-        )
         self.pipeline = Pipeline(
             PipelineTools(
                 table=self.table,
                 texts=self.texts,
                 attempts=tools,
-                media=MediaTools(self.media, encode),
+                media=MediaTools(self.media, self._encode_tools(tools.config)),
                 max_timeout_s=max_timeout_s,
                 sealer=Sealer(OneKey(), self.table, ttl_s=20.0, clock=lambda: 0.0),
             )
@@ -419,6 +410,17 @@ class Fleet:
             snapshot = self.table.snapshot(pool.key, 0.0)
             for candidate in (*snapshot.prefill, *snapshot.decode):
                 assert (candidate.num_promised_blocks, candidate.num_queued_tokens) == (0, 0)
+
+    def _encode_tools(self, config: AttemptConfig) -> EncodeTools:
+        return EncodeTools(
+            table=self.table,
+            index=self.index,
+            hops=self.hops,
+            rng=random.Random(0),
+            timeout_s=config.encode_timeout_s,
+            max_attempts=config.max_attempts,
+            sleep=self._sleep,
+        )
 
     async def _sleep(self, duration_s: float) -> None:
         self.pauses.append(duration_s)

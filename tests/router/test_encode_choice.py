@@ -1,0 +1,36 @@
+"""Which encode worker is asked."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from quartet.discovery.place import Place
+from router.encode_choice import EncodeCandidate, choose_encode
+
+BUSY, IDLE, OTHER = (Place(name) for name in ("busy", "idle", "other"))
+CANDIDATES = [EncodeCandidate(BUSY, 9), EncodeCandidate(IDLE, 0), EncodeCandidate(OTHER, 0)]
+
+
+def choices(num_cached: dict[Place, int], *avoid: str, candidates: list[EncodeCandidate] = CANDIDATES) -> set[Place]:
+    rng = random.Random(0)
+    chosen = Counter(choose_encode(candidates, num_cached, frozenset(avoid), rng) for _ in range(50))
+    return set(chosen)
+
+
+def test_who_has_most_of_the_items_is_asked_however_busy() -> None:
+    assert choices({BUSY: 2, IDLE: 1}) == {BUSY}
+
+
+def test_then_the_least_busy_and_ties_are_broken_at_random() -> None:
+    assert choices({}) == {IDLE, OTHER}
+    assert choices({BUSY: 1, IDLE: 1}) == {IDLE}
+
+
+def test_who_just_failed_is_asked_only_where_nobody_else_is_left() -> None:
+    assert choices({BUSY: 2}, "busy", "idle") == {OTHER}
+    assert choices({BUSY: 2}, "busy", "idle", "other") == {BUSY}
+
+
+def test_of_none_none_is_chosen() -> None:
+    assert choices({}, candidates=[]) == {None}

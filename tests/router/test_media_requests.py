@@ -1,0 +1,212 @@
+"""Requests with media that are refused, explained, placed for their client, or gone on with."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from quartet import errors
+from quartet.discovery.place import Place
+from quartet.engine.sampling import Sampling
+from quartet.kvcache.block_hash import MediaSpan
+from quartet.media.items import MediaFile, MediaKind, MediaSize, MediaUrl
+from quartet.rpc.edge import ChatPrompt, Resume, TokenPrompt
+from quartet.rpc.placement import PlacedRequest, SealedPlacement
+from quartet.text.chat_message import ChatMessage
+from quartet.v1 import decode_pb2
+from router.encoding import KnownSizes
+from tests.router.fakes import MODEL_TEXT, TIMEOUT_S, Fleet, Plan, collect, expected_tokens
+from tests.router.media_fakes import PLACEHOLDER, item_of, picture
+from tests.router.test_explain import by_name, explain
+from tests.router.test_media_encoded import EXPANDED, SPANS, A, B, calls_of, media_fleet, media_start
+from tests.router.test_media_files import AGGREGATED, TOWERS
+from tests.router.test_pipeline import make_start
+
+CHAT = ChatPrompt((ChatMessage("user", ("Look: ", A)),))
+
+
+async def refusal(fleet: Fleet, **changes: Any) -> errors.ServingError:
+    with pytest.raises(errors.ServingError) as raised:
+        await collect(fleet.generate(media_start(**changes)))
+    fleet.assert_nothing_left()
+    assert not fleet.hops.calls
+    return raised.value
+
+
+async def test_what_is_impossible_is_refused_by_the_clients_field_before_any_worker_is_asked() -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0")
+    one, none = TokenPrompt((1, PLACEHOLDER)), TokenPrompt((1, 2))
+    torn = MediaUrl("http://nowhere/")
+    for changes, kind, field in (
+        ({"media": (A, torn)}, errors.MediaFetchError, "media[1].url"),
+        ({"prompt": one}, errors.InvalidRequestError, "media"),
+        ({"prompt": none}, errors.InvalidRequestError, "media"),
+        ({"prompt": one, "media": ()}, errors.InvalidRequestError, "media"),
+    ):
+        error = await refusal(fleet, **changes)
+        assert (type(error), error.field) == (kind, field)
+
+
+async def test_a_model_without_media_takes_none() -> None:
+    fleet = media_fleet("prefill-0", "decode-0")
+    fleet.texts.text = MODEL_TEXT
+    error = await refusal(fleet)
+    assert (type(error), error.field) == (errors.UnsupportedFieldError, "media")
+
+
+async def test_kinds_that_nobody_takes_are_refused_and_those_whose_takers_are_gone_are_unavailable() -> None:
+    embeddings = MediaFile(MediaKind.EMBEDDINGS, b"tensors")
+    fleet = media_fleet("prefill-0", "decode-0", takes=TOWERS)
+    error = await refusal(fleet, media=(A, embeddings))
+    assert (type(error), error.field) == (errors.UnsupportedFieldError, "media[1].embeddings")
+    fleet.break_worker("prefill-0")
+    assert isinstance(await refusal(fleet), errors.WorkerUnavailableError)
+    # Nobody pulls what this one hands off.
+    lonely = media_fleet("encode-0", "prefill-0", "decode-0", takes={"encode": ("image",)})
+    assert isinstance(await refusal(lonely), errors.UnsupportedFieldError)
+
+
+async def test_prompts_that_are_too_long_with_their_media_are_refused() -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0", takes=None)
+    long = media_start(media=(picture(1990), picture(15)))
+    with pytest.raises(errors.PromptTooLongError):
+        await collect(fleet.generate(long))
+    fleet.assert_nothing_left()
+    towers = media_fleet("prefill-0", takes=TOWERS)
+    towers.join("decode-0", num_blocks=13)
+    assert isinstance(await refusal(towers), errors.PromptTooLongError), "it may become 132 tokens"
+
+
+async def test_a_chat_has_its_media_in_its_messages() -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0")
+
+    class ChatText(type(MODEL_TEXT)):  # type: ignore[misc]
+        def encode_messages(self, messages: object, add_generation_prompt: bool = True, **extra: Any) -> list[int]:
+            return [10, PLACEHOLDER, 11]
+
+    fleet.texts.text = ChatText(**vars(fleet.texts.text))
+    await collect(fleet.generate(make_start(prompt=CHAT)))
+    assert [item.file for item in calls_of(fleet, "encode")[0].start.items] == [A]
+    torn = ChatPrompt((ChatMessage("user", ("Look: ", MediaUrl("http://nowhere/"))),))
+    with pytest.raises(errors.MediaFetchError) as raised:
+        await collect(fleet.generate(make_start(prompt=torn)))
+    assert raised.value.field == "chat.messages.parts.media"
+    two = ChatPrompt((ChatMessage("user", (A, B)),))
+    with pytest.raises(errors.InvalidRequestError) as refused:
+        await collect(fleet.generate(make_start(prompt=two)))
+    assert refused.value.field == "chat.messages.parts.media"
+    with pytest.raises(errors.InvalidRequestError) as twice:
+        await collect(fleet.generate(make_start(prompt=CHAT, media=(A,))))
+    assert twice.value.field == "media"
+
+
+async def test_explain_encodes_nothing_and_says_who_does_not_take_it() -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0")
+    fleet.join("prefill-1")
+    explanation = await explain(fleet, media_start())
+    assert fleet.hops.calls == []
+    assert explanation.num_prompt_tokens == 4 + 2 * 64, "at most, as nobody has said"
+    options = by_name(explanation)
+    assert options["prefill-1"].obstacle == "does not take media as hand_off"
+    assert options["prefill-0"].is_chosen and options["decode-0"].is_chosen
+    await collect(fleet.generate(media_start()))
+    assert (await explain(fleet, media_start())).num_prompt_tokens == len(EXPANDED)
+    fleet.assert_nothing_left()
+
+
+async def test_explain_says_so_where_no_decode_place_takes_it() -> None:
+    fleet = media_fleet("decode-0", takes=AGGREGATED)
+    fleet.join("decode-1")
+    options = by_name(await explain(fleet, media_start()))
+    assert options["decode-1"].obstacle == "does not take media as image"
+    assert options["decode-0"].is_chosen
+
+
+async def place(fleet: Fleet, *, resume: Resume | None = None, **changes: Any) -> PlacedRequest:
+    async with asyncio.timeout(TIMEOUT_S):
+        return await fleet.pipeline.place(media_start(**changes), resume=resume)
+
+
+def spans_of(sealed: object) -> list[MediaSpan]:
+    assert isinstance(sealed, SealedPlacement)
+    start = decode_pb2.SealedStart.FromString(sealed.sealed_start).start
+    assert not start.media
+    return [MediaSpan(span.media_id, span.first_position, span.num_tokens) for span in start.generation.media]
+
+
+@pytest.mark.parametrize("encoder", [("encode-0",), ()])
+async def test_a_placed_request_has_spans_under_its_seal_and_no_media(encoder: tuple[str, ...]) -> None:
+    takes = None if encoder else TOWERS
+    fleet = media_fleet(*encoder, "prefill-0", "decode-0", takes=takes)
+    placed = await place(fleet)
+    [choice] = placed.choices
+    assert placed.num_prompt_tokens == len(EXPANDED)
+    assert choice.token_ids == tuple(expected_tokens(5, 0, len(EXPANDED), 1))
+    assert spans_of(choice.next) == list(SPANS)
+    # What is left is the client's.
+    assert (fleet.hops.num_open, len(fleet.hops.held), fleet.hops.kept) == (0, 1, set())
+
+
+async def test_a_placed_request_is_never_prefilled_where_it_is_decoded() -> None:
+    takes = {"encode": ("image",), "prefill": ("hand_off",), "decode": ("hand_off",)}
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0", takes=takes)
+    placed = await place(fleet, prompt=TokenPrompt((PLACEHOLDER,)), media=(picture(1),))
+    assert placed.choices[0].placement is not None
+    assert placed.choices[0].placement.prefill == Place("prefill-0")
+
+
+@pytest.mark.parametrize("takes", [AGGREGATED, {"encode": ("image",), "decode": ("hand_off",)}])
+async def test_what_only_decode_workers_could_compute_is_not_placed(takes: dict[str, tuple[str, ...]]) -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0", takes=takes)
+    with pytest.raises(errors.UnsupportedFieldError, match="Generate") as raised:
+        await place(fleet)
+    assert raised.value.field == "media[0].data"
+    fleet.assert_nothing_left()
+
+
+async def test_placed_choices_that_are_cancelled_leave_nothing() -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0")
+    fleet.hops.plan("encode", Plan(hang_after=1))
+    placing = asyncio.create_task(place(fleet, num_choices=2))
+    async with asyncio.timeout(TIMEOUT_S):
+        await fleet.hops.hung.wait()
+    placing.cancel()
+    await asyncio.wait([placing])
+    fleet.assert_nothing_left()
+
+
+@pytest.mark.parametrize("is_placed", [False, True])
+async def test_a_request_is_gone_on_with_by_the_same_start(is_placed: bool) -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0")
+    given = expected_tokens(5, 0, len(EXPANDED), 4)
+    resume = Resume(request_id="00ff" * 8, attempt=2, seed=5, generated_token_ids=given)
+    if is_placed:
+        [choice] = (await place(fleet, resume=resume)).choices
+        assert choice.token_ids == tuple(expected_tokens(5, 0, len(EXPANDED), 5)[4:])
+        assert spans_of(choice.next) == list(SPANS)
+    else:
+        answer = await collect(fleet.generate(media_start(), resume=replace(resume, generated_token_ids=())))
+        assert answer.token_ids[0] == expected_tokens(5, 0, len(EXPANDED), 12)
+    [encode] = calls_of(fleet, "encode")
+    assert (encode.start.context.request_id, encode.start.context.attempt) == ("00ff" * 8, 2)
+    assert calls_of(fleet, "prefill")[0].start.context.attempt == 2
+
+
+async def test_an_answer_may_fill_what_the_media_leave() -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0", takes=None)
+    answer = await collect(fleet.generate(media_start(sampling=Sampling())))
+    assert len(answer.token_ids[0]) == 1001 - len(EXPANDED)  # 100 blocks of 10, and the last token needs no room
+
+
+def test_known_sizes_are_bounded_and_the_least_used_go_first() -> None:
+    known = KnownSizes(2)
+    items = [item_of(picture(number, "xyz"[number - 1])) for number in (1, 2, 3)]
+    sizes = [MediaSize(media_id=item.media_id, num_tokens=1) for item in items]
+    known.learn(sizes[:2])
+    assert known.find(items[:1]) == sizes[:1]
+    known.learn(sizes[2:])
+    assert known.find(items[:1]) == sizes[:1] and known.find(items[2:]) == sizes[2:]
+    assert known.find(items[:2]) is None
