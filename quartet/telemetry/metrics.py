@@ -205,7 +205,7 @@ class WorkerMetrics:
             registry=registry,
         )
         self._transfer_bytes = Counter(
-            "quartet_worker_transfer_bytes", "Bytes of KV pulled, by way.", ["way"], registry=registry
+            "quartet_worker_transfer_bytes", "Bytes of KV and embeddings pulled, by way.", ["way"], registry=registry
         )
         self._transfer_time = Histogram(
             "quartet_worker_transfer_seconds",
@@ -243,7 +243,7 @@ class WorkerMetrics:
         self._prefill_time.observe(duration_s)
 
     def observe_transfer(self, way: str, size_bytes: int, duration_s: float) -> None:
-        """Blocks were pulled from another worker by ``way``."""
+        """Blocks, or embeddings, were pulled from another worker by ``way``."""
         self._transfer_bytes.labels(way).inc(size_bytes)
         self._transfer_time.labels(way).observe(duration_s)
 

@@ -11,6 +11,7 @@ from quartet.kvcache.embedding_pool import EmbeddingPool
 from quartet.media.items import TAKES_HAND_OFF
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.transfer.base import EmbeddingMemory
+from quartet.transfer.grpc.puller import TransferPuller
 from services.workers.embedding_store import EmbeddingStore
 from services.workers.engines import EncoderFactory
 from services.workers.file_encoder import FileEncoder
@@ -31,7 +32,7 @@ class MediaParts:
         self._config = surroundings.config
         self._placeholder_id = engine.capabilities.placeholder_id
         self._embeddings = engine.embeddings
-        self._puller = surroundings.puller()
+        self._puller: TransferPuller | None = None
         self._encoder: MediaEncoder | None = None
         if self._config.engine.encodes_media:
             if self._embeddings is None or self._placeholder_id is None:
@@ -68,12 +69,14 @@ class MediaParts:
         """Free everything. May be called twice."""
         if self.stage is not None:
             await self.stage.close()
-        await self._puller.close()
+        if self._puller is not None:
+            await self._puller.close()
         if self._encoder is not None:
             await self._encoder.close()
 
     def _make_stage(self, embeddings: EmbeddingMemory, placeholder_id: int) -> MediaStage:
-        self._puller.attach(embeddings.memory, embeddings.layout)
+        puller = self._puller = self._surroundings.puller()
+        puller.attach(embeddings.memory, embeddings.layout)
         pool = EmbeddingPool(embeddings.memory.num_blocks, embeddings.layout.block_size)
         store = EmbeddingStore(pool, field="media")
         metrics = EncodeMetrics(self._surroundings.registry)
@@ -82,7 +85,7 @@ class MediaParts:
             metrics.watch_tower(self._encoder.stats)
         return MediaStage(
             store,
-            self._puller,
+            puller,
             metrics,
             files=self._files,
             placeholder_id=placeholder_id,
