@@ -26,7 +26,7 @@ class Pending:
             possible sequence; at least ``num_reserved_tokens``.
         adapter: the adapter that it needs; empty: none.
         needs_media: what the place has to take of media that computes its prompt; empty: nothing.
-        is_local: no place that only prefills takes that: it is prefilled where it is decoded.
+        is_local: it needs media, and no place that only prefills takes it: it is prefilled where it is decoded.
         is_remote: it is not prefilled where it is decoded.
         avoid: worker ids that just failed it; taken only where no other will do.
         prefer_prefill: where its blocks are probably cached.

@@ -61,10 +61,10 @@ def can_prefill_here(candidate: Candidate, pending: Pending) -> bool:
 
 
 def with_way(pending: Pending, snapshot: Snapshot) -> Pending:
-    """``pending`` with whether any place that only prefills takes the media that it needs."""
+    """``pending`` with whether a place that only prefills takes it with the media that it needs."""
     if not pending.needs_media:
         return pending
-    is_local = not any(pending.needs_media <= place.media for place in snapshot.prefill)
+    is_local = not any(can_prefill(place, pending) for place in snapshot.prefill)
     return pending if is_local is pending.is_local else replace(pending, is_local=is_local)
 
 
