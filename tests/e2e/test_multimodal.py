@@ -1,0 +1,98 @@
+"""Pictures through encode, prefill and decode, in each topology that takes them: what ``transformers`` says of them."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from quartet.client import ChatMessage, Completion, QuartetClient, Sampling
+from quartet.media.items import MediaFile, MediaKind
+from tests.e2e.up import CONFIGS, Up
+from tests.pictures import Look, make_look
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("etcd_binary")]
+
+ROOT = CONFIGS.parent
+CHECKPOINT = ROOT / "models/tiny/checkpoint"
+TOPOLOGIES = ("epd_multimodal_image", "disagg_multimodal", "agg_multimodal")
+NUM_LOOKS = 50
+NUM_TOKENS = 72
+# Nearer to each other, two logits could change places by rounding.
+MIN_GAP = 1e-3
+
+
+class Oracle:
+    """``generate`` of the whole model, one prompt at a time, in float32 like the workers."""
+
+    def __init__(self) -> None:
+        model: Any = transformers.LlavaForConditionalGeneration
+        auto: Any = transformers.AutoProcessor
+        self._model = model.from_pretrained(CHECKPOINT, dtype=torch.float32)
+        self._processor = auto.from_pretrained(CHECKPOINT)
+
+    def generate(self, look: Look) -> tuple[tuple[int, ...], bool]:
+        """Token ids, and whether two logits came too near to each other for that to prove anything."""
+        pieces = [*[{"type": "image"}] * len(look.files), {"type": "text", "text": look.question}]
+        text = self._processor.apply_chat_template([{"role": "user", "content": pieces}], add_generation_prompt=True)
+        images = [Image.open(io.BytesIO(file)).convert("RGB") for file in look.files]
+        inputs = self._processor(images=images, text=text, return_tensors="pt", add_special_tokens=False)
+        output = self._model.generate(
+            **inputs, max_new_tokens=NUM_TOKENS, do_sample=False, return_dict_in_generate=True, output_logits=True
+        )
+        best = torch.cat(output.logits).topk(2).values
+        ids = tuple(output.sequences[0, inputs["input_ids"].shape[1] :].tolist())
+        return ids, float((best[:, 0] - best[:, 1]).min()) < MIN_GAP
+
+
+@pytest.fixture(scope="module")
+def looks() -> list[Look]:
+    """Most with one picture, some with two."""
+    return [make_look(number, num_pictures=2 if number % 7 == 6 else 1) for number in range(NUM_LOOKS + 5)]
+
+
+@pytest.fixture(scope="module")
+def expected(looks: list[Look]) -> Iterator[list[tuple[Look, tuple[int, ...]]]]:
+    """What the oracle says, where it is sure."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    oracle = Oracle()
+    answers = [(look, *oracle.generate(look)) for look in looks]
+    torch.set_num_threads(num_threads)
+    sure = [(look, ids) for look, ids, is_near in answers if not is_near]
+    assert len(sure) >= NUM_LOOKS, "near ties: some of these prompts prove nothing"
+    yield sure[:NUM_LOOKS]
+
+
+@pytest.fixture(params=TOPOLOGIES)
+async def running(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Up]:
+    """A topology, as a person starts it."""
+    arguments = (str(CONFIGS / f"{request.param}.yaml"), "--set", "router.port=0", "--set", f"model.path={CHECKPOINT}")
+    async with Up(tmp_path, *arguments) as up:
+        await up.wait_ready()
+        yield up
+
+
+async def ask(client: QuartetClient, look: Look) -> Completion:
+    pictures = tuple(MediaFile(MediaKind.IMAGE, file) for file in look.files)
+    message = ChatMessage("user", (*pictures, look.question))
+    return await client.complete(
+        messages=[message], sampling=Sampling(temperature=0.0, max_tokens=NUM_TOKENS), timeout_s=60
+    )
+
+
+async def test_greedy_ids_are_those_of_transformers(running: Up, expected: list[tuple[Look, tuple[int, ...]]]) -> None:
+    async with QuartetClient(running.router_address) as client:
+        for look, ids in expected[: NUM_LOOKS // 2]:
+            assert (await ask(client, look)).choices[0].token_ids == ids, look
+        rest = expected[NUM_LOOKS // 2 :]
+        completions = await asyncio.gather(*(ask(client, look) for look, _ids in rest))
+        for (look, ids), completion in zip(rest, completions, strict=True):
+            assert completion.choices[0].token_ids == ids, look
