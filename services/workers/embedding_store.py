@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
-from quartet.errors import InvalidRequestError, MediaTooLargeError, OutOfBlocksError
+from quartet.errors import InvalidRequestError, MediaTooLargeError, OutOfBlocksError, ServingError
 from quartet.kvcache.block_pool import BlockCounts
 from quartet.kvcache.embedding_pool import EmbeddingPool, PooledItem
 
@@ -47,8 +48,8 @@ class EmbeddingStore:
     """Has items in a pool for whoever wants them. Lives on the event loop.
 
     Whoever wants an item that is being written waits for it. Should its writer fail or be cancelled, the next one who
-    waits writes it. Room for all of a request's items is taken at once, request by request: so none of those that wait
-    for it holds what another one needs.
+    waits writes it, to the same blocks. Room for all of a request's items is taken at once, request by request: so
+    those that have theirs need no more, and the one that waits for it gets it when they are done.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class EmbeddingStore:
         self._field = field
         self._on_change = on_change
         self._room_timeout_s = room_timeout_s
-        self._writing: dict[bytes, asyncio.Event] = {}
+        self._writing: dict[bytes, _Writing] = {}
         self._turn = asyncio.Lock()
         self._changed = asyncio.Event()
 
@@ -93,91 +94,114 @@ class EmbeddingStore:
         Raises:
             InvalidRequestError, MediaTooLargeError: naming ``field``: they never fit, or not what is here.
             OutOfBlocksError: others held too much of the pool for too long.
-            ServingError: what ``Want.make`` raised; the others' are cancelled.
+            ServingError: what ``Want.make`` or ``on_lease`` raised; the others' are cancelled.
         """
         self._check_fit(wants)
-        obtaining = _Obtaining(wants, on_lease)
+        pending = [_Pending(index, want, on_lease) for index, want in enumerate(wants)]
         try:
-            await self._take_room(obtaining, range(len(wants)))
+            await self._take_room(pending)
             async with asyncio.TaskGroup() as group:
-                for index in obtaining.left:
-                    group.create_task(self._have(obtaining, index))
+                for one in pending:
+                    if not one.is_given:
+                        group.create_task(self._have(one))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
-            for media_id in list(obtaining.mine):
-                self._pool.discard(media_id)
-                self._end_writing(obtaining, media_id)
+            for one in pending:
+                self._leave(one)
 
     def let_go(self, media_id: bytes) -> None:
         """Of a lease: its hold ends."""
         self._pool.release(media_id)
         self._tell()
 
-    async def _have(self, obtaining: _Obtaining, index: int) -> None:
-        want = obtaining.wants[index]
-        while not self._give(obtaining, index):
-            if obtaining.mine.get(want.media_id) == index:
-                await want.make(obtaining.block_ids[index])
-                self._pool.commit(want.media_id)
-                self._end_writing(obtaining, want.media_id)
-                continue
-            writing = self._writing.get(want.media_id)
-            if writing is not None:
-                await writing.wait()
-            else:  # its writer gave up
-                await self._take_room(obtaining, [index])
-
-    def _give(self, obtaining: _Obtaining, index: int) -> bool:
-        """Give out what is there; whether it is."""
-        want = obtaining.wants[index]
-        item = self._pool.find(want.media_id)
-        if item is None:
-            return False
-        if item.num_tokens != want.num_tokens:
-            message = "a media item of this name is here, and fills another number of tokens"
-            raise InvalidRequestError(message, field=f"{self._field}[{index}]")
-        self._pool.hold(want.media_id)
-        obtaining.left.discard(index)
-        obtaining.on_lease(index, Lease(self, want.media_id, item))
-        return True
-
-    async def _take_room(self, obtaining: _Obtaining, indices: Collection[int]) -> None:
-        """Give out those that are there, and take blocks for those that nobody writes."""
+    async def _take_room(self, pending: Sequence[_Pending]) -> None:
+        """Give what is there, take blocks for what nobody writes, and wait in line for the rest."""
         try:
             async with asyncio.timeout(self._room_timeout_s), self._turn:
                 while True:
-                    absent = self._absent(obtaining, indices)
-                    num_wanted = sum(self._num_blocks(obtaining.wants[index]) for index in absent.values())
+                    absent = self._absent(pending)
+                    num_wanted = sum(self._num_blocks(one.want) for one in absent.values())
                     if num_wanted <= self._pool.num_available:
                         break
                     self._changed.clear()
                     await self._changed.wait()
-                self._allocate(obtaining, absent)
+                self._line_up(pending, absent)
         except TimeoutError:
             message = "the pool of embeddings is full of what others hold"
             raise OutOfBlocksError(message, retry_delay_s=1.0) from None
 
-    def _absent(self, obtaining: _Obtaining, indices: Collection[int]) -> dict[bytes, int]:
-        absent: dict[bytes, int] = {}
-        for index in indices:
-            media_id = obtaining.wants[index].media_id
-            if index in obtaining.left and not self._give(obtaining, index) and media_id not in self._writing:
-                absent.setdefault(media_id, index)
+    def _absent(self, pending: Sequence[_Pending]) -> dict[bytes, _Pending]:
+        absent: dict[bytes, _Pending] = {}
+        for one in pending:
+            if not one.is_given and not self._give(one) and one.want.media_id not in self._writing:
+                absent.setdefault(one.want.media_id, one)
         return absent
 
-    def _allocate(self, obtaining: _Obtaining, absent: dict[bytes, int]) -> None:
-        for media_id, index in absent.items():
-            obtaining.block_ids[index] = self._pool.allocate(media_id, obtaining.wants[index].num_tokens)
-            obtaining.mine[media_id] = index
-            self._writing[media_id] = asyncio.Event()
+    def _line_up(self, pending: Sequence[_Pending], absent: dict[bytes, _Pending]) -> None:
+        for media_id, one in absent.items():
+            num_tokens = one.want.num_tokens
+            self._writing[media_id] = _Writing(self._pool.allocate(media_id, num_tokens), num_tokens, one)
+        for one in pending:
+            if not one.is_given and not self._is_writer(one):
+                writing = self._writing[one.want.media_id]
+                self._check_size(one, writing.num_tokens)
+                writing.waiting.append(one)
         if absent:
             self._tell()
 
-    def _end_writing(self, obtaining: _Obtaining, media_id: bytes) -> None:
-        del obtaining.mine[media_id]
-        self._writing.pop(media_id).set()
+    async def _have(self, one: _Pending) -> None:
+        if not self._is_writer(one):
+            await one.turn.wait()
+        if one.error is not None:
+            raise one.error
+        if one.is_given:
+            return
+        media_id = one.want.media_id
+        await one.want.make(self._writing[media_id].block_ids)
+        self._pool.commit(media_id)
+        writing = self._writing.pop(media_id)
+        # At once: by the time that they go on, the item might have gone.
+        for waiting in writing.waiting:
+            try:
+                self._give(waiting)
+            except ServingError as error:
+                waiting.error = error
+            waiting.turn.set()
+        self._give(one)
         self._tell()
+
+    def _give(self, one: _Pending) -> bool:
+        """Give what is there; whether it is."""
+        media_id = one.want.media_id
+        item = self._pool.find(media_id)
+        if item is None:
+            return False
+        self._check_size(one, item.num_tokens)
+        self._pool.hold(media_id)
+        one.is_given = True
+        one.on_lease(one.index, Lease(self, media_id, item))
+        return True
+
+    def _leave(self, one: _Pending) -> None:
+        """A call has ended, and nothing of it writes: whoever waits for what it left unwritten is next."""
+        writing = self._writing.get(one.want.media_id)
+        if writing is None:
+            return
+        if writing.writer is not one:
+            if one in writing.waiting:
+                writing.waiting.remove(one)
+        elif writing.waiting:
+            writing.writer = writing.waiting.popleft()
+            writing.writer.turn.set()
+        else:
+            del self._writing[one.want.media_id]
+            self._pool.discard(one.want.media_id)
+            self._tell()
+
+    def _is_writer(self, one: _Pending) -> bool:
+        writing = self._writing.get(one.want.media_id)
+        return writing is not None and writing.writer is one
 
     def _tell(self) -> None:
         self._changed.set()
@@ -189,16 +213,36 @@ class EmbeddingStore:
             message = f"the media take {num_blocks} blocks of embeddings, and there are {self._pool.num_blocks}"
             raise MediaTooLargeError(message, field=self._field)
 
+    def _check_size(self, one: _Pending, num_tokens: int) -> None:
+        if one.want.num_tokens != num_tokens:
+            message = "a media item of this name is here, and fills another number of tokens"
+            raise InvalidRequestError(message, field=f"{self._field}[{one.index}]")
+
     def _num_blocks(self, want: Want) -> int:
         return self._pool.num_blocks_of(want.num_tokens)
 
 
-class _Obtaining:
-    """One call of ``obtain``: positions of what is still to be given, and items that it has to write, by position."""
+@dataclass(eq=False)
+class _Pending:
+    """One want of one call.
 
-    def __init__(self, wants: Sequence[Want], on_lease: Callable[[int, Lease], None]) -> None:
-        self.wants = wants
-        self.on_lease = on_lease
-        self.left = set(range(len(wants)))
-        self.mine: dict[bytes, int] = {}
-        self.block_ids: dict[int, tuple[int, ...]] = {}
+    Attributes:
+        turn: set once it was given or refused, or is to write.
+    """
+
+    index: int
+    want: Want
+    on_lease: Callable[[int, Lease], None]
+    turn: asyncio.Event = field(default_factory=asyncio.Event)
+    is_given: bool = False
+    error: ServingError | None = None
+
+
+@dataclass(eq=False)
+class _Writing:
+    """An item that is being written, and who waits for it, in order."""
+
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    writer: _Pending
+    waiting: deque[_Pending] = field(default_factory=deque)

@@ -158,14 +158,21 @@ async def test_a_stream_that_goes_takes_its_requests_media_along() -> None:
 
 async def test_a_cancel_that_comes_as_the_media_do_still_gives_one_end() -> None:
     async with encode_worker() as source, media_worker() as worker:
-        for is_late in (False, True):
+        first = worker.submit(start_with_hand_offs([CAT], await hand_off(source, CAT)))
+        await worker.submitted(first)
+        worker.finish(first)
+        assert worker.outbox.take() is not None
+        for num_turns in range(4):
+            # They are here already: with the second turn of the loop the request is the engine's.
             id = worker.submit(start_with_hand_offs([CAT], await hand_off(source, CAT)))
-            if is_late:
-                # It is here already: with the next turn of the loop the request would be the engine's.
+            for _ in range(num_turns):
                 await asyncio.sleep(0)
             worker.dispatcher.cancel(id)
+            if id in worker.engine.requests:
+                assert (num_turns > 1, worker.engine.cancelled[-1:]) == (True, [id])
+                worker.cancelled(id)
             assert await worker.outcome() == "CANCELLED"
-            assert id not in worker.engine.requests
+            assert (id in worker.engine.requests) == (num_turns > 1)
             await worker.dispatcher.wait_idle(WAIT_S)
         await until(source.is_clean)
 
