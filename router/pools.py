@@ -23,35 +23,42 @@ class MediaWay(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolMedia:
-    """What a pool takes of media, in the words of ``WorkerRecord.media``.
+    """What a pool takes of media: the kinds of files of each worker, as in ``WorkerRecord.media``; equal ones are one.
 
     Attributes:
-        encoded: kinds of files that ready encode workers take; empty too where nobody takes what they hand off.
-        filed: for each ready worker that computes prompts, the kinds of files that it takes.
-        known: kinds that any worker takes, ready or not.
+        encoded: of ready encode workers; none too where nobody takes what they hand off.
+        filed: of ready workers that compute prompts.
+        known: of both, ready or not.
         max_tokens: that one item fills at most, wherever it is encoded; 0: nobody says.
     """
 
-    encoded: frozenset[str] = frozenset()
+    encoded: frozenset[frozenset[str]] = frozenset()
     filed: frozenset[frozenset[str]] = frozenset()
-    known: frozenset[str] = frozenset()
+    known: frozenset[frozenset[str]] = frozenset()
     max_tokens: int = 0
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """All kinds that any worker takes, ready or not."""
+        return frozenset().union(*self.known)
 
     def way(self, items: Sequence[MediaItem], fields: Sequence[str]) -> MediaWay:
         """How ``items``, which the client knows by ``fields``, get into a prompt now.
 
         Raises:
-            UnsupportedFieldError: an item of a kind that no worker takes; its field is named.
+            UnsupportedFieldError: an item of a kind that no worker takes, or not with the others; its field is named.
             WorkerUnavailableError: those that take them are not ready.
         """
-        kinds = frozenset(item.file.kind.value for item in items)
-        if kinds <= self.encoded:
+        kinds = frozenset[str]()
+        for item, field in zip(items, fields, strict=True):
+            kinds |= {item.file.kind.value}
+            if not any(kinds <= taken for taken in self.known):
+                message = f"no worker of this model takes media of kind {' and '.join(sorted(kinds))}"
+                raise UnsupportedFieldError(message, field=field)
+        if any(kinds <= taken for taken in self.encoded):
             return MediaWay.ENCODE
         if any(kinds <= taken for taken in self.filed):
             return MediaWay.FILES
-        for item, field in zip(items, fields, strict=True):
-            if item.file.kind.value not in self.known:
-                raise UnsupportedFieldError(f"this model takes no media of kind {item.file.kind}", field=field)
         raise WorkerUnavailableError("no worker that takes such media is ready")
 
 
@@ -121,13 +128,16 @@ def _describe_media(
         return _NO_MEDIA
     is_pulled = any(TAKES_HAND_OFF in worker.record.media for worker in models)
     is_pulled_now = any(TAKES_HAND_OFF in worker.record.media for worker in ready_models)
-    known = (worker.record.media for worker in (*models, *(encode if is_pulled else ())))
     return PoolMedia(
-        encoded=frozenset().union(*(worker.record.media for worker in ready_encode)) if is_pulled_now else frozenset(),
-        filed=frozenset(frozenset(worker.record.media) - _HAND_OFF for worker in ready_models),
-        known=frozenset().union(*known) - _HAND_OFF,
+        encoded=_kinds(ready_encode if is_pulled_now else ()),
+        filed=_kinds(ready_models),
+        known=_kinds([*models, *encode] if is_pulled else models),
         max_tokens=max(worker.record.max_media_tokens for worker in takers),
     )
+
+
+def _kinds(workers: Iterable[KnownWorker]) -> frozenset[frozenset[str]]:
+    return frozenset(frozenset(worker.record.media) - _HAND_OFF for worker in workers)
 
 
 _NO_MEDIA = PoolMedia()

@@ -102,6 +102,12 @@ class PreparedRequest:
         return sum(span.num_tokens for span in self.spans)
 
     @property
+    def encode_worker(self) -> str:
+        """The encode worker that has its media; empty: none has."""
+        place = None if self.media is None else self.media.encode_place
+        return "" if place is None else place.worker_id
+
+    @property
     def num_placeholders(self) -> int:
         """Tokens of the prompt that stand for media whose own number is unknown."""
         return 0 if self.media is None or self.spans else len(self.media.items)

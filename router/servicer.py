@@ -220,7 +220,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             num_prefill_workers=pool.num_ready_prefill,
             num_decode_workers=pool.num_ready_decode,
             sampling_fields=tuple(sorted(pool.sampling_fields)),
-            media=tuple(sorted(pool.media.known)),
+            media=tuple(sorted(pool.media.kinds)),
             adapters=tuple(sorted(pool.adapters)),
             has_chat_template=text is not None and text.chat_template is not None,
         )

@@ -52,11 +52,13 @@ class FinishedRequest:
         model: the pool that served it.
         path: how its client gets the tokens, where that is not by the call itself.
         client_request_id: the client's own name for it.
+        encode_worker: the worker that encoded its media; left out where whoever computed the prompt did.
         prefill_worker: the worker that computed the prompt last; left out where that was the decode worker.
         decode_worker: the worker that decoded last.
         num_cached_tokens: prompt tokens whose KV was cached.
         num_attempts: of the choice that took most.
         tokenize_s: template and tokenizer.
+        media_s: fetching its media, and encoding them at an encode worker; runs beside ``router_queue_s``.
         router_queue_s: waiting in the router for room.
         prefill_s: the prefill hop, the worker's queue included.
         prefill_queue_s: of that, waiting in the worker.
@@ -72,6 +74,7 @@ class FinishedRequest:
     path: str = ""
     tenant: str = ""
     client_request_id: str = ""
+    encode_worker: str = ""
     prefill_worker: str = ""
     decode_worker: str = ""
     num_choices: int = 1
@@ -80,6 +83,7 @@ class FinishedRequest:
     num_output_tokens: int | None = None
     num_attempts: int | None = None
     tokenize_s: float | None = None
+    media_s: float | None = None
     router_queue_s: float | None = None
     prefill_s: float | None = None
     prefill_queue_s: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from router.attempt_tools import AttemptConfig
 from tests.router.fakes import MODEL_TEXT, TIMEOUT_S, Call, Fleet, Plan, collect, expected_tokens
 from tests.router.media_fakes import MEDIA_TEXT, PLACEHOLDER, item_of, picture
 from tests.router.test_pipeline import make_start
+from tests.router.test_request_log import said_in
 
 A, B = picture(30, "a"), picture(15, "b")
 PROMPT = TokenPrompt((10, 11, PLACEHOLDER, 12, PLACEHOLDER, 13))
@@ -94,6 +96,15 @@ async def test_the_client_is_told_where_it_was_encoded_and_what_it_took() -> Non
     assert time.media_s is not None and time.media_s > 0
     text = await collect(fleet.generate(make_start()))
     assert text.accepted.encode is None and text.finished[0].time.media_s is None
+
+
+async def test_the_log_line_says_where_it_was_encoded_and_how_long_that_took(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="router")
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0")
+    await collect(fleet.generate(media_start()))
+    said = said_in(caplog)
+    assert (said["encode_worker"], said["num_prompt_tokens"]) == ("encode-0", len(EXPANDED))
+    assert isinstance(said["media_s"], float)
 
 
 async def test_blocks_are_named_with_the_media_in_them() -> None:

@@ -85,8 +85,10 @@ def test_without_ready_encode_workers_towers_do(role: str) -> None:
 
 def test_one_worker_has_to_take_all_kinds_of_a_request() -> None:
     table = make_table("prefill-0", "decode-0", prefill=("image",), decode=("embeddings",))
-    with pytest.raises(WorkerUnavailableError):
+    assert only_pool(table).media.kinds == {"image", "embeddings"}
+    with pytest.raises(UnsupportedFieldError, match="embeddings and image") as raised:
         only_pool(table).media.way([IMAGE, EMBEDDINGS], ["media[0]", "media[1]"])
+    assert raised.value.field == "media[1]"
 
 
 def test_a_kind_that_nobody_takes_is_named_and_one_whose_takers_are_away_is_not_refused() -> None:

@@ -123,6 +123,7 @@ ACCEPTED = st.builds(
     num_prompt_tokens=U32,
     seed=U64,
     model_fingerprint=TEXT,
+    encode=st.none() | PLACES,
 )
 DELTAS = st.builds(
     Delta,
@@ -136,7 +137,7 @@ FINISHED = st.builds(
     ChoiceFinished,
     choice=U32,
     reason=st.sampled_from(FinishReason),
-    usage=st.builds(Usage, num_prompt_tokens=U32, num_cached_tokens=U32, num_output_tokens=U32, num_attempts=U32),
+    usage=st.builds(Usage, **{item.name: U32 for item in fields(Usage)}),
     time=st.builds(TimeBreakdown, **{item.name: st.none() | SECONDS for item in fields(TimeBreakdown)}),
     stop_string=st.none() | TEXT.filter(bool),
 )

@@ -1,0 +1,45 @@
+"""What a failed attempt teaches about media."""
+
+from __future__ import annotations
+
+import pytest
+
+from quartet import errors
+from quartet.discovery.place import Place
+from router.policy.base import Placement
+from router.retry import Hop, HopFailedError, RetryHints
+
+APART = Placement(Place("prefill-0"), Place("decode-0"))
+ALONE = Placement(None, Place("decode-0"))
+
+
+@pytest.mark.parametrize(
+    ("hop", "placement", "puller"), [(Hop.PREFILL, APART, "prefill-0"), (Hop.DECODE, ALONE, "decode-0")]
+)
+def test_who_could_not_pull_embeddings_is_left_only_when_that_happens_again(
+    hop: Hop, placement: Placement, puller: str
+) -> None:
+    hints = RetryHints()
+    failure = HopFailedError(hop, errors.TransferError("torn"), pulls_media=True)
+    hints.note(failure, placement)
+    assert hints.avoid == set()
+    hints.note(failure, placement)
+    assert hints.avoid == {puller}
+
+
+def test_blocks_that_did_not_come_over_are_still_told_from_embeddings() -> None:
+    hints = RetryHints()
+    hints.note(HopFailedError(Hop.DECODE, errors.TransferError("torn")), APART)
+    assert (hints.avoid, hints.prefer_prefill) == (set(), Place("prefill-0"))
+
+
+def test_lost_media_are_nobodys_fault() -> None:
+    hints = RetryHints()
+    assert hints.note(HopFailedError(Hop.DECODE, errors.MediaLostError("preempted")), APART) == 0.0
+    assert (hints.avoid, hints.prefer_prefill) == (set(), None)
+
+
+def test_damaged_media_end_it() -> None:
+    failure = HopFailedError(Hop.PREFILL, errors.InvalidMediaError("torn"), pulls_media=True)
+    with pytest.raises(errors.InvalidMediaError):
+        RetryHints().note(failure, APART)
