@@ -72,9 +72,9 @@ class EncodeCall:
 
     def cancel(self) -> None:
         """End it: what the worker still brings, or has brought and nobody took, is dropped. No-op once it was taken."""
-        if not self._is_taken:
+        if not self._is_taken and self._error is None:
             self.is_cancelled.set()
-            self.fail(RequestCancelledError("cancelled by the caller"))
+            self._give_up(RequestCancelledError("cancelled by the caller"))
 
     def take(self, response: encode_pb2.EncodeResponse) -> None:
         """A message came. Raises ``ServingError`` where it makes no sense."""
@@ -88,14 +88,15 @@ class EncodeCall:
 
     def end(self) -> None:
         """The stream ended well. Raises ``ProtocolError`` where something is missing."""
-        if None in self._hand_offs and not self.is_over:
+        if not self.is_over:
             raise ProtocolError("an encode worker left out an item")
-        self._has_ended.set()
 
     def fail(self, error: ServingError) -> None:
-        """It ended badly: drop what came. No-op once that was taken, or it has failed."""
-        if self._is_taken or self._error is not None:
-            return
+        """It ended badly: drop what came. No-op once it is over: what is here can be pulled, whatever breaks now."""
+        if not self.is_over:
+            self._give_up(error)
+
+    def _give_up(self, error: ServingError) -> None:
         self._error = error
         held, self._hand_offs = self._hand_offs, [None] * len(self._hand_offs)
         for hand_off in held:
@@ -111,7 +112,7 @@ class EncodeCall:
         self._has_sizes.set()
 
     def _take_item(self, encoded: EncodedItem) -> None:
-        if self.is_over:
+        if self._error is not None:
             self._drop(encoded.hand_off)
             return
         is_known = self._sizes is not None and encoded.item < len(self._hand_offs)
@@ -120,6 +121,8 @@ class EncodeCall:
             raise ProtocolError("an encode worker sent an item before its size, twice, or that was never asked for")
         self._hand_offs[encoded.item] = encoded.hand_off
         self._on_encoded(encoded.hand_off)
+        if None not in self._hand_offs:
+            self._has_ended.set()
 
 
 class EncodeClient:

@@ -205,3 +205,15 @@ async def test_closing_fails_what_runs_and_what_comes_later(encoding: Encoding) 
     for call in (running, never_ran, encoding.client.start(START)):
         with pytest.raises(WorkerUnavailableError, match="closed"):
             await call.sizes()
+
+
+async def test_a_stream_that_breaks_after_the_last_item_has_given_all(encoding: Encoding) -> None:
+    worker = encoding.worker
+    call = encoding.client.start(replace(START, items=START.items[:1]))
+    worker.size(SIZES[0])
+    worker.encode(0)
+    worker.answers.put_nowait(WorkerUnavailableError("going"))
+    async with asyncio.timeout(WAIT_S):
+        await worker.has_ended.wait()
+        assert await call.hand_offs() == HAND_OFFS[:1]
+    assert encoding.dropped == []
