@@ -87,6 +87,7 @@ class TorchEncoder:
         Raises:
             InvalidRequestError: field ``model``, ``device`` or ``num_blocks``: it cannot be run so.
             EngineError: the checkpoint is damaged, the pool is of another layout, or the first pictures fail.
+            WorkerUnavailableError: it was closed meanwhile.
         """
         listener = TowerListener(
             on_ready=self._on_ready, on_run=self._on_run, on_lost=self._on_lost, on_end=self._has_ended.set
@@ -95,6 +96,8 @@ class TorchEncoder:
         await self._has_settled.wait()
         if self._lost is not None:
             raise self._lost
+        if self._is_closed:
+            raise _closed()
 
     async def size(self, file: MediaFile) -> ItemSize:
         """See ``MediaEncoder``."""
@@ -125,12 +128,17 @@ class TorchEncoder:
         return self._stats
 
     async def close(self) -> None:
-        """Free everything, in 30 s and what decoding takes; the run that the tower is in is waited for."""
+        """Free everything, in 30 s and what decoding takes; the run that the tower is in is waited for.
+
+        Loading can't be interrupted and is not waited for: what it brings is freed when it is there.
+        """
         self._is_closed = True
         self._fail_all(_closed, spare_running=True)
         self._readers.shutdown(wait=False, cancel_futures=True)
         if self._thread is not None:
             self._thread.stop()
+            if not self._has_settled.is_set():
+                return
             try:
                 await asyncio.wait_for(self._has_ended.wait(), _CLOSE_TIMEOUT_S)
             except TimeoutError:
@@ -139,6 +147,9 @@ class TorchEncoder:
                 return
             self._thread.join()
         await asyncio.to_thread(self._readers.shutdown)
+        self._free()
+
+    def _free(self) -> None:
         if self._embeddings is None and self._tower is not None:
             self._tower.memory.memory.close()
         self._tower = None
@@ -186,6 +197,8 @@ class TorchEncoder:
     def _on_ready(self, tower: Tower) -> None:
         self._tower = tower
         self._has_settled.set()
+        if self._is_closed:
+            self._free()
 
     def _on_run(self, times: RunTimes) -> None:
         batch = self._jobs.running()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,8 +18,10 @@ from safetensors.torch import save
 
 from quartet.engine.encoder import EncoderCapabilities
 from quartet.engine.fingerprint import model_fingerprint
-from quartet.engine.torch import create_encoder
+from quartet.engine.torch import TorchEncoderConfig, create_encoder
 from quartet.engine.torch.encoder import TorchEncoder
+from quartet.engine.torch.encoder_tower import Tower, load_tower
+from quartet.engine.torch.vision import create_vision
 from quartet.errors import (
     EngineError,
     InvalidMediaError,
@@ -30,7 +34,7 @@ from quartet.kvcache.layout import EmbeddingLayout
 from quartet.media.items import MediaFile, MediaKind
 from quartet.media.media_id import preprocessing_fingerprint
 from quartet.transfer.base import EmbeddingMemory, PoolMemory
-from tests.engine.torch.seeing_encoder import BLOCK_SIZE, encoded, encoder_config, running_encoder
+from tests.engine.torch.seeing_encoder import BLOCK_SIZE, WAIT_S, encoded, encoder_config, running_encoder
 from tests.engine.torch.vision_checkpoints import (
     HIDDEN_SIZE,
     TINY,
@@ -226,6 +230,27 @@ async def test_its_own_pool_is_closed(checkpoint: Callable[[str], Path]) -> None
     assert memory.fd < 0
     with pytest.raises(WorkerUnavailableError):
         _ = encoder.embeddings
+
+
+async def test_closing_waits_for_no_load_and_what_that_brings_is_freed(checkpoint: Callable[[str], Path]) -> None:
+    began, go_on = threading.Event(), threading.Event()
+    loaded: list[Tower] = []
+
+    def load(config: TorchEncoderConfig, embeddings: EmbeddingMemory | None) -> Tower:
+        began.set()
+        assert go_on.wait(WAIT_S)
+        loaded.append(load_tower(config, embeddings, load=create_vision))
+        return loaded[0]
+
+    encoder = TorchEncoder(encoder_config(checkpoint("llava_clip")), None, load)
+    starting = asyncio.create_task(encoder.start())
+    assert await asyncio.to_thread(began.wait, WAIT_S)
+    await encoder.close()
+    assert not starting.done()
+    go_on.set()
+    with pytest.raises(WorkerUnavailableError):
+        await starting
+    assert loaded[0].memory.memory.fd < 0
 
 
 async def failed_start(encoder: TorchEncoder, error: type[ServingError], complaint: str) -> ServingError:
