@@ -75,7 +75,12 @@ def mixed_asks(name: str, count: int, *, num_prompt_tokens: range, num_tokens: r
         Ask(
             token_ids=tuple(rng.choices(tiny.PLAIN_IDS, k=rng.choice(num_prompt_tokens))),
             sampling=Sampling(
-                temperature=float(number % 2), top_p=0.95, max_tokens=rng.choice(num_tokens), ignore_eos=True
+                temperature=float(number % 2),
+                top_p=0.95,
+                # Else many of the greedy ones would say one token for ever.
+                frequency_penalty=2.0,
+                max_tokens=rng.choice(num_tokens),
+                ignore_eos=True,
             ),
             seed=rng.getrandbits(64),
         )
