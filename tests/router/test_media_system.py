@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+from tokenizers import Tokenizer
 
 from quartet.config import build
 from quartet.discovery.base import Role
@@ -25,6 +26,7 @@ from services.workers.process import WorkerProcess
 from tests import tiny
 from tests.pictures import Look, make_look
 from tests.router.system import Running, Stub, System
+from tests.router.test_place import take_up
 
 ENGINE = {"dtype": "float32", "num_blocks": 64, "num_threads": 1}
 TOWER = {**ENGINE, "encodes_media": True}
@@ -55,14 +57,15 @@ class TinySystem(System):
 
 @asynccontextmanager
 async def serving(directory: Path, **engines: dict[str, object]) -> AsyncIterator[tuple[TinySystem, Stub]]:
-    """Workers by role, and a stub for the router before them."""
+    """Workers by role, with a number where there are several, and a stub for the router before them."""
     system = TinySystem(directory)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(system.close)
         await system.start_router()
         for role, engine in engines.items():
             # One after the other: loading a model is not made for several at a time in one process.
-            system.start_tiny(f"{role}-0", engine)
+            name, _, number = role.partition("_")
+            system.start_tiny(f"{name}-{number or 0}", engine)
             await system.wait_ready()
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(system.address))
         yield system, Stub(channel)
@@ -129,3 +132,44 @@ async def test_what_only_decode_workers_encode_is_not_placed(tmp_path: Path) -> 
             await stub.Place(pb.PlaceRequest(start=start_about(LOOKS[0])), timeout=WAIT_S)
         error = from_rpc_error(refused.value)
         assert (type(error), error.field) == (UnsupportedFieldError, "chat.messages.parts.media")
+
+
+@pytest.mark.timeout(180)
+async def test_choices_sessions_placements_and_the_death_of_an_encode_worker(tmp_path: Path) -> None:
+    engines = {"encode": ENGINE, "encode_1": ENGINE, "prefill": ENGINE, "decode": ENGINE}
+    async with serving(tmp_path, **engines) as (system, stub):
+        look, other = LOOKS[:2]
+        start = start_about(look, num_choices=3)
+        texts = await asyncio.gather(*(all_texts(stub, start) for _ in range(2)))
+        assert texts == [dict.fromkeys(range(3), look.answer)] * 2
+        assert await ask_in_session(stub, start_about(look)) == look.answer
+        placed = await stub.Place(pb.PlaceRequest(start=start_about(look)), timeout=WAIT_S)
+        tokenizer = Tokenizer.from_file(str(tiny.CHECKPOINT / "tokenizer.json"))
+        assert placed.num_prompt_tokens > 64
+        assert tokenizer.decode(await take_up(placed.choices[0])).strip() == look.answer
+        # Its picture is there, and it goes.
+        encode = (await ask(stub, start_about(look)))[0].encode.worker_id
+        gone = system.workers.pop(encode)
+        gone.task.cancel()
+        assert (await ask(stub, start_about(look)))[1].strip() == look.answer
+        assert (await ask(stub, start_about(other)))[1].strip() == other.answer
+        await asyncio.wait([gone.task])
+
+
+async def all_texts(stub: Stub, start: pb.GenerateStart) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    async with asyncio.timeout(WAIT_S):
+        async for response in stub.Generate(iter([pb.GenerateRequest(start=start)])):
+            if response.HasField("delta"):
+                texts[response.delta.choice] = texts.get(response.delta.choice, "") + response.delta.text
+    return {choice: text.strip() for choice, text in texts.items()}
+
+
+async def ask_in_session(stub: Stub, start: pb.GenerateStart) -> str:
+    request = pb.SessionRequest(start=pb.SessionStart(slot=3, start=start))
+    text = ""
+    async with asyncio.timeout(WAIT_S):
+        async for response in stub.Session(iter([request])):
+            assert not response.failures
+            text += "".join(response.texts)
+    return text.strip()
