@@ -20,6 +20,9 @@ setup:  ## Make .venv with all that Quartet needs (EXTRAS=dev: without torch)
 tools: setup  ## Get etcd and grpcurl, where the machine lacks them
 	@tools/binaries.sh
 
+run-epd: run-epd_multimodal_image  ## Encode, Prefill and Decode, for pictures
+	@:
+
 run-%: setup tools  ## Start configs/%.yaml on this machine: run-disagg, run-agg, run-disagg_2p2d (ARGS="--router-port 0")
 	@exec $(BIN)/quartet up configs/$*.yaml $(ARGS)
 

@@ -21,6 +21,8 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright
 _MIN_NAME_WIDTH = 9
 _PROMPT = "Once upon a time"
 _MAX_TOKENS = 32
+_PICTURE = Path(__file__).resolve().parents[1] / "models/tiny/pictures/shapes.jpg"
+_QUESTION = "Describe the picture."
 
 
 class LaunchDisplay:
@@ -49,9 +51,10 @@ class LaunchDisplay:
         """Show that a process ended by itself, and why; its last lines are shown already."""
         self._show("up", "bold red", child.describe_end().splitlines()[0])
 
-    def ready(self, router_address: str) -> None:
+    def ready(self, router_address: str, *, takes_images: bool = False) -> None:
         """Print ``ready`` and lines to paste into another terminal."""
-        print("\n".join(["", "ready", *paste_lines(router_address, os.environ.get("PATH", ""))]), flush=True)
+        lines = paste_lines(router_address, os.environ.get("PATH", ""), takes_images=takes_images)
+        print("\n".join(["", "ready", *lines]), flush=True)
         if find_grpcurl() is None:
             self.progress("no grpcurl here: with any Go that can download modules, `make tools` gets it")
 
@@ -63,18 +66,41 @@ class LaunchDisplay:
             self._log.print(prefix + Text(line), soft_wrap=True)
 
 
-def paste_lines(router_address: str, search_path: str) -> list[str]:
+def paste_lines(router_address: str, search_path: str, *, takes_images: bool = False) -> list[str]:
     """Shell lines that use the router: ``export PATH`` where programs are not on ``search_path`` yet, then calls."""
     router = "" if router_address == DEFAULT_ROUTER else f" --router {router_address}"
     grpcurl = find_grpcurl()
     programs = [Path(sys.executable).with_name("quartet"), *([grpcurl] if grpcurl else [])]
     lines = [_export_line(programs, search_path)] if _directories_to_add(programs, search_path) else []
+    has_picture = takes_images and _PICTURE.is_file()
     if grpcurl is not None:
         request = f'{{"start":{{"text":"{_PROMPT}","sampling":{{"max_tokens":{_MAX_TOKENS}}}}}}}'
-        lines.append(f"grpcurl -plaintext -d {shlex.quote(request)} {router_address} quartet.v1.RouterService/Generate")
+        lines.append(_grpcurl_line(shlex.quote(request), router_address))
+        if has_picture:
+            lines.append(_grpcurl_line(_picture_request(), router_address))
     lines.append(f"quartet generate {shlex.quote(_PROMPT)} --max-tokens {_MAX_TOKENS}{router}")
+    if has_picture:
+        lines.append(
+            f"quartet generate --chat --image {_shown_picture()} {shlex.quote(_QUESTION)} --temperature 0{router}"
+        )
     lines.append(f"quartet workers{router}")
     return lines
+
+
+def _grpcurl_line(request: str, router_address: str) -> str:
+    return f"grpcurl -plaintext -d {request} {router_address} quartet.v1.RouterService/Generate"
+
+
+def _picture_request() -> str:
+    """A shell word: JSON, and in it what a command makes of the picture's file."""
+    before = '{"start":{"chat":{"messages":[{"role":"user","parts":[{"media":{"data":"'
+    after = f'"}}}},{{"text":"{_QUESTION}"}}]}}]}},"sampling":{{"temperature":0}}}}}}'
+    return f"{shlex.quote(before)}$(base64 -w0 {_shown_picture()}){shlex.quote(after)}"
+
+
+def _shown_picture() -> str:
+    is_below = _PICTURE.is_relative_to(Path.cwd())
+    return shlex.quote(str(_PICTURE.relative_to(Path.cwd()) if is_below else _PICTURE))
 
 
 def _export_line(programs: Sequence[Path], search_path: str) -> str:

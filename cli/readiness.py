@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
-from quartet.client import QuartetClient, WorkerState
+from quartet.client import QuartetClient, WorkerState, WorkerStatus
 from quartet.errors import ServingError
 from quartet.rpc.health_check import is_serving
 
 _POLL_INTERVAL_S = 0.2
 
 
-async def wait_ready(router_address: str, worker_ids: Collection[str], report: Callable[[str], None]) -> None:
-    """Return once everything is ready; until then ``report`` is told what is missing whenever that changes."""
+async def wait_ready(
+    router_address: str, worker_ids: Collection[str], report: Callable[[str], None]
+) -> Sequence[WorkerStatus]:
+    """Wait until everything is ready; until then ``report`` is told what is missing whenever that changes.
+
+    Returns:
+        All workers.
+    """
     told = ""
     async with QuartetClient(router_address) as client:
         while missing := await _missing(client, router_address, worker_ids):
@@ -22,6 +28,7 @@ async def wait_ready(router_address: str, worker_ids: Collection[str], report: C
                 report(message)
                 told = message
             await asyncio.sleep(_POLL_INTERVAL_S)
+        return await client.list_workers()
 
 
 async def _missing(client: QuartetClient, router_address: str, worker_ids: Collection[str]) -> list[str]:

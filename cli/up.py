@@ -16,6 +16,7 @@ from cli.errors import reporting_errors
 from cli.launch_display import LaunchDisplay
 from cli.readiness import wait_ready
 from quartet.config import build
+from quartet.media.items import MediaKind
 from router.config import RouterConfig
 from services.child import Child
 from services.launch import Environment, LaunchError, LocalTopology
@@ -65,7 +66,6 @@ async def _run(topology: Topology, environment: Environment) -> int:
     try:
         if await stop.interrupts(_start(local, topology, display)):
             return 0
-        display.ready(local.router_address)
         await stop.interrupts(_watch(local, display))
         return 0 if stop.is_set else 1
     finally:
@@ -75,7 +75,7 @@ async def _run(topology: Topology, environment: Environment) -> int:
 
 
 async def _start(local: LocalTopology, topology: Topology, display: LaunchDisplay) -> None:
-    """Start everything and wait until it can be used. Raises ``ConfigError``, ``LaunchError``."""
+    """Start everything, wait until it can be used, and say so. Raises ``ConfigError``, ``LaunchError``."""
     await local.start()
     gate = asyncio.create_task(wait_ready(local.router_address, local.worker_ids, display.progress))
     ends = [asyncio.create_task(_ended(child)) for child in local.children]
@@ -89,7 +89,8 @@ async def _start(local: LocalTopology, topology: Topology, display: LaunchDispla
             task.cancel()
     if gate not in done:
         raise LaunchError(next(end.result().describe_end() for end in ends if end in done))
-    gate.result()
+    takes_images = any(MediaKind.IMAGE in worker.record.media for worker in gate.result())
+    display.ready(local.router_address, takes_images=takes_images)
 
 
 async def _watch(local: LocalTopology, display: LaunchDisplay) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -55,3 +58,22 @@ def test_the_grpcurl_line_asks_the_router_for_tokens() -> None:
     _, _, _, request, address, method = shlex.split(line)
     assert request == '{"start":{"text":"Once upon a time","sampling":{"max_tokens":32}}}'
     assert (address, method) == ("127.0.0.1:6001", "quartet.v1.RouterService/Generate")
+
+
+def test_where_pictures_are_taken_there_are_lines_that_send_one() -> None:
+    lines = paste_lines("127.0.0.1:6001", "/usr/bin", takes_images=True)
+    [generate] = [shlex.split(line) for line in lines if "--image" in line]
+    assert Path(generate[generate.index("--image") + 1]).read_bytes().startswith(b"\xff\xd8")
+    assert generate[:3] == ["quartet", "generate", "--chat"]
+    assert not any("--image" in line for line in paste_lines("127.0.0.1:6001", "/usr/bin"))
+
+
+@pytest.mark.grpcurl
+def test_the_grpcurl_line_with_a_picture_is_json_with_its_bytes() -> None:
+    lines = paste_lines("127.0.0.1:6001", "/nowhere", takes_images=True)
+    [line] = [line for line in lines if line.startswith("grpcurl ") and "base64" in line]
+    command = line.replace("grpcurl ", "printf '%s\\n' ", 1)
+    words = subprocess.run(["sh", "-c", command], check=True, capture_output=True, text=True).stdout.splitlines()
+    [message] = json.loads(words[2])["start"]["chat"]["messages"]
+    assert base64.b64decode(message["parts"][0]["media"]["data"]).startswith(b"\xff\xd8")
+    assert message["parts"][1] == {"text": "Describe the picture."}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from PIL import Image
 
 from quartet.client import ChatMessage, Completion, QuartetClient, Sampling
 from quartet.media.items import MediaFile, MediaKind
+from tests.e2e.grpcurl import parse_messages
 from tests.e2e.up import CONFIGS, Up
 from tests.pictures import Look, make_look
 
@@ -24,6 +26,12 @@ ROOT = CONFIGS.parent
 CHECKPOINT = ROOT / "models/tiny/checkpoint"
 TOPOLOGIES = ("epd_multimodal_image", "disagg_multimodal", "agg_multimodal")
 NUM_LOOKS = 50
+ALL_GONE_WITHIN_S = 5.0
+# Of models/tiny/pictures/shapes.jpg.
+CAPTION = (
+    "A small blue circle at the top, a large white triangle at the top right, a small yellow diamond at the bottom "
+    "left and a small yellow triangle at the bottom, on a plain grey background."
+)
 NUM_TOKENS = 72
 # Nearer to each other, two logits could change places by rounding.
 MIN_GAP = 1e-3
@@ -73,11 +81,16 @@ def expected(looks: list[Look]) -> Iterator[list[tuple[Look, tuple[int, ...]]]]:
 
 @pytest.fixture(params=TOPOLOGIES)
 async def running(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Up]:
-    """A topology, as a person starts it."""
-    arguments = (str(CONFIGS / f"{request.param}.yaml"), "--set", "router.port=0", "--set", f"model.path={CHECKPOINT}")
-    async with Up(tmp_path, *arguments) as up:
+    """A topology, as a person starts it and ends it."""
+    async with Up(tmp_path, *arguments_of(request.param)) as up:
         await up.wait_ready()
         yield up
+        assert await up.end(signal.SIGINT) < ALL_GONE_WITHIN_S
+        assert "stacktrace" not in up.log
+
+
+def arguments_of(topology: str) -> tuple[str, ...]:
+    return str(CONFIGS / f"{topology}.yaml"), "--set", "router.port=0", "--set", f"model.path={CHECKPOINT}"
 
 
 async def ask(client: QuartetClient, look: Look) -> Completion:
@@ -96,3 +109,19 @@ async def test_greedy_ids_are_those_of_transformers(running: Up, expected: list[
         completions = await asyncio.gather(*(ask(client, look) for look, _ids in rest))
         for (look, ids), completion in zip(rest, completions, strict=True):
             assert completion.choices[0].token_ids == ids, look
+
+
+async def test_the_lines_that_are_printed_send_a_picture_and_get_its_caption(
+    tmp_path: Path, grpcurl_if_any: Path | None
+) -> None:
+    async with Up(tmp_path, *arguments_of("epd_multimodal_image")) as up:
+        await up.wait_ready()
+        generated = await up.paste("quartet generate --chat --image ")
+        assert generated.out.strip() == CAPTION, generated.err
+        if grpcurl_if_any is None:
+            return
+        streamed = await up.paste("grpcurl ", "base64")
+    messages = parse_messages(streamed.out)
+    assert "".join(message["delta"].get("text", "") for message in messages if "delta" in message) == CAPTION
+    assert messages[0]["accepted"]["encode"] == {"worker_id": "encode-0"}
+    assert messages[-1]["finished"]["usage"]["num_media_tokens"] == 64

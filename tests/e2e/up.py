@@ -143,9 +143,9 @@ class Up:
         assert self.processes() == {}, self.log
         return took_s
 
-    async def paste(self, start: str) -> Ran:
-        """Run the line that begins with ``start`` in a shell, after the ``export`` line if there is one."""
-        lines = [line for line in self.lines if line.startswith(("export ", start))]
+    async def paste(self, start: str, part: str = "") -> Ran:
+        """Run the lines that begin with ``start`` and hold ``part`` in a shell, after the ``export`` line if any."""
+        lines = [line for line in self.lines if line.startswith("export ") or (line.startswith(start) and part in line)]
         process = await asyncio.create_subprocess_exec(
             "bash",
             "-c",
