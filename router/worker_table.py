@@ -14,6 +14,7 @@ from router.book import Booking, Reservation, numbering
 from router.encode_choice import EncodeCandidate
 from router.peer_watch import PeerWatch
 from router.policy.base import Pending, Placement, Snapshot
+from router.policy.step_times import with_step_times
 from router.pools import Pool, describe_pool
 from router.worker import KnownWorker, PoolKey
 
@@ -164,7 +165,9 @@ class WorkerTable:
         peers = self._peers.peers
         if peers.num_routers > 1:
             peers = replace(peers, places=sorted([place.place for place in (*prefill, *decode)]))
-        return Snapshot(prefill=prefill, decode=decode, now=now, peers=peers)
+        return Snapshot(
+            prefill=with_step_times(prefill, decode), decode=with_step_times(decode, prefill), now=now, peers=peers
+        )
 
     def encode_candidates(self, pool: PoolKey, kinds: frozenset[str], now: float) -> list[EncodeCandidate]:
         """The encode workers of ``pool`` that take files of all ``kinds`` now."""
