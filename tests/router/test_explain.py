@@ -13,6 +13,7 @@ from quartet import errors
 from quartet.discovery.base import Role
 from quartet.discovery.place import Place
 from quartet.engine.sampling import Sampling
+from quartet.events.step_time import StepTime
 from quartet.rpc.edge import GenerateStart, TextPrompt, TokenPrompt
 from quartet.rpc.explanation import Explanation, PlaceOption
 from router.policy.kv_aware import KvAwarePolicy
@@ -131,7 +132,7 @@ async def test_every_rank_is_a_place_of_its_own() -> None:
 async def test_a_place_that_is_busy_is_chosen_with_the_time_until_its_moment() -> None:
     fleet = Fleet("decode-0", policy=KvAwarePolicy(random.Random(0)))
     load = make_load(make_record("decode-0"))
-    busy = replace(load, ranks=(replace(load.ranks[0], step_ends_in_s=100.0, num_running=1),))
+    busy = replace(load, ranks=(replace(load.ranks[0], step_ends_in_s=100.0, num_running=1, step_time=StepTime()),))
     fleet.table.report(busy, time.monotonic())
     explanation = await explain(fleet, make_start())
     assert [option.is_chosen for option in explanation.options] == [True]
