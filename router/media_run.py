@@ -11,11 +11,12 @@ from itertools import count
 from typing import Protocol
 
 from quartet.discovery.place import Place
-from quartet.errors import InvalidRequestError, ServingError, UnsupportedFieldError
+from quartet.errors import InvalidRequestError, MediaTooLargeError, ServingError, UnsupportedFieldError
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff
 from quartet.kvcache.media_spans import check_placeholders, expand_placeholders
 from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaPart, MediaSize, MediaUrl
+from quartet.rpc.chunked_starts import MAX_START_MEDIA_BYTES
 from quartet.rpc.context import RequestContext
 from quartet.rpc.edge import ChatPrompt, GenerateStart
 from quartet.rpc.inner import MediaInput
@@ -208,6 +209,7 @@ async def prepare_media(
     check_items(token_ids, text.media, parts, fields)
     began = time.monotonic()
     items = await tools.fetcher.fetch(parts, fields, text.media.preprocessing_fingerprint)
+    _check_total(items, fields)
     way, fetch_s = pool.media.way(items, fields), time.monotonic() - began
     media = RequestMedia(items, fields, way, token_ids, text.media.placeholder_id, fetch_s)
     if way is MediaWay.FILES:
@@ -238,6 +240,16 @@ def _parts(start: GenerateStart) -> tuple[Sequence[MediaPart], Sequence[str]]:
         raise InvalidRequestError("the media of a chat are in its messages", field="media")
     parts = list(media_of(start.prompt.messages))
     return parts, [_CHAT_FIELD] * len(parts)
+
+
+def _check_total(items: Sequence[MediaItem], fields: Sequence[str]) -> None:
+    """Refuse what no worker takes at once, before it is sent for nothing. Raises ``MediaTooLargeError``."""
+    num_bytes = 0
+    for item, field_name in zip(items, fields, strict=True):
+        num_bytes += len(item.file.data)
+        if num_bytes > MAX_START_MEDIA_BYTES:
+            message = f"the request's media exceed {MAX_START_MEDIA_BYTES} bytes together"
+            raise MediaTooLargeError(message, field=field_name)
 
 
 def _source(part: MediaPart) -> str:

@@ -13,6 +13,7 @@ from quartet.discovery.place import Place
 from quartet.engine.sampling import Sampling
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.media.items import MediaFile, MediaKind, MediaSize, MediaUrl
+from quartet.rpc.chunked_starts import MAX_START_MEDIA_BYTES
 from quartet.rpc.edge import ChatPrompt, Resume, TokenPrompt
 from quartet.rpc.placement import PlacedRequest, SealedPlacement
 from quartet.text.chat_message import ChatMessage
@@ -48,6 +49,13 @@ async def test_what_is_impossible_is_refused_by_the_clients_field_before_any_wor
     ):
         error = await refusal(fleet, **changes)
         assert (type(error), error.field) == (kind, field)
+
+
+async def test_media_that_are_too_large_together_are_refused_before_they_are_sent() -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0")
+    half = MediaFile(MediaKind.IMAGE, bytes(MAX_START_MEDIA_BYTES // 2 + 1))
+    error = await refusal(fleet, media=(half, half))
+    assert (type(error), error.field) == (errors.MediaTooLargeError, "media[1].data")
 
 
 async def test_a_model_without_media_takes_none() -> None:
