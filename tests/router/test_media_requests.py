@@ -175,6 +175,17 @@ async def test_what_only_decode_workers_could_compute_is_not_placed(takes: dict[
     fleet.assert_nothing_left()
 
 
+async def test_each_placed_choice_is_prefilled_from_hand_offs_of_its_own() -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0")
+    placed = await place(fleet, num_choices=3)
+    for choice in placed.choices:
+        assert choice.token_ids == tuple(expected_tokens(5, choice.choice, len(EXPANDED), 1))
+        assert spans_of(choice.next) == list(SPANS)
+    assert len(calls_of(fleet, "encode")) == len(calls_of(fleet, "prefill")) == 3
+    # What is left is the client's: a hand-off of KV for each choice.
+    assert (fleet.hops.num_open, len(fleet.hops.held), fleet.hops.kept) == (0, 3, set())
+
+
 async def test_placed_choices_that_are_cancelled_leave_nothing() -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
     fleet.hops.plan("encode", Plan(hang_after=1))
