@@ -104,6 +104,7 @@ def _to_json(completion: Completion) -> dict[str, object]:
         "token_ids": choice.token_ids,
         "finish_reason": choice.finished.reason,
         "stop_string": choice.finished.stop_string,
+        "encode": json_value(completion.accepted.encode),
         "placements": json_value(completion.accepted.choices),
         "usage": json_value(choice.finished.usage),
         "time": json_value(choice.finished.time),
