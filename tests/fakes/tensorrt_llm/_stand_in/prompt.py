@@ -1,0 +1,40 @@
+"""A prompt that is ready to be computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class PreparedPrompt:
+    """Tokens, with each picture's placeholders expanded, and one way to what goes in their place.
+
+    Attributes:
+        pixel_values: [num_pictures, 3, height, width], for the vision tower.
+        features: [placeholders, hidden size], ready.
+        handles: of an encoder's results, one a picture.
+        item_hashes: of each picture, in order; 8 ints.
+        item_tokens: placeholders of each picture.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    image_token_id: int | None = None
+    pixel_values: torch.Tensor | None = None
+    features: torch.Tensor | None = None
+    handles: list[dict[str, Any]] = field(default_factory=list)
+    item_hashes: list[list[int]] = field(default_factory=list)
+    item_tokens: list[int] = field(default_factory=list)
+
+    def extra_ids(self) -> list[int]:
+        """Return each token's ``token_extra_id``: 0, or for a placeholder what tells its picture from others."""
+        marks = self._marks()
+        return [next(marks, 0) if token_id == self.image_token_id else 0 for token_id in self.token_ids]
+
+    def _marks(self) -> Iterator[int]:
+        for item_hash, num_tokens in zip(self.item_hashes, self.item_tokens, strict=True):
+            yield from [(item_hash[0] & 0x7FFFFFFF) or 1] * num_tokens

@@ -1,0 +1,61 @@
+"""What the description of the API leaves open: an adapter must be right with each of these either way."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switches:
+    """One possible 1.2, on one possible machine.
+
+    Attributes:
+        num_gpus: GPUs that are visible; without any not even arguments can be made.
+        num_kv_blocks: blocks of KV on the GPU, unless ``KvCacheConfig.max_tokens`` says less.
+        uncertain_llm_params: `LLM` takes what only sources after the cut have.
+        disagg_request_id, mrope_handles: `DisaggregatedParams` has these fields.
+        check_health: `LLM._check_health` exists.
+        kv_event_form: how events and statistics are fetched.
+        kv_event_lists: an iterator of events yields lists of them.
+        mm_keys: stored blocks tell of pictures by this key.
+        no_kv_cache_stats: statistics lack ``kvCacheStats``.
+        long_prompt_error: what a prompt beyond ``max_num_tokens`` raises.
+        context_finish: how a context-only request ends whose answer goes on.
+        end_id_in_tokens: the end id is an answer's last token.
+        logprobs_as_floats: one number a token in place of a dict.
+        handles_in_tuple: a result's handles come in a tuple of one list.
+        lower_case_transceivers: transceivers may be named in lower case.
+        result_timeout_works: `RequestOutput.result` heeds its ``timeout``.
+        single_use_state: an opaque state is gone once pulled.
+        abort_pins_state: aborting a pull leaves prefill's blocks held until their time is over.
+        support_mm_disagg: the model's input processor takes embeddings of an encoder.
+        autodeploy_from_torch: AutoDeploy's arguments derive from the PyTorch backend's.
+    """
+
+    num_gpus: int = 8
+    num_kv_blocks: int = 512
+    uncertain_llm_params: bool = False
+    disagg_request_id: bool = False
+    mrope_handles: bool = True
+    check_health: bool = False
+    kv_event_form: Literal["queue", "rpc"] = "rpc"
+    kv_event_lists: bool = False
+    mm_keys: bool = False
+    no_kv_cache_stats: bool = False
+    long_prompt_error: Literal["request_error", "value_error"] = "request_error"
+    context_finish: Literal["length", "not_finished"] = "length"
+    end_id_in_tokens: bool = True
+    logprobs_as_floats: bool = False
+    handles_in_tuple: bool = False
+    lower_case_transceivers: bool = False
+    result_timeout_works: bool = False
+    single_use_state: bool = True
+    abort_pins_state: bool = True
+    support_mm_disagg: bool = True
+    autodeploy_from_torch: bool = False
+
+
+SWITCHES = Switches(**json.loads(os.environ.get("TENSORRT_LLM_STAND_IN", "{}")))

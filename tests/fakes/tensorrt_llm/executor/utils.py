@@ -1,0 +1,7 @@
+"""Errors of requests."""
+
+from __future__ import annotations
+
+
+class RequestError(RuntimeError):
+    """This request failed; the worker lives."""
