@@ -226,10 +226,10 @@ class Admission:
                 pump.cancel()
         self._due_pump = self._next_pump = None
         loop, now = asyncio.get_running_loop(), time.monotonic()
-        began = loop.time()
+        began_s = time.thread_time()  # what others took of the processor meanwhile is no reason to rest
         looks = [self._assign(pool, line, now) for pool, line in list(self._lines.items())]
-        ended = loop.time()
-        self._rests_until = ended + _REST * (ended - began) if ended - began > _LONG_PUMP_S else 0.0
+        spent_s, ended = time.thread_time() - began_s, loop.time()
+        self._rests_until = ended + _REST * spent_s if spent_s > _LONG_PUMP_S else 0.0
         look_in_s = min((look_s for look_s in looks if look_s is not None), default=None)
         if look_in_s is not None and self._length:
             self._next_pump = loop.call_at(max(ended + look_in_s, self._rests_until), self._pump)
