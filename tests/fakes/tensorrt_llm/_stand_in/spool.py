@@ -22,11 +22,13 @@ class Spool:
     """One engine's shelf of things for others."""
 
     def __init__(self) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix=f"tensorrt_llm-stand-in-{os.getpid()}-")
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._number = 0
 
     def put(self, thing: Any) -> bytes:
         """Keep ``thing`` (tensors in lists and dicts) and return its address: opaque, with zeros and high bytes."""
+        if self._directory is None:
+            self._directory = tempfile.TemporaryDirectory(prefix=f"tensorrt_llm-stand-in-{os.getpid()}-")
         self._number += 1
         path = Path(self._directory.name) / f"{self._number}.pt"
         buffer = io.BytesIO()
@@ -45,7 +47,8 @@ class Spool:
 
     def close(self) -> None:
         """Drop everything."""
-        self._directory.cleanup()
+        if self._directory is not None:
+            self._directory.cleanup()
 
 
 def take(address: bytes, *, once: bool = True) -> Any:
