@@ -157,3 +157,17 @@ async def test_what_was_read_ahead_of_a_refusal_does_not_count() -> None:
         source.source.withdraw(2)
         with pytest.raises(HandOffNotFoundError):
             await here.puller.claim(hand_off).fetch(COPIES)
+
+
+async def test_a_fetch_that_is_cancelled_as_it_begins_leaves_nobody_listening() -> None:
+    def listening() -> list[asyncio.Task[object]]:
+        return [task for task in asyncio.all_tasks() if "PullStream.receive" in repr(task)]
+
+    async with mapped_workers() as (source, here):
+        for num_turns in range(20):
+            fetching = asyncio.create_task(here.puller.claim(source.offer(2 + num_turns, (3, 7))).fetch(COPIES))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            fetching.cancel()
+            await asyncio.gather(fetching, return_exceptions=True)
+            assert not listening(), num_turns

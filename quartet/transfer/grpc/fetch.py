@@ -166,8 +166,8 @@ class Fetch:
 async def _awaited(receiving: Coroutine[object, object, PullMessage]) -> AsyncIterator[asyncio.Task[PullMessage]]:
     """Have the answer received within the block while that does something else; nothing of it stays behind."""
     answer = asyncio.create_task(receiving)
-    await asyncio.sleep(0)  # it begins before the block does, which may keep the event loop
     try:
+        await asyncio.sleep(0)  # it begins before the block does, which may keep the event loop
         yield answer
     finally:
         answer.cancel()  # does nothing to what is done
