@@ -37,6 +37,30 @@ class TowerFigures(Protocol):
         ...
 
 
+class PoolFigures(Protocol):
+    """What the metrics read off a pool of embeddings; ``quartet.kvcache.block_pool.BlockCounts`` has them."""
+
+    @property
+    def in_use(self) -> int:
+        """Blocks that are being written."""
+        ...
+
+    @property
+    def held(self) -> int:
+        """Blocks that somebody needs."""
+        ...
+
+    @property
+    def cached(self) -> int:
+        """Blocks that nobody needs, kept for reuse."""
+        ...
+
+    @property
+    def free(self) -> int:
+        """Blocks that hold nothing."""
+        ...
+
+
 class EncodeMetrics:
     """Media items on one worker."""
 
@@ -55,6 +79,10 @@ class EncodeMetrics:
     def watch_tower(self, read: Callable[[], TowerFigures]) -> None:
         """Tell at each scrape what ``read`` returns; it is called on the scrape's thread and may not block."""
         self._registry.register(_TowerCollector(read))
+
+    def watch_pool(self, read: Callable[[], PoolFigures]) -> None:
+        """Tell at each scrape what ``read`` returns; it is called on the scrape's thread and may not block."""
+        self._registry.register(_PoolCollector(read))
 
     def count_item(self, outcome: str) -> None:
         """An item ended: ``cached``, ``encoded``, ``pulled``, or its error's reason, in lower case."""
@@ -78,3 +106,20 @@ class _TowerCollector(Collector):
         yield GaugeMetricFamily("quartet_encode_waiting_items", "Items that wait for it.", value=figures.num_waiting)
         yield CounterMetricFamily("quartet_encode_batches", "Batches of the tower.", value=figures.num_steps)
         yield CounterMetricFamily("quartet_encode_batched_items", "Items of these batches.", value=figures.num_items)
+
+
+class _PoolCollector(Collector):
+    """Reads the pool of embeddings at each scrape."""
+
+    def __init__(self, read: Callable[[], PoolFigures]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        figures = self._read()
+        blocks = GaugeMetricFamily("quartet_encode_blocks", "Blocks of embeddings by state.", labels=["state"])
+        # States add up to the pool.
+        blocks.add_metric(["used"], figures.in_use)
+        blocks.add_metric(["held"], figures.held)
+        blocks.add_metric(["cached"], figures.cached)
+        blocks.add_metric(["free"], figures.free)
+        yield blocks

@@ -52,6 +52,7 @@ class EncodeParts:
             max_waiting_items=config.encoder.max_waiting_items,
         )
         metrics.watch_tower(self._encoder.stats)
+        metrics.watch_pool(lambda: pool.counts)
         self._surroundings.metrics.watch_engine(desk.stats)
         return Serving(
             computing=reports,

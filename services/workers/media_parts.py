@@ -80,6 +80,7 @@ class MediaParts:
         pool = EmbeddingPool(embeddings.memory.num_blocks, embeddings.layout.block_size)
         store = EmbeddingStore(pool, field="media")
         metrics = EncodeMetrics(self._surroundings.registry)
+        metrics.watch_pool(lambda: pool.counts)
         if self._encoder is not None:
             self._files = FileEncoder(self._encoder, store, metrics)
             metrics.watch_tower(self._encoder.stats)

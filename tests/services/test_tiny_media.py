@@ -140,8 +140,11 @@ async def test_every_way_gives_the_right_answer(fleet: Fleet) -> None:
         assert whole.token_ids[: len(wanted)] == wanted
         assert whole.started is not None
         assert whole.started.num_prompt_tokens == len(start.generation.prompt_token_ids)
-    metric = 'quartet_encode_items_total{outcome="cached"} 3.0'
-    assert metric in await _metrics(fleet.prefill), "what was pulled is not encoded again"
+    metrics = await _metrics(fleet.prefill)
+    assert 'quartet_encode_items_total{outcome="cached"} 3.0' in metrics, "what was pulled is not encoded again"
+    assert (
+        'quartet_encode_blocks{state="cached"} 6.0' in metrics and 'quartet_encode_blocks{state="held"} 0.0' in metrics
+    )
 
 
 async def _metrics(worker: RunningWorker) -> str:
