@@ -79,18 +79,19 @@ class ChoiceRun:
         """What the first ``attempt`` that goes well gives, or why there is nothing left to do."""
         cause = "first"
         while (reason := self._reason_ended()) is None:
-            reservation = await self._admit()
-            try:
-                self._begin(reservation, cause)
-                return await attempt(reservation)
-            except HopFailedError as failure:
-                cause = failure.error.reason.lower()
-                if self._num_begun >= self._tools.config.max_attempts:
-                    raise failure.error from failure
-                pause_s = self._hints.note(failure, reservation.placement)
-            finally:
-                reservation.release()
-                self._tools.admission.wake()
+            async with self._hops.media_ready():
+                reservation = await self._admit()
+                try:
+                    self._begin(reservation, cause)
+                    return await attempt(reservation)
+                except HopFailedError as failure:
+                    cause = failure.error.reason.lower()
+                    if self._num_begun >= self._tools.config.max_attempts:
+                        raise failure.error from failure
+                    pause_s = self._hints.note(failure, reservation.placement)
+                finally:
+                    reservation.release()
+                    self._tools.admission.wake()
             await self._tools.sleep(pause_s)
         return reason
 

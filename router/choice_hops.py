@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from quartet.engine.base import FinishReason
 from quartet.errors import ServingError, WorkerUnavailableError
@@ -15,6 +16,7 @@ from quartet.rpc.outcome_in_time import outcome_in_time
 from router.attempt_tools import AttemptTools
 from router.book import Booking, Reservation
 from router.booked_sink import BookedSink
+from router.encoding import ReadyInputs
 from router.inner_starts import StartOrder, make_inner_start
 from router.prepared import PreparedRequest
 from router.retry import TRANSFER, Hop, HopFailedError
@@ -33,17 +35,31 @@ class ChoiceHops:
         self._choice = choice
         self._output = output
         self._tools = tools
+        self._inputs: ReadyInputs | None = None
+
+    @asynccontextmanager
+    async def media_ready(self) -> AsyncIterator[None]:
+        """Has one attempt's media encoded, and keeps them for it. A place is asked for within.
+
+        Raises:
+            ServingError: they can't be encoded.
+        """
+        if self.request.media is None:
+            yield
+            return
+        async with self.request.media.ready() as self._inputs:
+            yield
 
     async def hand_off(self, reservation: Reservation) -> HandOff | FinishReason | None:
         """Prefill where that is elsewhere: what to decode from, or why there is nothing to decode.
 
         Raises:
             HopFailedError: no prefill, or none that makes sense.
-            ServingError: its media can't be encoded, or with them the prompt is too long.
+            ServingError: with its media the prompt is too long.
         """
         if reservation.prefill is None:
             return None
-        media = await self._media()
+        media = self._media()
         outcome = await self._prefill(reservation, reservation.prefill, media)
         reservation.prefill.release()
         try:
@@ -62,7 +78,7 @@ class ChoiceHops:
     async def decode(self, reservation: Reservation, hand_off: HandOff | None) -> FinishReason:
         """Decode to the end, from ``hand_off`` if there is one, and say what that was. Raises ``HopFailedError``."""
         place, booking = reservation.placement.decode, reservation.decode
-        media = await self._media() if hand_off is None else ()
+        media = self._media() if hand_off is None else ()
         sink = BookedSink(self._output, booking, self.request.num_prompt_tokens, hand_off is not None)
         call = None
         try:
@@ -152,13 +168,12 @@ class ChoiceHops:
             return FinishReason.STOP_STRING
         return outcome.finish_reason
 
-    async def _media(self) -> Sequence[MediaInput]:
+    def _media(self) -> Sequence[MediaInput]:
         """What computing the prompt takes of media; hand-offs are this attempt's from now on."""
-        if self.request.media is None:
+        if self._inputs is None:
             return ()
-        media, duration_s = await self.request.media.inputs()
-        self._output.note_media(duration_s)
-        return media
+        self._output.note_media(self._inputs.encode_s)
+        return self._inputs.take()
 
     def _hop_error(self, hop: Hop, error: ServingError, media: Sequence[MediaInput]) -> HopFailedError:
         if media and self.request.media is not None:

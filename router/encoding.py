@@ -17,6 +17,7 @@ from quartet.media.items import MediaItem, MediaSize
 from quartet.media.media_id import media_hash
 from quartet.rpc.context import RequestContext
 from quartet.rpc.encode import EncodeItem, EncodeStart
+from quartet.rpc.inner import MediaInput
 from quartet.rpc.retry import FINAL, pause_s
 from router.book import Booking, numbering
 from router.encode_choice import choose_encode
@@ -132,16 +133,15 @@ class Encoding:
         """Wait for the size of each item, in order. Raises ``ServingError``, with the client's field."""
         return await asyncio.shield(self._sizes)
 
-    async def take(self) -> Sequence[HandOff]:
-        """Wait for the hand-off of each item, in order; they are the caller's then.
-
-        Raises:
-            ServingError: the last attempt's error, with the client's field.
-        """
+    async def ended(self) -> None:
+        """Wait until all is encoded. Raises ``ServingError``: the last attempt's error, with the client's field."""
         await asyncio.wait([self._work])
         if self._work.cancelled():
             raise WorkerUnavailableError("the encoding was ended")
         self._work.result()
+
+    def take(self) -> Sequence[HandOff]:
+        """The hand-off of each item, in order, of one that has ended well; they are the caller's then."""
         self._stop_keeping()
         hand_offs, self._hand_offs = self._hand_offs, ()
         return hand_offs
@@ -237,6 +237,26 @@ class Encoding:
         for kept in self._kept:
             kept.stop()
         self._kept = []
+
+
+class ReadyInputs:
+    """A request's media as one prefill is given them. Made by ``RequestMedia.ready``."""
+
+    def __init__(self, items: Sequence[MediaItem], encoding: Encoding | None) -> None:
+        self._items = items
+        self._encoding = encoding
+
+    @property
+    def encode_s(self) -> float:
+        """Seconds that it took to encode them."""
+        return 0.0 if self._encoding is None else self._encoding.duration_s
+
+    def take(self) -> Sequence[MediaInput]:
+        """Files, or hand-offs, which are the caller's from now on. Once."""
+        if self._encoding is None:
+            return [MediaInput(item.media_id, item.file) for item in self._items]
+        ids = (item.media_id for item in self._items)
+        return list(map(MediaInput, ids, self._encoding.take()))
 
 
 def client_error(error: ServingError, fields: Sequence[str]) -> ServingError:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -22,7 +23,7 @@ from quartet.rpc.edge import ChatPrompt, GenerateStart
 from quartet.rpc.inner import MediaInput
 from quartet.text.chat_message import media_of
 from quartet.text.model_text import MediaText, ModelText
-from router.encoding import EncodeOrder, EncodeTools, Encoding, client_error
+from router.encoding import EncodeOrder, EncodeTools, Encoding, ReadyInputs, client_error
 from router.pools import MediaWay, Pool, needs_of
 from router.worker import PoolKey
 
@@ -122,33 +123,37 @@ class RequestMedia:
         return self._encode_place if self._unused is None else self._unused.place
 
     def begin(self, order: EncodeOrder, tools: EncodeTools) -> Encoding:
-        """Encode at once, long before a place is found; the first that asks for inputs is given these."""
+        """Encode at once; the first attempt that asks is given these."""
         self._order, self._tools = order, tools
         self._unused = Encoding(order, tools, tools.sizes.find(order.items), self._has_encoded.set)
         return self._unused
 
-    async def inputs(self) -> tuple[Sequence[MediaInput], float]:
-        """What one prefill needs, and in how many seconds it was encoded; hand-offs are the caller's.
+    @asynccontextmanager
+    async def ready(self) -> AsyncIterator[ReadyInputs]:
+        """What one prefill needs, from the moment on when it is encoded; what was not taken in the end is let go of.
 
-        A hand-off is good for one pull, so each attempt of each choice has its own.
+        A hand-off is good for one pull, so each attempt of each choice has its own. Nobody who has a place may wait
+        for this: pools of embeddings may be full of what waits for a place.
 
         Raises:
             ServingError: they can't be encoded.
         """
         if self._order is None or self._tools is None:
-            return [MediaInput(item.media_id, item.file) for item in self.items], 0.0
+            yield ReadyInputs(self.items, None)
+            return
         encoding, self._unused = self._unused, None
-        if encoding is None:
-            # What the first one puts into the worker's cache costs the others nothing.
-            await self._has_encoded.wait()
-            encoding = Encoding(self._order, self._tools)
         try:
-            hand_offs = await encoding.take()
-            ids = (item.media_id for item in self.items)
-            return list(map(MediaInput, ids, hand_offs)), encoding.duration_s
-        finally:
+            if encoding is None:
+                # What the first one puts into the worker's cache costs the others nothing.
+                await self._has_encoded.wait()
+                encoding = Encoding(self._order, self._tools)
+            await encoding.ended()
             self._encode_place = encoding.place
-            encoding.close()
+            yield ReadyInputs(self.items, encoding)
+        finally:
+            if encoding is not None:
+                self._encode_place = encoding.place
+                encoding.close()
 
     def failed(self, inputs: Sequence[MediaInput]) -> None:
         """A prefill could not pull ``inputs``: encode elsewhere, if others can."""

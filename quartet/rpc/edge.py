@@ -206,7 +206,7 @@ class TimeBreakdown:
         decode_queue_s: waiting in the decode worker, less ``transfer_s``, which is moving blocks there.
         first_token_s: from arrival to the first token.
         total_s: from arrival to the end.
-        media_s: fetching media, and encoding them at an encode worker; runs beside ``router_queue_s``.
+        media_s: fetching media, and encoding them at an encode worker, before ``router_queue_s``.
     """
 
     tokenize_s: float | None = None

@@ -58,7 +58,7 @@ class FinishedRequest:
         num_cached_tokens: prompt tokens whose KV was cached.
         num_attempts: of the choice that took most.
         tokenize_s: template and tokenizer.
-        media_s: fetching its media, and encoding them at an encode worker; runs beside ``router_queue_s``.
+        media_s: fetching its media, and encoding them at an encode worker, before ``router_queue_s``.
         router_queue_s: waiting in the router for room.
         prefill_s: the prefill hop, the worker's queue included.
         prefill_queue_s: of that, waiting in the worker.

@@ -699,7 +699,7 @@ class TimeBreakdown(_message.Message):
 
     @_builtins.property
     def media(self) -> _duration_pb2.Duration:
-        """Time of fetching media and of encoding them at an encode worker; runs beside `router_queue`. Absent: it has none."""
+        """Time of fetching media and of encoding them at an encode worker, before `router_queue`. Absent: it has none."""
 
     def __init__(
         self,

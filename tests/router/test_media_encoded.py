@@ -1,4 +1,4 @@
-"""Media that encode workers turn into embeddings, while their requests wait for a place."""
+"""Media that encode workers turn into embeddings, for requests that then wait for a place."""
 
 from __future__ import annotations
 
@@ -116,16 +116,33 @@ async def test_blocks_are_named_with_the_media_in_them() -> None:
     assert not fleet.index.match(sequence_hashes(EXPANDED, 10)[1:2])
 
 
-async def test_a_request_gets_room_while_its_pictures_are_encoded() -> None:
+async def test_a_request_takes_no_room_before_its_pictures_are_encoded() -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
     gate = asyncio.Event()
     fleet.hops.plan("encode", Plan(gate=gate))
     reading = asyncio.create_task(collect(fleet.generate(media_start())))
     await within(fleet.hops.hung)
-    await until(lambda: any(one.num_requests for one in fleet.table.statuses(0.0) if one.record.role == "decode"))
-    assert not calls_of(fleet, "prefill"), "its embeddings are not there yet"
+    # Who comes later need not wait for them.
+    text = await collect(fleet.generate(make_start()))
+    assert len(text.token_ids[0]) == 12
+    assert not any(one.num_requests for one in fleet.table.statuses(0.0) if one.record.role == "decode")
     gate.set()
     await reading
+    fleet.assert_nothing_left()
+
+
+async def test_who_waits_to_be_encoded_again_keeps_no_room_from_those_whose_embeddings_fill_the_pool() -> None:
+    fleet = media_fleet("encode-0", "prefill-0")
+    fleet.join("decode-0", num_blocks=8)  # for one of them at a time
+    gate = asyncio.Event()
+    # The first one's are lost; by the time that they are made again, the second one's fill the pool.
+    fleet.hops.plan("prefill", Plan(error=errors.TransferError("torn")))
+    fleet.hops.plan("encode", Plan(), Plan(gate=gate))
+    first = asyncio.create_task(collect(fleet.generate(media_start())))
+    await within(fleet.hops.hung)
+    await collect(fleet.generate(media_start()))
+    gate.set()
+    await first
     fleet.assert_nothing_left()
 
 
@@ -178,11 +195,10 @@ async def test_a_known_picture_waits_for_no_size() -> None:
     await collect(fleet.generate(media_start()))
     fleet.hops.plan("encode", Plan(hang_after=0))
     run = fleet.generate(media_start())
-    parts = run.parts()
-    async with asyncio.timeout(TIMEOUT_S):
-        accepted = await anext(parts)
-    assert accepted.num_prompt_tokens == len(EXPANDED)
-    await parts.aclose()
+    reading = asyncio.create_task(collect(run))
+    await within(fleet.hops.hung)
+    run.cancel()
+    assert (await reading).accepted.num_prompt_tokens == len(EXPANDED)
     fleet.assert_nothing_left()
 
 
