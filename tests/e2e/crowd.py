@@ -15,6 +15,8 @@ from quartet.client import (
     ChoiceFinished,
     ChoicePlacement,
     Delta,
+    GenerateStream,
+    MediaPart,
     Place,
     Placed,
     QuartetClient,
@@ -26,9 +28,14 @@ from tests import tiny
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One request; the same one always gets the same tokens."""
+    """One request; the same one always gets the same tokens.
+
+    Attributes:
+        media: what the placeholders among ``token_ids`` stand for.
+    """
 
     token_ids: tuple[int, ...]
+    media: tuple[MediaPart, ...] = field(default=(), repr=False)
     sampling: Sampling
     seed: int
     stop: tuple[str, ...] = ()
@@ -52,10 +59,16 @@ class Choice:
 
 @dataclass
 class Answer:
-    """What one request has got so far; ``placement`` is where its first choice was placed at first."""
+    """What one request has got so far.
+
+    Attributes:
+        placement: where its first choice was placed at first.
+        encode: where its media were encoded at first.
+    """
 
     choices: list[Choice]
     placement: ChoicePlacement | None = None
+    encode: Place | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -112,6 +125,7 @@ class Crowd:
         self._path = path
         self._changed = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
+        self._streams: list[GenerateStream] = []
 
     async def __aenter__(self) -> Self:
         pairs = zip(self._asks, self.answers, strict=True)
@@ -146,7 +160,7 @@ class Crowd:
             for answer in self.answers
             if answer.finished is None
             and answer.placement is not None
-            and Place(worker_id) in (answer.placement.prefill, answer.placement.decode)
+            and Place(worker_id) in (answer.encode, answer.placement.prefill, answer.placement.decode)
         ]
 
     async def wait_for(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
@@ -159,6 +173,15 @@ class Crowd:
         """Wait until all have ended. Raises what the first that failed was told."""
         await asyncio.gather(*self._tasks)
 
+    async def outcomes(self) -> list[BaseException | None]:
+        """Wait until all have ended: what each failed with; ``None``: it did not."""
+        return await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def cancel(self) -> None:
+        """Ask for an early end of all of them."""
+        for stream in self._streams:
+            await stream.cancel()
+
     async def drop(self) -> None:
         """Vanish: every request that runs is dropped where it is."""
         for task in self._tasks:
@@ -170,12 +193,14 @@ class Crowd:
             stream = self._client.generate(
                 path=self._path,
                 token_ids=ask.token_ids,
+                media=ask.media,
                 sampling=ask.sampling,
                 seed=ask.seed,
                 stop=ask.stop,
                 num_choices=ask.num_choices,
                 timeout_s=self._timeout_s,
             )
+            self._streams.append(stream)
             async with stream:
                 async for event in stream:
                     async with self._changed:
@@ -197,6 +222,7 @@ def _take(answer: Answer, event: AnswerPart) -> None:
     match event:
         case Accepted():
             answer.placement = next((placed for placed in event.choices if placed.choice == 0), None)
+            answer.encode = event.encode
         case Placed():
             answer.placement = event.placement if event.placement.choice == 0 else answer.placement
         case Delta():

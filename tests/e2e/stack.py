@@ -1,4 +1,4 @@
-"""A whole Quartet as real processes: etcd, prefill and decode workers, a router; killed and asked at will.
+"""A whole Quartet as real processes: etcd, encode, prefill and decode workers, a router; killed and asked at will.
 
 Its methods block, each for a bounded time. In a running event loop call those that wait with ``asyncio.to_thread``;
 ``spawn`` alone must be called from the main thread (see ``ServiceProcess``).
@@ -27,6 +27,7 @@ from tests.etcd_server import EtcdServer
 
 START_TIMEOUT_S = 60.0
 _CALL_TIMEOUT_S = 5.0
+_STATES = ("used", "held", "cached", "free")
 
 Settings: TypeAlias = Mapping[str, object]
 WorkerState: TypeAlias = router_pb2.WorkerState.ValueType
@@ -43,14 +44,18 @@ class StackConfig:
     """What differs from one stack to the next; settings are dotted names of WorkerConfig and RouterConfig.
 
     Attributes:
+        worker: settings of every worker.
+        roles: by role, settings of its workers beside these.
         routers: settings of each router by its process name; the one called ``router`` is asked for workers.
         tls: certificates by process name; all or none.
         operator: identity with which the stack itself asks, where there is TLS.
     """
 
+    num_encode: int = 0
     num_prefill: int = 1
     num_decode: int = 1
     worker: Settings = field(default_factory=dict)
+    roles: Mapping[str, Settings] = field(default_factory=dict)
     routers: Mapping[str, Settings] = field(default_factory=lambda: {"router": REMOTE_PREFILL})
     tls: Mapping[str, TlsConfig] = field(default_factory=dict)
     operator: TlsConfig | None = None
@@ -58,13 +63,13 @@ class StackConfig:
     @property
     def worker_names(self) -> list[str]:
         """``prefill-0`` and so on: worker ids and process names."""
-        prefills = [f"prefill-{number}" for number in range(self.num_prefill)]
-        return prefills + [f"decode-{number}" for number in range(self.num_decode)]
+        counts = {"encode": self.num_encode, "prefill": self.num_prefill, "decode": self.num_decode}
+        return [f"{role}-{number}" for role, count in counts.items() for number in range(count)]
 
 
 @dataclass(frozen=True)
 class BlockCounts:
-    """KV blocks of one worker by state."""
+    """Blocks of one pool of a worker by state."""
 
     used: int
     held: int
@@ -141,6 +146,17 @@ class Stack:
         """SIGTERM; see ``ServiceProcess.wait`` for its end."""
         self.processes[name].signal(signal.SIGTERM)
 
+    def freeze(self, *names: str) -> None:
+        """SIGSTOP, until ``thaw``."""
+        for name in names:
+            self.processes[name].signal(signal.SIGSTOP)
+
+    def thaw(self, *names: str) -> None:
+        """SIGCONT to those of these that have not ended."""
+        for name in names:
+            if self.processes[name].is_running:
+                self.processes[name].signal(signal.SIGCONT)
+
     def restart_dead(self) -> None:
         """Start every process that has ended, and wait until all is well again."""
         dead = [name for name, process in self.processes.items() if not process.is_running]
@@ -189,14 +205,14 @@ class Stack:
         return self.processes[name].metrics()
 
     def block_counts(self, name: str) -> BlockCounts:
-        """Blocks by state as /metrics says; it looks once a second."""
+        """Blocks of the pool that its load tells of, by state as /metrics says."""
         metrics = self.metrics(name)
-        return BlockCounts(
-            *(
-                int(metrics.value("quartet_worker_blocks", rank="0", state=state))
-                for state in ("used", "held", "cached", "free")
-            )
-        )
+        return BlockCounts(*(int(metrics.value("quartet_worker_blocks", rank="0", state=state)) for state in _STATES))
+
+    def embedding_counts(self, name: str) -> BlockCounts:
+        """Blocks of its pool of embeddings, by state as /metrics says."""
+        metrics = self.metrics(name)
+        return BlockCounts(*(int(metrics.value("quartet_encode_blocks", state=state)) for state in _STATES))
 
     def wait_blocks_returned(self, *names: str, timeout_s: float) -> None:
         """Wait until nobody holds a block of these workers (all that run by default): they say it, and metrics too."""
@@ -205,7 +221,7 @@ class Stack:
         def is_returned() -> bool:
             return all(self._is_idle(name) for name in workers)
 
-        wait_until(is_returned, timeout_s, lambda: f"all blocks returned, but {self._blocks_by_name(workers)}")
+        wait_until(is_returned, timeout_s, lambda: f"all blocks returned, but {self._loads_by_name(workers)}")
         for name in workers:
             counts = self.block_counts(name)
             assert counts.total == self.load(name).num_total_blocks, f"{name} lost blocks: {counts}"
@@ -226,10 +242,10 @@ class Stack:
         # The worker's own word is of this moment; its metrics may be a second old, before the blocks were taken.
         load = self.load(name)
         busy = load.num_running + load.num_waiting + load.num_in_use_blocks + load.num_held_blocks
-        return busy == 0 and self.block_counts(name).is_idle
+        return busy == 0 and self.block_counts(name).is_idle and self.embedding_counts(name).is_idle
 
-    def _blocks_by_name(self, names: tuple[str, ...]) -> dict[str, BlockCounts]:
-        return {name: self.block_counts(name) for name in names}
+    def _loads_by_name(self, names: tuple[str, ...]) -> dict[str, tuple[object, ...]]:
+        return {name: (self.load(name), self.block_counts(name), self.embedding_counts(name)) for name in names}
 
     def _add(self, name: str, module: str, settings: dict[str, Any]) -> None:
         path = self._directory / f"{name}.yaml"
@@ -245,7 +261,8 @@ class Stack:
             "engine": {"num_threads": 1, "num_blocks": 512, "dtype": "float32"},
             "drain_timeout_s": 20.0,
         }
-        return _with(base | self._process_settings(name), self.config.worker)
+        role = self.config.roles.get(name.partition("-")[0], {})
+        return _with(base | self._process_settings(name), {**self.config.worker, **role})
 
     def _router_settings(self, name: str) -> dict[str, Any]:
         return _with(self._process_settings(name), self.config.routers[name])
