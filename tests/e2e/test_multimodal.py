@@ -111,15 +111,17 @@ async def test_greedy_ids_are_those_of_transformers(running: Up, expected: list[
             assert completion.choices[0].token_ids == ids, look
 
 
-async def test_the_lines_that_are_printed_send_a_picture_and_get_its_caption(
-    tmp_path: Path, grpcurl_if_any: Path | None
-) -> None:
+async def test_the_line_of_quartet_that_is_printed_sends_a_picture_and_gets_its_caption(tmp_path: Path) -> None:
     async with Up(tmp_path, *arguments_of("epd_multimodal_image")) as up:
         await up.wait_ready()
         generated = await up.paste("quartet generate --chat --image ")
-        assert generated.out.strip() == CAPTION, generated.err
-        if grpcurl_if_any is None:
-            return
+    assert generated.out.strip() == CAPTION, generated.err
+
+
+@pytest.mark.grpcurl
+async def test_the_line_of_grpcurl_that_is_printed_sends_a_picture_and_gets_its_caption(tmp_path: Path) -> None:
+    async with Up(tmp_path, *arguments_of("epd_multimodal_image")) as up:
+        await up.wait_ready()
         streamed = await up.paste("grpcurl ", "base64")
     messages = parse_messages(streamed.out)
     assert "".join(message["delta"].get("text", "") for message in messages if "delta" in message) == CAPTION

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -93,7 +94,8 @@ class Up:
 
     async def __aexit__(self, *_: object) -> None:
         for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # children end with their parent
+                os.kill(pid, signal.SIGKILL)
         await self._process.wait()
         await self._reading
 
