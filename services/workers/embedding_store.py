@@ -11,7 +11,7 @@ from quartet.errors import InvalidRequestError, MediaTooLargeError, OutOfBlocksE
 from quartet.kvcache.block_pool import BlockCounts
 from quartet.kvcache.embedding_pool import EmbeddingPool, PooledItem
 
-# Less than what health takes for a standstill. Who holds embeddings uses them, or loses the lease.
+# Of the first in line; less than what health takes for a standstill. Who holds embeddings uses them, or loses the lease.
 _ROOM_TIMEOUT_S = 10.0
 
 
@@ -48,8 +48,12 @@ class EmbeddingStore:
     """Has items in a pool for whoever wants them. Lives on the event loop.
 
     Whoever wants an item that is being written waits for it. Should its writer fail or be cancelled, the next one who
-    waits writes it, to the same blocks. Room for all of a request's items is taken at once, request by request: so
-    those that have theirs need no more, and the one that waits for it gets it when they are done.
+    waits writes it, to the same blocks. A request all of whose items are there or being written needs no room, and goes
+    ahead at once.
+
+    The others stand in line, and room for all that the first one lacks is taken at once. Of those in line only the
+    first holds what is there of its items: so whoever else holds anything needs no more room, and the first one gets
+    its own when they are done. Those that go ahead can keep it waiting, but no longer than until its time-out.
     """
 
     def __init__(
@@ -66,14 +70,14 @@ class EmbeddingStore:
             pool: the book.
             field: of a request, with its items; named where they are refused.
             on_change: called when something came, went, or changed hands; must not raise.
-            room_timeout_s: how long a request waits for others to let go.
+            room_timeout_s: how long a request that is first in line waits for others to let go.
         """
         self._pool = pool
         self._field = field
         self._on_change = on_change
         self._room_timeout_s = room_timeout_s
         self._writing: dict[bytes, _Writing] = {}
-        self._turn = asyncio.Lock()
+        self._line: deque[Sequence[_Pending]] = deque()
         self._changed = asyncio.Event()
 
     @property
@@ -93,7 +97,7 @@ class EmbeddingStore:
 
         Raises:
             InvalidRequestError, MediaTooLargeError: naming ``field``: they never fit, or not what is here.
-            OutOfBlocksError: others held too much of the pool for too long.
+            OutOfBlocksError: it was first in line, and others held too much of the pool for too long.
             ServingError: what ``Want.make`` or ``on_lease`` raised; the others' are cancelled.
         """
         self._check_fit(wants)
@@ -116,29 +120,55 @@ class EmbeddingStore:
         self._tell()
 
     async def _take_room(self, pending: Sequence[_Pending]) -> None:
-        """Give what is there, take blocks for what nobody writes, and wait in line for the rest."""
+        """Give what is there, and take blocks for what nobody writes, once there is room for all of that."""
+        if not self._absent(pending):
+            self._line_up(pending)
+            return
+        self._line.append(pending)
         try:
-            async with asyncio.timeout(self._room_timeout_s), self._turn:
-                while True:
-                    absent = self._absent(pending)
-                    num_wanted = sum(self._num_blocks(one.want) for one in absent.values())
-                    if num_wanted <= self._pool.num_available:
-                        break
-                    self._changed.clear()
-                    await self._changed.wait()
-                self._line_up(pending, absent)
+            while self._line[0] is not pending:
+                await self._change()
+                if not self._absent(pending):
+                    self._line_up(pending)
+                    return
+            async with asyncio.timeout(self._room_timeout_s):
+                while not self._has_room(pending):
+                    await self._change()
+            self._line_up(pending)
         except TimeoutError:
             message = "the pool of embeddings is full of what others hold"
             raise OutOfBlocksError(message, retry_delay_s=1.0) from None
+        finally:
+            self._line.remove(pending)
+            self._changed.set()
+
+    async def _change(self) -> None:
+        """Return after the next change of the pool, or of the line."""
+        self._changed.clear()
+        await self._changed.wait()
 
     def _absent(self, pending: Sequence[_Pending]) -> dict[bytes, _Pending]:
+        """Those, each item once, that are neither there nor being written."""
         absent: dict[bytes, _Pending] = {}
         for one in pending:
-            if not one.is_given and not self._give(one) and one.want.media_id not in self._writing:
-                absent.setdefault(one.want.media_id, one)
+            media_id = one.want.media_id
+            if not one.is_given and media_id not in self._writing and self._pool.find(media_id) is None:
+                absent.setdefault(media_id, one)
         return absent
 
-    def _line_up(self, pending: Sequence[_Pending], absent: dict[bytes, _Pending]) -> None:
+    def _has_room(self, pending: Sequence[_Pending]) -> bool:
+        """Give the first in line what is there; whether the rest of it has room."""
+        for one in pending:
+            if not one.is_given:
+                self._give(one)
+        return sum(self._num_blocks(one.want) for one in self._absent(pending).values()) <= self._pool.num_available
+
+    def _line_up(self, pending: Sequence[_Pending]) -> None:
+        """Give what is there; of the rest, be the one who writes it, or wait for who does."""
+        for one in pending:
+            if not one.is_given:
+                self._give(one)
+        absent = self._absent(pending)
         for media_id, one in absent.items():
             num_tokens = one.want.num_tokens
             self._writing[media_id] = _Writing(self._pool.allocate(media_id, num_tokens), num_tokens, one)

@@ -217,6 +217,71 @@ async def test_who_gives_up_waiting_for_room_lets_the_next_one_have_it(stores: S
     holder.release()
 
 
+async def test_what_is_there_or_being_written_is_had_while_others_wait_for_room(stores: Stores) -> None:
+    store, maker = stores(3), Maker()
+    holder, writer = User(store, [Want(A, 4, ready())]), User(store, [Want(B, 4, maker)])
+    await holder.obtained()
+    await maker.began.wait()
+    waiting = User(store, [Want(C, 12, ready())])
+    await asyncio.wait([waiting.obtaining], timeout=0.02)  # it is first in line
+    users = [User(store, [Want(name, 4, ready()) for name in names]) for names in ((A,), (A, B))]
+    await users[0].obtained()
+    maker.gate.set()
+    await users[1].obtained()
+    assert waiting.leases == {}
+    for user in (holder, writer, *users):
+        user.release()
+    await waiting.obtained()
+    waiting.release()
+
+
+async def test_who_waits_in_line_goes_ahead_once_others_have_made_all_of_it(stores: Stores) -> None:
+    store = stores(4)
+    holders = [User(store, [Want(name * 32, 8, ready())]) for name in (b"g", b"h")]
+    for holder in holders:
+        await holder.obtained()
+    first, second, third = (
+        User(store, [Want(name, 4, ready()) for name in names]) for names in ((A, B), (C, C * 2), (B, A))
+    )
+    await asyncio.wait([third.obtaining], timeout=0.02)  # they stand in line
+    holders[0].release()
+    await first.obtained()
+    await third.obtained()
+    assert second.leases == {}
+    for user in (first, third):
+        user.release()
+    await second.obtained()
+    for user in (second, holders[1]):
+        user.release()
+
+
+async def test_only_the_first_in_line_holds_what_is_there_of_its_items(stores: Stores) -> None:
+    """Would the second one hold its own as well, each of the two would wait for the other's block for ever."""
+    store = stores(4)
+    holder = User(store, [Want(name, num_tokens, ready()) for name, num_tokens in ((A, 4), (B, 4), (C, 8))])
+    await holder.obtained()
+    users = [User(store, [Want(there, 4, ready()), Want(there * 2, 12, ready())]) for there in (A, B)]
+    await until(lambda: 0 in users[0].leases)
+    assert users[1].leases == {}
+    holder.release()
+    for user in users:
+        await user.obtained()
+        user.release()
+
+
+async def test_the_time_of_who_waits_for_room_begins_when_it_is_first_in_line(stores: Stores) -> None:
+    """Else whoever came soon after one that waits in vain would fail with it, though there is room for them."""
+    store = stores(2, room_timeout_s=0.05)
+    holder = User(store, [Want(A, 4, ready())])
+    await holder.obtained()
+    large, small = User(store, [Want(B, 8, ready())]), User(store, [Want(C, 4, ready())])
+    with pytest.raises(OutOfBlocksError):
+        await large.obtained()
+    await small.obtained()
+    small.release()
+    holder.release()
+
+
 async def test_an_item_of_another_size_is_refused_by_name(stores: Stores) -> None:
     store = stores()
     user = User(store, [Want(A, 4, ready())])
