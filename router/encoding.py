@@ -242,9 +242,10 @@ class Encoding:
 class ReadyInputs:
     """A request's media as one prefill is given them. Made by ``RequestMedia.ready``."""
 
-    def __init__(self, items: Sequence[MediaItem], encoding: Encoding | None) -> None:
+    def __init__(self, items: Sequence[MediaItem], encoding: Encoding | None, on_taken: Callable[[], None]) -> None:
         self._items = items
         self._encoding = encoding
+        self._on_taken = on_taken
 
     @property
     def encode_s(self) -> float:
@@ -253,6 +254,7 @@ class ReadyInputs:
 
     def take(self) -> Sequence[MediaInput]:
         """Files, or hand-offs, which are the caller's from now on. Once."""
+        self._on_taken()
         if self._encoding is None:
             return [MediaInput(item.media_id, item.file) for item in self._items]
         ids = (item.media_id for item in self._items)

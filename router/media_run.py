@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import count
 from typing import Protocol
 
 from quartet.discovery.place import Place
-from quartet.errors import InvalidRequestError, MediaTooLargeError, ServingError, UnsupportedFieldError
+from quartet.errors import ServingError
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff
-from quartet.kvcache.media_spans import check_placeholders, expand_placeholders
-from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaPart, MediaSize, MediaUrl
-from quartet.rpc.chunked_starts import MAX_START_MEDIA_BYTES
-from quartet.rpc.context import RequestContext
-from quartet.rpc.edge import ChatPrompt, GenerateStart
+from quartet.media.items import MediaItem, MediaPart
+from quartet.rpc.edge import GenerateStart
 from quartet.rpc.inner import MediaInput
-from quartet.text.chat_message import media_of
-from quartet.text.model_text import MediaText, ModelText
 from router.encoding import EncodeOrder, EncodeTools, Encoding, ReadyInputs, client_error
-from router.pools import MediaWay, Pool, needs_of
-from router.worker import PoolKey
-
-_CHAT_FIELD = "chat.messages.parts.media"
+from router.media_line import MediaLine, MediaRoom
+from router.pools import MediaWay, needs_of
 
 
 class MediaFetch(Protocol):
@@ -42,10 +32,12 @@ class MediaFetch(Protocol):
 
 @dataclass(frozen=True)
 class MediaTools:
-    """What requests' media are got and encoded with."""
+    """What requests' media are got and encoded with; files of ``max_item_bytes`` at most, each."""
 
     fetcher: MediaFetch
     encode: EncodeTools
+    line: MediaLine
+    max_item_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +90,8 @@ class RequestMedia:
         token_ids: Sequence[int],
         placeholder_id: int,
         fetch_s: float,
+        room: MediaRoom,
+        num_choices: int,
     ) -> None:
         self.items = items
         self.field = fields[0]
@@ -106,6 +100,8 @@ class RequestMedia:
         self.placeholder_id = placeholder_id
         self.fetch_s = fetch_s
         self._fields = fields
+        self._room = room
+        self._num_to_take = num_choices
         self._order: EncodeOrder | None = None
         self._tools: EncodeTools | None = None
         self._unused: Encoding | None = None
@@ -139,7 +135,7 @@ class RequestMedia:
             ServingError: they can't be encoded.
         """
         if self._order is None or self._tools is None:
-            yield ReadyInputs(self.items, None)
+            yield ReadyInputs(self.items, None, self._taken)
             return
         encoding, self._unused = self._unused, None
         try:
@@ -149,7 +145,7 @@ class RequestMedia:
                 encoding = Encoding(self._order, self._tools)
             await encoding.ended()
             self._encode_place = encoding.place
-            yield ReadyInputs(self.items, encoding)
+            yield ReadyInputs(self.items, encoding, self._taken)
         finally:
             if encoding is not None:
                 self._encode_place = encoding.place
@@ -169,124 +165,10 @@ class RequestMedia:
         """Nothing is encoded any more, and nothing that was is held."""
         if self._unused is not None:
             self._unused.close()
+        self._room.close()
 
-
-def has_media(start: GenerateStart) -> bool:
-    """Whether the request names any; a chat of nothing but text is told at a glance."""
-    if start.media:
-        return True
-    prompt = start.prompt
-    return isinstance(prompt, ChatPrompt) and any(not isinstance(one.content, str) for one in prompt.messages)
-
-
-async def prepare_media(
-    request: MediaRequest,
-    pool: Pool,
-    text: ModelText,
-    token_ids: Sequence[int],
-    tools: MediaTools,
-    *,
-    encodes: bool,
-) -> tuple[RequestMedia | None, MediaPrompt]:
-    """Get the request's media, find a way for them, and begin to encode where encode workers do that.
-
-    Args:
-        request: whose they are.
-        pool: where it runs.
-        text: its model's text side.
-        token_ids: the prompt, with one placeholder an item.
-        tools: to get and encode them with.
-        encodes: else nothing is encoded, and sizes are those that are known.
-
-    Returns:
-        The media, to be closed by the caller, and the prompt, with their tokens in it where their sizes are known.
-
-    Raises:
-        InvalidRequestError: an item is impossible or can't be had; its field is named.
-        UnsupportedFieldError: the model takes none, or none of a kind.
-        WorkerUnavailableError: no worker that takes such media is ready.
-    """
-    parts, fields = _parts(request.start)
-    if not parts:
-        return None, MediaPrompt(token_ids)
-    if text.media is None:
-        raise UnsupportedFieldError("this model takes no media", field=fields[0].partition("[")[0])
-    check_items(token_ids, text.media, parts, fields)
-    began = time.monotonic()
-    items = await tools.fetcher.fetch(parts, fields, text.media.preprocessing_fingerprint)
-    _check_total(items, fields)
-    way, fetch_s = pool.media.way(items, fields), time.monotonic() - began
-    media = RequestMedia(items, fields, way, token_ids, text.media.placeholder_id, fetch_s)
-    if way is MediaWay.FILES:
-        return media, _unknown(media, pool)
-    sizes = tools.encode.sizes.find(items)
-    if encodes:
-        sizes = await _begin(media, _order(request, pool.key, items, fields), tools.encode)
-    if sizes is None:
-        return media, _unknown(media, pool)
-    expanded, spans = expand_placeholders(token_ids, media.placeholder_id, sizes)
-    return media, MediaPrompt(expanded, spans)
-
-
-def check_items(token_ids: Sequence[int], media: MediaText, parts: Sequence[MediaPart], fields: Sequence[str]) -> None:
-    """Refuse a prompt without exactly one placeholder an item. Raises ``InvalidRequestError``, naming the field."""
-    try:
-        check_placeholders(token_ids, media.placeholder_id, len(parts))
-    except InvalidRequestError as error:
-        is_chat = bool(fields) and fields[0] == _CHAT_FIELD
-        raise InvalidRequestError(error.message, field=_CHAT_FIELD if is_chat else error.field) from error
-
-
-def _parts(start: GenerateStart) -> tuple[Sequence[MediaPart], Sequence[str]]:
-    """The items of a request, and what the client calls each."""
-    if not isinstance(start.prompt, ChatPrompt):
-        return start.media, [f"media[{number}].{_source(part)}" for number, part in enumerate(start.media)]
-    if start.media:
-        raise InvalidRequestError("the media of a chat are in its messages", field="media")
-    parts = list(media_of(start.prompt.messages))
-    return parts, [_CHAT_FIELD] * len(parts)
-
-
-def _check_total(items: Sequence[MediaItem], fields: Sequence[str]) -> None:
-    """Refuse what no worker takes at once, before it is sent for nothing. Raises ``MediaTooLargeError``."""
-    num_bytes = 0
-    for item, field_name in zip(items, fields, strict=True):
-        num_bytes += len(item.file.data)
-        if num_bytes > MAX_START_MEDIA_BYTES:
-            message = f"the request's media exceed {MAX_START_MEDIA_BYTES} bytes together"
-            raise MediaTooLargeError(message, field=field_name)
-
-
-def _source(part: MediaPart) -> str:
-    if isinstance(part, MediaUrl):
-        return "url"
-    return "data" if isinstance(part, MediaFile) and part.kind is MediaKind.IMAGE else "embeddings"
-
-
-async def _begin(media: RequestMedia, order: EncodeOrder, tools: EncodeTools) -> Sequence[MediaSize]:
-    encoding = media.begin(order, tools)
-    try:
-        return await encoding.sizes()
-    except BaseException:
-        media.close()
-        raise
-
-
-def _unknown(media: RequestMedia, pool: Pool) -> MediaPrompt:
-    return MediaPrompt(media.token_ids, (), len(media.items) * (max(pool.media.max_tokens, 1) - 1))
-
-
-def _order(request: MediaRequest, pool: PoolKey, items: Sequence[MediaItem], fields: Sequence[str]) -> EncodeOrder:
-    start = request.start
-    numbers: Iterator[int] = count(request.first_attempt)
-    context = partial(
-        RequestContext,
-        request_id=request.request_id,
-        traceparent=request.traceparent,
-        tenant=start.tenant,
-        priority=start.priority,
-        session_key=start.session_key,
-    )
-    return EncodeOrder(
-        pool=pool, items=items, fields=fields, context=context, numbers=numbers, deadline=request.deadline
-    )
+    def _taken(self) -> None:
+        """A prefill has been given the hand-offs of one choice: it pulls them at once."""
+        self._num_to_take -= 1
+        if self._num_to_take <= 0:
+            self._room.pulled()

@@ -11,9 +11,10 @@ from typing import TypeVar
 from quartet.errors import InvalidRequestError, ModelNotFoundError, RequestTimeoutError, WorkerUnavailableError
 from quartet.rpc.edge import ChatPrompt, GenerateStart, Prompt, Resume, TextPrompt
 from quartet.text.model_text import ModelText
-from router.media_run import MediaPrompt, MediaRequest, check_items, has_media, prepare_media
+from router.media_run import MediaPrompt, MediaRequest
 from router.pipeline_tools import PipelineTools
 from router.pools import Pool
+from router.prepare_media import check_items, has_media, prepare_media
 from router.prepared import ArrivedRequest, PreparedRequest
 from router.validation import check_generated, check_pool, check_tokens, max_sequence_tokens, num_output_tokens
 from router.worker_table import WorkerTable

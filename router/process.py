@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import secrets
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -26,10 +27,12 @@ from router.admission import Admission
 from router.attempt_tools import AttemptTools
 from router.config import RouterConfig
 from router.encoding import EncodeTools
+from router.fair_share import FairShare
 from router.fleet import Fleet
 from router.index_upkeep import keep_up
 from router.kv_join import KvJoins
 from router.media.fetcher import MediaFetcher
+from router.media_line import MediaLine, MediaLineConfig
 from router.media_run import MediaTools
 from router.model_texts import read_chat_template
 from router.pipeline import Pipeline
@@ -179,10 +182,24 @@ class RouterProcess:
                 table=table,
                 texts=fleet.texts,
                 attempts=attempts,
-                media=MediaTools(fetcher, encode),
+                media=MediaTools(fetcher, encode, self._media_line(table), config.media.max_size_bytes),
                 max_timeout_s=config.max_request_timeout_s,
                 sealer=None if keys is None else Sealer(keys, table, ttl_s=config.seal_ttl_s),
             )
         )
         self._metrics.watch_requests(lambda: admission.length, lambda: pipeline.num_running)
         return pipeline
+
+    def _media_line(self, table: WorkerTable) -> MediaLine:
+        admission = self._config.admission
+        bounds = MediaLineConfig(
+            max_bytes=self._config.media.max_held_bytes,
+            max_length=admission.max_queue_length,
+            timeout_s=admission.queue_timeout_s,
+            retry_delay_s=admission.retry_delay_s,
+        )
+        line = MediaLine(
+            bounds, FairShare(admission.tenant_weights), lambda pool: table.num_encode_tokens(pool, time.monotonic())
+        )
+        table.listen(line.look)
+        return line

@@ -174,6 +174,11 @@ class WorkerTable:
         ready = self._ready_of(pool, now).encode
         return [worker.encode_candidate() for worker in ready if kinds <= frozenset(worker.record.media)]
 
+    def num_encode_tokens(self, pool: PoolKey, now: float) -> int:
+        """Tokens whose embeddings the encode workers of ``pool`` that are ready hold at most."""
+        ready = self._ready_of(pool, now).encode
+        return sum(worker.record.num_blocks * worker.record.block_size for worker in ready)
+
     def book_encode(self, place: Place, num_items: int) -> Booking:
         """Count ``num_items`` to encode at an encode worker that was seen just now."""
         key = WorkerKey(role=Role.ENCODE, worker_id=place.worker_id)

@@ -27,6 +27,8 @@ class MediaConfig:
         fetch_timeout_s: for one item, from asking to the last byte.
         max_redirects: that are followed for one item.
         max_concurrent_fetches: of all requests together; further ones wait.
+        max_held_bytes: of the files of all requests that run, together; further requests wait. A request keeps its
+            files until it ends, as another attempt may need them.
     """
 
     allowed_local_paths: tuple[Path, ...] = ()
@@ -39,6 +41,7 @@ class MediaConfig:
     fetch_timeout_s: float = 10.0
     max_redirects: int = 3
     max_concurrent_fetches: int = 64
+    max_held_bytes: int = 2 * 1024 * 1024 * 1024
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
@@ -48,7 +51,7 @@ class MediaConfig:
             raise ConfigError(f"allowed_schemes: must be of {', '.join(SCHEMES)}")
         _check_each("allowed_hosts", self.allowed_hosts, HostRule.parse)
         _check_each("allowed_private_networks", self.allowed_private_networks, ipaddress.ip_network)
-        for name in ("max_size_bytes", "max_pixels", "max_items", "max_concurrent_fetches"):
+        for name in ("max_size_bytes", "max_pixels", "max_items", "max_concurrent_fetches", "max_held_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1")
         if self.fetch_timeout_s <= 0:

@@ -40,6 +40,8 @@ from quartet.text.model_text import ModelText
 from router.admission import Admission, AdmissionConfig
 from router.attempt_tools import AttemptConfig, AttemptTools
 from router.encoding import EncodeTools
+from router.fair_share import FairShare
+from router.media_line import MediaLine, MediaLineConfig
 from router.media_run import MediaTools
 from router.pipeline import Pipeline
 from router.pipeline_tools import PipelineTools
@@ -372,18 +374,23 @@ class Fleet:
             sleep=self._sleep,
         )
         self.media = FakeMedia()
+        self.media_line = self._media_line()
         self.pipeline = Pipeline(
             PipelineTools(
                 table=self.table,
                 texts=self.texts,
                 attempts=tools,
-                media=MediaTools(self.media, self._encode_tools(tools.config)),
+                media=MediaTools(self.media, self._encode_tools(tools.config), self.media_line, 20 << 20),
                 max_timeout_s=max_timeout_s,
                 sealer=Sealer(OneKey(), self.table, ttl_s=20.0, clock=lambda: 0.0),
             )
         )
         for worker_id in worker_ids:
             self.join(worker_id, **record)
+
+    def _media_line(self) -> MediaLine:
+        bounds = MediaLineConfig(max_bytes=1 << 30, max_length=1000, timeout_s=60.0, retry_delay_s=1.0)
+        return MediaLine(bounds, FairShare({}), lambda pool: self.table.num_encode_tokens(pool, 0.0))
 
     def generate(self, start: GenerateStart, *, resume: Resume | None = None, traceparent: str = "") -> Request:
         return Request(self.pipeline, start, resume=resume, traceparent=traceparent)

@@ -165,7 +165,7 @@ async def test_hand_offs_are_kept_while_a_request_waits_for_room() -> None:
 
 
 async def test_who_has_most_of_the_pictures_is_asked_then_who_has_least_to_do() -> None:
-    fleet = media_fleet("encode-0", "encode-1", "encode-2", "prefill-0", "decode-0", num_blocks=1000)
+    fleet = media_fleet("encode-0", "encode-1", "encode-2", "prefill-0", "decode-0", num_blocks=100_000)
     fleet.index.store(Place("encode-1"), None, [media_hash(item_of(A).media_id)])
     fleet.index.store(Place("encode-2"), None, [media_hash(item_of(A).media_id)])
     fleet.index.store(Place("encode-2"), None, [media_hash(item_of(B).media_id)])

@@ -1,0 +1,182 @@
+"""From what a request names of media to files, a way for them, and the prompt with their tokens in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import count
+
+from quartet.errors import InvalidRequestError, MediaTooLargeError, UnsupportedFieldError
+from quartet.kvcache.media_spans import check_placeholders, expand_placeholders
+from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaPart, MediaSize, MediaUrl
+from quartet.rpc.chunked_starts import MAX_START_MEDIA_BYTES
+from quartet.rpc.context import RequestContext
+from quartet.rpc.edge import ChatPrompt, GenerateStart
+from quartet.text.chat_message import media_of
+from quartet.text.model_text import MediaText, ModelText
+from router.encoding import EncodeOrder, EncodeTools
+from router.media_line import MediaOrder, MediaRoom
+from router.media_run import MediaPrompt, MediaRequest, MediaTools, RequestMedia
+from router.pools import MediaWay, Pool
+from router.worker import PoolKey
+
+_CHAT_FIELD = "chat.messages.parts.media"
+
+
+def has_media(start: GenerateStart) -> bool:
+    """Whether the request names any; a chat of nothing but text is told at a glance."""
+    if start.media:
+        return True
+    prompt = start.prompt
+    return isinstance(prompt, ChatPrompt) and any(not isinstance(one.content, str) for one in prompt.messages)
+
+
+async def prepare_media(
+    request: MediaRequest,
+    pool: Pool,
+    text: ModelText,
+    token_ids: Sequence[int],
+    tools: MediaTools,
+    *,
+    encodes: bool,
+) -> tuple[RequestMedia | None, MediaPrompt]:
+    """Get the request's media, find a way for them, and begin to encode where encode workers do that.
+
+    Args:
+        request: whose they are.
+        pool: where it runs.
+        text: its model's text side.
+        token_ids: the prompt, with one placeholder an item.
+        tools: to get and encode them with.
+        encodes: else nothing is encoded, and sizes are those that are known.
+
+    Returns:
+        The media, to be closed by the caller, and the prompt, with their tokens in it where their sizes are known.
+
+    Raises:
+        InvalidRequestError: an item is impossible or can't be had; its field is named.
+        QueueFullError: too many requests with media wait, or for too long.
+        UnsupportedFieldError: the model takes none, or none of a kind.
+        WorkerUnavailableError: no worker that takes such media is ready.
+    """
+    parts, fields = _parts(request.start)
+    if not parts:
+        return None, MediaPrompt(token_ids)
+    if text.media is None:
+        raise UnsupportedFieldError("this model takes no media", field=fields[0].partition("[")[0])
+    check_items(token_ids, text.media, parts, fields)
+    order = _media_order(request.start, pool, parts, tools.max_item_bytes)
+    room = await tools.line.enter(order) if encodes else tools.line.look_in(order)
+    media, way = await _fetch(request, pool, text.media, (parts, fields), token_ids, tools, room)
+    if way is MediaWay.FILES:
+        return media, _unknown(media, pool)
+    items = media.items
+    sizes = tools.encode.sizes.find(items)
+    if encodes:
+        sizes = await _begin(media, _order(request, pool.key, items, fields), tools.encode)
+    if sizes is None:
+        return media, _unknown(media, pool)
+    expanded, spans = expand_placeholders(token_ids, media.placeholder_id, sizes)
+    return media, MediaPrompt(expanded, spans)
+
+
+async def _fetch(
+    request: MediaRequest,
+    pool: Pool,
+    model: MediaText,
+    named: tuple[Sequence[MediaPart], Sequence[str]],
+    token_ids: Sequence[int],
+    tools: MediaTools,
+    room: MediaRoom,
+) -> tuple[RequestMedia, MediaWay]:
+    """Get the files that are ``named``, which take up ``room``, and find a way for them. Raises ``ServingError``."""
+    parts, fields = named
+    began = time.monotonic()
+    try:
+        items = await tools.fetcher.fetch(parts, fields, model.preprocessing_fingerprint)
+        _check_total(items, fields)
+        way = pool.media.way(items, fields)
+    except BaseException:
+        room.close()
+        raise
+    room.fetched(sum(len(item.file.data) for item in items))
+    if way is MediaWay.FILES:
+        room.pulled()
+    fetch_s, num_choices = time.monotonic() - began, request.start.num_choices
+    return RequestMedia(items, fields, way, token_ids, model.placeholder_id, fetch_s, room, num_choices), way
+
+
+def _media_order(start: GenerateStart, pool: Pool, parts: Sequence[MediaPart], max_item_bytes: int) -> MediaOrder:
+    """What the request will take up, as far as that can be said before anything is fetched."""
+    return MediaOrder(
+        pool=pool.key,
+        tenant=start.tenant,
+        priority=start.priority,
+        num_encode_tokens=len(parts) * max(pool.media.max_tokens, 1) if pool.media.encoded else 0,
+        num_bytes=sum(len(part.data) if isinstance(part, MediaFile) else max_item_bytes for part in parts),
+    )
+
+
+def check_items(token_ids: Sequence[int], media: MediaText, parts: Sequence[MediaPart], fields: Sequence[str]) -> None:
+    """Refuse a prompt without exactly one placeholder an item. Raises ``InvalidRequestError``, naming the field."""
+    try:
+        check_placeholders(token_ids, media.placeholder_id, len(parts))
+    except InvalidRequestError as error:
+        is_chat = bool(fields) and fields[0] == _CHAT_FIELD
+        raise InvalidRequestError(error.message, field=_CHAT_FIELD if is_chat else error.field) from error
+
+
+def _parts(start: GenerateStart) -> tuple[Sequence[MediaPart], Sequence[str]]:
+    """The items of a request, and what the client calls each."""
+    if not isinstance(start.prompt, ChatPrompt):
+        return start.media, [f"media[{number}].{_source(part)}" for number, part in enumerate(start.media)]
+    if start.media:
+        raise InvalidRequestError("the media of a chat are in its messages", field="media")
+    parts = list(media_of(start.prompt.messages))
+    return parts, [_CHAT_FIELD] * len(parts)
+
+
+def _check_total(items: Sequence[MediaItem], fields: Sequence[str]) -> None:
+    """Refuse what no worker takes at once, before it is sent for nothing. Raises ``MediaTooLargeError``."""
+    num_bytes = 0
+    for item, field_name in zip(items, fields, strict=True):
+        num_bytes += len(item.file.data)
+        if num_bytes > MAX_START_MEDIA_BYTES:
+            message = f"the request's media exceed {MAX_START_MEDIA_BYTES} bytes together"
+            raise MediaTooLargeError(message, field=field_name)
+
+
+def _source(part: MediaPart) -> str:
+    if isinstance(part, MediaUrl):
+        return "url"
+    return "data" if isinstance(part, MediaFile) and part.kind is MediaKind.IMAGE else "embeddings"
+
+
+async def _begin(media: RequestMedia, order: EncodeOrder, tools: EncodeTools) -> Sequence[MediaSize]:
+    encoding = media.begin(order, tools)
+    try:
+        return await encoding.sizes()
+    except BaseException:
+        media.close()
+        raise
+
+
+def _unknown(media: RequestMedia, pool: Pool) -> MediaPrompt:
+    return MediaPrompt(media.token_ids, (), len(media.items) * (max(pool.media.max_tokens, 1) - 1))
+
+
+def _order(request: MediaRequest, pool: PoolKey, items: Sequence[MediaItem], fields: Sequence[str]) -> EncodeOrder:
+    start = request.start
+    numbers: Iterator[int] = count(request.first_attempt)
+    context = partial(
+        RequestContext,
+        request_id=request.request_id,
+        traceparent=request.traceparent,
+        tenant=start.tenant,
+        priority=start.priority,
+        session_key=start.session_key,
+    )
+    return EncodeOrder(
+        pool=pool, items=items, fields=fields, context=context, numbers=numbers, deadline=request.deadline
+    )
