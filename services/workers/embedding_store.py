@@ -11,7 +11,8 @@ from quartet.errors import InvalidRequestError, MediaTooLargeError, OutOfBlocksE
 from quartet.kvcache.block_pool import BlockCounts
 from quartet.kvcache.embedding_pool import EmbeddingPool, PooledItem
 
-# Of the first in line; less than what health takes for a standstill. Who holds embeddings uses them, or loses the lease.
+# Of the first in line; less than what health takes for a standstill. Who holds embeddings uses them, or loses the
+# lease.
 _ROOM_TIMEOUT_S = 10.0
 
 
