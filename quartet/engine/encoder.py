@@ -95,6 +95,7 @@ class MediaEncoder(Protocol):
 
         Raises:
             InvalidMediaError: what the header promised is not there; ``field`` is ``file``.
+            MediaTooLargeError: the device has no room for it even alone; ``field`` is ``file``.
             EngineError: it died.
         """
         ...

@@ -20,7 +20,7 @@ from quartet.engine.encoder import EncoderCapabilities, EncoderStats, EncodeTime
 from quartet.engine.torch.encoder_config import TorchEncoderConfig
 from quartet.engine.torch.encoder_jobs import Job, JobQueue, Passenger, RunTimes, Stage
 from quartet.engine.torch.encoder_thread import TowerListener, TowerThread
-from quartet.errors import EngineError, ServingError, WorkerUnavailableError
+from quartet.errors import EngineError, MediaTooLargeError, ServingError, WorkerUnavailableError
 from quartet.media.items import MediaFile
 from quartet.transfer.base import EmbeddingMemory
 
@@ -201,11 +201,15 @@ class TorchEncoder:
             self._free()
 
     def _on_run(self, times: RunTimes) -> None:
-        batch = self._jobs.running()
-        for job in batch:
+        batch = self._jobs.running()  # none, where `close` gave them up
+        unfit = times.unfit.intersection(range(len(batch)))
+        for index, job in enumerate(batch):
             self._jobs.remove(job)
-            job.done.set_result(EncodeTimes(times.began_at - job.queued_at, times.compute_s))
-        self._count(num_steps=1, num_items=len(batch))
+            if index in unfit:
+                job.done.set_exception(MediaTooLargeError("the device has no room to encode it", field="file"))
+            else:
+                job.done.set_result(EncodeTimes(times.began_at - job.queued_at, times.compute_s))
+        self._count(num_steps=1, num_items=len(batch) - len(unfit), num_failed=len(unfit))
         self._advance()
 
     def _on_lost(self, error: Exception) -> None:

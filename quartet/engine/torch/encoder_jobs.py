@@ -25,10 +25,15 @@ class Passenger:
 
 @dataclass(frozen=True)
 class RunTimes:
-    """When a run began, by ``time.monotonic``, and how long it took."""
+    """When a run began, by ``time.monotonic``, and how long it took.
+
+    Attributes:
+        unfit: positions in the batch of items that even alone did not fit into the device's memory.
+    """
 
     began_at: float
     compute_s: float
+    unfit: frozenset[int] = frozenset()
 
 
 class Stage(Enum):

@@ -25,7 +25,7 @@ class TowerListener:
 
     Attributes:
         on_ready: the tower is loaded and warm.
-        on_run: the oldest batch that was posted lies in its blocks.
+        on_run: the oldest batch that was posted lies in its blocks, but for what did not fit into the device.
         on_lost: loading or a run failed; nothing is written any more.
         on_end: the thread is about to end.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from quartet.media.items import MediaKind
 from quartet.media.media_id import PREPROCESSING_FILES, preprocessing_fingerprint
 from quartet.transfer.base import EmbeddingMemory, PoolMemory
 
+_LOG = logging.getLogger(__name__)
+
 #: Loads and warms up a vision tower, on the calling thread.
 LoadVision: TypeAlias = Callable[[TorchEncoderConfig], Vision]
 
@@ -42,14 +45,35 @@ class Tower:
     capabilities: EncoderCapabilities
 
     def run(self, batch: Sequence[Passenger]) -> RunTimes:
-        """Encode the pictures of ``batch`` at once, and write all of it to its blocks."""
+        """Encode the pictures of ``batch`` at once, and write all of it to its blocks.
+
+        Where the device has no room for that, one by one: what does not fit alone is named, and not written.
+        """
         began_at = time.monotonic()
+        unfit: list[int] = []
+        if not self._has_run(batch):
+            unfit = [index for index, item in enumerate(batch) if not self._has_run([item])]
+        return RunTimes(began_at, time.monotonic() - began_at, frozenset(unfit))
+
+    def _has_run(self, batch: Sequence[Passenger]) -> bool:
+        """Whether there was room for it."""
+        try:
+            self._encode(batch)
+        except torch.OutOfMemoryError as error:
+            _LOG.warning("no room on the device to encode %d items: %s", len(batch), error)
+        else:
+            return True
+        # Only here: while the exception is handled, its frames keep what the run has made so far.
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        return False
+
+    def _encode(self, batch: Sequence[Passenger]) -> None:
         pictures = [item.prepared for item in batch if isinstance(item.prepared, Pixels)]
         encoded = iter(self.vision.encode(pictures) if pictures else ())
         for item in batch:
             rows = item.prepared if isinstance(item.prepared, torch.Tensor) else next(encoded)
             self.pool.write(item.block_ids, rows)
-        return RunTimes(began_at, time.monotonic() - began_at)
 
 
 def load_tower(

@@ -75,6 +75,7 @@ class GatedVision:
         sizes: width and height of these pictures.
         num_prepared: pictures that were made into pixels.
         error: what a run that is let go raises, instead of encoding.
+        room_width: pictures wider than that, together, take more memory than the device has.
     """
 
     def __init__(self, vision: VisionModel) -> None:
@@ -84,6 +85,7 @@ class GatedVision:
         self.num_prepared = 0
         self.sizes: list[tuple[int, int]] = []
         self.error: Exception | None = None
+        self.room_width: int | None = None
         self._passes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._is_open = threading.Event()
         self._lock = threading.Lock()
@@ -104,6 +106,8 @@ class GatedVision:
             self._passes.get(timeout=WAIT_S)
         if self.error is not None:
             raise self.error
+        if self.room_width is not None and sum(picture.width for picture in pictures) > self.room_width:
+            raise torch.OutOfMemoryError("CUDA out of memory")
         return self._vision.encode(pictures)
 
     def let_go(self) -> None:

@@ -17,7 +17,7 @@ from quartet.engine.torch import TorchEncoderConfig
 from quartet.engine.torch.encoder import TorchEncoder
 from quartet.engine.torch.encoder_jobs import Stage as JobStage
 from quartet.engine.torch.vision import create_vision
-from quartet.errors import EngineError, InvalidMediaError, WorkerUnavailableError
+from quartet.errors import EngineError, InvalidMediaError, MediaTooLargeError, WorkerUnavailableError
 from quartet.media.items import MediaFile, MediaKind
 from tests.engine.torch.seeing_encoder import (
     WAIT_S,
@@ -207,6 +207,40 @@ async def test_a_call_in_the_tower_is_cancelled_only_once_nothing_writes_for_it(
         assert any(stage.encoder.embeddings.memory.piece(blocks(0)[0]))
         stats = stage.encoder.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_items) == (0, 0, 1)
+
+
+async def test_what_does_not_fit_into_the_device_together_runs_alone(checkpoint: Path) -> None:
+    async with gated(checkpoint) as stage:
+        first, *tasks = [await stage.begin_run(), *(stage.encode(number) for number in range(1, 4))]
+        await stage.ready(3)
+        stage.vision.room_width = 24 + 2
+        stage.vision.open()
+        outcomes = await ended(first, *tasks)
+        assert [type(outcome) for outcome in outcomes] == [EncodeTimes] * 3 + [MediaTooLargeError]
+        assert isinstance(outcomes[3], MediaTooLargeError)
+        assert outcomes[3].field == "file"
+        assert stage.vision.runs == [1, 3, 1, 1, 1]
+        stats = stage.encoder.stats()
+        assert (stats.num_running, stats.num_steps, stats.num_items, stats.num_failed) == (0, 2, 3, 1)
+        assert not any(stage.encoder.embeddings.memory.piece(blocks(3)[0]))
+
+        assert stage.encoder.is_alive
+        stage.vision.room_width = None
+        together = [rows_in(stage.encoder, blocks(number), NUM_TOKENS) for number in (1, 2)]
+        alone = [await encoded(stage.encoder, picture(number), blocks(number + 3)) for number in (1, 2)]
+        torch.testing.assert_close(together, alone)
+
+
+async def test_a_cancelled_call_ends_when_the_device_has_no_room_for_it(checkpoint: Path) -> None:
+    async with gated(checkpoint) as stage:
+        task = await stage.begin_run()
+        task.cancel()
+        stage.vision.room_width = 0
+        stage.vision.open()
+        [outcome] = await ended(task)
+        assert isinstance(outcome, asyncio.CancelledError)
+        stage.vision.room_width = None
+        await encoded(stage.encoder, picture(1), blocks(1))
 
 
 async def test_a_tower_that_breaks_is_the_end(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
