@@ -17,9 +17,8 @@ from quartet.errors import QueueFullError
 from router.fair_share import FairShare
 from router.worker import PoolKey
 
-#: Of the embeddings that a pool's encode workers hold, what one router's waiting requests may pin. What is left is for
-#: other routers, and for what is cached.
-_PINNED_SHARE = 0.5
+#: Of the embeddings that a pool's encode workers have room for, what one router's requests may pin.
+_PINNED_SHARE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +66,10 @@ class MediaRoom:
     def fetched(self, num_bytes: int) -> None:
         """Its files are here, and so large."""
         self._change(self.num_encode_tokens, min(num_bytes, self.num_bytes))
+
+    def sized(self, num_encode_tokens: int) -> None:
+        """Its embeddings are so many."""
+        self._change(min(num_encode_tokens, self.num_encode_tokens), self.num_bytes)
 
     def pulled(self) -> None:
         """Its embeddings are pinned nowhere any more. May be called again."""

@@ -77,6 +77,7 @@ async def prepare_media(
         sizes = await _begin(media, _order(request, pool.key, items, fields), tools.encode)
     if sizes is None:
         return media, _unknown(media, pool)
+    room.sized(sum(size.num_tokens for size in sizes))
     expanded, spans = expand_placeholders(token_ids, media.placeholder_id, sizes)
     return media, MediaPrompt(expanded, spans)
 

@@ -46,7 +46,7 @@ def media_fleet(*worker_ids: str, takes: dict[str, tuple[str, ...]] | None = Non
 def join(fleet: Fleet, worker_id: str, takes: dict[str, tuple[str, ...]] | None = None) -> None:
     role = worker_id.partition("-")[0]
     media = (takes or TAKES).get(role, ())
-    sizes = {"block_size": 16, "num_blocks": 7} if role == "encode" else {}
+    sizes = {"block_size": 16, "num_blocks": 70} if role == "encode" else {}
     fleet.join(worker_id, media=media, max_media_tokens=64 if media else 0, **sizes)
 
 
@@ -165,7 +165,7 @@ async def test_hand_offs_are_kept_while_a_request_waits_for_room() -> None:
 
 
 async def test_who_has_most_of_the_pictures_is_asked_then_who_has_least_to_do() -> None:
-    fleet = media_fleet("encode-0", "encode-1", "encode-2", "prefill-0", "decode-0", num_blocks=100_000)
+    fleet = media_fleet("encode-0", "encode-1", "encode-2", "prefill-0", "decode-0", num_blocks=1000)
     fleet.index.store(Place("encode-1"), None, [media_hash(item_of(A).media_id)])
     fleet.index.store(Place("encode-2"), None, [media_hash(item_of(A).media_id)])
     fleet.index.store(Place("encode-2"), None, [media_hash(item_of(B).media_id)])

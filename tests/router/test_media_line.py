@@ -12,7 +12,7 @@ from router.media_line import MediaLine, MediaLineConfig, MediaOrder, MediaRoom
 from router.worker import PoolKey
 
 POOL, OTHER_POOL = PoolKey("seeing", "aa"), PoolKey("other", "bb")
-ENCODE_ROOM = 200  # half of it may be pinned
+ENCODE_ROOM = 112  # of which 100 may be pinned
 WAIT_S = 10.0
 
 
@@ -47,7 +47,7 @@ async def result(task: asyncio.Task[MediaRoom]) -> MediaRoom:
         return await task
 
 
-async def test_embeddings_pin_half_of_the_encode_workers_pools_at_most() -> None:
+async def test_embeddings_pin_a_bounded_share_of_the_encode_workers_pools() -> None:
     line = Line()
     first, second, third = (line.ask(str(number), tokens=50) for number in range(3))
     await settle()
@@ -55,6 +55,12 @@ async def test_embeddings_pin_half_of_the_encode_workers_pools_at_most() -> None
     first.result().pulled()
     await settle()
     assert third.done()
+    fourth = line.ask("fourth", tokens=20)
+    await settle()
+    assert not fourth.done()
+    third.result().sized(30)
+    await settle()
+    assert fourth.done()
     first.result().close()
     assert line.line.length == 0
 
