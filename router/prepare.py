@@ -11,10 +11,11 @@ from typing import TypeVar
 from quartet.errors import InvalidRequestError, ModelNotFoundError, RequestTimeoutError, WorkerUnavailableError
 from quartet.rpc.edge import ChatPrompt, GenerateStart, Prompt, Resume, TextPrompt
 from quartet.text.model_text import ModelText
+from router.media_fields import check_items
 from router.media_run import MediaPrompt, MediaRequest
 from router.pipeline_tools import PipelineTools
 from router.pools import Pool
-from router.prepare_media import check_items, has_media, prepare_media
+from router.prepare_media import has_media, prepare_media
 from router.prepared import ArrivedRequest, PreparedRequest
 from router.validation import check_generated, check_pool, check_tokens, max_sequence_tokens, num_output_tokens
 from router.worker_table import WorkerTable
@@ -82,7 +83,7 @@ async def _prepare(arrived: ArrivedRequest, tools: PipelineTools, deadline: floa
         )
         media, prompt = await prepare_media(request, pool, text, token_ids, tools.media, encodes=encodes)
     elif text.media is not None:
-        check_items(token_ids, text.media, (), ())
+        check_items(start, token_ids, text.media, ())
     try:
         num_prompt_tokens = len(prompt.token_ids) + prompt.num_unknown_tokens
         check_tokens(start, prompt.token_ids, text.vocab_size, pool, num_prompt_tokens=num_prompt_tokens)

@@ -7,21 +7,19 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
 
-from quartet.errors import InvalidRequestError, MediaTooLargeError, UnsupportedFieldError
-from quartet.kvcache.media_spans import check_placeholders, expand_placeholders
-from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaPart, MediaSize, MediaUrl
+from quartet.errors import MediaTooLargeError, UnsupportedFieldError
+from quartet.kvcache.media_spans import expand_placeholders
+from quartet.media.items import MediaFile, MediaItem, MediaPart, MediaSize
 from quartet.rpc.chunked_starts import MAX_START_MEDIA_BYTES
 from quartet.rpc.context import RequestContext
 from quartet.rpc.edge import ChatPrompt, GenerateStart
-from quartet.text.chat_message import media_of
 from quartet.text.model_text import MediaText, ModelText
 from router.encoding import EncodeOrder, EncodeTools
+from router.media_fields import check_items, item_field, named_parts
 from router.media_line import MediaOrder, MediaRoom
 from router.media_run import MediaPrompt, MediaRequest, MediaTools, RequestMedia
 from router.pools import MediaWay, Pool
 from router.worker import PoolKey
-
-_CHAT_FIELD = "chat.messages.parts.media"
 
 
 def has_media(start: GenerateStart) -> bool:
@@ -60,12 +58,12 @@ async def prepare_media(
         UnsupportedFieldError: the model takes none, or none of a kind.
         WorkerUnavailableError: no worker that takes such media is ready.
     """
-    parts, fields = _parts(request.start)
+    parts, fields = named_parts(request.start)
     if not parts:
         return None, MediaPrompt(token_ids)
     if text.media is None:
-        raise UnsupportedFieldError("this model takes no media", field=fields[0].partition("[")[0])
-    check_items(token_ids, text.media, parts, fields)
+        raise UnsupportedFieldError("this model takes no media", field=item_field(fields[0]))
+    check_items(request.start, token_ids, text.media, fields)
     order = _media_order(request.start, pool, parts, tools.max_item_bytes)
     room = await tools.line.enter(order) if encodes else tools.line.look_in(order)
     media, way = await _fetch(request, pool, text.media, (parts, fields), token_ids, tools, room)
@@ -119,25 +117,6 @@ def _media_order(start: GenerateStart, pool: Pool, parts: Sequence[MediaPart], m
     )
 
 
-def check_items(token_ids: Sequence[int], media: MediaText, parts: Sequence[MediaPart], fields: Sequence[str]) -> None:
-    """Refuse a prompt without exactly one placeholder an item. Raises ``InvalidRequestError``, naming the field."""
-    try:
-        check_placeholders(token_ids, media.placeholder_id, len(parts))
-    except InvalidRequestError as error:
-        is_chat = bool(fields) and fields[0] == _CHAT_FIELD
-        raise InvalidRequestError(error.message, field=_CHAT_FIELD if is_chat else error.field) from error
-
-
-def _parts(start: GenerateStart) -> tuple[Sequence[MediaPart], Sequence[str]]:
-    """The items of a request, and what the client calls each."""
-    if not isinstance(start.prompt, ChatPrompt):
-        return start.media, [f"media[{number}].{_source(part)}" for number, part in enumerate(start.media)]
-    if start.media:
-        raise InvalidRequestError("the media of a chat are in its messages", field="media")
-    parts = list(media_of(start.prompt.messages))
-    return parts, [_CHAT_FIELD] * len(parts)
-
-
 def _check_total(items: Sequence[MediaItem], fields: Sequence[str]) -> None:
     """Refuse what no worker takes at once, before it is sent for nothing. Raises ``MediaTooLargeError``."""
     num_bytes = 0
@@ -146,12 +125,6 @@ def _check_total(items: Sequence[MediaItem], fields: Sequence[str]) -> None:
         if num_bytes > MAX_START_MEDIA_BYTES:
             message = f"the request's media exceed {MAX_START_MEDIA_BYTES} bytes together"
             raise MediaTooLargeError(message, field=field_name)
-
-
-def _source(part: MediaPart) -> str:
-    if isinstance(part, MediaUrl):
-        return "url"
-    return "data" if isinstance(part, MediaFile) and part.kind is MediaKind.IMAGE else "embeddings"
 
 
 async def _begin(media: RequestMedia, order: EncodeOrder, tools: EncodeTools) -> Sequence[MediaSize]:

@@ -120,7 +120,7 @@ def check_size(start: GenerateStart, message: Message) -> None:
     # Without any nobody pays for the measuring, which is writing the message.
     if (start.media or in_chat) and message.ByteSize() > MAX_EDGE_MESSAGE_BYTES - _WRAPPING_BYTES:
         reason = f"with its media the request is longer than {MAX_EDGE_MESSAGE_BYTES >> 20} MiB"
-        raise MediaTooLargeError(reason, field="chat.messages.parts.media" if in_chat else "media")
+        raise MediaTooLargeError(reason, field="chat.messages" if in_chat else "media")
 
 
 def _make_prompt(text: str | None, messages: Sequence[ChatMessage] | None, token_ids: Sequence[int] | None) -> Prompt:

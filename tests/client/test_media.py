@@ -122,11 +122,11 @@ async def test_a_request_that_is_placed_again_brings_its_media_again(
 async def test_what_the_router_does_not_allow_is_told_as_that(
     router: FakeRouter, start_router: StartRouter, path: RequestPath
 ) -> None:
-    router.error = MediaNotAllowedError("no files are allowed", field="chat.messages.parts.media")
+    router.error = MediaNotAllowedError("no files are allowed", field="chat.messages[0].parts[1].media.url")
     async with QuartetClient(await start_router(router)) as client:
         with pytest.raises(MediaNotAllowedError, match="no files are allowed") as caught:
             await client.complete(path=path, messages=[MESSAGE])
-    assert caught.value.field == "chat.messages.parts.media"
+    assert caught.value.field == "chat.messages[0].parts[1].media.url"
 
 
 @pytest.mark.parametrize("in_chat", [True, False])
@@ -137,7 +137,7 @@ async def test_too_much_for_one_message_is_refused_before_it_is_sent(
     async with QuartetClient(await start_router(router)) as client:
         with pytest.raises(MediaTooLargeError, match="64 MiB") as caught:
             client.generate(None if in_chat else "Hi", path=path, **fields)
-        assert caught.value.field == ("chat.messages.parts.media" if in_chat else "media")
+        assert caught.value.field == ("chat.messages" if in_chat else "media")
         # A session's other requests are none the worse.
         await client.complete("Hi", path=path)
     assert len(router.starts) == 1

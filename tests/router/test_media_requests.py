@@ -14,18 +14,21 @@ from quartet.engine.sampling import Sampling
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.media.items import MediaFile, MediaKind, MediaSize, MediaUrl
 from quartet.rpc.chunked_starts import MAX_START_MEDIA_BYTES
-from quartet.rpc.edge import ChatPrompt, Resume, TokenPrompt
+from quartet.rpc.edge import ChatPrompt, GenerateStart, Resume, TokenPrompt
 from quartet.rpc.placement import PlacedRequest, SealedPlacement
 from quartet.text.chat_message import ChatMessage
+from quartet.text.model_text import ModelText
 from quartet.v1 import decode_pb2
 from router.encoding import KnownSizes
 from tests.router.fakes import MODEL_TEXT, TIMEOUT_S, Fleet, Plan, collect, expected_tokens
-from tests.router.media_fakes import PLACEHOLDER, item_of, picture
+from tests.router.media_fakes import MEDIA_TEXT, PLACEHOLDER, item_of, picture
 from tests.router.test_explain import by_name, explain
 from tests.router.test_media_encoded import EXPANDED, SPANS, A, B, calls_of, media_fleet, media_start
 from tests.router.test_media_files import AGGREGATED, TOWERS
 from tests.router.test_pipeline import make_start
 
+TENSORS = MediaFile(MediaKind.EMBEDDINGS, b"tensors")
+HALF = MediaFile(MediaKind.IMAGE, bytes(MAX_START_MEDIA_BYTES // 2 + 1))
 CHAT = ChatPrompt((ChatMessage("user", ("Look: ", A)),))
 
 
@@ -43,8 +46,9 @@ async def test_what_is_impossible_is_refused_by_the_clients_field_before_any_wor
     torn = MediaUrl("http://nowhere/")
     for changes, kind, field in (
         ({"media": (A, torn)}, errors.MediaFetchError, "media[1].url"),
-        ({"prompt": one}, errors.InvalidRequestError, "media"),
-        ({"prompt": none}, errors.InvalidRequestError, "media"),
+        ({"prompt": one}, errors.InvalidRequestError, "media[1]"),
+        ({"prompt": none}, errors.InvalidRequestError, "media[0]"),
+        ({"media": (A,)}, errors.InvalidRequestError, "media"),
         ({"prompt": one, "media": ()}, errors.InvalidRequestError, "media"),
     ):
         error = await refusal(fleet, **changes)
@@ -53,8 +57,7 @@ async def test_what_is_impossible_is_refused_by_the_clients_field_before_any_wor
 
 async def test_media_that_are_too_large_together_are_refused_before_they_are_sent() -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
-    half = MediaFile(MediaKind.IMAGE, bytes(MAX_START_MEDIA_BYTES // 2 + 1))
-    error = await refusal(fleet, media=(half, half))
+    error = await refusal(fleet, media=(HALF, HALF))
     assert (type(error), error.field) == (errors.MediaTooLargeError, "media[1].data")
 
 
@@ -62,7 +65,7 @@ async def test_a_model_without_media_takes_none() -> None:
     fleet = media_fleet("prefill-0", "decode-0")
     fleet.texts.text = MODEL_TEXT
     error = await refusal(fleet)
-    assert (type(error), error.field) == (errors.UnsupportedFieldError, "media")
+    assert (type(error), error.field) == (errors.UnsupportedFieldError, "media[0]")
 
 
 async def test_kinds_that_nobody_takes_are_refused_and_those_whose_takers_are_gone_are_unavailable() -> None:
@@ -90,25 +93,58 @@ async def test_prompts_that_are_too_long_with_their_media_are_refused() -> None:
 
 async def test_a_chat_has_its_media_in_its_messages() -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
-
-    class ChatText(type(MODEL_TEXT)):  # type: ignore[misc]
-        def encode_messages(self, messages: object, add_generation_prompt: bool = True, **extra: Any) -> list[int]:
-            return [10, PLACEHOLDER, 11]
-
-    fleet.texts.text = ChatText(**vars(fleet.texts.text))
+    fleet.texts.text = chat_text(1)
     await collect(fleet.generate(make_start(prompt=CHAT)))
     assert [item.file for item in calls_of(fleet, "encode")[0].start.items] == [A]
-    torn = ChatPrompt((ChatMessage("user", ("Look: ", MediaUrl("http://nowhere/"))),))
-    with pytest.raises(errors.MediaFetchError) as raised:
-        await collect(fleet.generate(make_start(prompt=torn)))
-    assert raised.value.field == "chat.messages.parts.media"
-    two = ChatPrompt((ChatMessage("user", (A, B)),))
-    with pytest.raises(errors.InvalidRequestError) as refused:
-        await collect(fleet.generate(make_start(prompt=two)))
-    assert refused.value.field == "chat.messages.parts.media"
-    with pytest.raises(errors.InvalidRequestError) as twice:
-        await collect(fleet.generate(make_start(prompt=CHAT, media=(A,))))
-    assert twice.value.field == "media"
+    twice = make_start(prompt=CHAT, media=(A,))
+    assert await refused_field(fleet, twice) == "media"
+
+
+@pytest.mark.parametrize(
+    ("contents", "num_places", "field"),
+    [
+        (["Look: ", ("Here: ", MediaUrl("http://nowhere/"))], 1, "chat.messages[1].parts[1].media.url"),
+        ([(A, MediaUrl("http://nowhere/"))], 2, "chat.messages[0].parts[1].media.url"),
+        ([("one", A), "and", ("two", TENSORS)], 2, "chat.messages[2].parts[1].media.embeddings"),
+        ([("one", A), ("two", HALF, HALF)], 3, "chat.messages[1].parts[2].media.data"),
+        (["one", (A, B)], 0, "chat.messages[1].parts[0].media"),
+        ([(A, B)], 1, "chat.messages"),  # the template left out one of them: nobody knows which
+        ([(A, B)], 3, "chat.messages"),
+        (["nothing"], 1, "chat.messages"),
+    ],
+)
+async def test_what_is_wrong_with_one_item_of_a_chat_names_its_message_and_part(
+    contents: list[Any], num_places: int, field: str
+) -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0", takes={"encode": ("image",), "prefill": ("hand_off",)})
+    fleet.texts.text = chat_text(num_places)
+    chat = ChatPrompt(tuple(ChatMessage("user", content) for content in contents))
+    assert await refused_field(fleet, make_start(prompt=chat)) == field
+    fleet.assert_nothing_left()
+
+
+async def test_what_an_encode_worker_refuses_of_a_chat_names_its_message_and_part() -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0")
+    fleet.texts.text = chat_text(2)
+    fleet.hops.plan("encode", Plan(error=errors.InvalidMediaError("it is torn", field="items[1].file.data")))
+    chat = ChatPrompt((ChatMessage("user", (A, "or", B)),))
+    assert await refused_field(fleet, make_start(prompt=chat)) == "chat.messages[0].parts[2].media.data"
+
+
+async def refused_field(fleet: Fleet, start: GenerateStart) -> str | None:
+    with pytest.raises(errors.ServingError) as raised:
+        await collect(fleet.generate(start))
+    return raised.value.field
+
+
+def chat_text(num_places: int) -> ModelText:
+    """A model whose template lays out so many places for media, whatever the chat."""
+
+    class ChatText(ModelText):
+        def encode_messages(self, messages: object, add_generation_prompt: bool = True, **extra: Any) -> list[int]:
+            return [10, *[PLACEHOLDER] * num_places, 11]
+
+    return ChatText(**vars(replace(MODEL_TEXT, media=MEDIA_TEXT)))
 
 
 async def test_explain_encodes_nothing_and_says_who_does_not_take_it() -> None:

@@ -121,7 +121,7 @@ async def test_every_way_gives_the_right_answer(
         with pytest.raises(grpc.aio.AioRpcError) as torn:
             await ask(stub, start_about(replace(LOOKS[0], files=(b"no picture",))))
         error = from_rpc_error(torn.value)
-        assert (type(error), error.field) == (InvalidMediaError, "chat.messages.parts.media")
+        assert (type(error), error.field) == (InvalidMediaError, "chat.messages[0].parts[0].media.data")
         await system.wait_idle()
 
 
@@ -131,7 +131,7 @@ async def test_what_only_decode_workers_encode_is_not_placed(tmp_path: Path) -> 
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.Place(pb.PlaceRequest(start=start_about(LOOKS[0])), timeout=WAIT_S)
         error = from_rpc_error(refused.value)
-        assert (type(error), error.field) == (UnsupportedFieldError, "chat.messages.parts.media")
+        assert (type(error), error.field) == (UnsupportedFieldError, "chat.messages[0].parts[0].media.data")
 
 
 @pytest.mark.timeout(180)

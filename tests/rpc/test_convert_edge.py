@@ -82,25 +82,32 @@ def test_pieces_that_are_all_text_come_as_one() -> None:
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        (router_pb2.ChatMessage(content="Hi"), "chat.messages.role"),
+        (router_pb2.ChatMessage(content="Hi"), "chat.messages[1].role"),
         (
             router_pb2.ChatMessage(role="user", content="Hi", parts=[router_pb2.ContentPart(text="Hi")]),
-            "chat.messages.content",
+            "chat.messages[1].content",
         ),
-        (router_pb2.ChatMessage(role="user", parts=[router_pb2.ContentPart()]), "chat.messages.parts.part"),
+        (router_pb2.ChatMessage(role="user", parts=[router_pb2.ContentPart()]), "chat.messages[1].parts[0].part"),
         (
             router_pb2.ChatMessage(role="user", parts=[router_pb2.ContentPart(media=router_pb2.MediaPart())]),
-            "chat.messages.parts.media",
+            "chat.messages[1].parts[0].media",
         ),
         (
-            router_pb2.ChatMessage(role="user", parts=[router_pb2.ContentPart(media=router_pb2.MediaPart(data=b""))]),
-            "chat.messages.parts.media",
+            router_pb2.ChatMessage(
+                role="user",
+                parts=[
+                    router_pb2.ContentPart(text="Hi"),
+                    router_pb2.ContentPart(media=router_pb2.MediaPart(data=b"")),
+                ],
+            ),
+            "chat.messages[1].parts[1].media",
         ),
     ],
 )
 def test_a_message_that_makes_no_sense_is_refused_by_its_field(message: router_pb2.ChatMessage, field: str) -> None:
+    first = router_pb2.ChatMessage(role="user", content="Hi")
     with pytest.raises(InvalidRequestError) as caught:
-        from_generate_start(router_pb2.GenerateStart(chat=router_pb2.ChatPrompt(messages=[message])))
+        from_generate_start(router_pb2.GenerateStart(chat=router_pb2.ChatPrompt(messages=[first, message])))
     assert caught.value.field == field
 
 

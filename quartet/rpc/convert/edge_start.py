@@ -98,7 +98,9 @@ def _from_prompt(message: router_pb2.GenerateStart) -> Prompt:
     if kind == "chat":
         chat = message.chat
         has_choice = chat.HasField("add_generation_prompt")
-        messages = tuple(_from_chat_message(item) for item in chat.messages)
+        messages = tuple(
+            _from_chat_message(item, f"chat.messages[{number}]") for number, item in enumerate(chat.messages)
+        )
         return ChatPrompt(messages, chat.add_generation_prompt if has_choice else True)
     raise InvalidRequestError("a request needs a prompt: text, chat or token_ids", field="prompt")
 
@@ -111,14 +113,14 @@ def _to_chat_message(message: ChatMessage) -> router_pb2.ChatMessage:
     return router_pb2.ChatMessage(role=message.role, parts=map(_to_content_part, message.content))
 
 
-def _from_chat_message(message: router_pb2.ChatMessage) -> ChatMessage:
+def _from_chat_message(message: router_pb2.ChatMessage, field: str) -> ChatMessage:
     if not message.role:
-        raise InvalidRequestError("a message needs a role", field="chat.messages.role")
+        raise InvalidRequestError("a message needs a role", field=f"{field}.role")
     if message.parts and message.content:
-        raise InvalidRequestError("a message has content or parts, not both", field="chat.messages.content")
+        raise InvalidRequestError("a message has content or parts, not both", field=f"{field}.content")
     if not message.parts:
         return ChatMessage(role=message.role, content=message.content)
-    parts = tuple(map(_from_content_part, message.parts))
+    parts = tuple(_from_content_part(part, f"{field}.parts[{number}]") for number, part in enumerate(message.parts))
     texts = [part for part in parts if isinstance(part, str)]
     # Templates of models without media know nothing of pieces.
     return ChatMessage(role=message.role, content="".join(texts) if len(texts) == len(parts) else parts)
@@ -130,11 +132,11 @@ def _to_content_part(part: str | MediaPart) -> router_pb2.ContentPart:
     return router_pb2.ContentPart(media=to_media_part(part))
 
 
-def _from_content_part(part: router_pb2.ContentPart) -> str | MediaPart:
+def _from_content_part(part: router_pb2.ContentPart, field: str) -> str | MediaPart:
     kind = part.WhichOneof("part")
     if kind is None:
-        raise InvalidRequestError("a part holds text or media", field="chat.messages.parts.part")
-    return from_media_part(part.media, "chat.messages.parts.media") if kind == "media" else part.text
+        raise InvalidRequestError("a part holds text or media", field=f"{field}.part")
+    return from_media_part(part.media, f"{field}.media") if kind == "media" else part.text
 
 
 def _to_text_options(options: TextOptions) -> router_pb2.TextOptions:
