@@ -32,10 +32,15 @@ class EncoderCapabilities:
 
 @dataclass(frozen=True)
 class ItemSize:
-    """How much of a prompt an item fills: tokens, and the grid of patches where there is one."""
+    """How much of a prompt an item fills: tokens, and the grid of patches where there is one.
+
+    Attributes:
+        num_pixels: that its file is decoded to; 0: it is no picture.
+    """
 
     num_tokens: int
     grid: MediaGrid | None
+    num_pixels: int = 0
 
 
 @dataclass(frozen=True)

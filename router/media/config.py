@@ -22,7 +22,7 @@ class MediaConfig:
             where the port is not the scheme's own; none by default.
         allowed_private_networks: CIDRs that hosts' addresses may lie in though they are not public.
         max_size_bytes: of one item's file.
-        max_pixels: of one picture; 8k by default.
+        max_pixels: of one picture; 4096 x 4096 by default.
         max_items: of one request.
         fetch_timeout_s: for one item, from asking to the last byte.
         max_redirects: that are followed for one item.
@@ -36,7 +36,7 @@ class MediaConfig:
     allowed_hosts: tuple[str, ...] = ()
     allowed_private_networks: tuple[str, ...] = ()
     max_size_bytes: int = 20 * 1024 * 1024
-    max_pixels: int = 33_177_600
+    max_pixels: int = 16_777_216
     max_items: int = 16
     fetch_timeout_s: float = 10.0
     max_redirects: int = 3

@@ -18,7 +18,6 @@ from quartet.errors import (
     DrainingError,
     EngineError,
     InvalidRequestError,
-    QueueFullError,
     RequestCancelledError,
     RequestTimeoutError,
     ServingError,
@@ -33,6 +32,7 @@ from services.workers.counted_starts import CountedStarts
 from services.workers.dispatcher import Holds
 from services.workers.embedding_store import EmbeddingStore, Lease
 from services.workers.file_encoder import FileEncoder, SizedItem
+from services.workers.media_backlog import MediaBacklog, WaitingMedia
 from services.workers.requests import NoPlacements, Progress
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class _Running:
 
     start: EncodeStart
     outbox: EncodeOutbox
-    num_left: int
+    waiting: WaitingMedia
     task: asyncio.Task[object] | None = field(default_factory=asyncio.current_task)
     arrived_at: float = field(default_factory=time.monotonic)
     is_cut: bool = False
@@ -67,11 +67,11 @@ class EncodeDesk(NoPlacements):
         metrics: WorkerMetrics,
         encode_metrics: EncodeMetrics,
         *,
-        max_waiting_items: int,
+        backlog: MediaBacklog,
     ) -> None:
         """Encode with ``files``, into ``store``, whose items ``holds`` gives to others; ``encoder`` is behind it all.
 
-        Of more than ``max_waiting_items`` that are not encoded yet, those of a new request are refused.
+        ``backlog`` counts what is not encoded yet, and bounds it.
         """
         self._encoder = encoder
         self._files = files
@@ -79,9 +79,8 @@ class EncodeDesk(NoPlacements):
         self._holds = holds
         self._metrics = metrics
         self._encode_metrics = encode_metrics
-        self._max_waiting_items = max_waiting_items
+        self._backlog = backlog
         self._running: set[_Running] = set()
-        self._num_waiting_items = 0
         self._leases: dict[int, Lease] = {}
         self._next_holder = itertools.count(1)
         self._counted = CountedStarts()
@@ -116,7 +115,7 @@ class EncodeDesk(NoPlacements):
         return (
             EngineStats(
                 num_running=stats.num_running,
-                num_waiting=max(self._num_waiting_items - stats.num_running, 0),
+                num_waiting=max(self._backlog.num_items - stats.num_running, 0),
                 num_in_use_blocks=counts.in_use,
                 num_held_blocks=counts.held,
                 num_cached_blocks=counts.cached,
@@ -131,7 +130,7 @@ class EncodeDesk(NoPlacements):
 
         Raises:
             DrainingError: this worker takes nothing new.
-            QueueFullError: too many items wait already.
+            QueueFullError: too much waits already.
             RequestTimeoutError, RequestCancelledError: its time ran out, or that of the drain.
             EngineError: the vision tower is dead.
             ServingError: what is wrong with an item (``items[1].file``), or there is no room for it.
@@ -141,9 +140,8 @@ class EncodeDesk(NoPlacements):
         # The load shows its items from the first moment on.
         self._counted.count_in(context.router_id, context.router_request_number)
         self._check_takes(start)
-        running = _Running(start, outbox, num_left=len(start.items))
+        running = _Running(start, outbox, self._backlog.enter(len(start.items)))
         self._running.add(running)
-        self._num_waiting_items += running.num_left
         self._idle.clear()
         async with self._ending(running), asyncio.timeout(context.timeout_s):
             await self._run(running)
@@ -181,6 +179,7 @@ class EncodeDesk(NoPlacements):
 
     async def _run(self, running: _Running) -> None:
         running.sized = await self._files.size(running.start.items, "items")
+        running.waiting.add_pixels([0 if item.size.is_cached else item.num_pixels for item in running.sized])
         running.outbox.sized([item.size for item in running.sized])
         wants = [
             self._files.want(item, running.arrived_at, partial(running.times.__setitem__, index))
@@ -200,8 +199,7 @@ class EncodeDesk(NoPlacements):
             lease.release()
             raise
         self._leases[holder] = lease
-        running.num_left -= 1
-        self._num_waiting_items -= 1
+        running.waiting.leave(index)
         queue_s, compute_s = (0.0, 0.0) if times is None else (times.queue_s, times.compute_s)
         encoded = EncodedItem(item=index, hand_off=hand_off, queue_s=queue_s, compute_s=compute_s)
         running.outbox.encoded(encoded, holder)
@@ -213,9 +211,6 @@ class EncodeDesk(NoPlacements):
             raise EngineError("the vision tower of this worker is dead")
         if len(start.items) > MAX_ITEMS:
             raise InvalidRequestError(f"a request has at most {MAX_ITEMS} items", field="items")
-        num_waiting = self._num_waiting_items
-        if num_waiting and num_waiting + len(start.items) > self._max_waiting_items:
-            raise QueueFullError(f"{num_waiting} items wait for the vision tower already", retry_delay_s=1.0)
 
     @asynccontextmanager
     async def _ending(self, running: _Running) -> AsyncIterator[None]:
@@ -238,7 +233,7 @@ class EncodeDesk(NoPlacements):
 
     def _end(self, running: _Running, outcome: str) -> None:
         self._running.discard(running)
-        self._num_waiting_items -= running.num_left
+        running.waiting.leave_all()
         if not self._running:
             self._idle.set()
         self._metrics.count_request(outcome)

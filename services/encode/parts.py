@@ -12,6 +12,7 @@ from services.encode.servicer import encode_service
 from services.workers.embedding_store import EmbeddingStore
 from services.workers.engines import EncoderFactory
 from services.workers.file_encoder import FileEncoder
+from services.workers.media_backlog import MediaBacklog
 from services.workers.parts import Abilities, Serving, Surroundings
 
 
@@ -49,7 +50,9 @@ class EncodeParts:
             source,
             self._surroundings.metrics,
             metrics,
-            max_waiting_items=config.encoder.max_waiting_items,
+            backlog=MediaBacklog(
+                max_items=config.encoder.max_waiting_items, max_pixels=config.encoder.max_waiting_pixels
+            ),
         )
         metrics.watch_tower(self._encoder.stats)
         metrics.watch_pool(lambda: pool.counts)

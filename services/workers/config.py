@@ -75,17 +75,19 @@ class EncoderSettings:
 
     Attributes:
         max_batch_size: items in one run of the tower.
-        max_pixels: of one picture.
+        max_pixels: of one picture; 4096 x 4096 by default.
         max_waiting_items: items that may wait for the tower; those of further requests are refused.
+        max_waiting_pixels: the same of pixels that are to be decoded.
     """
 
     max_batch_size: int = 8
-    max_pixels: int = 33_177_600
+    max_pixels: int = 16_777_216
     max_waiting_items: int = 256
+    max_waiting_pixels: int = 268_435_456
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
-        for name in ("max_batch_size", "max_pixels", "max_waiting_items"):
+        for name in ("max_batch_size", "max_pixels", "max_waiting_items", "max_waiting_pixels"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, not {getattr(self, name)}")
 

@@ -24,11 +24,13 @@ class SizedItem:
     """A file that was looked at.
 
     Attributes:
+        num_pixels: that it is decoded to.
         field: its path in the request.
     """
 
     file: MediaFile
     size: MediaSize
+    num_pixels: int
     field: str
 
 
@@ -93,7 +95,7 @@ class FileEncoder:
             raise self._named(error, field) from None
         is_cached = self._store.has(name)
         named = MediaSize(media_id=name, num_tokens=size.num_tokens, grid=size.grid, is_cached=is_cached)
-        return SizedItem(item.file, named, field)
+        return SizedItem(item.file, named, size.num_pixels, field)
 
     async def _encode(
         self,

@@ -9,7 +9,7 @@ from functools import partial
 
 from quartet.engine.base import Generation
 from quartet.engine.encoder import EncodeTimes
-from quartet.errors import InvalidRequestError, PromptTooLongError, QueueFullError, UnsupportedFieldError
+from quartet.errors import InvalidRequestError, PromptTooLongError, UnsupportedFieldError
 from quartet.kvcache.layout import EmbeddingsPayload, HandOff
 from quartet.kvcache.media_spans import expand_placeholders
 from quartet.media.items import MediaFile
@@ -19,6 +19,7 @@ from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.transfer.base import Claim, PieceCopy, Puller
 from services.workers.embedding_store import EmbeddingStore, Lease, Want
 from services.workers.file_encoder import FileEncoder
+from services.workers.media_backlog import MediaBacklog, WaitingMedia
 
 # A prompt that came with files is told back in one message, 4 bytes a token, with room for all else in it.
 _MAX_TOLD_TOKENS = (MAX_INNER_MESSAGE_BYTES - (128 << 10)) // 4
@@ -50,7 +51,7 @@ class MediaStage:
         *,
         files: FileEncoder | None,
         placeholder_id: int,
-        max_waiting_items: int,
+        backlog: MediaBacklog,
     ) -> None:
         """Bring media into ``store``.
 
@@ -60,16 +61,15 @@ class MediaStage:
             metrics: items.
             files: encodes files into that pool; ``None``: they are refused.
             placeholder_id: stands in a prompt for each of the files that came with it.
-            max_waiting_items: files that may wait for the vision tower.
+            backlog: of files that wait for the vision tower.
         """
         self.store = store
         self.puller = puller
         self.metrics = metrics
         self.files = files
         self.placeholder_id = placeholder_id
-        self.num_waiting_files = 0
+        self.backlog = backlog
         self.num_pulls = 0
-        self._max_waiting_items = max_waiting_items
         self._aborts: set[asyncio.Task[None]] = set()
 
     @property
@@ -88,7 +88,7 @@ class MediaStage:
         """
         if isinstance(start.media[0].source, MediaFile):
             self._check_files(start)
-            return MediaUse(self, start, {})
+            return MediaUse(self, start, {}, self.backlog.enter(len(start.media)))
         hand_offs = [_checked_hand_off(start, index) for index in range(len(start.media))]
         use = MediaUse(self, start, {})
         try:
@@ -115,20 +115,20 @@ class MediaStage:
             raise UnsupportedFieldError("this worker has no vision tower for media files", field="media")
         if start.hand_off is not None:
             raise InvalidRequestError("the media of a prompt whose KV is handed off are in it", field="media")
-        if self.num_waiting_files and self.num_waiting_files + len(start.media) > self._max_waiting_items:
-            message = f"{self.num_waiting_files} items wait for the vision tower already"
-            raise QueueFullError(message, retry_delay_s=1.0)
 
 
 class MediaUse:
     """The media of one request, from its arrival until the engine has ended it."""
 
-    def __init__(self, stage: MediaStage, start: InnerStart, claims: dict[int, Claim]) -> None:
-        """Made by ``MediaStage.open``; ``claims`` are of hand-offs that are not taken over yet."""
+    def __init__(
+        self, stage: MediaStage, start: InnerStart, claims: dict[int, Claim], waiting: WaitingMedia | None = None
+    ) -> None:
+        """Made by ``MediaStage.open``: ``claims`` of hand-offs that are not taken over yet, ``waiting`` of files."""
         self.claims = claims
         self.num_prompt_tokens = len(start.generation.prompt_token_ids)
         self._stage = stage
         self._start = start
+        self._waiting = waiting
         self._arrived_at = time.monotonic()
         self._leases: dict[int, Lease] = {}
         self._made: set[int] = set()  # positions of items that were not here
@@ -141,6 +141,7 @@ class MediaUse:
             PromptTooLongError: with its media, the prompt is too long to be told back.
             TransferError, HandOffNotFoundError, StaleEpochError: what was handed off is lost.
             OutOfBlocksError: there is no room for it.
+            QueueFullError: too many pixels wait to be decoded already.
             EngineError: the vision tower is dead.
         """
         if isinstance(self._start.media[0].source, MediaFile):
@@ -159,6 +160,8 @@ class MediaUse:
 
     def release(self) -> None:
         """The request has ended, or never began: let go of everything. May be called twice."""
+        if self._waiting is not None:
+            self._waiting.leave_all()
         for lease in self._leases.values():
             lease.release()
         claims, self.claims = list(self.claims.values()), {}
@@ -167,13 +170,13 @@ class MediaUse:
 
     async def _encode_files(self) -> Generation:
         stage, start = self._stage, self._start
-        assert stage.files is not None, "files were refused else"
-        stage.num_waiting_files += len(start.media)
+        assert stage.files is not None and self._waiting is not None, "files were refused else"
         try:
             files = [(item.media_id, item.source) for item in start.media]
             items = [EncodeItem(name, source) for name, source in files if isinstance(source, MediaFile)]
             sized = await stage.files.size(items, "media")
             sizes = [item.size for item in sized]
+            self._waiting.add_pixels([0 if item.size.is_cached else item.num_pixels for item in sized])
             token_ids = start.generation.prompt_token_ids
             expanded, spans = expand_placeholders(token_ids, stage.placeholder_id, sizes)
             if len(expanded) > _MAX_TOLD_TOKENS:
@@ -186,7 +189,7 @@ class MediaUse:
             ]
             await stage.store.obtain(wants, self._take)
         finally:
-            stage.num_waiting_files -= len(start.media)
+            self._waiting.leave_all()
         return replace(start.generation, prompt_token_ids=expanded, media=spans)
 
     def _note_encoded(self, index: int, _times: EncodeTimes) -> None:

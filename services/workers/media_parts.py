@@ -16,6 +16,7 @@ from services.workers.embedding_store import EmbeddingStore
 from services.workers.engines import EncoderFactory
 from services.workers.file_encoder import FileEncoder
 from services.workers.media import MediaStage
+from services.workers.media_backlog import MediaBacklog
 from services.workers.parts import Surroundings
 
 
@@ -90,5 +91,7 @@ class MediaParts:
             metrics,
             files=self._files,
             placeholder_id=placeholder_id,
-            max_waiting_items=self._config.encoder.max_waiting_items,
+            backlog=MediaBacklog(
+                max_items=self._config.encoder.max_waiting_items, max_pixels=self._config.encoder.max_waiting_pixels
+            ),
         )

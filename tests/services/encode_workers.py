@@ -36,6 +36,7 @@ from services.encode.reports import PoolReports
 from services.encode.servicer import encode_service
 from services.workers.embedding_store import EmbeddingStore
 from services.workers.file_encoder import FileEncoder
+from services.workers.media_backlog import MediaBacklog
 from tests.services.fake_encoder import FakeEncoder
 from tests.services.inner_workers import EPOCH
 
@@ -115,6 +116,7 @@ async def encode_worker(
     limits: StreamLimits | None = None,
     lease_s: float = 10.0,
     max_waiting_items: int = 64,
+    max_waiting_pixels: int = 10_000,
     room_timeout_s: float = 10.0,
 ) -> AsyncIterator[EncodeWorker]:
     """A worker on loopback; everything is taken down in the end."""
@@ -133,9 +135,8 @@ async def encode_worker(
     registry = CollectorRegistry()
     metrics = EncodeMetrics(registry)
     files = FileEncoder(encoder, store, metrics)
-    desk = EncodeDesk(
-        encoder, files, store, source, WorkerMetrics(registry), metrics, max_waiting_items=max_waiting_items
-    )
+    backlog = MediaBacklog(max_items=max_waiting_items, max_pixels=max_waiting_pixels)
+    desk = EncodeDesk(encoder, files, store, source, WorkerMetrics(registry), metrics, backlog=backlog)
     desks.append(desk)
     shm = ShmServer(memory)
     await shm.start()

@@ -15,6 +15,7 @@ from quartet.transfer.base import EmbeddingMemory, PoolMemory
 
 BLOCK_SIZE = 4
 HIDDEN_SIZE = 2
+PIXELS_PER_TOKEN = 16
 FINGERPRINT = b"\x07" * 32
 
 
@@ -86,7 +87,7 @@ class FakeEncoder:
         num_tokens = file.data.split()[0]
         if not num_tokens.isdigit():
             raise InvalidMediaError("this is no picture", field="file")
-        return ItemSize(int(num_tokens), MediaGrid(1, int(num_tokens)))
+        return ItemSize(int(num_tokens), MediaGrid(1, int(num_tokens)), int(num_tokens) * PIXELS_PER_TOKEN)
 
     async def encode(self, file: MediaFile, block_ids: Sequence[int]) -> EncodeTimes:
         self.num_waiting += 1

@@ -30,6 +30,7 @@ from services.workers.dispatcher import DecodeDispatcher, PrefillDispatcher
 from services.workers.embedding_store import EmbeddingStore
 from services.workers.file_encoder import FileEncoder
 from services.workers.media import MediaStage
+from services.workers.media_backlog import MediaBacklog
 from tests.services.fake_encoder import FakeEncoder, embedding_memory, name_of
 from tests.services.inner_workers import until
 from tests.services.stub_engine import StubEngine
@@ -103,6 +104,7 @@ async def media_worker(
     has_media: bool = True,
     model_fingerprint: str = "fake",
     max_waiting_items: int = 64,
+    max_waiting_pixels: int = 10_000,
 ) -> AsyncIterator[MediaWorker]:
     """One with a pool of embeddings, or of text alone; everything is taken down in the end."""
     registry, config = CollectorRegistry(), TransferConfig(lease_s=10.0)
@@ -120,7 +122,7 @@ async def media_worker(
             metrics,
             files=None if encoder is None else FileEncoder(encoder, store, metrics),
             placeholder_id=PLACEHOLDER_ID,
-            max_waiting_items=max_waiting_items,
+            backlog=MediaBacklog(max_items=max_waiting_items, max_pixels=max_waiting_pixels),
         )
     dispatcher: DecodeDispatcher | PrefillDispatcher
     if kind is RequestKind.PREFILL:

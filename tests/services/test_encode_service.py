@@ -31,7 +31,15 @@ from quartet.transfer.source import HandOffTicket
 from quartet.v1 import encode_pb2, types_pb2
 from services.encode.desk import MAX_ITEMS
 from tests.services.encode_workers import encode_worker, make_encode_start
-from tests.services.fake_encoder import FakeEncoder, embedding_memory, name_of, picture, read, written
+from tests.services.fake_encoder import (
+    PIXELS_PER_TOKEN,
+    FakeEncoder,
+    embedding_memory,
+    name_of,
+    picture,
+    read,
+    written,
+)
 from tests.services.inner_workers import WAIT_S, until
 
 CAT, DOG = picture("cat", 5), picture("dog", 9)
@@ -255,11 +263,32 @@ async def test_more_items_than_may_wait_are_refused_and_one_request_never_is_for
     async with encode_worker(FakeEncoder(is_held=True), max_waiting_items=2) as worker:
         first = asyncio.create_task(worker.encode(make_encode_start([CAT, CAT, CAT])))
         await until(lambda: worker.desk.stats()[0].num_waiting == 3)
-        with pytest.raises(QueueFullError):
+        with pytest.raises(QueueFullError, match="the worker that encodes media has too many items waiting") as caught:
             await worker.encode(make_encode_start([DOG]))
+        assert caught.value.retry_delay_s == 1.0
         worker.encoder.may_encode.set()
         assert len((await first).hand_offs) == 3
         assert len((await worker.encode(make_encode_start([DOG]))).hand_offs) == 1
+
+
+async def test_more_pixels_than_may_wait_are_refused_unless_they_are_here_or_nothing_waits() -> None:
+    async with encode_worker(max_waiting_pixels=7 * PIXELS_PER_TOKEN) as worker:
+        await worker.encode(make_encode_start([CAT]))
+        worker.encoder.may_encode.clear()
+        small, large = picture("small", 3), picture("large", 8)
+        first = asyncio.create_task(worker.encode(make_encode_start([large])))  # nothing else waits
+        await until(lambda: worker.encoder.num_waiting == 1)
+        with pytest.raises(QueueFullError, match="too many pixels waiting"):
+            await worker.encode(make_encode_start([small]))
+        assert len((await worker.encode(make_encode_start([CAT]))).hand_offs) == 1
+        first.cancel()
+        await asyncio.wait([first])
+        await until(lambda: worker.desk.stats()[0].num_waiting == 0)
+        first = asyncio.create_task(worker.encode(make_encode_start([small])))
+        await until(lambda: worker.encoder.num_waiting == 1)
+        worker.encoder.may_encode.set()
+        assert len((await worker.encode(make_encode_start([picture("other", 4)]))).hand_offs) == 1
+        assert len((await first).hand_offs) == 1
 
 
 async def test_no_room_is_told_and_what_never_fits_is_told_at_once() -> None:

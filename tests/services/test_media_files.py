@@ -8,14 +8,17 @@ from datetime import timedelta
 import pytest
 
 from quartet.engine.base import RequestKind
-from quartet.errors import InvalidRequestError, QueueFullError, UnsupportedFieldError
+from quartet.engine.torch.encoder_config import TorchEncoderConfig
+from quartet.errors import ConfigError, InvalidRequestError, QueueFullError, UnsupportedFieldError
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff, OpaquePayload
 from quartet.media.items import MediaFile, MediaKind
 from quartet.rpc import convert
 from quartet.rpc.inner import InnerStart
 from quartet.v1 import decode_pb2, prefill_pb2
-from tests.services.fake_encoder import FakeEncoder, name_of, picture, read, written
+from router.media.config import MediaConfig
+from services.workers.config import EncoderSettings
+from tests.services.fake_encoder import PIXELS_PER_TOKEN, FakeEncoder, name_of, picture, read, written
 from tests.services.inner_workers import until
 from tests.services.media_workers import PLACEHOLDER_ID, media_worker, start_with_files
 
@@ -111,7 +114,7 @@ async def test_a_bad_file_is_named_and_its_request_leaves_nothing_behind(start: 
         assert await worker.outcome() == outcome
         assert worker.dispatcher.num_running == 0
         assert worker.stage is not None
-        assert worker.stage.num_waiting_files == 0
+        assert worker.stage.backlog.num_items == 0
 
 
 async def test_files_are_refused_where_there_is_no_tower() -> None:
@@ -162,6 +165,31 @@ async def test_more_files_than_may_wait_are_refused() -> None:
         encoder.may_encode.set()
         await worker.submitted(id)
         worker.finish(id)
+
+
+def test_what_a_router_lets_through_by_default_its_workers_take_and_may_have_waiting() -> None:
+    settings, encoder = EncoderSettings(), TorchEncoderConfig(model_path="model")
+    assert MediaConfig().max_pixels == settings.max_pixels == encoder.max_pixels < 5700 * 5800
+    assert settings.max_waiting_pixels == 16 * settings.max_pixels
+    with pytest.raises(ConfigError, match="max_waiting_pixels: must be at least 1"):
+        EncoderSettings(max_waiting_pixels=0)
+
+
+async def test_more_pixels_than_may_wait_are_refused_until_fewer_do() -> None:
+    encoder = FakeEncoder(is_held=True)
+    async with media_worker(encoder=encoder, max_waiting_pixels=7 * PIXELS_PER_TOKEN) as worker:
+        id = worker.submit(start_with_files([CAT], [PLACEHOLDER_ID]))
+        await until(lambda: encoder.num_waiting == 1)
+        worker.submit(start_with_files([DOG], [PLACEHOLDER_ID]), 1)
+        assert await worker.outcome(1) == "QUEUE_FULL"
+        encoder.may_encode.set()
+        await worker.submitted(id)
+        assert worker.stage is not None
+        assert worker.stage.backlog.num_items == worker.stage.backlog.num_pixels == 0
+        other = worker.submit(start_with_files([DOG], [PLACEHOLDER_ID]), 2)
+        await worker.submitted(other)
+        worker.finish(id)
+        worker.finish(other)
 
 
 async def test_a_dead_tower_fails_the_request() -> None:

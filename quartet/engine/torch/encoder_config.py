@@ -34,7 +34,7 @@ class TorchEncoderConfig:
     block_size: int = 32
     num_threads: int | None = None
     max_batch_size: int = 8
-    max_pixels: int = 33_177_600
+    max_pixels: int = 16_777_216
     max_item_tokens: int | None = None
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 import torch
@@ -66,7 +66,8 @@ class FileReader:
         if file.kind is MediaKind.EMBEDDINGS:
             return ItemSize(self._rows_header(file).num_tokens, None)
         header = read_header(file.data, max_pixels=self.max_pixels)
-        return self._picture_size(header.height, header.width)
+        size = self._picture_size(header.height, header.width)
+        return replace(size, num_pixels=header.width * header.height)
 
     def prepare(self, file: MediaFile, num_blocks: int) -> Prepared:
         """Decode and preprocess ``file``, which is to lie in ``num_blocks`` blocks.

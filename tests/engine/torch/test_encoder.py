@@ -90,6 +90,12 @@ async def test_every_format_is_the_same_picture(
     assert (rows - expected).abs().max() <= tolerance * expected.abs().max()
 
 
+async def test_the_size_of_a_file_tells_the_pixels_that_decoding_makes(checkpoint: Callable[[str], Path]) -> None:
+    async with running_encoder(encoder_config(checkpoint("llava_next_clip"))) as encoder:
+        assert (await encoder.size(image_file(make_picture(60, 40)))).num_pixels == 60 * 40
+        assert (await encoder.size(embeddings_file(torch.zeros(3, HIDDEN_SIZE)))).num_pixels == 0
+
+
 async def test_a_picture_that_lies_on_its_side_is_put_upright(checkpoint: Callable[[str], Path]) -> None:
     picture = make_picture(60, 40)
     exif = picture.getexif()
