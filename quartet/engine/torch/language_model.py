@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from quartet.engine.torch.support import refusal
 
 # Their forward was read: embeddings replaced at the placeholder, and nothing else that the language model would notice.
-_LLAVA_TYPES = ("llava", "llava_next", "vipllava")
+# From outside one cannot tell: Gemma 3's pictures fill runs of one token, too, but attend to themselves both ways.
+_LLAVA_TYPES = ("llava", "llava_next", "llava_next_video", "llava_onevision", "vipllava")
 # To be applied by ``re.sub``, in any order.
 _LLAVA_KEYS = {
     r"^language_model\.model\.": "model.",

@@ -1,7 +1,8 @@
 """A vision tower that takes pictures of any size: pixels, numbers of tokens, and embeddings of a batch.
 
 A picture is a number of tiles, all of one shape: one for LLaVA and VipLLaVA, the whole picture and its parts for
-LLaVA-NeXT. Tiles of all pictures of a batch go through the tower together, so pictures of all sizes can.
+LLaVA-NeXT and LLaVA-OneVision. Tiles of all pictures of a batch go through the tower together, so pictures of all sizes
+can.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from quartet.engine.torch.encoder_config import TorchEncoderConfig
 from quartet.engine.torch.vision_loader import LoadedVision, load_vision
 from quartet.errors import InvalidRequestError, MediaTooLargeError
 from quartet.media.items import MediaGrid
+
+# LLaVA-OneVision leaves a grid as it is until both its edges are this much too long.
+_MAX_OVERHANG = 1.1
 
 
 @dataclass(frozen=True)
@@ -45,14 +49,14 @@ class VisionModel:
     Attributes:
         dtype: of the embeddings, by its PyTorch name.
         hidden_size: of the embeddings.
-        max_item_tokens: of the picture that fills most.
+        max_item_tokens: what no picture exceeds.
     """
 
     def __init__(self, config: TorchEncoderConfig, loaded: LoadedVision) -> None:
         """Encode two pictures to see what comes.
 
         Raises:
-            InvalidRequestError: field ``model``; its pictures are not tiles of one shape.
+            InvalidRequestError: field ``model``; its pictures are not tiles of one shape, or not of the model's grids.
         """
         self.dtype = loaded.dtype
         self.hidden_size = loaded.hidden_size
@@ -62,11 +66,10 @@ class VisionModel:
         self._device = torch.device(config.device)
         self._vision_config = loaded.model.config.vision_config
         self._pinpoints: list[list[int]] | None = getattr(loaded.model.config, "image_grid_pinpoints", None)
+        self._max_grid_tiles = loaded.max_grid_tiles
         self._num_tile_tokens = 0
         self._warm_up()
-        self.max_item_tokens = max(
-            (self._num_tokens(height, width) for height, width in self._pinpoints or ()), default=self._num_tile_tokens
-        )
+        self.max_item_tokens = self._num_tile_tokens + self._max_grid_tokens()
 
     def size(self, height: int, width: int) -> ItemSize:
         """What a picture of that size fills.
@@ -102,6 +105,9 @@ class VisionModel:
 
     def _warm_up(self) -> None:
         """Run a square and a wide picture; learn what a tile fills, and that all tiles are alike."""
+        grids = getattr(self._image_processor, "image_grid_pinpoints", None)
+        if self._pinpoints is not None and sorted(self._pinpoints) != sorted(grids or ()):
+            raise InvalidRequestError("the image processor cuts pictures to other grids than the model", field="model")
         edge = int(self._vision_config.image_size)
         self._num_tile_tokens = (edge // self._vision_config.patch_size) ** 2
         pictures = [self.pixels(Image.new("RGB", (width, edge))) for width in (edge, 3 * edge)]
@@ -124,11 +130,23 @@ class VisionModel:
         # Packed by the model itself, on a device without memory: only the shape counts.
         num_tiles = image_size_to_num_patches((height, width), self._pinpoints, self._vision_config.image_size)
         features = torch.empty(num_tiles, self._num_tile_tokens, 1, device="meta")
-        strategy = self._model.config.vision_feature_select_strategy
+        how = {"vision_feature_select_strategy": self._model.config.vision_feature_select_strategy}
+        if self._max_grid_tiles is not None:
+            how = {"vision_aspect_ratio": self._model.config.vision_aspect_ratio}
         newline = torch.empty(1, device="meta")
-        packed, _ = self._model.pack_image_features([features], [(height, width)], strategy, image_newline=newline)
+        packed, _ = self._model.pack_image_features([features], [(height, width)], image_newline=newline, **how)
         num_tokens: int = packed[0].shape[0]
         return num_tokens
+
+    def _max_grid_tokens(self) -> int:
+        """What the parts of a picture fill at most, with a newline after each row: none, if it is not cut up."""
+        edge = self._vision_config.image_size
+        tile_edge = edge // self._vision_config.patch_size
+        grids = [(height // edge * tile_edge, width // edge * tile_edge) for height, width in self._pinpoints or ()]
+        max_cells = max((rows * columns for rows, columns in grids), default=0)
+        if self._max_grid_tiles is not None:
+            max_cells = min(max_cells, int(_MAX_OVERHANG**2 * self._max_grid_tiles * tile_edge**2))
+        return max((min(rows * columns, max_cells) + rows for rows, columns in grids), default=0)
 
     def _num_scaled_pixels(self, height: int, width: int) -> int:
         """Pixels of the largest picture on the way from a picture to its tiles, where it grows with its shape."""

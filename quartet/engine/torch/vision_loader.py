@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from transformers import (
     LlamaConfig,
     LlavaModel,
     LlavaNextModel,
+    LlavaNextVideoModel,
+    LlavaOnevisionModel,
     PretrainedConfig,
     PreTrainedModel,
     VipLlavaModel,
@@ -31,6 +34,8 @@ _LOG = logging.getLogger(__name__)
 _MAX_NAMED_KEYS = 5
 #: Towers whose rows of patches the prompt keeps apart by tokens of its own, which no run of placeholders can say.
 _TOWERS_OF_ROWS = ("pixtral",)
+#: Of LLaVA-OneVision.
+_ASPECT_RATIO = re.compile(r"anyres_max_([1-9][0-9]*)")
 
 
 @dataclass(frozen=True)
@@ -39,12 +44,14 @@ class LoadedVision:
 
     Attributes:
         hidden_size: of the embeddings, as the language model takes them.
+        max_grid_tiles: a picture cut into parts is shrunk to about as many tiles' tokens; ``None``: it never is.
         dtype: of weights and embeddings, by its PyTorch name.
     """
 
     model: PreTrainedModel
     image_processor: PilBackend
     hidden_size: int
+    max_grid_tiles: int | None
     dtype: str
 
 
@@ -70,6 +77,7 @@ def load_vision(config: TorchEncoderConfig) -> LoadedVision:
         model=model,
         image_processor=image_processor,
         hidden_size=hidden_size,
+        max_grid_tiles=_max_grid_tiles(model_config),
         dtype=str(next(model.multi_modal_projector.parameters()).dtype).removeprefix("torch."),
     )
 
@@ -87,10 +95,13 @@ def _without_language_model(model_class: Any) -> Any:
     return Vision
 
 
+# Those that take videos, too, are given pictures only.
 _MODELS = {
     "llava": _without_language_model(LlavaModel),
     "llava_next": _without_language_model(LlavaNextModel),
+    "llava_next_video": _without_language_model(LlavaNextVideoModel),
     "vipllava": _without_language_model(VipLlavaModel),
+    "llava_onevision": _without_language_model(LlavaOnevisionModel),
 }
 
 
@@ -106,9 +117,19 @@ def _read_config(directory: Path) -> PretrainedConfig:
         raise _refusal(f"a model of type {config.model_type}, only {', '.join(_MODELS)}")
     if config.vision_config.model_type in _TOWERS_OF_ROWS:
         raise _refusal(f"a vision tower of type {config.vision_config.model_type}: its pictures are rows of tokens")
+    _max_grid_tiles(config)  # before minutes are spent on weights
     if getattr(config, "quantization_config", None) is not None:
         raise _refusal("a quantized checkpoint")
     return config
+
+
+def _max_grid_tiles(config: PretrainedConfig) -> int | None:
+    if config.model_type != "llava_onevision":
+        return None
+    named = _ASPECT_RATIO.fullmatch(str(config.vision_aspect_ratio))
+    if named is None:
+        raise _refusal(f"vision_aspect_ratio {config.vision_aspect_ratio}, only anyres_max_N")
+    return int(named[1])
 
 
 def _read_image_processor(directory: Path) -> PilBackend:

@@ -81,11 +81,19 @@ SEEING_FAMILIES: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
     "llava_clip_gemma3": ("LlavaConfig", {}, "CLIPVisionConfig", "gemma3"),
     "llava_next_mistral": ("LlavaNextConfig", _NEXT, "CLIPVisionConfig", "mistral"),
+    "llava_next_video_llama": ("LlavaNextVideoConfig", _NEXT, "CLIPVisionConfig", "llama"),
     "vipllava_llama3_rope": (
         "VipLlavaConfig",
         {"vision_feature_layers": [-2, -1], "tie_word_embeddings": True},
         "CLIPVisionConfig",
         "llama3_rope",
+    ),
+    # Of so few tiles' tokens that pictures of the largest grid are shrunk.
+    "llava_onevision_qwen2": (
+        "LlavaOnevisionConfig",
+        {**_NEXT, "vision_aspect_ratio": "anyres_max_2"},
+        "SiglipVisionConfig",
+        "qwen2",
     ),
 }
 

@@ -28,7 +28,7 @@ _TOLERANCES = {torch.float64: 4e-6, torch.float32: 2e-4}
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """A picture as a processor leaves it: ``[3, H, W]``, or ``[num_tiles, 3, H, W]`` with its size (LLaVA-NeXT)."""
+    """A picture as a processor leaves it: ``[3, H, W]``, or ``[num_tiles, 3, H, W]`` with its size (tiled)."""
 
     pixels: torch.Tensor
     size: tuple[int, int] | None = None
@@ -124,7 +124,7 @@ class SeeingOracle:
         generator = torch.Generator().manual_seed(number)
         config = self.model.config
         edge = config.vision_config.image_size
-        is_tiled = config.model_type == "llava_next"
+        is_tiled = hasattr(config, "image_grid_pinpoints")
         shape = (5, 3, edge, edge) if is_tiled else (3, edge, edge)
         size = ((32, 24), (30, 32))[number % 2] if is_tiled else None
         return Picture(torch.randn(shape, generator=generator, dtype=self._dtype), size)

@@ -31,6 +31,7 @@ from tests.engine.torch.checkpoints import (
 from tests.engine.torch.test_loader import MEASURE, config_for, edit_json, edit_weights
 
 LLAVA, TIED, NEXT = "llava_clip_llama", "vipllava_llama3_rope", "llava_next_mistral"
+ONEVISION = "llava_onevision_qwen2"
 
 Checkpoints = Callable[[str], Path]
 Weights = dict[str, torch.Tensor]
@@ -52,7 +53,7 @@ def whole_model(path: Path) -> Any:
     return auto.from_pretrained(path)
 
 
-@pytest.mark.parametrize("family", [LLAVA, TIED, NEXT])
+@pytest.mark.parametrize("family", [LLAVA, TIED, NEXT, ONEVISION])
 @pytest.mark.parametrize("has_new_names", [False, True])
 def test_the_language_model_is_loaded_under_both_kinds_of_names(
     family: str, has_new_names: bool, checkpoint: Checkpoints, tmp_path: Path
@@ -214,7 +215,7 @@ def test_a_language_model_whose_head_does_more_than_the_wholes_is_refused(tmp_pa
     [
         (transformers.Qwen2VLConfig(), "qwen2_vl"),
         (transformers.PaliGemmaConfig(), "paligemma"),
-        (transformers.LlavaOnevisionConfig(), "llava_onevision"),
+        (transformers.Mistral3Config(), "mistral3"),
         (make_seeing_config(LLAVA, quantization_config={"quant_method": "fp8"}), "a quantized checkpoint"),
         (make_seeing_config(LLAVA, image_token_index=VOCAB_SIZE), f"placeholder {VOCAB_SIZE}"),
         (make_seeing_config(LLAVA, text_config=transformers.T5Config()), "t5, which is not a causal language model"),

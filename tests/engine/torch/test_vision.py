@@ -29,6 +29,7 @@ from tests.engine.torch.vision_checkpoints import (
     Reference,
     make_picture,
     make_vision_checkpoint,
+    read_processor,
 )
 
 # Of every shape that a grid of tiles tells apart, and of some that it rounds.
@@ -43,12 +44,14 @@ SIZES = [
     (7, 50),
     (50, 7),
     (1, 40),
+    (40, 1),
     (333, 200),
     (200, 333),
     (47, 49),
     (61, 59),
 ]
 NAMES = [*FAMILIES, "tiny"]
+TILED = [name for name, family in FAMILIES.items() if "image_grid_pinpoints" in family.options]
 
 
 def config(model_path: Path, **changes: Any) -> TorchEncoderConfig:
@@ -105,16 +108,25 @@ def test_pixels_are_the_processors(
 @pytest.mark.skipif(is_torchvision_available(), reason="with torchvision installed, AutoProcessor prefers that")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_image_processor_is_what_autoprocessor_has(name: str, checkpoint: Callable[[str], Path]) -> None:
-    auto: Any = transformers.AutoProcessor
-    expected = auto.from_pretrained(checkpoint(name)).image_processor
+    expected = read_processor(checkpoint(name)).image_processor
     ours = load_vision(config(checkpoint(name))).image_processor
     assert type(ours) is type(expected)
     assert ours.to_dict() == expected.to_dict()
 
 
-def test_pictures_of_a_grid_differ_in_tokens(vision: Callable[[str], VisionModel]) -> None:
+@pytest.mark.parametrize("name", TILED)
+def test_tokens_are_as_many_as_the_processor_counts_for_any_shape(
+    name: str, checkpoint: Callable[[str], Path], vision: Callable[[str], VisionModel]
+) -> None:
+    sizes = [(height, width) for height in range(1, 120, 5) for width in range(1, 120, 5)]
+    counted = read_processor(checkpoint(name), backend="pil")._get_num_multimodal_tokens(image_sizes=sizes)
+    assert [vision(name).size(height, width).num_tokens for height, width in sizes] == counted.num_image_tokens
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_pictures_of_a_grid_differ_in_tokens(name: str, vision: Callable[[str], VisionModel]) -> None:
     """Else the tests above would not see a wrong size."""
-    assert len({vision("llava_next_clip").size(height, width).num_tokens for width, height in SIZES}) > len(SIZES) // 2
+    assert len({vision(name).size(height, width).num_tokens for width, height in SIZES}) >= 6
 
 
 def test_one_tile_is_a_grid_of_patches(vision: Callable[[str], VisionModel]) -> None:
@@ -149,7 +161,7 @@ def test_auto_is_the_checkpoints_dtype() -> None:
 
 @pytest.mark.parametrize("prefix", ["", "model."])
 @pytest.mark.parametrize("inner", ["", "vision_model."])
-@pytest.mark.parametrize("name", ["llava_clip", "llava_next_clip"])
+@pytest.mark.parametrize("name", ["llava_clip", *TILED])
 def test_keys_of_older_checkpoints_are_found(
     prefix: str, inner: str, name: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -166,6 +178,15 @@ def test_keys_of_older_checkpoints_are_found(
     expected = load_vision(config(checkpoint(name))).model.state_dict()
     assert loaded.model.state_dict().keys() == expected.keys()
     assert all(torch.equal(value, expected[key]) for key, value in loaded.model.state_dict().items())
+
+
+def test_no_picture_of_onevision_fills_more_than_max_item_tokens(vision: Callable[[str], VisionModel]) -> None:
+    """Those of the largest grid are shrunk, so others fill more: of its 64 patches, to those of two tiles."""
+    model = vision("llava_onevision_siglip")
+    assert model.size(48, 48).num_tokens == 16 + 5 * 5 + 5
+    counts = [model.size(height, width).num_tokens for height in range(1, 120, 3) for width in range(1, 120, 3)]
+    assert max(counts) == model.size(48, 24).num_tokens == 16 + 8 * 4 + 8
+    assert max(counts) <= model.max_item_tokens == 16 + 38 + 12
 
 
 @pytest.mark.parametrize("lost", ["multi_modal_projector.linear_2.bias", "image_newline"])
@@ -200,7 +221,8 @@ def edited(source: Path, directory: Path, **changes: Any) -> TorchEncoderConfig:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"model_type": "llava_onevision"}, "a model of type llava_onevision"),
+        ({"model_type": "mistral3"}, "a model of type mistral3"),
+        ({"model_type": "llava_onevision", "vision_aspect_ratio": "square"}, "vision_aspect_ratio square"),
         ({"vision_config": {"model_type": "pixtral"}}, "a vision tower of type pixtral"),
         ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "a quantized checkpoint"),
         ({"model_type": "no such model"}, "config.json cannot be used"),
@@ -241,6 +263,16 @@ def test_an_image_processor_that_does_not_fit_the_tower_is_refused(
     (tmp_path / "processor_config.json").write_text(json.dumps(content))
     with pytest.raises(InvalidRequestError, match=f"makes tiles of 3 x {EDGE} x {3 * EDGE}") as caught:
         create_vision(config(tmp_path))
+    assert caught.value.field == "model"
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_an_image_processor_of_other_grids_is_refused(
+    name: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Else a picture would come in more tiles, or fewer, than the model looks for."""
+    with pytest.raises(InvalidRequestError, match="cuts pictures to other grids than the model") as caught:
+        create_vision(edited(checkpoint(name), tmp_path, image_grid_pinpoints=[[EDGE, 2 * EDGE]]))
     assert caught.value.field == "model"
 
 

@@ -13,6 +13,7 @@ import transformers
 from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from quartet.media.items import MediaFile, MediaKind
@@ -32,6 +33,26 @@ _TOWER: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 _CROPPED = {"size": {"shortest_edge": EDGE}, "crop_size": {"height": EDGE, "width": EDGE}}
+
+
+class OnevisionPictures(transformers.LlavaOnevisionProcessor):
+    """Transformers' processor without its part for videos, which cannot be made without torchvision."""
+
+    def __init__(
+        self,
+        image_processor: Any = None,
+        tokenizer: Any = None,
+        num_image_tokens: int | None = None,
+        vision_feature_select_strategy: str | None = None,
+        vision_aspect_ratio: str = "anyres_max_9",
+    ) -> None:
+        super().__init__(  # type: ignore[no-untyped-call]
+            image_processor,
+            tokenizer,
+            num_image_tokens=num_image_tokens,
+            vision_feature_select_strategy=vision_feature_select_strategy,
+            vision_aspect_ratio=vision_aspect_ratio,
+        )
 
 
 @dataclass(frozen=True)
@@ -63,12 +84,28 @@ FAMILIES = {
         LlavaNextImageProcessorPil,
         {"image_grid_pinpoints": _PINPOINTS},
     ),
+    # Its own processor cannot be made without torchvision, which its part for videos wants; it counts as this one.
+    "llava_next_video_clip": Family(
+        "LlavaNextVideo",
+        "CLIPVisionConfig",
+        transformers.LlavaNextProcessor,
+        LlavaNextImageProcessorPil,
+        {"image_grid_pinpoints": _PINPOINTS},
+    ),
     "vipllava_clip": Family(
         "VipLlava",
         "CLIPVisionConfig",
         transformers.LlavaProcessor,
         CLIPImageProcessorPil,
         {"vision_feature_layer": [-2, 1]},
+    ),
+    "llava_onevision_siglip": Family(
+        "LlavaOnevision",
+        "SiglipVisionConfig",
+        OnevisionPictures,
+        LlavaOnevisionImageProcessorPil,
+        {"image_grid_pinpoints": _PINPOINTS, "vision_aspect_ratio": "anyres_max_2"},
+        has_cls=False,
     ),
 }
 
@@ -100,22 +137,36 @@ def make_vision_checkpoint(directory: Path, name: str) -> Path:
         if parameter.ndim == 1:  # biases are zero at first, and the newline small: they would not be tested
             torch.nn.init.normal_(parameter, mean=1.0, std=0.5)
     model.save_pretrained(directory)
-    strategy = getattr(model.config, "vision_feature_select_strategy", "default")
+    if family.processor is OnevisionPictures:
+        options = {
+            "num_image_tokens": (EDGE // PATCH_SIZE) ** 2,
+            "vision_aspect_ratio": model.config.vision_aspect_ratio,
+        }
+    else:
+        options = {"patch_size": PATCH_SIZE, "num_additional_image_tokens": int(family.has_cls)}
     processor = family.processor(
         image_processor=_make_image_processor(family),
         tokenizer=transformers.AutoTokenizer.from_pretrained(TINY),
-        patch_size=PATCH_SIZE,
-        vision_feature_select_strategy=strategy,
-        num_additional_image_tokens=int(family.has_cls),
+        vision_feature_select_strategy=getattr(model.config, "vision_feature_select_strategy", "default"),
+        **options,
     )
     processor.save_pretrained(directory)
     return directory
 
 
+def read_processor(model_path: Path, **options: Any) -> Any:
+    """What a user of transformers would call."""
+    config = transformers.AutoConfig.from_pretrained(model_path)
+    processor: Any = OnevisionPictures if config.model_type == "llava_onevision" else transformers.AutoProcessor
+    return processor.from_pretrained(model_path, **options)
+
+
 def _make_image_processor(family: Family) -> Any:
     if family.image_processor is SiglipImageProcessorPil:
         return SiglipImageProcessorPil(size={"height": EDGE, "width": EDGE})
-    pinpoints = {"image_grid_pinpoints": _PINPOINTS} if family.model == "LlavaNext" else {}
+    if family.image_processor is LlavaOnevisionImageProcessorPil:
+        return LlavaOnevisionImageProcessorPil(size={"height": EDGE, "width": EDGE}, image_grid_pinpoints=_PINPOINTS)
+    pinpoints = {"image_grid_pinpoints": _PINPOINTS} if family.image_processor is LlavaNextImageProcessorPil else {}
     return family.image_processor(**_CROPPED, **pinpoints)
 
 
@@ -123,7 +174,7 @@ class Reference:
     """A checkpoint as a user of plain transformers without torchvision has it."""
 
     def __init__(self, model_path: Path) -> None:
-        self._processor: Any = transformers.AutoProcessor.from_pretrained(model_path, backend="pil")
+        self._processor: Any = read_processor(model_path, backend="pil")
         auto: Any = transformers.AutoModelForImageTextToText
         self._model = auto.from_pretrained(model_path, dtype=torch.float32)
 
