@@ -1,8 +1,9 @@
 """The four containers of pictures, walked by hand, so that nothing of them but the picture itself meets a decoder.
 
 Metadata is where small hostile files become large: entries of an EXIF directory may each name the whole file as their
-value, text chunks are compressed, a JPEG may ask for a hundred thousand passes over all pixels. Of all that only the
-orientation is read here; what goes on to Pillow is a file with the chunks that pixels need. Every walk is bounded.
+value, text chunks are compressed, a JPEG may ask for a hundred thousand passes over all pixels. Of all that only EXIF's
+orientation is read here, and none that stands in XMP alone; what goes on to Pillow is a file with the chunks that
+pixels need. Every walk is bounded.
 
 The formats: PNG third edition (w3.org/TR/png-3), JPEG ITU-T T.81 annex B with EXIF 2.32 for its APP1, GIF89a, and
 WebP's RIFF (RFC 9649).

@@ -30,7 +30,7 @@ _READERS: dict[str, type[ImageFile]] = {
     "PNG": PngImageFile,
     "WEBP": WebPImageFile,
 }
-# As `ImageOps.exif_transpose` does it.
+# By EXIF's numbers. `ImageOps.exif_transpose`, which transformers uses, has the same, but asks XMP where EXIF has none.
 _TRANSPOSES = {
     2: Transpose.FLIP_LEFT_RIGHT,
     3: Transpose.ROTATE_180,
@@ -83,7 +83,7 @@ def decode(data: bytes, *, max_pixels: int) -> Image:
     container = _checked_container(data, max_pixels)
     image = _open(container)
     try:
-        # Rotated first, as in transformers' own loader; `convert` loads a lazy image, `transpose` too.
+        # Rotated first, as transformers' loader does it, too; `convert` loads a lazy image, and so does `transpose`.
         transpose = _TRANSPOSES.get(container.orientation)
         return (image if transpose is None else image.transpose(transpose)).convert("RGB")
     except Exception as error:  # what decoders raise on hostile bytes is of every type

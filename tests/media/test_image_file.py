@@ -65,6 +65,15 @@ def test_pictures_are_turned_as_their_exif_says(format: str, orientation: int) -
     assert_loads_alike(data)
 
 
+@pytest.mark.parametrize("format", ["JPEG", "WEBP"])
+def test_an_orientation_that_stands_in_xmp_alone_is_left_alone(format: str) -> None:
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><a tiff:Orientation="6"/></x:xmpmeta>'
+    data = encode(make_picture(), format, xmp=xmp)
+    assert as_transformers_loads_it(data).size == (7, 13)
+    assert read_header(data, max_pixels=MAX_PIXELS) == ImageHeader(format, 13, 7)
+    assert decode(data, max_pixels=MAX_PIXELS).size == (13, 7)
+
+
 @pytest.mark.parametrize("orientation", [0, 9, 65535])
 def test_an_orientation_that_is_none_leaves_a_picture_as_it_is(orientation: int) -> None:
     assert_loads_alike(encode(make_picture(), "JPEG", exif=orientation_exif(orientation)))
