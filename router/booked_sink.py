@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from quartet.engine.sampling import TokenLogprobs
 from quartet.rpc.choice_output import ChoiceOutput
@@ -13,22 +13,42 @@ from router.book import Booking
 class BookedSink:
     """Brings what a decode gives to its choice's output, and what it holds to the book."""
 
-    __slots__ = ("_booking", "_is_handed_off", "_num_held_tokens", "_num_prompt_tokens", "_output", "has_started")
+    __slots__ = (
+        "_booking",
+        "_is_handed_off",
+        "_num_held_tokens",
+        "_num_prompt_tokens",
+        "_on_length",
+        "_output",
+        "has_started",
+    )
 
-    def __init__(self, output: ChoiceOutput, booking: Booking, num_prompt_tokens: int, is_handed_off: bool) -> None:
-        """Nothing has come yet; ``is_handed_off``: its first token came from elsewhere."""
+    def __init__(
+        self,
+        output: ChoiceOutput,
+        booking: Booking,
+        num_prompt_tokens: int,
+        is_handed_off: bool,
+        on_length: Callable[[int], None],
+    ) -> None:
+        """Nothing has come yet; ``is_handed_off``: its first token came from elsewhere.
+
+        ``on_length`` is told how many tokens the prompt has, where the worker says so.
+        """
         self.has_started = False
         self._output = output
         self._booking = booking
         self._num_prompt_tokens = num_prompt_tokens
         self._num_held_tokens = 0
         self._is_handed_off = is_handed_off
+        self._on_length = on_length
 
     def started(self, started: DecodeStarted) -> None:
         """It runs; a hand-off was taken."""
         self.has_started = True
         if started.num_prompt_tokens:
             self._num_prompt_tokens = started.num_prompt_tokens
+            self._on_length(started.num_prompt_tokens)
         self._output.note_started(started, is_handed_off=self._is_handed_off)
 
     def take(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:

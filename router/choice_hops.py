@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from quartet.engine.base import FinishReason
-from quartet.errors import ServingError, WorkerUnavailableError
+from quartet.errors import PromptTooLongError, ServingError, WorkerUnavailableError
+from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff
+from quartet.rpc.check_start import prompt_field
 from quartet.rpc.choice_output import ChoiceOutput
 from quartet.rpc.inner import InnerStart, MediaInput, PrefillOutcome
 from quartet.rpc.outcome_in_time import outcome_in_time
@@ -42,12 +44,15 @@ class ChoiceHops:
         """Has one attempt's media encoded, and keeps them for it. A place is asked for within.
 
         Raises:
-            ServingError: they can't be encoded.
+            ServingError: they can't be encoded, or with them the prompt is too long.
         """
-        if self.request.media is None:
+        media = self.request.media
+        if media is None:
             yield
             return
-        async with self.request.media.ready() as self._inputs:
+        async with media.ready() as self._inputs:
+            if self._inputs.sizes:
+                self._take_prompt(*media.lay_out(self._inputs.sizes))
             yield
 
     async def hand_off(self, reservation: Reservation) -> HandOff | FinishReason | None:
@@ -79,7 +84,9 @@ class ChoiceHops:
         """Decode to the end, from ``hand_off`` if there is one, and say what that was. Raises ``HopFailedError``."""
         place, booking = reservation.placement.decode, reservation.decode
         media = self._media() if hand_off is None else ()
-        sink = BookedSink(self._output, booking, self.request.num_prompt_tokens, hand_off is not None)
+        sink = BookedSink(
+            self._output, booking, self.request.num_prompt_tokens, hand_off is not None, self._learn_length
+        )
         call = None
         try:
             start = self.start(booking, booking.send(), place.data_parallel_rank, hand_off, media)
@@ -151,14 +158,25 @@ class ChoiceHops:
     def _learn_prompt(self, outcome: PrefillOutcome) -> None:
         """Of a worker that got files: what the prompt became. Raises ``HopFailedError``, ``PromptTooLongError``."""
         request = self.request
-        if request.media is None or request.spans:
+        if request.media is None or request.media.is_encoded:
             return
-        if not outcome.prompt_token_ids or len(outcome.media) != len(request.media.items):
+        media_ids = [item.media_id for item in request.media.items]
+        if not outcome.prompt_token_ids or [span.media_id for span in outcome.media] != media_ids:
             self.drop(outcome.hand_off)
             silent = WorkerUnavailableError("the prefill worker did not tell what the prompt became")
             raise HopFailedError(Hop.PREFILL, silent)
-        self.request = request.with_prompt(outcome.prompt_token_ids, outcome.media)
-        self._output.note_prompt(len(self.request.prompt_token_ids), self.request.num_media_tokens)
+        request.media.learn(outcome.media)
+        self._take_prompt(outcome.prompt_token_ids, outcome.media)
+
+    def _learn_length(self, num_prompt_tokens: int) -> None:
+        if self.request.media is not None:
+            self.request.media.learn_length(num_prompt_tokens)
+
+    def _take_prompt(self, token_ids: Sequence[int], spans: tuple[MediaSpan, ...]) -> None:
+        """What the prompt is with its media in it, unless that is known. Raises ``PromptTooLongError``."""
+        if spans != self.request.spans:
+            self.request = self.request.with_prompt(token_ids, spans)
+            self._output.note_prompt(len(token_ids), self.request.num_media_tokens)
 
     def _take_outcome(self, outcome: PrefillOutcome) -> FinishReason | None:
         """Show the first token at once: it waits for no transfer."""
@@ -180,6 +198,9 @@ class ChoiceHops:
             error = self.request.media.client_error(error)
             if isinstance(error, TRANSFER):
                 self.request.media.failed(media)
+            if isinstance(error, PromptTooLongError):
+                self.request.media.forget_sizes()
+                error = PromptTooLongError(error.message, field=prompt_field(self.request.start.prompt))
         return HopFailedError(hop, error, pulls_media=bool(media))
 
     def _drop_media(self, media: Sequence[MediaInput]) -> None:

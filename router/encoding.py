@@ -6,7 +6,7 @@ import asyncio
 import random
 import re
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -22,40 +22,14 @@ from quartet.rpc.retry import FINAL, pause_s
 from router.book import Booking, numbering
 from router.encode_choice import choose_encode
 from router.hops import Hops, KeptHandOff
+from router.media_sizes import KnownSizes
 from router.prefix_index import PrefixIndex
 from router.worker import PoolKey
 from router.worker_table import WorkerTable
 
-# A router that knows the size of a picture needs not wait for a worker to tell it; each takes some 200 bytes.
-_MAX_KNOWN_SIZES = 65_536
 # How long a worker that was sent an item is taken to have it, until it says so itself.
 _PREDICTION_LIFE_S = 30.0
 _ITEM = re.compile(r"(?:items|media)\[(\d+)\]")
-
-
-class KnownSizes:
-    """How many tokens items fill, of those that were encoded last."""
-
-    def __init__(self, max_known: int = _MAX_KNOWN_SIZES) -> None:
-        """Know of none, and of ``max_known`` at most."""
-        self._max_known = max_known
-        self._sizes: OrderedDict[bytes, MediaSize] = OrderedDict()
-
-    def find(self, items: Sequence[MediaItem]) -> Sequence[MediaSize] | None:
-        """Of all ``items``; ``None`` where any is unknown."""
-        sizes = [self._sizes.get(item.media_id) for item in items]
-        for item in items:
-            if item.media_id in self._sizes:
-                self._sizes.move_to_end(item.media_id)
-        return None if None in sizes else [size for size in sizes if size is not None]
-
-    def learn(self, sizes: Sequence[MediaSize]) -> None:
-        """A worker told these."""
-        for size in sizes:
-            self._sizes[size.media_id] = size
-            self._sizes.move_to_end(size.media_id)
-        while len(self._sizes) > self._max_known:
-            self._sizes.popitem(last=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +79,8 @@ class Encoding:
     Attributes:
         place: where it is encoded now, or was last.
         duration_s: how long it took; 0 before its end.
+        told_sizes: of the items, as the worker that encodes them says; that may be other than ``sizes`` gave. Empty:
+            it has said nothing yet.
     """
 
     def __init__(
@@ -117,6 +93,7 @@ class Encoding:
         """``sizes`` of the items, where they are known; ``on_end`` is told when it has ended, well or badly."""
         self.place: Place | None = None
         self.duration_s = 0.0
+        self.told_sizes: Sequence[MediaSize] = ()
         self._order = order
         self._tools = tools
         self._hashes = [media_hash(item.media_id) for item in order.items]
@@ -130,7 +107,7 @@ class Encoding:
         self._on_end = on_end
 
     async def sizes(self) -> Sequence[MediaSize]:
-        """Wait for the size of each item, in order. Raises ``ServingError``, with the client's field."""
+        """Wait until the size of each item is known, in order. Raises ``ServingError``, with the client's field."""
         return await asyncio.shield(self._sizes)
 
     async def ended(self) -> None:
@@ -222,8 +199,7 @@ class Encoding:
             raise WorkerUnavailableError("an encode worker named the items otherwise than they are called")
         if not self._sizes.done():
             self._sizes.set_result(sizes)
-        elif [size.num_tokens for size in sizes] != [size.num_tokens for size in self._sizes.result()]:
-            raise WorkerUnavailableError("encode workers disagree on how many tokens an item fills")
+        self.told_sizes = sizes
         self._tools.sizes.learn(sizes)
 
     def _settle(self, work: asyncio.Task[None]) -> None:
@@ -240,9 +216,20 @@ class Encoding:
 
 
 class ReadyInputs:
-    """A request's media as one prefill is given them. Made by ``RequestMedia.ready``."""
+    """A request's media as one prefill is given them. Made by ``RequestMedia.ready``.
 
-    def __init__(self, items: Sequence[MediaItem], encoding: Encoding | None, on_taken: Callable[[], None]) -> None:
+    Attributes:
+        sizes: of hand-offs, as they are; of files, as far as they are known; empty: they are not.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[MediaItem],
+        sizes: Sequence[MediaSize],
+        encoding: Encoding | None,
+        on_taken: Callable[[], None],
+    ) -> None:
+        self.sizes = sizes
         self._items = items
         self._encoding = encoding
         self._on_taken = on_taken

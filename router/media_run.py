@@ -12,11 +12,13 @@ from quartet.discovery.place import Place
 from quartet.errors import ServingError
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff
-from quartet.media.items import MediaItem, MediaPart
+from quartet.kvcache.media_spans import expand_placeholders
+from quartet.media.items import MediaItem, MediaPart, MediaSize
 from quartet.rpc.edge import GenerateStart
 from quartet.rpc.inner import MediaInput
 from router.encoding import EncodeOrder, EncodeTools, Encoding, ReadyInputs, client_error
 from router.media_line import MediaLine, MediaRoom
+from router.media_sizes import KnownSizes
 from router.pools import MediaWay, needs_of
 
 
@@ -92,6 +94,7 @@ class RequestMedia:
         fetch_s: float,
         room: MediaRoom,
         num_choices: int,
+        sizes: KnownSizes,
     ) -> None:
         self.items = items
         self.field = fields[0]
@@ -102,6 +105,7 @@ class RequestMedia:
         self._fields = fields
         self._room = room
         self._num_to_take = num_choices
+        self._sizes = sizes
         self._order: EncodeOrder | None = None
         self._tools: EncodeTools | None = None
         self._unused: Encoding | None = None
@@ -135,7 +139,7 @@ class RequestMedia:
             ServingError: they can't be encoded.
         """
         if self._order is None or self._tools is None:
-            yield ReadyInputs(self.items, None, self._taken)
+            yield ReadyInputs(self.items, self._sizes.find(self.items) or (), None, self._taken)
             return
         encoding, self._unused = self._unused, None
         try:
@@ -145,11 +149,28 @@ class RequestMedia:
                 encoding = Encoding(self._order, self._tools)
             await encoding.ended()
             self._encode_place = encoding.place
-            yield ReadyInputs(self.items, encoding, self._taken)
+            yield ReadyInputs(self.items, encoding.told_sizes, encoding, self._taken)
         finally:
             if encoding is not None:
                 self._encode_place = encoding.place
                 encoding.close()
+
+    def lay_out(self, sizes: Sequence[MediaSize]) -> tuple[Sequence[int], tuple[MediaSpan, ...]]:
+        """The prompt with items of ``sizes`` in it, and where they lie."""
+        return expand_placeholders(self.token_ids, self.placeholder_id, sizes)
+
+    def learn(self, spans: Sequence[MediaSpan]) -> None:
+        """Of a worker that got files: where the items lie in the prompt."""
+        self._sizes.learn([MediaSize(media_id=span.media_id, num_tokens=span.num_tokens) for span in spans])
+
+    def learn_length(self, num_prompt_tokens: int) -> None:
+        """Of a worker that got files: how long the prompt became."""
+        num_text_tokens = len(self.token_ids) - len(self.items)
+        self._sizes.learn_total(self.items, num_prompt_tokens - num_text_tokens)
+
+    def forget_sizes(self) -> None:
+        """A worker that got files found the prompt too long, maybe as they fill more than was known of them."""
+        self._sizes.forget(self.items)
 
     def failed(self, inputs: Sequence[MediaInput]) -> None:
         """A prefill could not pull ``inputs``: encode elsewhere, if others can."""

@@ -8,7 +8,6 @@ from functools import partial
 from itertools import count
 
 from quartet.errors import MediaTooLargeError, UnsupportedFieldError
-from quartet.kvcache.media_spans import expand_placeholders
 from quartet.media.items import MediaFile, MediaItem, MediaPart, MediaSize
 from quartet.rpc.chunked_starts import MAX_START_MEDIA_BYTES
 from quartet.rpc.context import RequestContext
@@ -67,17 +66,13 @@ async def prepare_media(
     order = _media_order(request.start, pool, parts, tools.max_item_bytes)
     room = await tools.line.enter(order) if encodes else tools.line.look_in(order)
     media, way = await _fetch(request, pool, text.media, (parts, fields), token_ids, tools, room)
-    if way is MediaWay.FILES:
-        return media, _unknown(media, pool)
-    items = media.items
-    sizes = tools.encode.sizes.find(items)
-    if encodes:
-        sizes = await _begin(media, _order(request, pool.key, items, fields), tools.encode)
+    sizes = tools.encode.sizes.find(media.items)
+    if encodes and way is MediaWay.ENCODE:
+        sizes = await _begin(media, _order(request, pool.key, media.items, fields), tools.encode)
+        room.sized(sum(size.num_tokens for size in sizes))
     if sizes is None:
-        return media, _unknown(media, pool)
-    room.sized(sum(size.num_tokens for size in sizes))
-    expanded, spans = expand_placeholders(token_ids, media.placeholder_id, sizes)
-    return media, MediaPrompt(expanded, spans)
+        return media, MediaPrompt(token_ids, (), len(media.items) * (max(pool.media.max_tokens, 1) - 1))
+    return media, MediaPrompt(*media.lay_out(sizes))
 
 
 async def _fetch(
@@ -103,7 +98,9 @@ async def _fetch(
     if way is MediaWay.FILES:
         room.pulled()
     fetch_s, num_choices = time.monotonic() - began, request.start.num_choices
-    return RequestMedia(items, fields, way, token_ids, model.placeholder_id, fetch_s, room, num_choices), way
+    known = tools.encode.sizes
+    media = RequestMedia(items, fields, way, token_ids, model.placeholder_id, fetch_s, room, num_choices, known)
+    return media, way
 
 
 def _media_order(start: GenerateStart, pool: Pool, parts: Sequence[MediaPart], max_item_bytes: int) -> MediaOrder:
@@ -134,10 +131,6 @@ async def _begin(media: RequestMedia, order: EncodeOrder, tools: EncodeTools) ->
     except BaseException:
         media.close()
         raise
-
-
-def _unknown(media: RequestMedia, pool: Pool) -> MediaPrompt:
-    return MediaPrompt(media.token_ids, (), len(media.items) * (max(pool.media.max_tokens, 1) - 1))
 
 
 def _order(request: MediaRequest, pool: PoolKey, items: Sequence[MediaItem], fields: Sequence[str]) -> EncodeOrder:

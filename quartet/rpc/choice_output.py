@@ -196,7 +196,8 @@ class ChoiceOutput:
         if started.num_prompt_tokens:
             settings = self._settings
             num_grown = started.num_prompt_tokens - settings.num_prompt_tokens
-            self.note_prompt(started.num_prompt_tokens, num_grown + settings.num_placeholders)
+            num_media_tokens = settings.num_media_tokens + settings.num_placeholders + num_grown
+            self.note_prompt(started.num_prompt_tokens, num_media_tokens)
         if is_handed_off:
             self._add_time("transfer_s", started.transfer_s)
         else:

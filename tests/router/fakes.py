@@ -43,6 +43,7 @@ from router.encoding import EncodeTools
 from router.fair_share import FairShare
 from router.media_line import MediaLine, MediaLineConfig
 from router.media_run import MediaTools
+from router.media_sizes import KnownSizes
 from router.pipeline import Pipeline
 from router.pipeline_tools import PipelineTools
 from router.policy.base import Policy
@@ -373,7 +374,7 @@ class Fleet:
             metrics=metrics,
             sleep=self._sleep,
         )
-        self.media = FakeMedia()
+        self.media, self.sizes = FakeMedia(), KnownSizes()
         self.media_line = self._media_line()
         self.pipeline = Pipeline(
             PipelineTools(
@@ -427,6 +428,7 @@ class Fleet:
             timeout_s=config.encode_timeout_s,
             max_attempts=config.max_attempts,
             sleep=self._sleep,
+            sizes=self.sizes,
         )
 
     async def _sleep(self, duration_s: float) -> None:

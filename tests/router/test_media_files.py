@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
@@ -10,11 +11,13 @@ from quartet import errors
 from quartet.discovery.place import Place
 from quartet.engine.sampling import Sampling
 from quartet.kvcache.block_hash import sequence_hashes
-from quartet.media.items import MediaFile, MediaKind
+from quartet.media.items import MediaFile, MediaKind, MediaSize
 from quartet.rpc.edge import TokenPrompt
 from quartet.rpc.inner import PrefillOutcome
+from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy
 from tests.router.fakes import FakePrefill, Plan, collect, expected_tokens
 from tests.router.media_fakes import PLACEHOLDER, item_of
+from tests.router.test_explain import by_name, explain
 from tests.router.test_media_encoded import (
     EXPANDED,
     PROMPT,
@@ -29,6 +32,9 @@ from tests.router.test_media_encoded import (
 
 TOWERS = {"prefill": ("image",)}
 AGGREGATED = {"decode": ("image",)}
+ONE = TokenPrompt((10, 11, PLACEHOLDER, 12, 13, 14, 15))
+ONE_EXPANDED = [10, 11, *[PLACEHOLDER] * 30, 12, 13, 14, 15]
+ONE_SPANS = SPANS[:1]
 
 
 async def test_prefill_gets_files_and_tells_what_decode_needs() -> None:
@@ -55,6 +61,74 @@ async def test_it_is_routed_by_the_text_before_the_first_item() -> None:
     [prefill] = calls_of(fleet, "prefill")
     names = sequence_hashes([*text, PLACEHOLDER, *text], 10)
     assert {place: match.num_blocks for place, match in fleet.index.match(names).items()} == {prefill.place: 2}
+
+
+@pytest.mark.parametrize(("takes", "kind"), [(TOWERS, "prefill"), (AGGREGATED, "decode")])
+async def test_a_known_picture_is_routed_by_its_blocks_and_sent_as_a_file(
+    takes: dict[str, tuple[str, ...]], kind: str
+) -> None:
+    policy = KvAwarePolicy(random.Random(0), KvAwareConfig(gather_s=0.0))
+    fleet = media_fleet("prefill-0", "prefill-1", "decode-0", "decode-1", takes=takes, policy=policy)
+    start, names = media_start(prompt=ONE, media=(A,)), sequence_hashes(ONE_EXPANDED, 10, media=ONE_SPANS)
+    first = await collect(fleet.generate(start))
+    assert not fleet.index.match(names), "nobody knew where its blocks end"
+    assert first.accepted.num_prompt_tokens == len(ONE.token_ids)
+    held = Place(f"{kind}-1")
+    fleet.index.store(held, None, names)
+    for _ in range(4):
+        again = await collect(fleet.generate(start))
+        call = calls_of(fleet, kind)[-1]
+        assert call.place == held
+        assert (tuple(call.start.generation.prompt_token_ids), call.start.generation.media) == (ONE.token_ids, ())
+        assert [item.source for item in call.start.media] == [A]
+        assert again.accepted.choices[0].num_matched_tokens == 30
+        assert again.accepted.num_prompt_tokens == len(ONE_EXPANDED)
+        assert again.token_ids == first.token_ids
+        usage = again.finished[0].usage
+        assert (usage.num_prompt_tokens, usage.num_media_tokens) == (len(ONE_EXPANDED), 30)
+    explanation = await explain(fleet, start)
+    assert explanation.num_prompt_tokens == len(ONE_EXPANDED)
+    assert by_name(explanation)[held.worker_id].num_matched_tokens == 30
+    fleet.assert_nothing_left()
+
+
+async def test_a_decode_worker_that_told_the_length_with_one_more_picture_told_its_size() -> None:
+    fleet = media_fleet("decode-0", takes=AGGREGATED)
+    nums_told = []
+    for start in (media_start(), media_start(prompt=ONE, media=(A,)), media_start(), media_start()):
+        nums_told.append((await collect(fleet.generate(start))).accepted.num_prompt_tokens)
+    assert nums_told == [len(PROMPT.token_ids), len(ONE.token_ids), len(PROMPT.token_ids), len(EXPANDED)]
+
+
+@pytest.mark.parametrize(("takes", "kind"), [(TOWERS, "prefill"), (AGGREGATED, "decode")])
+async def test_where_a_worker_makes_other_sizes_of_files_than_are_known_its_own_are_taken(
+    takes: dict[str, tuple[str, ...]], kind: str
+) -> None:
+    fleet = media_fleet("prefill-0", "decode-0", takes=takes)
+    name = item_of(A).media_id
+    fleet.sizes.learn([MediaSize(media_id=name, num_tokens=33)])
+    answer = await collect(fleet.generate(media_start(prompt=ONE, media=(A,))))
+    assert answer.token_ids[0] == expected_tokens(5, 0, len(ONE_EXPANDED), 12)
+    usage = answer.finished[0].usage
+    assert (usage.num_prompt_tokens, usage.num_media_tokens) == (len(ONE_EXPANDED), 30)
+    assert list(calls_of(fleet, "decode")[0].start.generation.media) == (list(ONE_SPANS) if kind == "prefill" else [])
+    assert fleet.sizes.find([item_of(A)]) == [MediaSize(media_id=name, num_tokens=30)]
+    fleet.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("takes", "kind"), [(TOWERS, "prefill"), (AGGREGATED, "decode")])
+async def test_what_a_worker_finds_too_long_has_the_clients_field_and_its_size_is_not_believed(
+    takes: dict[str, tuple[str, ...]], kind: str
+) -> None:
+    fleet = media_fleet("prefill-0", "decode-0", takes=takes)
+    fleet.sizes.learn([MediaSize(media_id=item_of(A).media_id, num_tokens=3)])
+    too_long = errors.PromptTooLongError("too long", field="generation.prompt_token_ids")
+    fleet.hops.plan(kind, Plan(error=too_long), Plan(error=too_long))
+    with pytest.raises(errors.PromptTooLongError) as raised:
+        await collect(fleet.generate(media_start(prompt=ONE, media=(A,))))
+    assert raised.value.field == "token_ids.ids"
+    assert fleet.sizes.find([item_of(A)]) is None
+    fleet.assert_nothing_left()
 
 
 async def test_room_is_booked_for_media_at_their_largest() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +20,9 @@ from quartet.rpc.placement import PlacedRequest, SealedPlacement
 from quartet.text.chat_message import ChatMessage
 from quartet.text.model_text import ModelText
 from quartet.v1 import decode_pb2
-from router.encoding import KnownSizes
+from router.media_sizes import KnownSizes
 from tests.router.fakes import MODEL_TEXT, TIMEOUT_S, Fleet, Plan, collect, expected_tokens
-from tests.router.media_fakes import MEDIA_TEXT, PLACEHOLDER, item_of, picture
+from tests.router.media_fakes import MEDIA_TEXT, PLACEHOLDER, FakeEncode, item_of, picture
 from tests.router.test_explain import by_name, explain
 from tests.router.test_media_encoded import EXPANDED, SPANS, A, B, calls_of, media_fleet, media_start
 from tests.router.test_media_files import AGGREGATED, TOWERS
@@ -254,6 +255,65 @@ async def test_an_answer_may_fill_what_the_media_leave() -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0", takes=None)
     answer = await collect(fleet.generate(media_start(sampling=Sampling())))
     assert len(answer.token_ids[0]) == 1001 - len(EXPANDED)  # 100 blocks of 10, and the last token needs no room
+
+
+def told(*sizes: tuple[MediaFile, int]) -> list[MediaSize]:
+    return [MediaSize(media_id=item_of(file).media_id, num_tokens=num_tokens) for file, num_tokens in sizes]
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+async def test_where_an_encode_worker_tells_other_sizes_than_are_known_its_own_are_taken(num_choices: int) -> None:
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0")
+    fleet.sizes.learn(told((A, 33), (B, 12)))
+    answer = await collect(fleet.generate(media_start(num_choices=num_choices)))
+    for choice in range(num_choices):
+        assert answer.token_ids[choice] == expected_tokens(5, choice, len(EXPANDED), 12)
+        usage = answer.finished[choice].usage
+        assert (usage.num_prompt_tokens, usage.num_media_tokens, usage.num_attempts) == (len(EXPANDED), 45, 1)
+    assert all(call.start.generation.media == SPANS for call in calls_of(fleet, "prefill"))
+    assert (await collect(fleet.generate(media_start()))).accepted.num_prompt_tokens == len(EXPANDED)
+    fleet.assert_nothing_left()
+
+
+async def test_of_encode_workers_that_disagree_the_one_counts_that_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = media_fleet("encode-0", "encode-1", "prefill-0", "decode-0")
+    fleet.hops.plan("encode", Plan(error=errors.WorkerUnavailableError("gone"), fail_after=1))
+    sizes_of_one = FakeEncode.sizes
+
+    async def sizes(self: FakeEncode) -> Sequence[MediaSize]:
+        right = await sizes_of_one(self)
+        is_first = len(calls_of(fleet, "encode")) == 1
+        return [replace(size, num_tokens=size.num_tokens + 1) for size in right] if is_first else right
+
+    monkeypatch.setattr(FakeEncode, "sizes", sizes)
+    answer = await collect(fleet.generate(media_start()))
+    assert answer.token_ids[0] == expected_tokens(5, 0, len(EXPANDED), 12)
+    assert calls_of(fleet, "prefill")[0].start.generation.media == SPANS
+    fleet.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("known", "items", "num_tokens", "sizes"),
+    [
+        ([], [A], 30, [30]),
+        ([], [A, B], 45, None),
+        ([(A, 30)], [A, B], 45, [30, 15]),
+        ([(A, 30)], [B, A, B], 60, [15, 30, 15]),
+        ([], [A, A], 61, None),
+        ([(A, 30), (B, 15)], [A, B], 45, [30, 15]),
+        ([(A, 30), (B, 15)], [A, B], 46, None),
+        ([(A, 30)], [A, A], 46, [23, 23]),
+        ([(A, 45)], [A, B], 45, None),
+    ],
+)
+def test_a_size_follows_from_the_length_where_all_others_are_known(
+    known: list[tuple[MediaFile, int]], items: list[MediaFile], num_tokens: int, sizes: list[int] | None
+) -> None:
+    sizes_of_all = KnownSizes()
+    sizes_of_all.learn(told(*known))
+    sizes_of_all.learn_total(list(map(item_of, items)), num_tokens)
+    found = sizes_of_all.find(list(map(item_of, items)))
+    assert (found and [size.num_tokens for size in found]) == sizes
 
 
 def test_known_sizes_are_bounded_and_the_least_used_go_first() -> None:
