@@ -137,7 +137,7 @@ class ChoiceRun:
         self, sealer: Sealer, together: Together, reservation: Reservation
     ) -> SealedRun | FinishReason:
         """Raises ``HopFailedError``."""
-        sealer.check_size(self._hops.request.num_prompt_tokens + len(self._output.token_ids))
+        sealer.check_size(len(self._hops.request.prompt_token_ids) + len(self._output.token_ids))
         hand_off = await self._hops.hand_off(reservation)
         if isinstance(hand_off, FinishReason):
             return hand_off

@@ -9,6 +9,7 @@ from router.attempt_tools import AttemptConfig, AttemptTools
 from router.policy.base import Pending
 from router.prepared import PreparedRequest
 from router.retry import RetryHints
+from router.validation import max_sequence_tokens
 
 _NO_MEDIA = frozenset[str]()
 
@@ -39,10 +40,13 @@ def make_pending(
     ``is_placed``: its client goes on with it alone.
     """
     num_generated = len(generated_token_ids)
-    num_tokens = request.num_prompt_tokens + num_generated
-    num_left = min(request.max_output_tokens - num_generated, config.reserve_tokens)
     # The last token needs no room, as nothing attends to it.
     num_most_tokens = request.num_prompt_tokens + request.max_output_tokens - 1
+    num_tokens = request.num_prompt_tokens + num_generated
+    if request.num_unknown_tokens:
+        num_most_tokens = min(num_most_tokens, max_sequence_tokens(request.pool) - 1)
+        num_tokens = _cap_unknown(request, num_generated, num_most_tokens)
+    num_left = min(request.max_output_tokens - num_generated, config.reserve_tokens)
     return Pending(
         num_tokens=num_tokens,
         num_reserved_tokens=min(num_tokens + num_left, num_most_tokens),
@@ -58,3 +62,12 @@ def make_pending(
         session_key=request.start.session_key,
         sequence_hashes=request.sequence_hashes(generated_token_ids),
     )
+
+
+def _cap_unknown(request: PreparedRequest, num_generated: int, num_most_tokens: int) -> int:
+    """Tokens to prefill at most: of a prompt that may be too long for every place, those of one that is not."""
+    pool, num_least_tokens = request.pool, len(request.prompt_token_ids) + num_generated
+    num_tokens = min(request.num_prompt_tokens + num_generated, num_most_tokens)
+    if pool.num_prefill_tokens:
+        num_tokens = min(num_tokens, pool.num_prefill_tokens)
+    return max(num_tokens, num_least_tokens)

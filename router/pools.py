@@ -74,6 +74,7 @@ class Pool:
     Attributes:
         max_model_len: tokens of prompt and output together.
         num_place_tokens: tokens whose KV the largest decode place holds.
+        num_prefill_tokens: tokens whose KV every prefill worker has a place for; 0: there are none.
         block_size: tokens of a block; 0: places differ, so that none has what another one has.
         sampling_fields: fields of ``Sampling`` and ``OutputOptions`` that are honoured.
         media: unlike the rest, what any of its workers can.
@@ -90,6 +91,7 @@ class Pool:
     num_ready_prefill: int
     num_ready_decode: int
     num_ready_encode: int = 0
+    num_prefill_tokens: int = 0
 
 
 def describe_pool(key: PoolKey, workers: Sequence[KnownWorker], is_ready: Callable[[KnownWorker], bool]) -> Pool:
@@ -114,6 +116,7 @@ def describe_pool(key: PoolKey, workers: Sequence[KnownWorker], is_ready: Callab
         num_ready_prefill=sum(worker.record.role is Role.PREFILL for worker in ready_models),
         num_ready_decode=sum(worker.record.role is Role.DECODE for worker in ready_models),
         num_ready_encode=len(ready_encode),
+        num_prefill_tokens=min((worker.num_place_tokens for worker in prefill), default=0),
     )
 
 

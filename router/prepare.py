@@ -85,11 +85,10 @@ async def _prepare(arrived: ArrivedRequest, tools: PipelineTools, deadline: floa
     elif text.media is not None:
         check_items(start, token_ids, text.media, ())
     try:
-        num_prompt_tokens = len(prompt.token_ids) + prompt.num_unknown_tokens
-        check_tokens(start, prompt.token_ids, text.vocab_size, pool, num_prompt_tokens=num_prompt_tokens)
-        max_output_tokens = num_output_tokens(start, num_prompt_tokens, pool)
+        check_tokens(start, prompt.token_ids, text.vocab_size, pool)
+        max_output_tokens = num_output_tokens(start, len(prompt.token_ids), pool)
         if resume is not None:
-            check_generated(resume, text.vocab_size, max_sequence_tokens(pool) - num_prompt_tokens)
+            check_generated(resume, text.vocab_size, max_sequence_tokens(pool) - len(prompt.token_ids))
     except InvalidRequestError:
         if media is not None:
             media.close()

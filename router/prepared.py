@@ -15,7 +15,7 @@ from quartet.rpc.edge import ChatPrompt, GenerateStart, Resume
 from quartet.text.model_text import ModelText
 from router.media_run import RequestMedia
 from router.pools import Pool
-from router.validation import num_output_tokens
+from router.validation import check_length, num_output_tokens
 
 # Enough for a first word to keep its space, and for an accent to find its letter.
 _TAIL_TOKENS = 4
@@ -71,7 +71,8 @@ class PreparedRequest:
         prompt_token_ids: with the tokens of its media in it where ``spans`` says where they lie; else with one
             placeholder an item.
         tokenize_s: seconds that template and tokenizer took.
-        max_output_tokens: output tokens at which each choice ends at the latest.
+        max_output_tokens: output tokens at which each choice ends at the latest; as long as the tokens of its media are
+            unknown, its worker may end it sooner where no number of them was asked for.
         media: ``None``: it is text only.
         num_unknown_tokens: that the prompt grows by at most once its media are in it.
     """
@@ -116,8 +117,9 @@ class PreparedRequest:
         """The request, now that a worker told its prompt with the media in it.
 
         Raises:
-            PromptTooLongError: it leaves no room for an answer.
+            PromptTooLongError: it leaves no room for the answer.
         """
+        check_length(self.start, len(token_ids), self.pool)
         return replace(
             self,
             prompt_token_ids=token_ids,
@@ -143,9 +145,11 @@ class PreparedRequest:
         if not given.ignore_eos and "stop_token_ids" in self.pool.sampling_fields:
             known = (token_id for token_id in self.text.eos_token_ids if token_id < self.text.vocab_size)
             stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *known)))[:MAX_STOP_IDS]
-        if given.max_tokens == self.max_output_tokens and stop_token_ids == given.stop_token_ids:
+        # How much room the prompt leaves is for the worker to say that learns its length first.
+        max_tokens = given.max_tokens if self.num_placeholders else self.max_output_tokens
+        if given.max_tokens == max_tokens and stop_token_ids == given.stop_token_ids:
             return given
-        return replace(given, max_tokens=self.max_output_tokens, stop_token_ids=stop_token_ids)
+        return replace(given, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
 
     @cached_property
     def _prompt_hashes(self) -> Sequence[int]:

@@ -26,12 +26,10 @@ def check_pool(start: GenerateStart, pool: Pool) -> None:
         raise UnsupportedFieldError("this model has no such adapter", field="adapter")
 
 
-def check_tokens(
-    start: GenerateStart, prompt_token_ids: Sequence[int], vocab_size: int, pool: Pool, *, num_prompt_tokens: int
-) -> None:
+def check_tokens(start: GenerateStart, prompt_token_ids: Sequence[int], vocab_size: int, pool: Pool) -> None:
     """Refuse token ids that don't exist and lengths that never fit. Raises ``InvalidRequestError``.
 
-    ``num_prompt_tokens`` is what the prompt has with its media in it, or has at most.
+    Media of unknown sizes count as one token each, which is the least that they can fill: workers refuse the rest.
     """
     field = prompt_field(start.prompt)
     if not prompt_token_ids:
@@ -39,7 +37,12 @@ def check_tokens(
     _check_ids(prompt_token_ids, vocab_size, field)
     _check_ids(start.sampling.stop_token_ids, vocab_size, "sampling.stop_token_ids")
     _check_ids(start.sampling.logit_bias, vocab_size, "sampling.logit_bias")
-    limit = max_sequence_tokens(pool)
+    check_length(start, len(prompt_token_ids), pool)
+
+
+def check_length(start: GenerateStart, num_prompt_tokens: int, pool: Pool) -> None:
+    """Refuse a prompt that never fits together with what is wanted. Raises ``PromptTooLongError``."""
+    field, limit = prompt_field(start.prompt), max_sequence_tokens(pool)
     if num_prompt_tokens + 1 > limit:
         message = f"the prompt has {num_prompt_tokens} tokens; it and the answer have room for {limit}"
         raise PromptTooLongError(message, field=field)

@@ -128,6 +128,7 @@ class FakeHops:
     kept: set[bytes] = field(default_factory=set)
     tokens_per_step: int = 1
     eos_at: int | None = None
+    max_sequence_tokens: int = 1001
     called: asyncio.Event = field(default_factory=asyncio.Event)
     hung: asyncio.Event = field(default_factory=asyncio.Event)
     keeping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -174,7 +175,8 @@ class FakeHops:
         # Like an engine whose files name no end-of-sequence id: it knows those that it is told.
         if token_ids[-1] in sampling.stop_token_ids and len(token_ids) > sampling.min_tokens:
             return FinishReason.STOP_ID
-        return FinishReason.LENGTH if len(token_ids) >= (sampling.max_tokens or 0) else None
+        max_tokens = sampling.max_tokens or self.max_sequence_tokens - len(expanded(start)[0])
+        return FinishReason.LENGTH if len(token_ids) >= max_tokens else None
 
     def _note(self, kind: str, place: Place, start: Any) -> tuple[Place, Any, Plan]:
         self.calls.append(Call(kind, place, start))

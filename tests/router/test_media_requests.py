@@ -87,9 +87,53 @@ async def test_prompts_that_are_too_long_with_their_media_are_refused() -> None:
     with pytest.raises(errors.PromptTooLongError):
         await collect(fleet.generate(long))
     fleet.assert_nothing_left()
-    towers = media_fleet("prefill-0", takes=TOWERS)
-    towers.join("decode-0", num_blocks=13)
-    assert isinstance(await refusal(towers), errors.PromptTooLongError), "it may become 132 tokens"
+
+
+@pytest.mark.parametrize(
+    ("takes", "num_decode_blocks"), [(TOWERS, 7), (TOWERS, 100), (AGGREGATED, 7)], ids=["all", "prefill", "decode"]
+)
+async def test_of_files_what_could_be_too_long_is_for_the_worker_to_refuse(
+    takes: dict[str, tuple[str, ...]], num_decode_blocks: int
+) -> None:
+    fleet = media_fleet(takes=takes)
+    for role, num_blocks in (("prefill", 7), ("decode", num_decode_blocks)):
+        fleet.join(f"{role}-0", num_blocks=num_blocks, media=takes.get(role, ()), max_media_tokens=64)
+    if num_decode_blocks == 7:
+        many = TokenPrompt((10, *[PLACEHOLDER] * 59))
+        error = await refusal(fleet, prompt=many, media=[picture(1)] * 59)
+        assert (type(error), error.field) == (errors.PromptTooLongError, "sampling.max_tokens"), (
+            "one token each at least"
+        )
+    # 6 tokens, of which two may become 64 each; a place holds 70, and with the answer they are 61.
+    answer = await collect(fleet.generate(media_start()))
+    assert answer.token_ids[0] == expected_tokens(5, 0, len(EXPANDED), 12)
+    fleet.assert_nothing_left()
+
+
+@pytest.mark.parametrize("takes", [TOWERS, AGGREGATED])
+async def test_of_files_an_answer_may_fill_what_they_leave(takes: dict[str, tuple[str, ...]]) -> None:
+    fleet = media_fleet(takes=takes)
+    fleet.hops.max_sequence_tokens = 71
+    for worker_id in ("prefill-0", "decode-0"):
+        role = worker_id.partition("-")[0]
+        fleet.join(worker_id, num_blocks=7, media=takes.get(role, ()), max_media_tokens=64)
+    for _ in range(3):  # by then their sizes are known
+        answer = await collect(fleet.generate(media_start(sampling=Sampling(), media=(A, A))))
+        assert len(answer.token_ids[0]) == 71 - 64
+    fleet.assert_nothing_left()
+
+
+async def test_what_a_prefill_tells_and_leaves_no_room_for_what_is_wanted_is_refused() -> None:
+    fleet = media_fleet("prefill-0", takes=TOWERS)
+    fleet.join("decode-0", num_blocks=5)
+    with pytest.raises(errors.PromptTooLongError) as raised:
+        await collect(fleet.generate(media_start()))
+    assert raised.value.field == "sampling.max_tokens"
+    fleet.assert_nothing_left()
+    assert not calls_of(fleet, "decode")
+    # Their sizes are known by now.
+    fleet.hops.calls.clear()
+    assert isinstance(await refusal(fleet), errors.PromptTooLongError)
 
 
 async def test_a_chat_has_its_media_in_its_messages() -> None:
