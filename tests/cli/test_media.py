@@ -67,10 +67,11 @@ async def test_a_file_that_is_not_there_is_exit_code_2(run_cli: RunCli, command:
 async def test_what_the_router_does_not_allow_is_one_line(
     router: FakeRouter, start_router: StartRouter, run_cli: RunCli
 ) -> None:
-    router.error = MediaNotAllowedError("no such host is allowed", field="chat.messages[0].parts[1].media.url")
+    field = "chat.messages[0].parts[1].media.url"
+    router.error = MediaNotAllowedError("no such host is allowed", field=field)
     result = await run_cli("generate", "What?", "--chat", "--image", URL, "--router", await start_router(router))
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == "quartet: PERMISSION_DENIED (chat.messages[0].parts[1].media.url): no such host is allowed\n"
+    assert result.stderr == f"quartet: PERMISSION_DENIED ({field}): no such host is allowed\n"
 
 
 @pytest.mark.parametrize("url", ["http://a/b.png", "HTTPS://a/b", "file:///tmp/a.png", "data:image/png;base64,AA=="])
