@@ -81,7 +81,7 @@ BAD_STARTS: dict[str, tuple[GenerateStart, StatusCode, str | None]] = {
         "text_options.omit_text",
     ),
     "name too long": (GenerateStart(text="x", client_request_id="n" * 129), INVALID, "client_request_id"),
-    "media": (GenerateStart(text="x", media=[MediaPart(url="file:///etc/passwd")]), INVALID, "media"),
+    "media": (GenerateStart(text="x", media=[MediaPart(url="file:///etc/passwd")]), INVALID, "media[0]"),
 }
 
 
