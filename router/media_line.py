@@ -145,6 +145,8 @@ class MediaLine:
         full: set[PoolKey] = set()
         for waiting in tuple(self._line):
             order = waiting.order
+            if waiting.let_in.done():  # cancelled in this very moment: it leaves by itself
+                continue
             if self._num_bytes and self._num_bytes + order.num_bytes > self._config.max_bytes:
                 return
             if order.pool in full:
@@ -158,10 +160,7 @@ class MediaLine:
             if order.num_encode_tokens:
                 taken = self._num_encode_tokens.get(order.pool, 0)
                 self._num_encode_tokens[order.pool] = taken + order.num_encode_tokens
-            if waiting.let_in.done():  # cancelled in this very moment
-                self.give_back(order.pool, order.num_encode_tokens, order.num_bytes)
-            else:
-                waiting.let_in.set_result(MediaRoom(order, self))
+            waiting.let_in.set_result(MediaRoom(order, self))
 
     def give_back(self, pool: PoolKey, num_encode_tokens: int, num_bytes: int) -> None:
         """So much of what is in is free again."""

@@ -29,12 +29,14 @@ class PoolMedia:
         encoded: of ready encode workers; none too where nobody takes what they hand off.
         filed: of ready workers that compute prompts.
         known: of both, ready or not.
+        awaits_encode: workers that compute prompts take what encode workers hand off, though none of these is known.
         max_tokens: that one item fills at most, wherever it is encoded; 0: nobody says.
     """
 
     encoded: frozenset[frozenset[str]] = frozenset()
     filed: frozenset[frozenset[str]] = frozenset()
     known: frozenset[frozenset[str]] = frozenset()
+    awaits_encode: bool = False
     max_tokens: int = 0
 
     @property
@@ -53,6 +55,8 @@ class PoolMedia:
         for item, field in zip(items, fields, strict=True):
             kinds |= {item.file.kind.value}
             if not any(kinds <= taken for taken in self.known):
+                if self.awaits_encode:
+                    raise WorkerUnavailableError("no encode worker of this model is known")
                 message = f"no worker of this model takes media of kind {' and '.join(sorted(kinds))}"
                 raise UnsupportedFieldError(message, field=field)
         if any(kinds <= taken for taken in self.encoded):
@@ -135,6 +139,7 @@ def _describe_media(
         encoded=_kinds(ready_encode if is_pulled_now else ()),
         filed=_kinds(ready_models),
         known=_kinds([*models, *encode] if is_pulled else models),
+        awaits_encode=is_pulled and not encode,
         max_tokens=max(worker.record.max_media_tokens for worker in takers),
     )
 

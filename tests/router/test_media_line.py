@@ -150,6 +150,20 @@ async def test_one_that_is_cancelled_leaves_nothing_behind() -> None:
     await result(line.ask("last", tokens=100))
 
 
+async def test_a_crowd_that_is_cancelled_at_once_makes_room_for_who_is_not() -> None:
+    line = Line(max_length=5000)
+    room = await result(line.ask("in", tokens=100))
+    crowd = [line.ask(str(number), tokens=100) for number in range(2000)]
+    last = line.ask("last", tokens=100)
+    await settle()
+    for task in crowd:
+        task.cancel()
+    room.close()
+    await result(last)
+    assert line.order == ["in", "last"]
+    assert line.line.length == 0
+
+
 async def test_who_only_looks_takes_up_nothing() -> None:
     line = Line()
     order = MediaOrder(pool=POOL, tenant="", priority=0, num_encode_tokens=100, num_bytes=1000)

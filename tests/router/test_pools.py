@@ -104,3 +104,11 @@ def test_what_nobody_pulls_is_not_taken() -> None:
     pool = only_pool(make_table("encode-0", "prefill-0", "decode-0", encode=("image",)))
     with pytest.raises(UnsupportedFieldError):
         pool.media.way([IMAGE], ["media[0]"])
+
+
+def test_a_pool_whose_encode_workers_are_all_gone_is_waited_for_not_refused() -> None:
+    pool = only_pool(make_table("prefill-0", "decode-0", prefill=("hand_off",)))
+    with pytest.raises(WorkerUnavailableError, match="no encode worker"):
+        pool.media.way([IMAGE], ["media[0]"])
+    with pytest.raises(UnsupportedFieldError):
+        only_pool(make_table("prefill-0", "decode-0")).media.way([IMAGE], ["media[0]"])
