@@ -472,8 +472,10 @@ async def test_all_encode_workers_are_killed_and_come_back(chaos: Stack, client:
     with pytest.raises(WorkerUnavailableError):
         await undisturbed(client, single_asks(160, 1))
     await made_whole(chaos)
-    expected = await undisturbed(client, asks)
-    for outcome, answer, ids in zip(outcomes, crowd.answers, expected, strict=True):
+    # A first pull may still meet the stream that was kept open to who died: then there is a second attempt.
+    async with Crowd(client, asks) as again:
+        await again.finish()
+    for outcome, answer, ids in zip(outcomes, crowd.answers, again.token_ids, strict=True):
         assert answer.token_ids == ids[: len(answer.token_ids)]
         assert outcome is not None or answer.token_ids == ids
     await returned(chaos)
