@@ -22,11 +22,11 @@ from benchmarks.processes import CpuMeter
 from benchmarks.scrape import Metrics
 from benchmarks.stack import Stack
 from quartet.discovery.host import host_identity
-from quartet.media.items import MediaFile, MediaKind
+from quartet.media.items import MediaFile, MediaItem, MediaKind
 from quartet.rpc.channels import create_channel
 from quartet.rpc.context import RequestContext
 from quartet.rpc.convert.encode import from_encoded_item, to_encode_start
-from quartet.rpc.encode import EncodedItem, EncodeItem, EncodeStart
+from quartet.rpc.encode import EncodedItem, EncodeStart
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.puller import TransferPuller
 from quartet.v1 import encode_pb2, encode_pb2_grpc
@@ -197,5 +197,5 @@ async def _connected(stack: Stack) -> AsyncIterator[_Client]:
 
 
 def _make_start(num_images: int, rng: random.Random) -> encode_pb2.EncodeStart:
-    items = (EncodeItem(b"", MediaFile(MediaKind.IMAGE, noise_image(rng))) for _ in range(num_images))
+    items = (MediaItem(b"", MediaFile(MediaKind.IMAGE, noise_image(rng))) for _ in range(num_images))
     return to_encode_start(EncodeStart(context=RequestContext(), items=tuple(items)))

@@ -16,7 +16,7 @@ from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaItem, MediaSize
 from quartet.media.media_id import media_hash
 from quartet.rpc.context import RequestContext
-from quartet.rpc.encode import EncodeItem, EncodeStart
+from quartet.rpc.encode import EncodeStart
 from quartet.rpc.inner import MediaInput
 from quartet.rpc.retry import FINAL, pause_s
 from router.book import Booking, numbering
@@ -192,7 +192,7 @@ class Encoding:
             router_id=numbering(self._tools.table.router_id, booking.epoch),
             router_request_number=booking.send(),
         )
-        return EncodeStart(context=context, items=tuple(EncodeItem(item.media_id, item.file) for item in order.items))
+        return EncodeStart(context=context, items=tuple(order.items))
 
     def _tell(self, sizes: Sequence[MediaSize]) -> None:
         if [size.media_id for size in sizes] != [item.media_id for item in self._order.items]:

@@ -176,18 +176,18 @@ class RouterProcess:
             timeout_s=config.attempts.encode_timeout_s,
             max_attempts=config.attempts.max_attempts,
         )
-        keys = self._seal_keys
+        keys, line = self._seal_keys, self._media_line(table)
         pipeline = Pipeline(
             PipelineTools(
                 table=table,
                 texts=fleet.texts,
                 attempts=attempts,
-                media=MediaTools(fetcher, encode, self._media_line(table), config.media.max_size_bytes),
+                media=MediaTools(fetcher, encode, line, config.media.max_size_bytes),
                 max_timeout_s=config.max_request_timeout_s,
                 sealer=None if keys is None else Sealer(keys, table, ttl_s=config.seal_ttl_s),
             )
         )
-        self._metrics.watch_requests(lambda: admission.length, lambda: pipeline.num_running)
+        self._metrics.watch_requests(lambda: admission.length + line.length, lambda: pipeline.num_running)
         return pipeline
 
     def _media_line(self, table: WorkerTable) -> MediaLine:

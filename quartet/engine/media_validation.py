@@ -9,7 +9,7 @@ import numpy as np
 
 from quartet.engine.base import EngineRequest
 from quartet.errors import InvalidRequestError, UnsupportedFieldError
-from quartet.kvcache.block_hash import MediaSpan
+from quartet.kvcache.block_hash import MediaSpan, ordered_spans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,21 +39,11 @@ def check_media(request: EngineRequest, limits: MediaLimits | None) -> None:
             raise UnsupportedFieldError("this model takes text only", field="media")
         return
     media, prompt = request.generation.media, request.generation.prompt_token_ids
-    _check_spans(media, len(prompt))
+    ordered_spans(media, len(prompt))
     if request.media_blocks:
         _check_blocks(media, request.media_blocks, limits)
     if limits.placeholder_id is not None:
         _check_placeholders(media, prompt, limits.placeholder_id)
-
-
-def _check_spans(media: Sequence[MediaSpan], num_prompt_tokens: int) -> None:
-    end = 0
-    for span in sorted(media, key=lambda span: span.first_position):
-        if span.first_position < end:
-            raise InvalidRequestError("media items overlap", field="media")
-        end = span.first_position + span.num_tokens
-    if end > num_prompt_tokens:
-        raise InvalidRequestError("a media item goes beyond the prompt", field="media")
 
 
 def _check_blocks(media: Sequence[MediaSpan], blocks: Sequence[Sequence[int]], limits: MediaLimits) -> None:

@@ -114,6 +114,22 @@ def pack_token_ids(token_ids: Iterable[int]) -> bytes:
     return packed.tobytes()
 
 
+def ordered_spans(media: Iterable[MediaSpan], num_tokens: int) -> list[MediaSpan]:
+    """``media`` by position.
+
+    Raises:
+        InvalidRequestError: field ``media``; items overlap or go beyond ``num_tokens``.
+    """
+    spans, end = sorted(media, key=lambda span: span.first_position), 0
+    for span in spans:
+        if span.first_position < end:
+            raise InvalidRequestError("media items overlap", field="media")
+        end = span.first_position + span.num_tokens
+    if end > num_tokens:
+        raise InvalidRequestError("a media item goes beyond the prompt", field="media")
+    return spans
+
+
 def media_suffixes(media: Iterable[MediaSpan], block_size: int, num_tokens: int) -> dict[int, bytes]:
     """What media adds to the hashed bytes of each block that it overlaps, by the block's place in the sequence.
 
@@ -121,13 +137,8 @@ def media_suffixes(media: Iterable[MediaSpan], block_size: int, num_tokens: int)
         InvalidRequestError: field ``media``; items overlap or go beyond ``num_tokens``.
     """
     suffixes: dict[int, bytes] = {}
-    end = 0
-    for span in sorted(media, key=lambda span: span.first_position):
-        if span.first_position < end:
-            raise InvalidRequestError("media items overlap", field="media")
+    for span in ordered_spans(media, num_tokens):
         end = span.first_position + span.num_tokens
-        if end > num_tokens:
-            raise InvalidRequestError("a media item goes beyond the prompt", field="media")
         for block in range(span.first_position // block_size, (end - 1) // block_size + 1):
             suffix = _MEDIA.pack(span.media_id, block * block_size - span.first_position)
             suffixes[block] = suffixes.get(block, b"") + suffix

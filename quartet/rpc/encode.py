@@ -5,24 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quartet.kvcache.layout import HandOff
-from quartet.media.items import MediaFile
+from quartet.media.items import MediaItem
 from quartet.rpc.context import RequestContext
-
-
-@dataclass(frozen=True)
-class EncodeItem:
-    """One item to encode; ``media_id`` is empty where the worker is to work it out."""
-
-    media_id: bytes
-    file: MediaFile
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeStart:
-    """The items of one request, at least one, in the order of its prompt."""
+    """The items of one request, at least one, in the order of its prompt.
+
+    Attributes:
+        items: an id is empty where the worker is to work it out.
+    """
 
     context: RequestContext
-    items: tuple[EncodeItem, ...] = field(repr=False)
+    items: tuple[MediaItem, ...] = field(repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,8 @@ from functools import partial
 
 from quartet.engine.encoder import EncoderCapabilities, EncodeTimes, MediaEncoder
 from quartet.errors import EngineError, InvalidRequestError, ServingError, UnsupportedFieldError
-from quartet.media.items import MediaFile, MediaKind, MediaSize
+from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaSize
 from quartet.media.media_id import media_id
-from quartet.rpc.encode import EncodeItem
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from services.workers.embedding_store import EmbeddingStore, Want
 
@@ -58,7 +57,7 @@ class FileEncoder:
         """Batches encoded, ever."""
         return self._encoder.stats().num_steps
 
-    async def size(self, items: Sequence[EncodeItem], field: str) -> list[SizedItem]:
+    async def size(self, items: Sequence[MediaItem], field: str) -> list[SizedItem]:
         """Name and size ``items``, which came in the request's ``field``; nothing is encoded.
 
         Raises:
@@ -82,7 +81,7 @@ class FileEncoder:
             await asyncio.sleep(_LOOK_INTERVAL_S)
         raise EngineError("the vision tower of this worker is dead")
 
-    async def _size(self, item: EncodeItem, field: str) -> SizedItem:
+    async def _size(self, item: MediaItem, field: str) -> SizedItem:
         if item.file.kind not in self.capabilities.kinds:
             raise UnsupportedFieldError(f"this worker takes no files of {item.file.kind}", field=f"{field}.file.kind")
         # A large file takes as long as many decode steps.

@@ -12,8 +12,7 @@ from quartet.engine.encoder import EncodeTimes
 from quartet.errors import InvalidRequestError, PromptTooLongError, UnsupportedFieldError
 from quartet.kvcache.layout import EmbeddingsPayload, HandOff
 from quartet.kvcache.media_spans import expand_placeholders
-from quartet.media.items import MediaFile
-from quartet.rpc.encode import EncodeItem
+from quartet.media.items import MediaFile, MediaItem
 from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES, InnerStart
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.transfer.base import Claim, PieceCopy, Puller
@@ -173,7 +172,7 @@ class MediaUse:
         assert stage.files is not None and self._waiting is not None, "files were refused else"
         try:
             files = [(item.media_id, item.source) for item in start.media]
-            items = [EncodeItem(name, source) for name, source in files if isinstance(source, MediaFile)]
+            items = [MediaItem(name, source) for name, source in files if isinstance(source, MediaFile)]
             sized = await stage.files.size(items, "media")
             sizes = [item.size for item in sized]
             self._waiting.add_pixels([0 if item.size.is_cached else item.num_pixels for item in sized])

@@ -9,7 +9,7 @@ import pytest
 
 from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.kvcache.layout import EmbeddingLayout, EmbeddingsPayload, HandOff, OpaquePayload
-from quartet.media.items import MediaFile, MediaGrid, MediaKind, MediaSize
+from quartet.media.items import MediaFile, MediaGrid, MediaItem, MediaKind, MediaSize
 from quartet.rpc.context import RequestContext
 from quartet.rpc.convert.encode import (
     from_encode_sized,
@@ -20,7 +20,7 @@ from quartet.rpc.convert.encode import (
     to_encoded_item,
 )
 from quartet.rpc.convert.hand_off import to_hand_off
-from quartet.rpc.encode import EncodedItem, EncodeItem, EncodeStart
+from quartet.rpc.encode import EncodedItem, EncodeStart
 from quartet.v1 import encode_pb2
 
 LAYOUT = EmbeddingLayout(model_fingerprint="ab", dtype="float32", hidden_size=8, block_size=16)
@@ -36,8 +36,8 @@ HAND_OFF = HandOff(
 START = EncodeStart(
     context=RequestContext(tenant="acme", timeout_s=3.0),
     items=(
-        EncodeItem(b"m" * 32, MediaFile(MediaKind.IMAGE, b"png")),
-        EncodeItem(b"", MediaFile(MediaKind.EMBEDDINGS, b"tensors")),
+        MediaItem(b"m" * 32, MediaFile(MediaKind.IMAGE, b"png")),
+        MediaItem(b"", MediaFile(MediaKind.EMBEDDINGS, b"tensors")),
     ),
 )
 

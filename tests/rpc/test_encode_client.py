@@ -12,11 +12,11 @@ import pytest
 
 from quartet.errors import InvalidMediaError, RequestCancelledError, ServingError, WorkerUnavailableError
 from quartet.kvcache.layout import HandOff
-from quartet.media.items import MediaFile, MediaKind, MediaSize
+from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaSize
 from quartet.rpc.channels import create_channel
 from quartet.rpc.context import RequestContext
 from quartet.rpc.convert.encode import to_encode_sized, to_encoded_item
-from quartet.rpc.encode import EncodedItem, EncodeItem, EncodeStart
+from quartet.rpc.encode import EncodedItem, EncodeStart
 from quartet.rpc.encode_client import EncodeClient
 from quartet.rpc.errors import abort
 from quartet.v1 import encode_pb2
@@ -27,7 +27,7 @@ from tests.rpc.test_convert_encode import HAND_OFF
 WAIT_S = 10.0
 FILES = [MediaFile(MediaKind.IMAGE, bytes([number]) * (1_500_000 * number + 10)) for number in range(2)]
 START = EncodeStart(
-    context=RequestContext(timeout_s=WAIT_S), items=tuple(EncodeItem(bytes([n]) * 32, f) for n, f in enumerate(FILES))
+    context=RequestContext(timeout_s=WAIT_S), items=tuple(MediaItem(bytes([n]) * 32, f) for n, f in enumerate(FILES))
 )
 SIZES = tuple(MediaSize(media_id=bytes([number]) * 32, num_tokens=64) for number in range(2))
 HAND_OFFS = [replace(HAND_OFF, hand_off_id=bytes([number]) * 16) for number in range(2)]
@@ -186,7 +186,7 @@ async def test_nonsense_is_the_workers_fault_and_leaves_nothing(encoding: Encodi
         encoding.worker.has_ended.clear()
         encoding.dropped.clear()
         encoding.worker.answers = asyncio.Queue()
-        small = EncodeItem(b"", MediaFile(MediaKind.IMAGE, b"png"))
+        small = MediaItem(b"", MediaFile(MediaKind.IMAGE, b"png"))
         call = encoding.client.start(replace(START, items=(small, small)))
         script(encoding.worker)
         async with asyncio.timeout(WAIT_S):

@@ -12,16 +12,16 @@ import pytest
 
 from quartet.errors import InvalidMediaError, RequestCancelledError, ServingError, StalledStreamError
 from quartet.kvcache.layout import EmbeddingLayout, EmbeddingsPayload, HandOff
-from quartet.media.items import MediaFile, MediaKind, MediaSize
+from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaSize
 from quartet.rpc.context import RequestContext
 from quartet.rpc.convert.encode import from_encode_start, to_encode_start
-from quartet.rpc.encode import EncodedItem, EncodeItem, EncodeStart
+from quartet.rpc.encode import EncodedItem, EncodeStart
 from quartet.rpc.encode_server import EncodeOutbox, EncodeStream
 from quartet.rpc.errors import public_error
 from quartet.rpc.inner_server import StreamLimits
 from quartet.v1 import encode_pb2, types_pb2
 
-START = EncodeStart(context=RequestContext(), items=(EncodeItem(b"", MediaFile(MediaKind.IMAGE, b"a picture")),))
+START = EncodeStart(context=RequestContext(), items=(MediaItem(b"", MediaFile(MediaKind.IMAGE, b"a picture")),))
 SIZES = (MediaSize(media_id=bytes(32), num_tokens=5),)
 WAIT_S = 10.0
 

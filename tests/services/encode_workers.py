@@ -14,12 +14,12 @@ from quartet.discovery.host import host_identity
 from quartet.kvcache.embedding_pool import EmbeddingPool
 from quartet.kvcache.hand_off import HandOffState
 from quartet.kvcache.layout import HandOff
-from quartet.media.items import MediaFile
+from quartet.media.items import MediaFile, MediaItem
 from quartet.rpc.channels import create_channel
 from quartet.rpc.context import RequestContext
 from quartet.rpc.convert.encode import from_encoded_item, to_encode_start
 from quartet.rpc.convert.media import from_media_size
-from quartet.rpc.encode import EncodedItem, EncodeItem, EncodeStart
+from quartet.rpc.encode import EncodedItem, EncodeStart
 from quartet.rpc.errors import from_rpc_error
 from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES
 from quartet.rpc.inner_server import StreamLimits
@@ -105,7 +105,7 @@ class EncodeWorker:
 def make_encode_start(files: Sequence[MediaFile], media_ids: Sequence[bytes] = (), **context: object) -> EncodeStart:
     """A start with a request id of its own, unless ``context`` has one."""
     named = {"request_id": f"{next(_request_ids):032x}", **context}
-    items = [EncodeItem(name, file) for name, file in itertools.zip_longest(media_ids, files, fillvalue=b"")]
+    items = [MediaItem(name, file) for name, file in itertools.zip_longest(media_ids, files, fillvalue=b"")]
     return EncodeStart(context=RequestContext(**named), items=tuple(items))  # type: ignore[arg-type]
 
 

@@ -63,7 +63,7 @@ def load_model(config: TorchEngineConfig) -> LoadedModel:
         EngineError: files are missing or damaged, or their tensors are not those of the model.
     """
     started_at = time.monotonic()
-    found = find_language_model(_read_config(Path(config.model_path)))
+    found = find_language_model(read_model_config(Path(config.model_path)))
     check_config(found.config)
     shape = probe_attention(found.config)
     max_model_len = _max_model_len(config, found.config)
@@ -83,7 +83,8 @@ def load_model(config: TorchEngineConfig) -> LoadedModel:
     )
 
 
-def _read_config(directory: Path) -> PretrainedConfig:
+def read_model_config(directory: Path) -> PretrainedConfig:
+    """The configuration of a checkpoint. Raises ``InvalidRequestError``, field ``model``: there is none of use."""
     if not (directory / "config.json").is_file() or not weight_files(directory):
         raise InvalidRequestError(f"{directory} holds no config.json with .safetensors files", field="model")
     try:

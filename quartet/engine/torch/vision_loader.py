@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import (
-    AutoConfig,
     AutoImageProcessor,
     LlamaConfig,
     LlavaModel,
@@ -26,8 +25,8 @@ from transformers import (
 from transformers.image_processing_backends import PilBackend
 from transformers.utils.logging import disable_progress_bar
 
-from quartet.engine.fingerprint import weight_files
 from quartet.engine.torch.encoder_config import TorchEncoderConfig
+from quartet.engine.torch.loader import read_model_config
 from quartet.errors import EngineError, InvalidRequestError
 
 _LOG = logging.getLogger(__name__)
@@ -106,13 +105,7 @@ _MODELS = {
 
 
 def _read_config(directory: Path) -> PretrainedConfig:
-    if not (directory / "config.json").is_file() or not weight_files(directory):
-        raise InvalidRequestError(f"{directory} holds no config.json with .safetensors files", field="model")
-    try:
-        auto: Any = AutoConfig  # whose methods are not typed
-        config: PretrainedConfig = auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
-        raise InvalidRequestError(f"{directory}: config.json cannot be used: {error}", field="model") from error
+    config = read_model_config(directory)
     if config.model_type not in _MODELS:
         raise _refusal(f"a model of type {config.model_type}, only {', '.join(_MODELS)}")
     if config.vision_config.model_type in _TOWERS_OF_ROWS:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.kvcache.layout import EmbeddingsPayload
-from quartet.media.items import MediaSize
+from quartet.media.items import MediaItem, MediaSize
 from quartet.media.media_id import MEDIA_ID_SIZE_BYTES
 from quartet.rpc.convert.hand_off import from_hand_off, to_hand_off
 from quartet.rpc.convert.media import from_media_file, from_media_size, to_media_file, to_media_size
 from quartet.rpc.convert.starts import from_request_context, to_request_context
 from quartet.rpc.durations import put_duration, to_seconds
-from quartet.rpc.encode import EncodedItem, EncodeItem, EncodeStart
+from quartet.rpc.encode import EncodedItem, EncodeStart
 from quartet.v1 import encode_pb2
 
 
@@ -65,7 +65,7 @@ def from_encoded_item(message: encode_pb2.EncodedItem) -> EncodedItem:
     )
 
 
-def _from_encode_item(message: encode_pb2.EncodeItem, field: str) -> EncodeItem:
+def _from_encode_item(message: encode_pb2.EncodeItem, field: str) -> MediaItem:
     if len(message.media_id) not in (0, MEDIA_ID_SIZE_BYTES):
         raise InvalidRequestError(f"a media id has {MEDIA_ID_SIZE_BYTES} bytes", field=f"{field}.media_id")
-    return EncodeItem(message.media_id, from_media_file(message.file, f"{field}.file"))
+    return MediaItem(message.media_id, from_media_file(message.file, f"{field}.file"))
