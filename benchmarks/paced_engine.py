@@ -195,7 +195,7 @@ class PacedEngine:
             vocab_size=ModelText.from_files(read_text_files(path)).vocab_size,
             max_model_len=engine.max_model_len or _MAX_MODEL_LEN,
             block_size=engine.block_size,
-            num_blocks=engine.num_blocks,
+            num_blocks=engine.num_pool_blocks,
         )
         loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, args=(loop,), name="paced-engine", daemon=True)
@@ -225,7 +225,7 @@ class PacedEngine:
 
     def stats(self) -> Sequence[EngineStats]:
         """What runs; blocks are all free, as nothing is kept."""
-        num_blocks = self._config.engine.num_blocks
+        num_blocks = self._config.engine.num_pool_blocks
         stats = EngineStats(
             num_running=self._num_running,
             num_waiting=len(self._inbox),

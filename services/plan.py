@@ -9,10 +9,11 @@ from pathlib import Path
 
 from quartet.config import build
 from quartet.discovery.base import Role
+from quartet.engine.settings import EngineKind
 from quartet.errors import ConfigError
 from quartet.rpc.server import ServerConfig
 from services.topology import Topology, WorkerGroup
-from services.workers.config import EngineKind, WorkerConfig
+from services.workers.config import WorkerConfig
 
 _LOOPBACK = "127.0.0.1"
 

@@ -10,8 +10,8 @@ from quartet.config import build, load_yaml, override
 from quartet.discovery.base import Role, check_name
 from quartet.discovery.create import DiscoveryConfig
 from quartet.discovery.etcd_config import EtcdConfig
+from quartet.engine.settings import EngineSettings
 from quartet.errors import ConfigError
-from services.workers.config import EngineSettings
 
 #: The model that comes along; relative to the working directory, which is the repository.
 DEFAULT_MODEL_PATH = Path("models/tiny/checkpoint")

@@ -82,7 +82,7 @@ def create_engine(config: WorkerConfig, kind: RequestKind, puller: Puller) -> En
 
     def load() -> ModelRunner:
         layout = stub_layout(model_fingerprint(config.model_path, _DTYPE), settings.block_size)
-        return StubRunner(layout, settings.num_blocks, settings.max_model_len or _DEFAULT_MAX_MODEL_LEN)
+        return StubRunner(layout, settings.num_pool_blocks, settings.max_model_len or _DEFAULT_MAX_MODEL_LEN)
 
     return StepEngine(load, settings.scheduler, puller=puller, kinds=frozenset({kind}))
 

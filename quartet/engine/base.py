@@ -6,10 +6,12 @@ engine is driven by one consumer, which routes each :class:`StepOutput` to its r
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
+
+from prometheus_client import Metric
 
 from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
 from quartet.errors import ServingError
@@ -17,6 +19,7 @@ from quartet.events.kv import RankEvents, StoredBlocks
 from quartet.events.step_time import StepTime
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff, KvLayout
+from quartet.media.items import MediaFile
 from quartet.transfer.base import EmbeddingMemory, PoolMemory
 
 
@@ -72,6 +75,8 @@ class EngineRequest:
         media_blocks: blocks of ``Engine.embeddings`` with each item of ``generation.media``, the caller's to keep until
             the request ends. Empty: text only, or the KV of ``hand_off`` has it all: were that lost, it fails with
             ``MediaLostError``.
+        media_inputs: in place of ``media_blocks``, for an engine that reads media by itself: of each item its file, or
+            the state of an opaque hand-off of it.
     """
 
     id: int
@@ -80,6 +85,7 @@ class EngineRequest:
     hand_off: HandOff | None = None
     priority: int = 0
     media_blocks: tuple[tuple[int, ...], ...] = ()
+    media_inputs: tuple[MediaFile | bytes, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -218,6 +224,8 @@ class EngineCapabilities:
         max_model_len: tokens of prompt and output together.
         layout: of its blocks; ``None`` for an engine that moves its own cache.
         placeholder_id: the token that stands for media in prompts; ``None``: it takes text only.
+        reads_media: it takes ``EngineRequest.media_inputs``.
+        metrics: what it measures by itself, for /metrics: called at each scrape, on the scrape's thread; may not block.
     """
 
     kinds: frozenset[RequestKind]
@@ -231,6 +239,8 @@ class EngineCapabilities:
     data_parallel_size: int = 1
     adapters: tuple[str, ...] = ()
     placeholder_id: int | None = None
+    reads_media: bool = False
+    metrics: Callable[[], Iterable[Metric]] | None = None
 
 
 class Engine(Protocol):

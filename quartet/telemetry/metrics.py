@@ -7,7 +7,7 @@ has less than 500 lines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
@@ -181,6 +181,17 @@ class RouterMetrics:
         self._workers.labels(role, state).set(num_workers)
 
 
+class _ReadCollector(Collector):
+    """Gives what a function returns."""
+
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        """All of it."""
+        return self._read()
+
+
 class WorkerMetrics:
     """What a worker tells; figures of its engine by data-parallel rank."""
 
@@ -188,6 +199,9 @@ class WorkerMetrics:
         self._registry = registry
         self._requests = Counter(
             "quartet_worker_requests", "Requests that ended, by outcome.", ["outcome"], registry=registry
+        )
+        self._load_time = Gauge(
+            "quartet_worker_model_load_seconds", "From the start to a model that is loaded and warm.", registry=registry
         )
         self._hand_offs = Counter(
             "quartet_worker_hand_offs", "Hand-offs that ended, by outcome.", ["outcome"], registry=registry
@@ -221,6 +235,14 @@ class WorkerMetrics:
         It is called on the scrape's thread and may not block.
         """
         self._registry.register(_EngineCollector(read))
+
+    def watch_collected(self, read: Callable[[], Iterable[Metric]]) -> None:
+        """Tell at each scrape what ``read`` returns, which an engine measures by itself; as in ``watch_engine``."""
+        self._registry.register(_ReadCollector(read))
+
+    def set_load_time(self, duration_s: float) -> None:
+        """The model was loaded and warmed up in so many seconds."""
+        self._load_time.set(duration_s)
 
     def count_request(self, outcome: str) -> None:
         """A request ended; ``outcome`` is its finish reason, or its error's reason, in lower case."""

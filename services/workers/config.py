@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 
 from quartet.discovery.create import DiscoveryConfig
-from quartet.engine.mock import MockSettings
-from quartet.engine.scheduler import SchedulerConfig
+from quartet.engine.catalog import EngineSpec
+from quartet.engine.settings import EncoderSettings, EngineSettings
 from quartet.errors import ConfigError
 from quartet.rpc.address import ListenAddress
 from quartet.rpc.inner_server import StreamLimits
@@ -16,80 +15,6 @@ from quartet.rpc.server import ServerConfig
 from quartet.telemetry.logging import LogConfig
 from quartet.transfer.config import TransferConfig
 from services.workers.addresses import Listening
-
-
-class EngineKind(StrEnum):
-    """Which engine computes."""
-
-    TORCH = "torch"
-    MOCK = "mock"  # takes a model's time and computes nothing
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """The engine and the pool it works in.
-
-    Attributes:
-        kind: which engine.
-        dtype: of weights and KV cache, as PyTorch names it; ``auto``: the checkpoint's own. For ``torch`` only.
-        device: ``cpu``, or ``cuda:N``. For ``torch`` only.
-        num_blocks: KV blocks of each rank's pool.
-        data_parallel_size: attention-data-parallel ranks, each a place to route to. The engine ``torch`` has one.
-        block_size: tokens of a block.
-        max_model_len: tokens of prompt and output together; ``None``: what the model was made for.
-        num_threads: CPU threads of one operation; ``None``: the library's choice.
-        num_embedding_blocks: blocks of the pool of media embeddings, of ``block_size`` tokens each, where the model
-            takes media.
-        encodes_media: a prefill or decode worker loads the model's vision tower too, and takes media files.
-        mock: how fast the engine ``mock`` is.
-    """
-
-    kind: EngineKind = EngineKind.TORCH
-    dtype: str = "auto"
-    device: str = "cpu"
-    num_blocks: int = 512
-    data_parallel_size: int = 1
-    block_size: int = 32
-    max_model_len: int | None = None
-    num_threads: int | None = None
-    num_embedding_blocks: int = 512
-    encodes_media: bool = False
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    mock: MockSettings = field(default_factory=MockSettings)
-
-    def __post_init__(self) -> None:
-        """Refuse ranks that an engine does not have, naming the field."""
-        if self.data_parallel_size < 1:
-            raise ConfigError(f"data_parallel_size: must be at least 1, not {self.data_parallel_size}")
-        if self.kind is EngineKind.TORCH and self.data_parallel_size != 1:
-            raise ConfigError(f"data_parallel_size: the engine torch has one rank, not {self.data_parallel_size}")
-        if self.num_embedding_blocks < 1:
-            raise ConfigError(f"num_embedding_blocks: must be at least 1, not {self.num_embedding_blocks}")
-        if self.kind is EngineKind.MOCK and self.encodes_media:
-            raise ConfigError("encodes_media: the engine mock takes text only")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncoderSettings:
-    """The vision tower of an encode worker, or of another one that encodes media.
-
-    Attributes:
-        max_batch_size: items in one run of the tower.
-        max_pixels: of one picture; 4096 x 4096 by default.
-        max_waiting_items: items that may wait for the tower; those of further requests are refused.
-        max_waiting_pixels: the same of pixels that are to be decoded.
-    """
-
-    max_batch_size: int = 8
-    max_pixels: int = 16_777_216
-    max_waiting_items: int = 256
-    max_waiting_pixels: int = 268_435_456
-
-    def __post_init__(self) -> None:
-        """Refuse impossible values, naming the field."""
-        for name in ("max_batch_size", "max_pixels", "max_waiting_items", "max_waiting_pixels"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: must be at least 1, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +31,8 @@ class WorkerConfig:
             ``server`` listens on.
         http_address: ``host:port`` of /metrics, /livez and /readyz, in the clear.
         events_address: ``host:port`` that the ZMQ PUB socket binds.
+        custom_jinja_template: a Jinja file that lays out chats in place of the model's own template.
+        max_file_size_mb: one media file, at most, in MB of 10**6 bytes.
         events_key_file: the key that events are served with (see ``quartet.events.curve``); ``None``: in the clear,
             which takes loopback, or ``server.insecure``.
         seal_keys_file: keys that verify sealed starts, for decode workers (see ``quartet.rpc.seal_keys``); ``None``:
@@ -124,6 +51,8 @@ class WorkerConfig:
     http_address: str = "127.0.0.1:0"
     events_address: str = "127.0.0.1:0"
     events_key_file: Path | None = None
+    custom_jinja_template: Path | None = None
+    max_file_size_mb: float = 50.0
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     streams: StreamLimits = field(default_factory=StreamLimits)
@@ -136,10 +65,15 @@ class WorkerConfig:
         """Refuse impossible values, naming the field."""
         if not self.model_path:
             raise ConfigError("model_path: must name the model's folder")
-        for name in ("drain_timeout_s", "stall_timeout_s"):
+        for name in ("drain_timeout_s", "stall_timeout_s", "max_file_size_mb"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
         _ = self.listening
+
+    @property
+    def engine_spec(self) -> EngineSpec:
+        """Of its engine or encoder."""
+        return EngineSpec(model_path=self.model_path, engine=self.engine, encoder=self.encoder)
 
     @property
     def listening(self) -> Listening:

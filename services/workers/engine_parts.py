@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from quartet.discovery.base import Role
 from quartet.engine.base import RequestKind
 from quartet.rpc.seal import SealOpener
@@ -42,8 +44,14 @@ class EngineParts:
 
     async def start(self) -> None:
         """Load the model, and its vision tower if the worker is to have it."""
+        began = time.monotonic()
         await self._engine.start()
-        self._surroundings.metrics.watch_engine(self._engine.stats)
+        metrics = self._surroundings.metrics
+        metrics.set_load_time(time.monotonic() - began)
+        metrics.watch_engine(self._engine.stats)
+        own_metrics = self._engine.capabilities.metrics
+        if own_metrics is not None:
+            metrics.watch_collected(own_metrics)
         self._media = MediaParts(self._surroundings, self._engine, self._encoder_factory)
         await self._media.start()
 

@@ -1,21 +1,15 @@
-"""From settings to an engine or encoder; the only place of the services that knows which ones exist."""
+"""What a worker's configuration says of its engine and encoder, and how tests put others in their place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeAlias
 
+from quartet.engine import catalog
 from quartet.engine.base import Engine, RequestKind
-from quartet.engine.core import ALL_SAMPLING_FIELDS, StepEngine
-from quartet.engine.data_parallel import DataParallelEngine
 from quartet.engine.encoder import MediaEncoder
-from quartet.engine.mock import SAMPLING_FIELDS as MOCK_SAMPLING_FIELDS
-from quartet.engine.mock import MockEngineConfig, rank_loader
-from quartet.engine.runner import ModelRunner
-from quartet.engine.torch import TorchEncoderConfig, TorchEngineConfig, create_encoder, create_runner
-from quartet.errors import ConfigError
 from quartet.transfer.base import EmbeddingMemory, Puller
-from services.workers.config import EngineKind, WorkerConfig
+from services.workers.config import WorkerConfig
 
 #: Makes an engine, not started yet, that runs requests of one kind and pulls hand-offs by the puller.
 EngineFactory: TypeAlias = Callable[[WorkerConfig, RequestKind, Puller], Engine]
@@ -25,14 +19,8 @@ EncoderFactory: TypeAlias = Callable[[WorkerConfig, EmbeddingMemory | None], Med
 
 
 def create_engine(config: WorkerConfig, kind: RequestKind, puller: Puller) -> Engine:
-    """The engine that ``config`` names, not started yet.
-
-    Raises:
-        ConfigError: a setting out of range.
-    """
-    if config.engine.kind is EngineKind.MOCK:
-        return _mock_engine(config, kind, puller)
-    return _step_engine(config, kind, puller, _torch_loader(config), ALL_SAMPLING_FIELDS)
+    """The engine that ``config`` names, not started yet. Raises ``ConfigError``: a setting out of range."""
+    return catalog.create_engine(config.engine_spec, kind, puller)
 
 
 def create_media_encoder(config: WorkerConfig, embeddings: EmbeddingMemory | None) -> MediaEncoder:
@@ -41,65 +29,4 @@ def create_media_encoder(config: WorkerConfig, embeddings: EmbeddingMemory | Non
     Raises:
         ConfigError: a setting out of range, or an engine without one.
     """
-    settings = config.engine
-    if settings.kind is EngineKind.MOCK:
-        raise ConfigError("engine.kind: the engine mock encodes no media")
-    torch_config = TorchEncoderConfig(
-        model_path=config.model_path,
-        dtype=settings.dtype,
-        device=settings.device,
-        num_blocks=settings.num_embedding_blocks,
-        block_size=settings.block_size,
-        num_threads=settings.num_threads,
-        max_batch_size=config.encoder.max_batch_size,
-        max_pixels=config.encoder.max_pixels,
-    )
-    return create_encoder(torch_config, embeddings)
-
-
-def _step_engine(
-    config: WorkerConfig,
-    kind: RequestKind,
-    puller: Puller,
-    load: Callable[[], ModelRunner],
-    sampling_fields: frozenset[str],
-) -> StepEngine:
-    return StepEngine(
-        load, config.engine.scheduler, puller=puller, kinds=frozenset({kind}), sampling_fields=sampling_fields
-    )
-
-
-def _torch_loader(config: WorkerConfig) -> Callable[[], ModelRunner]:
-    settings = config.engine
-    torch_config = TorchEngineConfig(
-        model_path=config.model_path,
-        dtype=settings.dtype,
-        device=settings.device,
-        num_blocks=settings.num_blocks,
-        block_size=settings.block_size,
-        max_model_len=settings.max_model_len,
-        num_threads=settings.num_threads,
-        num_embedding_blocks=settings.num_embedding_blocks,
-    )
-    return lambda: create_runner(torch_config)
-
-
-def _mock_engine(config: WorkerConfig, kind: RequestKind, puller: Puller) -> Engine:
-    settings = config.engine
-    load = rank_loader(
-        MockEngineConfig(
-            model_path=config.model_path,
-            num_blocks=settings.num_blocks,
-            data_parallel_size=settings.data_parallel_size,
-            block_size=settings.block_size,
-            max_model_len=settings.max_model_len,
-            settings=settings.mock,
-        )
-    )
-
-    def make_rank(rank: int, puller: Puller) -> StepEngine:
-        return _step_engine(config, kind, puller, lambda: load(rank), MOCK_SAMPLING_FIELDS)
-
-    if settings.data_parallel_size == 1:
-        return make_rank(0, puller)
-    return DataParallelEngine(settings.data_parallel_size, make_rank, puller)
+    return catalog.create_media_encoder(config.engine_spec, embeddings)

@@ -37,7 +37,7 @@ class MediaParts:
         self._encoder: MediaEncoder | None = None
         if self._config.engine.encodes_media:
             if self._embeddings is None or self._placeholder_id is None:
-                raise ConfigError("engine.encodes_media: the model takes text only")
+                raise ConfigError("engine.modality: the model takes text only")
             self._encoder = encoder_factory(self._config, self._embeddings)
         self._files: FileEncoder | None = None
         self.stage: MediaStage | None = None

@@ -29,7 +29,7 @@ from tests.router.system import Running, Stub, System
 from tests.router.test_place import take_up
 
 ENGINE = {"dtype": "float32", "num_blocks": 64, "num_threads": 1}
-TOWER = {**ENGINE, "encodes_media": True}
+TOWER = {**ENGINE, "modality": "multimodal"}
 LOOKS = [make_look(number) for number in (1, 2, 4)]
 WAIT_S = 60.0
 

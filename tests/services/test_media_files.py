@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 
 from quartet.engine.base import RequestKind
+from quartet.engine.settings import EncoderSettings
 from quartet.engine.torch.encoder_config import TorchEncoderConfig
 from quartet.errors import ConfigError, InvalidRequestError, QueueFullError, UnsupportedFieldError
 from quartet.kvcache.block_hash import MediaSpan
@@ -17,7 +18,6 @@ from quartet.rpc import convert
 from quartet.rpc.inner import InnerStart
 from quartet.v1 import decode_pb2, prefill_pb2
 from router.media.config import MediaConfig
-from services.workers.config import EncoderSettings
 from tests.services.fake_encoder import PIXELS_PER_TOKEN, FakeEncoder, name_of, picture, read, written
 from tests.services.inner_workers import until
 from tests.services.media_workers import PLACEHOLDER_ID, media_worker, start_with_files

@@ -161,7 +161,7 @@ async def test_blocks_go_from_the_rank_that_has_them_to_the_one_that_decodes(
 
 
 def test_the_engine_torch_has_one_rank() -> None:
-    with pytest.raises(ConfigError, match=r"^engine.data_parallel_size: the engine torch has one rank, not 2"):
+    with pytest.raises(ConfigError, match=r"^engine.data_parallel_size: the engine torch does not have it"):
         build(WorkerConfig, {"model_path": str(tiny.CHECKPOINT), "engine": {"kind": "torch", "data_parallel_size": 2}})
     with pytest.raises(ConfigError, match=r"^engine.data_parallel_size: must be at least 1"):
         build(WorkerConfig, {"model_path": str(tiny.CHECKPOINT), "engine": {"kind": "mock", "data_parallel_size": 0}})

@@ -94,7 +94,7 @@ def _start(prompt: list[int], spans: tuple[MediaSpan, ...], media: tuple[MediaIn
 
 @pytest.fixture
 async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    with_tower = {**ENGINE, "encodes_media": True}
+    with_tower = {**ENGINE, "modality": "multimodal"}
     async with AsyncExitStack() as stack:
         encode = await stack.enter_async_context(worker_process(tmp_path, Role.ENCODE, engine=ENGINE))
         prefill = await stack.enter_async_context(worker_process(tmp_path, Role.PREFILL, engine=with_tower))

@@ -38,7 +38,7 @@ def test_the_topologies_that_come_along_can_be_read(name: str, worker_ids: list[
 
 
 def test_encode_workers_share_cores_with_the_others_and_have_the_settings_of_all() -> None:
-    roles = [{"role": "encode", "replicas": 2}, {"role": "decode", "overrides": {"engine": {"encodes_media": True}}}]
+    roles = [{"role": "encode", "replicas": 2}, {"role": "decode", "overrides": {"engine": {"modality": "multimodal"}}}]
     topology = build(Topology, {"workers": roles, "engine": {"num_embedding_blocks": 7}})
     plans = plan_workers(topology, num_cores=6)
     assert [plan.name for plan in plans] == ["encode-0", "encode-1", "decode-0"]
@@ -55,8 +55,8 @@ def test_the_mock_engine_encodes_nothing() -> None:
         ConfigError, match=r"workers\[1\].role: an encode worker takes the engine torch, as mock has no"
     ):
         plan_workers(build(Topology, {"workers": workers}), num_cores=2)
-    with pytest.raises(ConfigError, match=r"engine.encodes_media: the engine mock takes text only"):
-        build(Topology, {"workers": [{"role": "decode"}], "engine": {"kind": "mock", "encodes_media": True}})
+    with pytest.raises(ConfigError, match=r"engine.modality: the engine mock takes text only"):
+        build(Topology, {"workers": [{"role": "decode"}], "engine": {"kind": "mock", "modality": "multimodal"}})
 
 
 def test_every_process_gets_the_whole_of_its_settings(tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""From settings to an engine or encoder; the only place that knows which ones exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quartet.engine.base import Engine, RequestKind
+from quartet.engine.core import ALL_SAMPLING_FIELDS, StepEngine
+from quartet.engine.data_parallel import DataParallelEngine
+from quartet.engine.encoder import MediaEncoder
+from quartet.engine.mock import SAMPLING_FIELDS as MOCK_SAMPLING_FIELDS
+from quartet.engine.mock import MockEngineConfig, rank_loader
+from quartet.engine.runner import ModelRunner
+from quartet.engine.settings import EncoderSettings, EngineKind, EngineSettings
+from quartet.engine.torch import TorchEncoderConfig, TorchEngineConfig, create_encoder, create_runner
+from quartet.errors import ConfigError
+from quartet.transfer.base import EmbeddingMemory, Puller
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """What one engine or encoder is to be.
+
+    Attributes:
+        model_path: folder of a Hugging Face checkpoint.
+    """
+
+    model_path: str
+    engine: EngineSettings
+    encoder: EncoderSettings
+
+
+def create_engine(spec: EngineSpec, kind: RequestKind, puller: Puller) -> Engine:
+    """The engine that ``spec`` names, for requests of ``kind``; not started yet. Hand-offs are pulled by ``puller``.
+
+    Raises:
+        ConfigError: a setting out of range.
+    """
+    if spec.engine.kind is EngineKind.MOCK:
+        return _mock_engine(spec, kind, puller)
+    return _step_engine(spec, kind, puller, _torch_loader(spec), ALL_SAMPLING_FIELDS)
+
+
+def create_media_encoder(spec: EngineSpec, embeddings: EmbeddingMemory | None) -> MediaEncoder:
+    """The encoder that ``spec`` names, not started yet; it writes to ``embeddings``, or to a pool of its own.
+
+    Raises:
+        ConfigError: a setting out of range, or an engine without one.
+    """
+    settings = spec.engine
+    if settings.kind is EngineKind.MOCK:
+        raise ConfigError("engine.kind: the engine mock encodes no media")
+    torch_config = TorchEncoderConfig(
+        model_path=spec.model_path,
+        dtype=settings.dtype,
+        device=settings.device,
+        num_blocks=settings.num_embedding_blocks,
+        block_size=settings.block_size,
+        num_threads=settings.num_threads,
+        max_batch_size=spec.encoder.max_batch_size,
+        max_pixels=spec.encoder.max_pixels,
+    )
+    return create_encoder(torch_config, embeddings)
+
+
+def _step_engine(
+    spec: EngineSpec,
+    kind: RequestKind,
+    puller: Puller,
+    load: Callable[[], ModelRunner],
+    sampling_fields: frozenset[str],
+) -> StepEngine:
+    return StepEngine(
+        load, spec.engine.step_bounds, puller=puller, kinds=frozenset({kind}), sampling_fields=sampling_fields
+    )
+
+
+def _torch_loader(spec: EngineSpec) -> Callable[[], ModelRunner]:
+    settings = spec.engine
+    torch_config = TorchEngineConfig(
+        model_path=spec.model_path,
+        dtype=settings.dtype,
+        device=settings.device,
+        num_blocks=settings.num_pool_blocks,
+        block_size=settings.block_size,
+        max_model_len=settings.max_model_len,
+        num_threads=settings.num_threads,
+        num_embedding_blocks=settings.num_embedding_blocks,
+    )
+    return lambda: create_runner(torch_config)
+
+
+def _mock_engine(spec: EngineSpec, kind: RequestKind, puller: Puller) -> Engine:
+    settings = spec.engine
+    load = rank_loader(
+        MockEngineConfig(
+            model_path=spec.model_path,
+            num_blocks=settings.num_pool_blocks,
+            data_parallel_size=settings.data_parallel_size,
+            block_size=settings.block_size,
+            max_model_len=settings.max_model_len,
+            settings=settings.mock,
+        )
+    )
+
+    def make_rank(rank: int, puller: Puller) -> StepEngine:
+        return _step_engine(spec, kind, puller, lambda: load(rank), MOCK_SAMPLING_FIELDS)
+
+    if settings.data_parallel_size == 1:
+        return make_rank(0, puller)
+    return DataParallelEngine(settings.data_parallel_size, make_rank, puller)

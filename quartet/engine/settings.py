@@ -1,0 +1,207 @@
+"""What an engine and a vision tower are told: the same words for every engine, each of which refuses what it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from pathlib import Path
+
+from quartet.engine.mock.config import MockSettings
+from quartet.engine.schedule import SchedulerConfig
+from quartet.errors import ConfigError
+
+
+class EngineKind(StrEnum):
+    """Which engine computes."""
+
+    TORCH = "torch"
+    MOCK = "mock"  # takes a model's time and computes nothing
+    TRTLLM = "trtllm"  # TensorRT-LLM, which is installed apart
+
+
+class Modality(StrEnum):
+    """What a prefill or decode worker takes beside tokens."""
+
+    TEXT = "text"  # nothing, whatever the model can do
+    MULTIMODAL = "multimodal"  # media files, too: it encodes them itself
+
+
+class Backend(StrEnum):
+    """What runs the model within TensorRT-LLM."""
+
+    PYTORCH = "pytorch"
+    AUTODEPLOY = "_autodeploy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """The engine and the pool it works in.
+
+    Fields that only some engines have say so; the others refuse them by name.
+
+    Attributes:
+        kind: which engine.
+        dtype: of weights and KV cache, as PyTorch names it; ``auto``: the checkpoint's own. Not for ``mock``.
+        device: ``cpu``, or ``cuda:N``. For ``torch`` only.
+        num_blocks: KV blocks of each rank's pool; ``None``: 512, or for ``trtllm`` what its memory holds.
+        data_parallel_size: attention-data-parallel ranks, each a place to route to. For ``mock`` only: the engine
+            ``torch`` has one, and ``trtllm`` one for each GPU with ``enable_attention_dp``.
+        block_size: tokens of a block.
+        max_model_len: tokens of prompt and output together; ``None``: what the model was made for.
+        max_batch_size: requests that compute at the same time; ``None``: as ``scheduler`` says, or ``trtllm`` itself.
+        max_num_tokens: tokens that one step computes; ``None``: as ``scheduler`` says, or ``trtllm`` itself.
+        num_threads: CPU threads of one operation; ``None``: the library's choice.
+        num_embedding_blocks: blocks of the pool of media embeddings, of ``block_size`` tokens each, where the model
+            takes media.
+        modality: of a prefill or decode worker; ``None``: what the model takes, as embeddings from encode workers.
+        publish_events_and_metrics: tell what the cache holds and how long steps take, which routing by cache needs.
+            ``trtllm`` is faster without; the other engines always do.
+        free_gpu_memory_fraction: share of the GPU's free memory that the KV pool takes, in (0, 1); ``None``:
+            ``num_blocks``, or ``trtllm``'s own. Not on a CPU.
+        tensor_parallel_size: GPUs that share each layer. For ``trtllm`` only, as all that follow.
+        pipeline_parallel_size: groups of GPUs that share the layers.
+        expert_parallel_size: GPUs that share the experts; ``None``: the engine's choice.
+        enable_attention_dp: every GPU attends to requests of its own, and is a place to route to.
+        max_beam_width: beams that it has room for.
+        gpus_per_node: of a host; ``None``: those that it sees.
+        backend: of ``trtllm``; ``None``: ``pytorch``.
+        extra_engine_args: YAML file with arguments of ``tensorrt_llm.LLM``, over what the fields here say.
+        override_engine_args: the same, over that.
+        scheduler: bounds of a step of ``torch`` and ``mock``.
+        mock: how fast the engine ``mock`` is.
+    """
+
+    kind: EngineKind = EngineKind.TORCH
+    dtype: str = "auto"
+    device: str = "cpu"
+    num_blocks: int | None = None
+    data_parallel_size: int = 1
+    block_size: int = 32
+    max_model_len: int | None = None
+    max_batch_size: int | None = None
+    max_num_tokens: int | None = None
+    num_threads: int | None = None
+    num_embedding_blocks: int = 512
+    modality: Modality | None = None
+    publish_events_and_metrics: bool = True
+    free_gpu_memory_fraction: float | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    expert_parallel_size: int | None = None
+    enable_attention_dp: bool = False
+    max_beam_width: int = 1
+    gpus_per_node: int | None = None
+    backend: Backend | None = None
+    extra_engine_args: Path | None = None
+    override_engine_args: Mapping[str, object] = field(default_factory=dict)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    mock: MockSettings = field(default_factory=MockSettings)
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, and what the engine does not have, naming the field."""
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}: must be at least 1, not {value}")
+        fraction = self.free_gpu_memory_fraction
+        if fraction is not None and not 0 < fraction < 1:
+            raise ConfigError(f"free_gpu_memory_fraction: must be in (0, 1), not {fraction}")
+        for name in _REFUSED[self.kind]:
+            if getattr(self, name) != _DEFAULTS[name]:
+                raise ConfigError(f"{name}: the engine {self.kind} does not have it")
+        if self.kind is EngineKind.MOCK and self.encodes_media:
+            raise ConfigError("modality: the engine mock takes text only")
+        if self.kind is EngineKind.TORCH and fraction is not None and self.device == "cpu":
+            raise ConfigError("free_gpu_memory_fraction: the device cpu has no GPU's memory")
+        self._check_step_bounds()
+
+    def _check_step_bounds(self) -> None:
+        try:
+            _ = self.step_bounds
+        except ValueError as error:
+            raise ConfigError(f"max_num_tokens: {error}") from error
+
+    @property
+    def encodes_media(self) -> bool:
+        """Whether a prefill or decode worker takes media files."""
+        return self.modality is Modality.MULTIMODAL
+
+    @property
+    def step_bounds(self) -> SchedulerConfig:
+        """Of ``torch`` and ``mock``: ``scheduler`` with what was said of it by the names that all engines share."""
+        bounds = self.scheduler
+        if self.kind is EngineKind.TRTLLM:
+            return bounds
+        if self.max_batch_size is not None:
+            bounds = replace(bounds, max_num_seqs=self.max_batch_size)
+        if self.max_num_tokens is not None:
+            bounds = replace(bounds, max_num_batched_tokens=self.max_num_tokens)
+        return bounds
+
+    @property
+    def num_pool_blocks(self) -> int:
+        """KV blocks of a pool whose size nobody measures."""
+        return _DEFAULT_NUM_BLOCKS if self.num_blocks is None else self.num_blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderSettings:
+    """The vision tower of an encode worker, or of another one that encodes media.
+
+    Attributes:
+        max_batch_size: items in one run of the tower.
+        max_pixels: of one picture; 4096 x 4096 by default.
+        max_waiting_items: items that may wait for the tower; those of further requests are refused.
+        max_waiting_pixels: the same of pixels that are to be decoded.
+    """
+
+    max_batch_size: int = 8
+    max_pixels: int = 16_777_216
+    max_waiting_items: int = 256
+    max_waiting_pixels: int = 268_435_456
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        for name in ("max_batch_size", "max_pixels", "max_waiting_items", "max_waiting_pixels"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: must be at least 1, not {getattr(self, name)}")
+
+
+_DEFAULT_NUM_BLOCKS = 512
+_COUNTS = (
+    "num_blocks",
+    "data_parallel_size",
+    "block_size",
+    "max_model_len",
+    "max_batch_size",
+    "max_num_tokens",
+    "num_threads",
+    "num_embedding_blocks",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "expert_parallel_size",
+    "max_beam_width",
+    "gpus_per_node",
+)
+_TRTLLM_ONLY = (
+    "publish_events_and_metrics",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "expert_parallel_size",
+    "enable_attention_dp",
+    "max_beam_width",
+    "gpus_per_node",
+    "backend",
+    "extra_engine_args",
+    "override_engine_args",
+)
+_REFUSED = {
+    EngineKind.TORCH: ("data_parallel_size", *_TRTLLM_ONLY),
+    EngineKind.MOCK: ("free_gpu_memory_fraction", *_TRTLLM_ONLY),
+    EngineKind.TRTLLM: ("data_parallel_size", "device"),
+}
+_DEFAULTS = {
+    item.name: item.default_factory() if callable(item.default_factory) else item.default
+    for item in fields(EngineSettings)
+}
