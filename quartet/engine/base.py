@@ -1,7 +1,7 @@
 """The engine seam: what a worker asks of an engine, and what it gets back, step by step.
 
-All is plain data: no tensor, lock or callback crosses the seam, so that an engine may move to a process of its own. An
-engine is driven by one consumer, which routes each :class:`StepOutput` to its requests.
+All of a request is plain data, so that an engine may move to a process of its own. An engine is driven by one consumer,
+which routes each :class:`StepOutput` to its requests.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ class EngineRequest:
         media_blocks: blocks of ``Engine.embeddings`` with each item of ``generation.media``, the caller's to keep until
             the request ends. Empty: text only, or the KV of ``hand_off`` has it all: were that lost, it fails with
             ``MediaLostError``.
-        media_inputs: in place of ``media_blocks``, for an engine that reads media by itself: of each item its file, or
-            the state of an opaque hand-off of it.
+        media_inputs: the same for an engine that ``reads_media``: each item's file, or its opaque hand-off's state.
     """
 
     id: int
@@ -154,10 +153,9 @@ class StepOutput:
     ``token_ids`` is the concatenation over ``ids``: ``num_tokens[i]`` tokens for request ``ids[i]``, of which the
     first is output token number ``token_offsets[i]`` (counting from 0, ``generated_token_ids`` included).
     ``logprobs`` is aligned with ``token_ids`` where asked for. Every request gets exactly one of ``finished``,
-    ``prefilled``, ``failed``, after which its id never appears again.
-
-    One with nothing in it says that a step has begun with which ``stats`` tell something else of the prompts that wait:
-    that none does any more, or that they are being computed.
+    ``prefilled``, ``failed``, after which its id never appears again. One with nothing in it says that a step has
+    begun with which ``stats`` tell something else of the prompts that wait: that none does any more, or that they are
+    being computed.
 
     Attributes:
         kv_events: what became or ceased to be shareable, by data-parallel rank; ranks without a change are left out.
@@ -225,7 +223,7 @@ class EngineCapabilities:
         layout: of its blocks; ``None`` for an engine that moves its own cache.
         placeholder_id: the token that stands for media in prompts; ``None``: it takes text only.
         reads_media: it takes ``EngineRequest.media_inputs``.
-        metrics: what it measures by itself, for /metrics: called at each scrape, on the scrape's thread; may not block.
+        metrics: what it measures by itself; called at each scrape, on that thread.
     """
 
     kinds: frozenset[RequestKind]

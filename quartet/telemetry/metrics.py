@@ -181,15 +181,9 @@ class RouterMetrics:
         self._workers.labels(role, state).set(num_workers)
 
 
+@dataclass(frozen=True)
 class _ReadCollector(Collector):
-    """Gives what a function returns."""
-
-    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
-        self._read = read
-
-    def collect(self) -> Iterable[Metric]:
-        """All of it."""
-        return self._read()
+    collect: Callable[[], Iterable[Metric]]
 
 
 class WorkerMetrics:
