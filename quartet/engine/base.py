@@ -1,7 +1,6 @@
 """The engine seam: what a worker asks of an engine, and what it gets back, step by step.
 
-All of a request is plain data, so that an engine may move to a process of its own. An engine is driven by one consumer,
-which routes each :class:`StepOutput` to its requests.
+Requests are plain data: an engine may move to a process of its own. One consumer routes its ``StepOutput`` to them.
 """
 
 from __future__ import annotations
