@@ -27,7 +27,7 @@ run-%: setup tools  ## Start configs/%.yaml on this machine: run-disagg, run-agg
 	@exec $(BIN)/quartet up configs/$*.yaml $(ARGS)
 
 test: test-unit tools  ## Run all tests
-	$(BIN)/python -m pytest -m e2e
+	$(BIN)/python -m pytest -m e2e -n $(JOBS) --dist loadfile
 
 test-unit: setup tools  ## Run the tests that start no service processes (JOBS=4: that many at once)
 	$(BIN)/python -m pytest -m "not e2e" -n $(JOBS)

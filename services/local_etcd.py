@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -58,12 +59,14 @@ def etcd_command(binary: Path, config: EtcdConfig, data_dir: Path) -> Sequence[s
     return [str(binary), *(f"--{name}={value}" for name, value in options.items())]
 
 
-# By this process.
-_given: set[int] = set()
+# By this process, each with what tells other processes of this project so.
+_given: dict[int, socket.socket] = {}
 
 
 def free_port() -> int:
     """A TCP port of 127.0.0.1 that nobody listens on now and that no client is given by chance; never the same twice.
+
+    Whoever got it may not listen yet: until this process ends, no other one is given it here either.
 
     Raises:
         OSError: there is none.
@@ -74,8 +77,20 @@ def free_port() -> int:
         with socket.socket() as probe:
             try:
                 probe.bind((_LOOPBACK, port))
+                _given[port] = _reserve(port)
             except OSError:
                 continue
-            _given.add(port)  # whoever got it may not listen yet
             return port
     raise OSError(f"no free port in {_NUM_PORTS_TRIED} tries")
+
+
+def _reserve(port: int) -> socket.socket:
+    """Hold a name that only one process of a network namespace can have. Raises ``OSError``: another one has it."""
+    name = socket.socket(socket.AF_UNIX)
+    if sys.platform == "linux":
+        try:
+            name.bind(f"\0quartet-port-{port}")
+        except OSError:
+            name.close()
+            raise
+    return name

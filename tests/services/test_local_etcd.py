@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,3 +28,11 @@ def test_an_own_etcd_is_on_loopback_and_without_tls() -> None:
     assert command[0] == "/bin/etcd"
     assert f"--listen-client-urls=http://{endpoint}" in command
     assert all("0.0.0.0" not in argument for argument in command)
+
+
+def test_a_port_that_one_process_has_is_given_to_no_other(free_port: Callable[[], int]) -> None:
+    port = free_port()
+    code = f"from services import local_etcd as it; it._PORTS, it._NUM_PORTS_TRIED = [{port}], 1; print(it.free_port())"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert other.returncode != 0
+    assert "no free port in 1 tries" in other.stderr
