@@ -31,7 +31,7 @@ from quartet.engine.scheduler import SchedulerConfig
 
 _ROUNDS = 5
 # Of the short form. A round of these two takes 24 and 16 s of CPU time, one of all the others together 8 s.
-_SHORT_ROUNDS = {"ragged_32": 3, "shared_prefix_32": 3}
+_SHORT_ROUNDS = {"ragged_32": 2, "shared_prefix_32": 2}
 # What is set up on first use is no workload's to pay.
 _WARM_UP = "equal_32"
 # Float32 logits of one context differ by this much between two ways to batch it; the best two are mostly whole units

@@ -43,7 +43,7 @@ _FLOORS = ((Way.GENERATE, 256), (Way.SESSION, 256), (Way.SESSION, 1024))
 _NUM_PROMPT_TOKENS = 128
 _NUM_REQUEST_CLIENTS = 16
 _LONG = Windows(warm_up_s=2.0, window_s=5.0, round_size=2, num_rounds=3)
-_SHORT = Windows(warm_up_s=1.0, window_s=1.0, round_size=5, num_rounds=1)
+_SHORT = Windows(warm_up_s=0.5, window_s=1.0, round_size=3, num_rounds=1)
 #: Both Place ways are one to the router, which sees no token.
 _REQUEST_WAYS = {"generate": Way.GENERATE, "session": Way.SESSION, "place": Way.PLACE_PER_CLIENT}
 
@@ -123,7 +123,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.relay", description=__doc__.partition("\n")[0])
     add_report_argument(parser)
-    parser.add_argument("--short", action="store_true", help="one round of five windows of a second: three minutes")
+    parser.add_argument("--short", action="store_true", help="one round of three windows of a second: two minutes")
     parser.add_argument("--only", nargs="+", choices=list(Way), metavar="WAY", help=", ".join(Way))
     arguments = parser.parse_args()
     report = Report("relay", packages=("uvloop",))
