@@ -1,0 +1,162 @@
+"""Where a model's files come from: a folder, or a repository of the Hugging Face Hub, which is fetched once."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from quartet.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+#: Fetches the files of a repository that match the patterns, unless they are here already, and says in which folder
+#: they lie. Raises whatever is wrong.
+Fetch: TypeAlias = Callable[["Repository", Sequence[str]], Path]
+
+# All that configures a model, its tokenizer, template and preprocessing. Never code.
+_SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
+_WEIGHT_FILES = ("*.safetensors",)
+# Folders and consolidated files hold the same weights once more, for others.
+_LEFT_OUT = ("*/*", "consolidated*")
+
+_PROGRESS_INTERVAL_S = 10.0
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository of the Hub.
+
+    Attributes:
+        id: ``organisation/name``.
+        revision: branch, tag or commit; ``None``: the main branch.
+    """
+
+    id: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        """As it is written in ``model_path``."""
+        return self.id if self.revision is None else f"{self.id}@{self.revision}"
+
+
+def is_repository_id(text: str) -> bool:
+    """Whether ``text`` can only mean a repository: ``org/name`` or ``org/name@revision``, and no path that is here."""
+    return repository_of(text) is not None
+
+
+def repository_of(text: str) -> Repository | None:
+    """The repository that ``text`` names; ``None``: it is a path."""
+    match = _REPOSITORY.fullmatch(text)
+    if match is None or Path(text).exists():
+        return None
+    return Repository(match["id"], match["revision"])
+
+
+def fetch_model(repository: Repository, *, needs_weights: bool, fetch: Fetch | None = None) -> Path:
+    """The folder with the files of ``repository``, fetched if they are not here yet; blocks for as long as that takes.
+
+    Needs the package ``huggingface_hub``, whose variables (``HF_HOME``, ``HF_HUB_OFFLINE``, ``HF_TOKEN``) mean what
+    they always do.
+
+    Args:
+        repository: what to fetch.
+        needs_weights: fetch them, too.
+        fetch: in place of the Hub.
+
+    Raises:
+        ConfigError: it can't be had; names ``model_path`` and says why.
+    """
+    logger.info("looking for %s on the Hugging Face Hub", repository)
+    started_at = time.monotonic()
+    patterns = (*_SMALL_FILES, *_WEIGHT_FILES) if needs_weights else _SMALL_FILES
+    folder = (fetch or _fetch_from_hub)(repository, patterns)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model_path: the repository {repository} holds no config.json")
+    logger.info("%s is here after %.1f s", repository, time.monotonic() - started_at)
+    return folder
+
+
+_REPOSITORY = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)
+
+
+def _fetch_from_hub(repository: Repository, patterns: Sequence[str]) -> Path:
+    try:
+        import huggingface_hub
+        from huggingface_hub.utils import disable_progress_bars
+    except ImportError:
+        raise _refusal(repository, "the package huggingface_hub is not installed to fetch it with") from None
+    # A server's log is no terminal.
+    disable_progress_bars()
+    try:
+        with _told_progress(repository, Path(huggingface_hub.constants.HF_HUB_CACHE)):
+            return Path(
+                huggingface_hub.snapshot_download(
+                    repository.id,
+                    revision=repository.revision,
+                    allow_patterns=list(patterns),
+                    ignore_patterns=list(_LEFT_OUT),
+                )
+            )
+    # The process ends with it. What it is depends on the version, which speaks HTTP by another package each time; its
+    # text has addresses in it, and is not told.
+    except Exception as error:
+        logger.debug("fetching %s failed", repository, exc_info=True)
+        raise _refusal(repository, _reason(error)) from None
+
+
+def _reason(error: Exception) -> str:
+    """Why the Hub gave nothing."""
+    from huggingface_hub import errors
+
+    reasons: list[tuple[type[Exception], str]] = [
+        (errors.GatedRepoError, "its terms have to be accepted, and HF_TOKEN set"),
+        (errors.RepositoryNotFoundError, "there is none of that name, or it is private and HF_TOKEN is not set"),
+        (errors.RevisionNotFoundError, "it has no such revision"),
+        (
+            errors.LocalEntryNotFoundError,
+            "it is not in the cache, and the Hub can't be reached (or HF_HUB_OFFLINE is set)",
+        ),
+        (errors.OfflineModeIsEnabled, "it is not in the cache, and HF_HUB_OFFLINE is set"),
+    ]
+    return next((text for kind, text in reasons if isinstance(error, kind)), f"{type(error).__name__}")
+
+
+def _refusal(repository: Repository, reason: str) -> ConfigError:
+    return ConfigError(
+        f"model_path: {repository} is no folder here, and no repository that can be had from the Hugging Face Hub: "
+        f"{reason}"
+    )
+
+
+@contextmanager
+def _told_progress(repository: Repository, cache: Path) -> Iterator[None]:
+    """Log now and then how much of ``repository`` lies in the Hub's ``cache``."""
+    done = threading.Event()
+    blobs = cache / f"models--{repository.id.replace('/', '--')}" / "blobs"
+
+    def tell() -> None:
+        while not done.wait(_PROGRESS_INTERVAL_S):
+            logger.info("fetching %s: %d MiB so far", repository, _size_bytes(blobs) >> 20)
+
+    threading.Thread(target=tell, name="fetch-progress", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _size_bytes(directory: Path) -> int:
+    size_bytes = 0
+    for path in directory.glob("*"):
+        try:
+            size_bytes += path.stat().st_size
+        except OSError:  # a finished file has just got another name
+            continue
+    return size_bytes
