@@ -9,6 +9,7 @@ import typer
 
 from cli.bench.command import bench
 from cli.chat import chat
+from cli.doctor.command import doctor
 from cli.explain import explain
 from cli.generate import generate
 from cli.replay.command import replay
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 for command in (up, generate, chat, explain, workers, bench, trace, replay):
     app.command()(command)
+app.add_typer(doctor)
 
 
 def _show_version(is_wanted: bool) -> None:

@@ -1,0 +1,1 @@
+"""``quartet doctor``: what of this machine Quartet would miss, and what to do about it."""
