@@ -2,10 +2,13 @@
 # Makes .venv with Quartet and what it needs. Quick when nothing changed; repairs an environment that is broken.
 #   tools/setup.sh [EXTRAS]     EXTRAS: comma-separated extras of pyproject.toml, torch,dev by default
 # PYTHON names the interpreter to use; pip's own settings (index, proxy, cache) apply as they are.
+# SITE_PACKAGES=1: on top of the packages that PYTHON has, as in a container that brings an engine; what they satisfy
+# stays as it is.
 set -euo pipefail
 cd -P "$(dirname "$0")/.."
 
-extras=${1:-torch,dev}
+extras=${1-torch,dev}
+site_packages=${SITE_PACKAGES:-0}
 venv=.venv
 stamp=$venv/.setup-done
 
@@ -30,11 +33,12 @@ find_python() {
 fingerprint() {
     { awk '/^\[/ { counts = !/^\[+tool\./ || /tool\.setuptools/ } counts' pyproject.toml
       cat constraints.txt
-      echo "$extras" "$PWD"; } | sha256sum
+      echo "$extras" "$PWD" "$site_packages"; } | sha256sum
 }
 
 is_usable() {
-    "$venv/bin/python" -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null &&
+    grep -qsx "include-system-site-packages = $( ((site_packages)) && echo true || echo false)" "$venv/pyvenv.cfg" &&
+        "$venv/bin/python" -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null &&
         grep -qsF "$PWD/$venv/bin/python" "$venv/bin/pip"
 }
 
@@ -55,7 +59,9 @@ make_venv() {
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||
         die "$python cannot make virtual environments; on Debian: apt-get install python3-venv"
     [[ ! -e $venv ]] || echo "setup: $venv is broken, outdated or was moved; making it anew"
-    "$python" -m venv --clear "$venv"
+    local options=(--clear)
+    ((!site_packages)) || options+=(--system-site-packages)
+    "$python" -m venv "${options[@]}" "$venv"
 }
 
 if [[ -f $stamp && $(<"$stamp") == "$(fingerprint)" ]] && is_usable; then
@@ -64,7 +70,12 @@ fi
 check_disk_space
 is_usable || make_venv
 rm -f "$stamp"
-echo "setup: installing quartet[$extras] into $venv"
-"$venv/bin/python" -m pip install --disable-pip-version-check -c constraints.txt -e ".[$extras]"
+echo "setup: installing quartet${extras:+[$extras]} into $venv"
+if ((site_packages)); then
+    # Not our exact versions: they are of a machine without those packages. Nor the container's, made without Quartet.
+    PIP_CONSTRAINT='' "$venv/bin/python" -m pip install --disable-pip-version-check -e ".${extras:+[$extras]}"
+else
+    "$venv/bin/python" -m pip install --disable-pip-version-check -c constraints.txt -e ".${extras:+[$extras]}"
+fi
 fingerprint >"$stamp"
 echo "setup: done"

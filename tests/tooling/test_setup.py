@@ -12,11 +12,14 @@ PLENTY = "echo header; echo 'disk 99999999 0 99999999 0% /'"
 # Makes what `is_usable` looks at.
 PYTHON = """
 if [[ $2 == venv ]]; then
-    rm -rf "$4"
-    mkdir -p "$4/bin"
-    printf '%s\\n' "#!$BASH" 'echo "$@" >>"$(dirname "$0")/../calls"' >"$4/bin/python"
-    chmod +x "$4/bin/python"
-    echo "#!$PWD/$4/bin/python" >"$4/bin/pip"
+    venv=${@: -1}
+    rm -rf "$venv"
+    mkdir -p "$venv/bin"
+    printf '%s\\n' "#!$BASH" 'echo "$@" >>"$(dirname "$0")/../calls"' >"$venv/bin/python"
+    chmod +x "$venv/bin/python"
+    echo "#!$PWD/$venv/bin/python" >"$venv/bin/pip"
+    [[ " $* " == *" --system-site-packages "* ]] && has_system=true || has_system=false
+    echo "include-system-site-packages = $has_system" >"$venv/pyvenv.cfg"
 fi
 """
 
@@ -43,6 +46,17 @@ def test_a_new_environment_is_made_once(machine: Machine) -> None:
     assert (again.returncode, again.stdout, len(installs(machine))) == (0, "", 1)
     assert machine.run("tools/setup.sh", "torch,dev").returncode == 0
     assert [call.rpartition(" ")[2] for call in installs(machine)] == [".[dev]", ".[torch,dev]"]
+
+
+def test_a_container_s_packages_stay_as_they_are(machine: Machine) -> None:
+    machine.run("tools/setup.sh", "dev")
+    ran = machine.run("tools/setup.sh", "", SITE_PACKAGES="1")
+    assert ran.returncode == 0, ran.stderr
+    assert machine.calls("python3")[-1] == "-m venv --clear --system-site-packages .venv"
+    [install] = installs(machine)
+    assert "constraints.txt" not in install
+    assert install.endswith(" -e .")
+    assert machine.run("tools/setup.sh", "", SITE_PACKAGES="1").stdout == ""
 
 
 def test_a_broken_environment_is_made_anew(machine: Machine) -> None:
