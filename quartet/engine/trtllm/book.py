@@ -1,0 +1,255 @@
+"""What the adapter knows of its own requests, and with what TensorRT-LLM tells, each rank's load."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Protocol
+
+from quartet.engine.base import EngineRequest, EngineStats, RequestKind
+from quartet.engine.step_time_fit import StepTimeFit
+from quartet.engine.trtllm.stats import LlmRankStats
+
+
+class RankFigures(Protocol):
+    """What is heard of ranks; ``quartet.engine.trtllm.feeds.Feeds`` has it."""
+
+    def stats(self, rank: int) -> LlmRankStats | None:
+        """The latest record."""
+        ...
+
+    def num_blocks(self, rank: int) -> int | None:
+        """KV blocks on the device; ``None``: unknown."""
+        ...
+
+    def num_named_blocks(self, rank: int) -> int:
+        """Blocks on the device that are told of as shareable."""
+        ...
+
+    def num_busy_records(self, rank: int) -> int:
+        """Steps that computed something, as far as records told."""
+        ...
+
+    def num_prompt_records(self, rank: int) -> int:
+        """Of these, steps that computed prompt tokens."""
+        ...
+
+
+@dataclass
+class _Entry:
+    """A request that runs, waits, or whose blocks are held."""
+
+    rank: int
+    decodes: bool
+    num_prefill_tokens: int  # to compute before its first output
+    num_tokens: int  # given and generated
+    is_held: bool = False
+
+
+@dataclass(frozen=True)
+class _Begin:
+    """How much of a rank's prompts no step has begun to compute, by the latest record."""
+
+    num_running: int
+    num_unbegun_tokens: int
+
+
+class _RankBook:
+    """One rank's requests; whoever calls holds the lock."""
+
+    def __init__(self) -> None:
+        # In the order in which they came: that is the order in which they are taken up.
+        self.waiting: dict[int, _Entry] = {}
+        self.begun: dict[int, _Entry] = {}
+        self.held: dict[int, _Entry] = {}
+        self.has_moved = False
+        self.num_steps = self.num_prompt_steps = 0
+        self.num_prompt_tokens = self.num_output_tokens = self.num_cached_tokens = 0
+        self.num_begun_now = 0
+        self.fit = StepTimeFit()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.waiting) + len(self.begun)
+
+    @property
+    def num_context_tokens(self) -> int:
+        return sum(entry.num_tokens for entry in self.begun.values() if entry.decodes)
+
+    def queue(self, stats: LlmRankStats | None) -> _Begin:
+        """Of the requests without output, the eldest are in a step: as many as the record says, beyond those begun."""
+        num_active = 0
+        if stats is not None:
+            num_active = max((stats.num_active or 0) - (stats.num_paused or 0), 0)
+        num_running = min(max(num_active, len(self.begun)), self.num_in_flight)
+        left = list(self.waiting.values())[num_running - len(self.begun) :]
+        return _Begin(num_running, sum(entry.num_prefill_tokens for entry in left))
+
+
+class RequestBook:
+    """Requests from ``add`` until ``end``, and beyond while their blocks are held. Thread-safe; never waits for long.
+
+    Ids that are unknown are ignored. A request waits until its first output: TensorRT-LLM does not say of one request
+    when it is taken up, only its statistics of how many.
+    """
+
+    def __init__(self, *, num_ranks: int, block_size: int, max_step_tokens: int | None = None) -> None:
+        self._block_size, self._max_step_tokens = block_size, max_step_tokens
+        self._lock = threading.Lock()
+        self._ranks = [_RankBook() for _ in range(num_ranks)]
+        self._rank_of: dict[int, int] = {}
+
+    def add(self, request: EngineRequest) -> None:
+        """A request was submitted, to the rank that it names, one of ``num_ranks``."""
+        generation = request.generation
+        num_tokens = len(generation.prompt_token_ids) + len(generation.generated_token_ids)
+        entry = _Entry(
+            rank=generation.data_parallel_rank,
+            decodes=request.kind is RequestKind.DECODE,
+            num_prefill_tokens=0 if request.hand_off is not None else num_tokens,
+            num_tokens=num_tokens,
+        )
+        with self._lock:
+            self._rank_of[request.id] = entry.rank
+            self._ranks[entry.rank].waiting[request.id] = entry
+
+    def begin(self, id: int, num_cached_tokens: int = 0) -> None:
+        """The first output of a request came: its prompt is computed, but for so many tokens that were cached."""
+        with self._lock:
+            book = self._book_of(id)
+            entry = book.waiting.pop(id, None) if book else None
+            if book is None or entry is None:
+                return
+            book.begun[id] = entry
+            book.has_moved = True
+            book.num_begun_now += entry.num_prefill_tokens > 0
+            num_cached = min(num_cached_tokens, entry.num_prefill_tokens)
+            book.num_cached_tokens += num_cached
+            book.num_prompt_tokens += entry.num_prefill_tokens - num_cached
+
+    def grow(self, id: int, num_tokens: int) -> None:
+        """So many output tokens more came."""
+        with self._lock:
+            book = self._book_of(id)
+            entry = book.begun.get(id) if book else None
+            if book is not None and entry is not None:
+                entry.num_tokens += num_tokens
+                book.num_output_tokens += num_tokens
+                book.has_moved = True
+
+    def end(self, id: int, *, is_held: bool = False) -> None:
+        """A request's last output came, or its failure; ``is_held``: its blocks stay until ``release``."""
+        with self._lock:
+            book = self._book_of(id)
+            if book is None:
+                return
+            entry = book.waiting.pop(id, None) or book.begun.pop(id, None)
+            book.has_moved |= entry is not None
+            if entry is not None and is_held:
+                book.held[id] = entry
+            elif id not in book.held:
+                del self._rank_of[id]
+
+    def release(self, id: int) -> None:
+        """What was held for a request is so no more."""
+        with self._lock:
+            book = self._book_of(id)
+            if book is not None and book.held.pop(id, None) is not None:
+                del self._rank_of[id]
+
+    def finish_turn(self) -> None:
+        """All outputs of one turn were taken: what moved has made a step. Without outputs none is counted."""
+        with self._lock:
+            for book in self._ranks:
+                book.num_steps += book.has_moved
+                book.num_prompt_steps += book.num_begun_now > 0
+                book.has_moved, book.num_begun_now = False, 0
+
+    def observe(self, stats: LlmRankStats) -> None:
+        """Learn from a step's record how long steps take. One of no rank says that only of an engine with one."""
+        if stats.latency_s is None or stats.num_context_tokens is None or (stats.rank is None and len(self._ranks) > 1):
+            return
+        with self._lock:
+            book = self._ranks[stats.rank or 0]
+            # As it is now; the record is of a moment ago.
+            num_context_tokens = book.num_context_tokens if stats.num_generating else 0
+            if not stats.num_generating or num_context_tokens:
+                book.fit.observe(stats.num_context_tokens, num_context_tokens, stats.latency_s)
+
+    def rank_stats(self, rank: int, feeds: RankFigures | None) -> EngineStats:
+        """What is known of one rank."""
+        heard = None if feeds is None else feeds.stats(rank)
+        with self._lock:
+            book = self._ranks[rank]
+            begin = book.queue(heard)
+            blocks = self._blocks(book, heard, feeds, rank)
+            return EngineStats(
+                num_running=begin.num_running,
+                num_waiting=book.num_in_flight - begin.num_running,
+                num_queued_prefill_tokens=sum(entry.num_prefill_tokens for entry in book.waiting.values()),
+                num_unbegun_prefill_tokens=begin.num_unbegun_tokens,
+                num_decoding=sum(entry.decodes for entry in book.begun.values()),
+                num_context_tokens=book.num_context_tokens,
+                max_step_tokens=(heard.max_step_tokens if heard else None) or self._max_step_tokens or 0,
+                step_time=book.fit.step_time,
+                num_in_use_blocks=blocks.in_use,
+                num_held_blocks=blocks.held,
+                num_cached_blocks=blocks.cached,
+                num_free_blocks=blocks.free,
+                num_total_blocks=blocks.total,
+                num_steps=book.num_steps + (feeds.num_busy_records(rank) if feeds else 0),
+                num_prompt_steps=max(book.num_prompt_steps, feeds.num_prompt_records(rank) if feeds else 0),
+                num_prompt_tokens=book.num_prompt_tokens,
+                num_output_tokens=book.num_output_tokens,
+                num_cached_tokens=book.num_cached_tokens,
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Attention-data-parallel ranks."""
+        return len(self._ranks)
+
+    def _book_of(self, id: int) -> _RankBook | None:
+        rank = self._rank_of.get(id)
+        return None if rank is None else self._ranks[rank]
+
+    def _blocks(self, book: _RankBook, heard: LlmRankStats | None, feeds: RankFigures | None, rank: int) -> _Blocks:
+        total = (feeds.num_blocks(rank) if feeds else None) or 0
+        held = min(sum(self._num_blocks(entry) for entry in book.held.values()), total)
+        named = feeds.num_named_blocks(rank) if feeds else 0
+        own = sum(self._num_blocks(entry) for entry in book.begun.values())
+        used = own + held if heard is None or heard.num_used_blocks is None else heard.num_used_blocks
+        # An idle engine makes no records: its last one is of when it was busy.
+        in_use = min(max(used - held, 0), total - held) if book.num_in_flight else 0
+        left = total - held - in_use
+        cached = min(max(named - held - in_use, 0), left)
+        return _Blocks(in_use, held, cached, left - cached, total)
+
+    def _num_blocks(self, entry: _Entry) -> int:
+        return -(-entry.num_tokens // self._block_size)
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """By state; they add up."""
+
+    in_use: int
+    held: int
+    cached: int
+    free: int
+    total: int
+
+
+def engine_stats(book: RequestBook, feeds: RankFigures | None) -> tuple[EngineStats, ...]:
+    """Every rank's load; any thread may ask, and nothing waits.
+
+    Known of each rank: requests, tokens, outputs, and which blocks are named. TensorRT-LLM 1.2's records say of no rank
+    that they are its own: with one rank its blocks in use and how many requests are taken up are theirs, with several
+    those are this side's: blocks in use are what the requests with output fill, and a request waits until its first.
+
+    - ``num_steps`` counts turns that brought outputs and records of steps that computed something (a long prompt makes
+      no output for long): it stands still when neither comes.
+    - Held blocks are the adapter's figure, cached ones are at least so many: what is named, less all that is in use,
+      as if everything in use were named. TensorRT-LLM counts cached blocks as free.
+    """
+    return tuple(book.rank_stats(rank, feeds) for rank in range(book.num_ranks))

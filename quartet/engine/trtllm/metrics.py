@@ -1,0 +1,114 @@
+"""TensorRT-LLM's own metrics, beside ours on one page: of its requests, and of its latest step.
+
+Requests: what ``tensorrt_llm.metrics.MetricsCollector`` measures, under the names it gives them, where the package has
+it and the engine was made with ``return_perf_metrics``. Steps, where it was made with ``enable_iter_perf_stats``:
+
+- ``trtllm_kv_cache_blocks{state="used" | "free"}``: of KV on the device; what is only kept for reuse is free.
+- ``trtllm_kv_cache_blocks_reused_total``, ``..._missed_total``: prompts' blocks that were found, and that were not.
+- ``trtllm_iteration_latency_seconds``: that the latest step took.
+- ``trtllm_iteration_context_tokens``: prompt tokens in it.
+- ``trtllm_active_requests``, ``trtllm_queued_requests``, ``trtllm_paused_requests``: as of that step.
+
+An idle engine makes no steps: what is told is of its last one. What the engine does not tell is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+from prometheus_client import REGISTRY, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+
+from quartet.engine.trtllm.stats import LlmRankStats
+
+logger = logging.getLogger(__name__)
+
+_GAUGES = (
+    ("iteration_latency_seconds", "Seconds that the latest step took.", "latency_s"),
+    ("iteration_context_tokens", "Prompt tokens in the latest step.", "num_context_tokens"),
+    ("active_requests", "Requests that are taken up.", "num_active"),
+    ("queued_requests", "Requests that wait to be taken up.", "num_queued"),
+    ("paused_requests", "Requests that gave their blocks up and wait.", "num_paused"),
+)
+_COUNTERS = (
+    ("kv_cache_blocks_reused", "Blocks of prompts that were found in the cache.", "num_reused_blocks"),
+    ("kv_cache_blocks_missed", "Blocks of prompts that were not.", "num_missed_blocks"),
+)
+
+
+class Records(Protocol):
+    """Where the latest step's record is; ``quartet.engine.trtllm.feeds.Feeds``."""
+
+    @property
+    def latest_record(self) -> LlmRankStats | None:
+        """``None`` before the first one."""
+        ...
+
+
+class ResultMetrics:
+    """Measures results, and collects all for a scrape. Nothing here waits for the engine."""
+
+    def __init__(self, model: str, feeds: Records | None) -> None:
+        """Metrics of requests get a label ``model_name``."""
+        self._feeds = feeds
+        self._collector = _upstream_collector(model)
+        # Whatever it measures with; it has no list of it.
+        self._families = [] if self._collector is None else _families_of(self._collector)
+
+    def log(self, result: Any) -> None:
+        """Measure a request that ended: a ``RequestOutput`` or anything else with a ``metrics_dict``."""
+        values = getattr(result, "metrics_dict", None)
+        if self._collector is not None and values:
+            self._collector.log_metrics_dict(values)
+
+    def collect(self) -> Iterable[Metric]:
+        """All of it, now. Any thread may call."""
+        for family in self._families:
+            yield from family.collect()
+        record = None if self._feeds is None else self._feeds.latest_record
+        if record is not None:
+            yield from _step_metrics(record)
+
+    def close(self) -> None:
+        """Let go of what is measured: another engine of this process may measure the same. May be called twice."""
+        families, self._families, self._collector = self._families, [], None
+        for family in families:
+            with contextlib.suppress(KeyError):  # it is not there any more
+                REGISTRY.unregister(family)
+
+
+def _step_metrics(record: LlmRankStats) -> Iterator[Metric]:
+    states = (("used", record.num_used_blocks), ("free", record.num_free_blocks))
+    blocks = GaugeMetricFamily("trtllm_kv_cache_blocks", "KV blocks on the device by state.", labels=["state"])
+    for state, number in states:
+        if number is not None:
+            blocks.add_metric([state], number)
+    if blocks.samples:
+        yield blocks
+    for name, text, field in _GAUGES:
+        if (value := getattr(record, field)) is not None:
+            yield GaugeMetricFamily(f"trtllm_{name}", text, value=value)
+    for name, text, field in _COUNTERS:
+        if (value := getattr(record, field)) is not None:
+            yield CounterMetricFamily(f"trtllm_{name}", text, value=value)
+
+
+def _upstream_collector(model: str) -> Any:
+    """``tensorrt_llm.metrics.MetricsCollector``; ``None``: this version has none, or it measures here already."""
+    try:
+        from tensorrt_llm.metrics import MetricsCollector
+    except ImportError:
+        return None
+    try:
+        return MetricsCollector({"model_name": model})
+    except ValueError as error:
+        # It puts its metrics into the process's registry, where each name can be but once.
+        logger.warning("TensorRT-LLM's metrics of requests are left out: %s", error)
+        return None
+
+
+def _families_of(collector: Any) -> list[Any]:
+    return [value for value in vars(collector).values() if callable(getattr(value, "collect", None))]
