@@ -104,6 +104,13 @@ CONFIGS: Mapping[str, ConfigTable] = {
             "use_low_precision_moe_combine": "bool",
         }
     ),
+    "MoeLoadBalancerConfig": ConfigTable(
+        types={
+            "num_slots": "int | None",
+            "initial_global_assignments": "dict[int, list[int]] | None",
+            "layer_updates_per_iter": "int",
+        }
+    ),
     "AttentionDpConfig": ConfigTable(
         types={"enable_balance": "bool", "timeout_iters": "int", "batching_wait_iters": "int"}
     ),

@@ -52,15 +52,14 @@ def _why_unknown(name: object, table: ConfigTable) -> str:
 
 
 def _check_value(kind: str, value: object, path: str, warnings: list[str]) -> None:
-    if fits(kind, value):
-        return
     for name in alternatives(kind):
         if isinstance(value, Mapping) and name == "SpeculativeConfig":
             return _check_speculative(value, path, warnings)
         if isinstance(value, Mapping) and name in CONFIGS:
             _check_names(value, CONFIGS[name], f"{path}.", warnings)
             return _check_rules(name, value, path)
-    raise ConfigError(f"{path}: {misfit(kind, value)}")
+    if not fits(kind, value):
+        raise ConfigError(f"{path}: {misfit(kind, value)}")
 
 
 def _check_rules(name: str, value: Mapping[str, object], path: str) -> None:
