@@ -37,9 +37,7 @@ def test_later_turns_follow_the_answers_and_a_system_text_opens_the_first_one_on
         ChatMessage("assistant", "A cat."),
         ChatMessage("user", "Sure?"),
     )
-    assert rendered(*chat) == (
-        "<s>[INST] <image>\nBe brief.\n\nWhat is this? [/INST] A cat.</s>[INST] Sure? [/INST]"
-    )
+    assert rendered(*chat) == ("<s>[INST] <image>\nBe brief.\n\nWhat is this? [/INST] A cat.</s>[INST] Sure? [/INST]")
 
 
 @pytest.mark.parametrize(
