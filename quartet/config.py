@@ -52,10 +52,18 @@ def override(mapping: Mapping[str, Value], assignment: str) -> dict[str, Value]:
         ConfigError: not of that form, or the path leads through something that is no mapping.
     """
     path, equals, text = assignment.partition("=")
-    names = path.strip().split(".")
-    if not equals or not all(names):
+    if not equals or not all(path.strip().split(".")):
         raise ConfigError(f"{assignment!r} must have the form name.name=value")
-    return _with_value(mapping, names, _parse(text, path), path)
+    return with_value(mapping, path.strip(), _parse(text, path))
+
+
+def with_value(mapping: Mapping[str, Value], path: str, value: Value) -> dict[str, Value]:
+    """A copy of ``mapping`` with ``value`` at ``path`` (``server.address``); mappings on the way are made.
+
+    Raises:
+        ConfigError: the path leads through something that is no mapping.
+    """
+    return _with_value(mapping, path.split("."), value, path)
 
 
 def build(cls: type[ConfigT], mapping: Mapping[str, Value], where: str = "") -> ConfigT:

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from quartet.errors import ConfigError, ModelFilesError, ServingError
 from quartet.rpc.text_cache import TextCache
-from quartet.text.chat_template import ChatTemplate
+from quartet.text.chat_template import read_template_file
 from quartet.text.model_files import CHAT_TEMPLATE, TEXT_FILE_NAMES
 from quartet.text.model_text import ModelText
-from quartet.text.special_tokens import SpecialTokens
 from router.worker import PoolKey
 
 logger = logging.getLogger(__name__)
@@ -23,11 +22,9 @@ FetchFiles = Callable[[PoolKey, Collection[str]], Awaitable[Mapping[str, bytes]]
 def read_chat_template(file: Path) -> str:
     """The Jinja source in ``file``. Raises ``ConfigError``: it can't be read, or is none."""
     try:
-        source = file.read_text(encoding="utf-8")
-        ChatTemplate(source, SpecialTokens())
-    except (OSError, UnicodeDecodeError, ModelFilesError) as error:
+        return read_template_file(file)
+    except ModelFilesError as error:
         raise ConfigError(f"custom_chat_template: {error}") from error
-    return source
 
 
 class FetchedTexts:

@@ -12,7 +12,7 @@ from quartet.engine.encoder import MediaEncoder
 from quartet.engine.mock import SAMPLING_FIELDS as MOCK_SAMPLING_FIELDS
 from quartet.engine.mock import MockEngineConfig, rank_loader
 from quartet.engine.runner import ModelRunner
-from quartet.engine.settings import EncoderSettings, EngineKind, EngineSettings
+from quartet.engine.settings import EncoderSettings, EngineKind, EngineSettings, Modality
 from quartet.engine.torch import TorchEncoderConfig, TorchEngineConfig, create_encoder, create_runner
 from quartet.errors import ConfigError
 from quartet.transfer.base import EmbeddingMemory, Puller
@@ -39,6 +39,8 @@ def create_engine(spec: EngineSpec, kind: RequestKind, puller: Puller) -> Engine
     """
     if spec.engine.kind is EngineKind.MOCK:
         return _mock_engine(spec, kind, puller)
+    if spec.engine.kind is EngineKind.TRTLLM:
+        return _trtllm_engine(spec, kind, puller)
     return _step_engine(spec, kind, puller, _torch_loader(spec), ALL_SAMPLING_FIELDS)
 
 
@@ -78,15 +80,18 @@ def _step_engine(
 
 def _torch_loader(spec: EngineSpec) -> Callable[[], ModelRunner]:
     settings = spec.engine
+    fraction = settings.free_gpu_memory_fraction
     torch_config = TorchEngineConfig(
         model_path=spec.model_path,
         dtype=settings.dtype,
         device=settings.device,
-        num_blocks=settings.num_pool_blocks,
+        num_blocks=settings.num_pool_blocks if fraction is None else None,
+        free_gpu_memory_fraction=fraction,
         block_size=settings.block_size,
         max_model_len=settings.max_model_len,
         num_threads=settings.num_threads,
         num_embedding_blocks=settings.num_embedding_blocks,
+        takes_media=settings.modality is not Modality.TEXT,
     )
     return lambda: create_runner(torch_config)
 
@@ -110,3 +115,10 @@ def _mock_engine(spec: EngineSpec, kind: RequestKind, puller: Puller) -> Engine:
     if settings.data_parallel_size == 1:
         return make_rank(0, puller)
     return DataParallelEngine(settings.data_parallel_size, make_rank, puller)
+
+
+def _trtllm_engine(spec: EngineSpec, kind: RequestKind, puller: Puller) -> Engine:
+    # Late: nobody else needs what it is made of.
+    from quartet.engine.trtllm.engine import TrtllmEngine
+
+    return TrtllmEngine(spec, kind, puller)

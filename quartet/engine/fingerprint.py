@@ -61,6 +61,14 @@ def model_fingerprint(model_path: str | Path, kv_dtype: str) -> str:
     return digest.hexdigest()
 
 
+def fingerprint_with_template(fingerprint: str, template: bytes) -> str:
+    """The identity of the model of ``fingerprint`` whose chats are laid out by ``template`` and not by its own.
+
+    What text becomes which tokens is part of a model, also where blocks are the same.
+    """
+    return hashlib.sha256(f"{fingerprint}\0template\0{hashlib.sha256(template).hexdigest()}\n".encode()).hexdigest()
+
+
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a model directory, by name."""
     return sorted(path for path in directory.glob(f"*{_WEIGHTS_SUFFIX}") if path.is_file())

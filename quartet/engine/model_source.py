@@ -89,7 +89,7 @@ _REPOSITORY = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]
 def _fetch_from_hub(repository: Repository, patterns: Sequence[str]) -> Path:
     try:
         import huggingface_hub
-        from huggingface_hub.utils import disable_progress_bars
+        from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # it is documented
     except ImportError:
         raise _refusal(repository, "the package huggingface_hub is not installed to fetch it with") from None
     # A server's log is no terminal.

@@ -114,6 +114,8 @@ class EngineSettings:
             raise ConfigError("modality: the engine mock takes text only")
         if self.kind is EngineKind.TORCH and fraction is not None and self.device == "cpu":
             raise ConfigError("free_gpu_memory_fraction: the device cpu has no GPU's memory")
+        if self.kind is EngineKind.TORCH and fraction is not None and self.num_blocks is not None:
+            raise ConfigError("num_blocks: free_gpu_memory_fraction says it; name one of the two")
         self._check_step_bounds()
 
     def _check_step_bounds(self) -> None:
@@ -126,6 +128,11 @@ class EngineSettings:
     def encodes_media(self) -> bool:
         """Whether a prefill or decode worker takes media files."""
         return self.modality is Modality.MULTIMODAL
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether the model's weights have to be there."""
+        return self.kind is not EngineKind.MOCK
 
     @property
     def step_bounds(self) -> SchedulerConfig:

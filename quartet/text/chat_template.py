@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -108,6 +109,16 @@ class ChatTemplate:
             # Only the type: the text of such an error may quote the messages.
             reason = type(error).__name__
             raise InvalidRequestError(f"the model's chat template fails with {reason}", field="messages") from error
+
+
+def read_template_file(file: Path) -> str:
+    """The Jinja source in ``file``. Raises ``ModelFilesError``: it can't be read, or is none."""
+    try:
+        source = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelFilesError(f"cannot read the chat template: {error}") from error
+    ChatTemplate(source, SpecialTokens())
+    return source
 
 
 class _GenerationBlock(Extension):

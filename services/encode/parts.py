@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from quartet.engine.settings import Modality
+from quartet.errors import ConfigError
 from quartet.kvcache.embedding_pool import EmbeddingPool
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.transfer.base import PoolMemory
@@ -22,6 +24,8 @@ class EncodeParts:
     def __init__(self, surroundings: Surroundings, encoder_factory: EncoderFactory) -> None:
         """Make an encoder with a pool of its own. Raises ``ConfigError``."""
         self._surroundings = surroundings
+        if surroundings.config.engine.modality is Modality.TEXT:
+            raise ConfigError("engine.modality: an encode worker takes media files; text is for the others")
         self._encoder = encoder_factory(surroundings.config, None)
         self._desk: EncodeDesk | None = None
         self._reports: PoolReports | None = None

@@ -23,15 +23,18 @@ class WorkerConfig:
 
     Attributes:
         worker_id: its name in discovery; empty: role, host name and process id.
-        model_name: what requests call the model by; empty: the name of the model's folder.
-        model_path: folder with config.json, tokenizer and safetensors files; the engine ``mock`` needs no weights.
+        model_name: what requests call the model by; empty: the name of the model's folder, or of its repository.
+        model_path: folder with config.json, tokenizer and safetensors files (the engine ``mock`` needs no weights), or
+            a repository of the Hugging Face Hub, ``org/name`` or ``org/name@revision``, which is fetched.
         encoder: the vision tower, where there is one.
         server: where gRPC listens.
         advertise_host: host that peers dial, for all ports that others than this host can reach; empty: the one that
             ``server`` listens on.
         http_address: ``host:port`` of /metrics, /livez and /readyz, in the clear.
         events_address: ``host:port`` that the ZMQ PUB socket binds.
-        custom_jinja_template: a Jinja file that lays out chats in place of the model's own template.
+        custom_jinja_template: a Jinja file that lays out chats in place of the model's own template. It is part of what
+            the model is: all workers of a pool have the same.
+        allowed_local_media_path: refused. Routers fetch media, and it is theirs: ``media.allowed_local_paths``.
         max_file_size_mb: one media file, at most, in MB of 10**6 bytes.
         events_key_file: the key that events are served with (see ``quartet.events.curve``); ``None``: in the clear,
             which takes loopback, or ``server.insecure``.
@@ -52,6 +55,7 @@ class WorkerConfig:
     events_address: str = "127.0.0.1:0"
     events_key_file: Path | None = None
     custom_jinja_template: Path | None = None
+    allowed_local_media_path: Path | None = None
     max_file_size_mb: float = 50.0
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
@@ -64,7 +68,12 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
         if not self.model_path:
-            raise ConfigError("model_path: must name the model's folder")
+            raise ConfigError("model_path: must name the model's folder or repository")
+        if self.allowed_local_media_path is not None:
+            raise ConfigError(
+                "allowed_local_media_path: workers follow no paths, they are given files; it belongs to the router "
+                "(media.allowed_local_paths)"
+            )
         for name in ("drain_timeout_s", "stall_timeout_s", "max_file_size_mb"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
@@ -74,6 +83,11 @@ class WorkerConfig:
     def engine_spec(self) -> EngineSpec:
         """Of its engine or encoder."""
         return EngineSpec(model_path=self.model_path, engine=self.engine, encoder=self.encoder)
+
+    @property
+    def max_file_size_bytes(self) -> int:
+        """Of one media file."""
+        return int(self.max_file_size_mb * 1_000_000)
 
     @property
     def listening(self) -> Listening:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine
 
 from quartet.engine.base import Engine
 from quartet.engine.encoder import MediaEncoder
+from quartet.engine.settings import Modality
 from quartet.errors import ConfigError
 from quartet.kvcache.embedding_pool import EmbeddingPool
 from quartet.media.items import TAKES_HAND_OFF
@@ -32,7 +33,7 @@ class MediaParts:
         self._surroundings = surroundings
         self._config = surroundings.config
         self._placeholder_id = engine.capabilities.placeholder_id
-        self._embeddings = engine.embeddings
+        self._embeddings = None if self._config.engine.modality is Modality.TEXT else engine.embeddings
         self._puller: TransferPuller | None = None
         self._encoder: MediaEncoder | None = None
         if self._config.engine.encodes_media:

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
-import signal
 import socket
-import sys
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import NoReturn
 
-import uvloop
 from prometheus_client import CollectorRegistry
 
-from quartet.config import build, load_yaml, override
 from quartet.discovery.base import Registry, Role, WorkerRecord
 from quartet.discovery.create import create_registry
 from quartet.discovery.host import host_identity, new_epoch
-from quartet.errors import ConfigError, ServingError
 from quartet.events.curve import read_events_key
 from quartet.events.load import WorkerLoad
 from quartet.events.publisher import EventPublisher, LoadPacer
@@ -31,9 +22,7 @@ from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES
 from quartet.rpc.server import RpcServer, Service
 from quartet.telemetry.event_loop_lag import monitor_event_loop_lag
 from quartet.telemetry.http import Probes, TelemetryServer
-from quartet.telemetry.logging import configure
 from quartet.telemetry.metrics import ProcessMetrics, WorkerMetrics
-from quartet.text.model_files import read_text_files
 from quartet.transfer.base import PoolMemory, TransferWay
 from quartet.transfer.grpc.messages import SERVICE as TRANSFER_SERVICE
 from quartet.transfer.grpc.servicer import TransferServicer, add_transfer_servicer
@@ -46,6 +35,7 @@ from services.workers.engine_parts import EngineParts
 from services.workers.engines import EncoderFactory, EngineFactory, create_engine, create_media_encoder
 from services.workers.interruption import is_done_before
 from services.workers.kv_events import KvEvents
+from services.workers.model import ServedModel, find_model
 from services.workers.parts import Abilities, Parts, Serving, Surroundings
 from services.workers.servicer import WorkerServicer, worker_service
 from services.workers.worker import Worker
@@ -53,7 +43,6 @@ from services.workers.worker import Worker
 logger = logging.getLogger(__name__)
 
 _CONTRACT_VERSION = "quartet.v1"
-_SWITCH_INTERVAL_S = 0.0005
 # Streams of routers never end by themselves; nothing runs on them any more when they are cut.
 _STREAMS_GRACE_S = 0.2
 # By then the engine's thread has let go and its statistics say so.
@@ -88,6 +77,7 @@ class WorkerProcess:
             registry=self._registry,
             metrics=WorkerMetrics(self._registry),
         )
+        self._model: ServedModel | None = None
         self._worker: Worker | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -101,10 +91,22 @@ class WorkerProcess:
             telemetry = TelemetryServer(self._config.http_address, self._registry, self._probes())
             http_port = telemetry.start()
             stack.push_async_callback(telemetry.close)
+            if not await is_done_before(stop, self._find_model()):
+                return
             parts = self._make_parts()
             stack.push_async_callback(parts.close)
             if await is_done_before(stop, parts.start()):
                 await self._serve(stack, parts, http_port, stop)
+
+    async def _find_model(self) -> None:
+        self._model = await find_model(self._config)
+        self._config = replace(self._config, model_path=str(self._model.path))
+        self._surroundings = replace(self._surroundings, config=self._config)
+
+    @property
+    def _served_model(self) -> ServedModel:
+        assert self._model is not None, "it is found before anything is served"
+        return self._model
 
     def _make_parts(self) -> Parts:
         encoder_factory = self._encoder_factory or create_media_encoder
@@ -117,7 +119,7 @@ class WorkerProcess:
         stack.callback(source.close)
         shm = await self._shm_server(stack, parts.memory)
         serving = parts.serve(source)
-        servicer = WorkerServicer(partial(read_text_files, Path(self._config.model_path)))
+        servicer = WorkerServicer(self._served_model.text_files)
         services = [serving.service, worker_service(servicer), self._transfer_service(source, shm)]
         # A longer message would hold up everybody on a shared stream; it ends the stream that it came on.
         server = RpcServer(replace(self._config.server, max_receive_message_bytes=MAX_INNER_MESSAGE_BYTES), services)
@@ -232,11 +234,11 @@ class WorkerProcess:
             grpc_address=addresses.grpc,
             events_address=addresses.events,
             http_address=addresses.http,
-            model_name=config.model_name or Path(config.model_path).resolve().name,
+            model_name=self._served_model.name,
             host=surroundings.host,
             transfer_ways=config.transfer.ways,
             contract_version=_CONTRACT_VERSION,
-            model_fingerprint=abilities.model_fingerprint,
+            model_fingerprint=self._served_model.fingerprint(abilities.model_fingerprint),
             data_parallel_size=abilities.data_parallel_size,
             num_blocks=abilities.num_blocks,
             block_size=abilities.block_size,
@@ -246,41 +248,3 @@ class WorkerProcess:
             max_media_tokens=abilities.max_media_tokens,
             adapters=abilities.adapters,
         )
-
-
-def main(role: Role, engine_factory: EngineFactory | None = None) -> None:
-    """Run one worker from the command line; exits with 1 and one line where it can't start or its engine died.
-
-    ``engine_factory`` puts another engine in the place of the one that the configuration names.
-    """
-    parser = argparse.ArgumentParser(prog=f"python -m services.{role}", description=f"Serve the {role} phase.")
-    parser.add_argument("--config", type=Path, required=True, help="the worker's YAML file")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME.NAME=VALUE", help="change one setting")
-    arguments = parser.parse_args()
-    try:
-        settings = load_yaml(arguments.config)
-        for assignment in arguments.set:
-            settings = override(settings, assignment)
-        config = build(WorkerConfig, settings)
-        configure(config.log)
-        # The engine's thread runs Python too: with the default of 5 ms the loop lags behind it.
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        uvloop.run(_run(config, role, engine_factory))
-    except (ConfigError, ServingError) as error:
-        logger.error("%s: %s", role, error)
-        _leave(1)
-    _leave(0)
-
-
-def _leave(code: int) -> NoReturn:
-    # Everything of ours is closed. Unloading torch and a model, as an orderly exit does, takes a second of CPU.
-    logging.shutdown()
-    os._exit(code)
-
-
-async def _run(config: WorkerConfig, role: Role, engine_factory: EngineFactory | None) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    await WorkerProcess(config, role, engine_factory).run(stop)

@@ -25,7 +25,7 @@ def create_runner(config: TorchEngineConfig) -> TorchRunner:
 
     Raises:
         InvalidRequestError: field ``model``: this model cannot be served, the message says which layer or feature;
-            or ``device``, ``max_model_len``: it is not possible here.
+            or ``device``, ``max_model_len``, ``free_gpu_memory_fraction``: it is not possible here.
         EngineError: the checkpoint is damaged or incomplete.
     """
     from quartet.engine.torch.runner import TorchRunner

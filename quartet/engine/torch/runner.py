@@ -20,6 +20,7 @@ from quartet.engine.torch.embeddings import EmbeddingPoolView
 from quartet.engine.torch.fuse import fuse
 from quartet.engine.torch.loader import LoadedModel, load_model
 from quartet.engine.torch.pool import KvPool
+from quartet.engine.torch.pool_size import num_pool_blocks
 from quartet.engine.torch.sampler import Sampler
 from quartet.engine.torch.support import refusal
 from quartet.errors import InvalidRequestError
@@ -44,7 +45,7 @@ class TorchRunner:
         eos_token_ids: tokens that end an output.
         vocab_size: token ids are below it.
         max_model_len: tokens of prompt and output together.
-        placeholder_id: the token that stands for media in prompts; ``None``: the model takes text only.
+        placeholder_id: the token that stands for media in prompts; ``None``: text only is taken.
         embeddings: where embeddings of media are read, in host memory on every device; ``None``: text only.
     """
 
@@ -67,15 +68,15 @@ class TorchRunner:
             head_dim=loaded.shape.head_dim,
             block_size=config.block_size,
         )
-        self.num_blocks = config.num_blocks
+        self.num_blocks = num_pool_blocks(config, self.layout)
         self.eos_token_ids = loaded.eos_token_ids
         self.vocab_size = loaded.vocab_size
         self.max_model_len = loaded.max_model_len
-        self.placeholder_id = loaded.placeholder_id
+        self.placeholder_id = loaded.placeholder_id if config.takes_media else None
         self.embeddings = self._reserve_embeddings(config, loaded)
         self._embedding_view = None if self.embeddings is None else EmbeddingPoolView(self.embeddings)
         self._device = torch.device(config.device)
-        self._pool = KvPool(self.layout, config.num_blocks, self._device)
+        self._pool = KvPool(self.layout, self.num_blocks, self._device)
         self._sampler = Sampler()
         self._compute = self._choose(loaded)
 
@@ -103,7 +104,7 @@ class TorchRunner:
         del self._compute, self._pool, self._embedding_view
 
     def _reserve_embeddings(self, config: TorchEngineConfig, loaded: LoadedModel) -> EmbeddingMemory | None:
-        if loaded.placeholder_id is None:
+        if self.placeholder_id is None:
             return None
         layout = EmbeddingLayout(
             model_fingerprint=self.layout.model_fingerprint,

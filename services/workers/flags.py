@@ -1,0 +1,225 @@
+"""The flags of a worker: each is a field of its configuration, by the name that users of TensorRT-LLM know.
+
+The file comes first, then the flags, then ``--set``: what comes later wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from quartet.config import Value, load_yaml, override, with_value
+from quartet.engine.settings import Backend, EngineKind, Modality
+from quartet.errors import ConfigError
+
+
+class Form(Enum):
+    """How a flag's text becomes a value."""
+
+    TEXT = "text"
+    COUNT = "a whole number"
+    NUMBER = "a number"
+    JSON = "a JSON object"
+    SWITCH = "given or not, --no-... for the contrary"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag.
+
+    Attributes:
+        names: how it may be written; the first one is what messages call it.
+        field: dotted path in ``WorkerConfig``.
+        form: of its value.
+        help: what it says, in the words of ``--help``.
+        metavar: what the value is, there.
+        choices: the only values; empty: any.
+    """
+
+    names: tuple[str, ...]
+    field: str
+    form: Form
+    help: str
+    metavar: str | None = None
+    choices: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.names[0]
+
+
+#: Every flag that sets one field.
+FLAGS = (
+    Flag(
+        ("--model", "--model-path"),
+        "model_path",
+        Form.TEXT,
+        "folder of a Hugging Face checkpoint, or ORG/NAME",
+        "MODEL",
+    ),
+    Flag(("--served-model-name",), "model_name", Form.TEXT, "what requests call the model by", "NAME"),
+    Flag(("--engine",), "engine.kind", Form.TEXT, "which engine computes", choices=tuple(EngineKind)),
+    Flag(("--tensor-parallel-size",), "engine.tensor_parallel_size", Form.COUNT, "GPUs that share each layer", "N"),
+    Flag(
+        ("--pipeline-parallel-size",),
+        "engine.pipeline_parallel_size",
+        Form.COUNT,
+        "groups of GPUs that share the layers",
+        "N",
+    ),
+    Flag(("--expert-parallel-size",), "engine.expert_parallel_size", Form.COUNT, "GPUs that share the experts", "N"),
+    Flag(
+        ("--enable-attention-dp",),
+        "engine.enable_attention_dp",
+        Form.SWITCH,
+        "every GPU attends to requests of its own",
+    ),
+    Flag(("--kv-block-size",), "engine.block_size", Form.COUNT, "tokens of a KV block", "TOKENS"),
+    Flag(
+        ("--free-gpu-memory-fraction",),
+        "engine.free_gpu_memory_fraction",
+        Form.NUMBER,
+        "share of the GPU's free memory that the KV pool takes",
+        "SHARE",
+    ),
+    Flag(("--max-batch-size",), "engine.max_batch_size", Form.COUNT, "requests that compute at the same time", "N"),
+    Flag(("--max-num-tokens",), "engine.max_num_tokens", Form.COUNT, "tokens that one step computes", "TOKENS"),
+    Flag(("--max-seq-len",), "engine.max_model_len", Form.COUNT, "tokens of prompt and output together", "TOKENS"),
+    Flag(("--max-beam-width",), "engine.max_beam_width", Form.COUNT, "beams that there is room for", "N"),
+    Flag(
+        ("--extra-engine-args",),
+        "engine.extra_engine_args",
+        Form.TEXT,
+        "YAML file with arguments of tensorrt_llm.LLM",
+        "FILE",
+    ),
+    Flag(
+        ("--override-engine-args",),
+        "engine.override_engine_args",
+        Form.JSON,
+        "the same as a JSON object, over the file",
+        "JSON",
+    ),
+    Flag(("--backend",), "engine.backend", Form.TEXT, "what runs the model in TensorRT-LLM", choices=tuple(Backend)),
+    Flag(("--gpus-per-node",), "engine.gpus_per_node", Form.COUNT, "GPUs of a host", "N"),
+    Flag(
+        ("--modality",),
+        "engine.modality",
+        Form.TEXT,
+        "what a prefill or decode worker takes beside tokens",
+        choices=tuple(Modality),
+    ),
+    Flag(
+        ("--publish-events-and-metrics",),
+        "engine.publish_events_and_metrics",
+        Form.SWITCH,
+        "tell what the cache holds and how long steps take",
+    ),
+    Flag(
+        ("--custom-jinja-template",),
+        "custom_jinja_template",
+        Form.TEXT,
+        "Jinja file that lays out chats in place of the model's own template",
+        "FILE",
+    ),
+    Flag(
+        ("--allowed-local-media-path",),
+        "allowed_local_media_path",
+        Form.TEXT,
+        "refused: it is the router's, media.allowed_local_paths",
+        "DIR",
+    ),
+    Flag(("--max-file-size-mb",), "max_file_size_mb", Form.NUMBER, "one media file, at most, in 10**6 bytes", "MB"),
+)
+
+
+class CommandLine:
+    """One worker's command line, read."""
+
+    def __init__(self, program: str, description: str, arguments: Sequence[str]) -> None:
+        """Read ``arguments``; for ``--help``, or what is no flag, this ends the process, as programs do."""
+        self._given = _parser(program, description).parse_args(arguments)
+
+    def settings(self) -> dict[str, Value]:
+        """What the configuration is built from.
+
+        Raises:
+            ConfigError: a file or value that can't be read, naming the flag and its field; or no model is named.
+        """
+        file: Path | None = self._given.config
+        settings = {} if file is None else load_yaml(file)
+        for flag, given in self._flags().items():
+            settings = with_value(settings, flag.field, _value(flag, given))
+        for assignment in self._given.set:
+            settings = override(settings, assignment)
+        if "model_path" not in settings:
+            raise ConfigError("model_path: is missing; give --model, or a --config file that has it")
+        return settings
+
+    def named(self, message: str) -> str:
+        """``message``, which begins with a field's name, with the flag that was given for the field before it."""
+        for flag in self._flags():
+            # What is found wrong beyond the configuration calls the field by its own name alone.
+            section, _, name = flag.field.rpartition(".")
+            for field, where in ((flag.field, ""), (name, f"{section}." if section else "")):
+                if message.startswith((f"{field}:", f"{field}.", f"{field}[")):
+                    return f"{flag.name}: {where}{message}"
+        return message
+
+    def _flags(self) -> dict[Flag, object]:
+        """Those that were given, with what was given."""
+        values = {flag: getattr(self._given, flag.field) for flag in FLAGS}
+        return {flag: value for flag, value in values.items() if value is not None}
+
+
+def _parser(program: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description=f"{description} Flags are fields of the configuration; what is later wins: file, flags, --set.",
+        # A prefix that means one flag today would mean none once there are two.
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the worker's YAML file")
+    for flag in FLAGS:
+        described = f"{flag.help} (field {flag.field})".replace("%", "%%")
+        if flag.form is Form.SWITCH:
+            action = argparse.BooleanOptionalAction
+            parser.add_argument(*flag.names, dest=flag.field, action=action, default=None, help=described)
+        else:
+            metavar = flag.metavar or "|".join(flag.choices)
+            parser.add_argument(*flag.names, dest=flag.field, metavar=metavar, help=described)
+    parser.add_argument("--set", action="append", default=[], metavar="NAME.NAME=VALUE", help="change any one field")
+    return parser
+
+
+def _value(flag: Flag, given: object) -> Value:
+    """What was given for ``flag``, as YAML would have it. Raises ``ConfigError``."""
+    if not isinstance(given, str):
+        return given
+    try:
+        if flag.form is Form.COUNT:
+            return int(given)
+        if flag.form is Form.NUMBER:
+            return float(given)
+        if flag.form is Form.JSON:
+            return _json_object(given)
+    except ValueError as error:
+        # A JSON text is long, and its error says where in it.
+        what = f": {error}" if flag.form is Form.JSON else f", not {given!r}"
+        raise ConfigError(f"{flag.name}: {flag.field}: must be {flag.form.value}{what}") from error
+    return given
+
+
+def _json_object(text: str) -> dict[str, object]:
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"it is a {type(value).__name__}")
+    return value

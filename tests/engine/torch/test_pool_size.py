@@ -1,0 +1,69 @@
+"""How many blocks a pool gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quartet.engine.torch import TorchEngineConfig, create_runner
+from quartet.engine.torch.pool_size import num_pool_blocks
+from quartet.errors import ConfigError, InvalidRequestError
+from quartet.kvcache.layout import KvLayout
+
+LAYOUT = KvLayout(model_fingerprint="model", dtype="bfloat16", num_layers=2, num_kv_heads=4, head_dim=64, block_size=32)
+
+
+def config(**settings: object) -> TorchEngineConfig:
+    return TorchEngineConfig(**{"model_path": "model", "device": "cuda:0", **settings})  # type: ignore[arg-type]
+
+
+def never() -> int:
+    raise AssertionError("nobody has to ask")
+
+
+@pytest.mark.parametrize(("fraction", "num_blocks"), [(0.5, 50), (0.999, 99), (0.0101, 1)])
+def test_the_share_of_what_is_free_is_filled_with_whole_blocks(fraction: float, num_blocks: int) -> None:
+    free = 100 * LAYOUT.piece_size_bytes
+    assert num_pool_blocks(config(free_gpu_memory_fraction=fraction), LAYOUT, lambda: free) == num_blocks
+
+
+def test_a_share_that_holds_no_block_is_refused_by_name() -> None:
+    free = LAYOUT.piece_size_bytes
+    with pytest.raises(InvalidRequestError, match="holds no block") as caught:
+        num_pool_blocks(config(free_gpu_memory_fraction=0.9), LAYOUT, lambda: free)
+    assert caught.value.field == "free_gpu_memory_fraction"
+
+
+def test_a_number_is_taken_as_it_is() -> None:
+    assert num_pool_blocks(config(num_blocks=7), LAYOUT, never) == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "num_blocks: must be at least 1"),
+        ({"num_blocks": 4, "free_gpu_memory_fraction": 0.5}, "num_blocks: free_gpu_memory_fraction says it"),
+        ({"free_gpu_memory_fraction": 1.0}, r"free_gpu_memory_fraction: must be in \(0, 1\)"),
+        ({"free_gpu_memory_fraction": 0.5, "device": "cpu"}, "free_gpu_memory_fraction: the device cpu"),
+    ],
+)
+def test_it_is_said_in_one_way_that_makes_sense(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        config(**settings)
+
+
+def test_a_model_that_takes_media_can_be_told_to_take_none(checkpoint: Callable[[str], Path]) -> None:
+    model_path = str(checkpoint("llava_clip_llama"))
+    takes = create_runner(TorchEngineConfig(model_path=model_path, num_blocks=4, num_embedding_blocks=4))
+    takes_none = create_runner(TorchEngineConfig(model_path=model_path, num_blocks=4, takes_media=False))
+    try:
+        assert takes.embeddings is not None
+        assert takes.placeholder_id is not None
+        assert takes_none.embeddings is None
+        assert takes_none.placeholder_id is None
+        assert takes.layout == takes_none.layout, "blocks of text may still be exchanged"
+    finally:
+        takes.close()
+        takes_none.close()

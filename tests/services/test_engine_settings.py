@@ -1,0 +1,89 @@
+"""What a worker is told of its engine, by the names that all engines share, arrives where it matters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quartet.config import build
+from quartet.discovery.base import Role
+from quartet.engine.base import RequestKind
+from quartet.engine.sampling import Sampling
+from quartet.engine.settings import EngineKind, EngineSettings
+from quartet.errors import ConfigError
+from services.workers.config import WorkerConfig
+from services.workers.engines import create_engine
+from tests import tiny
+from tests.engine.fakes import FakePuller, make_request
+from tests.services.worker_processes import worker_process
+
+KINDS = ["mock", "torch"]
+NUM_REQUESTS = 5
+
+
+def settings(kind: str, **more: object) -> dict[str, object]:
+    own: dict[str, object] = {"mock": {"speed_up": 100}} if kind == "mock" else {"dtype": "float32", "num_threads": 1}
+    return {"kind": kind, "num_blocks": 32, **own, **more}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_step_keeps_to_its_bounds(kind: str) -> None:
+    engine_settings = settings(kind, max_batch_size=2, max_num_tokens=48, max_model_len=100, block_size=16)
+    config = build(WorkerConfig, {"model_path": str(tiny.CHECKPOINT), "engine": engine_settings})
+    engine = create_engine(config, RequestKind.DECODE, FakePuller())
+    try:
+        await engine.start()
+        assert engine.stats()[0].max_step_tokens == 48
+        assert (engine.capabilities.max_model_len, engine.capabilities.block_size) == (100, 16)
+        for _ in range(NUM_REQUESTS):
+            engine.submit(make_request(range(300, 310), sampling=Sampling(max_tokens=6)))
+        widest = num_ended = 0
+        async for step in engine.outputs():
+            widest = max(widest, len(step.ids))
+            num_ended += len(step.finished)
+            assert not step.failed
+            if num_ended == NUM_REQUESTS:
+                break
+        assert widest == 2
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_workers_record_says_what_it_was_told(tmp_path: Path, kind: str) -> None:
+    engine = settings(kind, max_model_len=200, block_size=16, num_blocks=20)
+    async with worker_process(tmp_path, Role.DECODE, engine=engine) as worker:
+        record = worker.record
+        assert (record.max_model_len, record.block_size, record.num_blocks) == (200, 16, 20)
+
+
+async def test_a_torch_worker_of_text_announces_no_media(tmp_path: Path) -> None:
+    engine = settings("torch", modality="text")
+    async with worker_process(tmp_path, Role.PREFILL, engine=engine) as worker:
+        assert worker.record.media == ()
+        assert worker.record.max_media_tokens == 0
+
+
+async def test_an_encode_worker_of_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^engine\.modality: an encode worker takes media"):
+        async with worker_process(tmp_path, Role.ENCODE, engine=settings("torch", modality="text")):
+            raise AssertionError("it serves")
+
+
+def test_names_that_all_engines_share_replace_the_schedulers_own() -> None:
+    bounds = EngineSettings(max_batch_size=3, max_num_tokens=30).step_bounds
+    assert (bounds.max_num_seqs, bounds.max_num_batched_tokens) == (3, 30)
+    untold = EngineSettings()
+    assert untold.step_bounds == untold.scheduler
+
+
+def test_a_pool_has_a_number_of_blocks_or_a_share() -> None:
+    with pytest.raises(ConfigError, match=r"^num_blocks: free_gpu_memory_fraction says it"):
+        EngineSettings(device="cuda:0", num_blocks=4, free_gpu_memory_fraction=0.5)
+    with pytest.raises(ConfigError, match=r"^free_gpu_memory_fraction: the device cpu"):
+        EngineSettings(free_gpu_memory_fraction=0.5)
+
+
+def test_only_the_mock_needs_no_weights() -> None:
+    assert [kind for kind in EngineKind if not EngineSettings(kind=kind).needs_weights] == [EngineKind.MOCK]

@@ -1,0 +1,209 @@
+"""Every flag of a worker's command line reaches the field that it is for, in every role."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quartet.config import build
+from quartet.discovery.base import Role
+from quartet.engine.settings import Backend, EngineKind, Modality
+from quartet.errors import ConfigError, InvalidRequestError, ServingError
+from services.workers import command
+from services.workers.config import WorkerConfig
+from services.workers.flags import FLAGS, CommandLine
+
+ROLES = (Role.ENCODE, Role.PREFILL, Role.DECODE)
+TRTLLM = ["--engine", "trtllm"]
+#: What to give, and what its field is to be.
+GIVEN: dict[str, tuple[list[str], object]] = {
+    "--model": (["--model", "a/folder"], "a/folder"),
+    "--served-model-name": (["--served-model-name", "5"], "5"),
+    "--engine": (["--engine", "mock"], EngineKind.MOCK),
+    "--tensor-parallel-size": ([*TRTLLM, "--tensor-parallel-size", "2"], 2),
+    "--pipeline-parallel-size": ([*TRTLLM, "--pipeline-parallel-size", "3"], 3),
+    "--expert-parallel-size": ([*TRTLLM, "--expert-parallel-size", "4"], 4),
+    "--enable-attention-dp": ([*TRTLLM, "--enable-attention-dp"], True),
+    "--kv-block-size": (["--kv-block-size", "64"], 64),
+    "--free-gpu-memory-fraction": ([*TRTLLM, "--free-gpu-memory-fraction", "0.85"], 0.85),
+    "--max-batch-size": (["--max-batch-size", "16"], 16),
+    "--max-num-tokens": (["--max-num-tokens", "4096"], 4096),
+    "--max-seq-len": (["--max-seq-len", "1024"], 1024),
+    "--max-beam-width": ([*TRTLLM, "--max-beam-width", "4"], 4),
+    "--extra-engine-args": ([*TRTLLM, "--extra-engine-args", "engine.yaml"], Path("engine.yaml")),
+    "--override-engine-args": (
+        [*TRTLLM, "--override-engine-args", '{"kv_cache_config": {"dtype": "fp8"}}'],
+        {"kv_cache_config": {"dtype": "fp8"}},
+    ),
+    "--backend": ([*TRTLLM, "--backend", "_autodeploy"], Backend.AUTODEPLOY),
+    "--gpus-per-node": ([*TRTLLM, "--gpus-per-node", "8"], 8),
+    "--modality": (["--modality", "text"], Modality.TEXT),
+    "--publish-events-and-metrics": ([*TRTLLM, "--no-publish-events-and-metrics"], False),
+    "--custom-jinja-template": (["--custom-jinja-template", "chat.jinja"], Path("chat.jinja")),
+    "--max-file-size-mb": (["--max-file-size-mb", "0.5"], 0.5),
+}
+REFUSED = {"--allowed-local-media-path": ["--allowed-local-media-path", "/media"]}
+
+
+class Ended(Exception):
+    """A worker's process would have ended."""
+
+
+class Recorder:
+    """Stands where a worker's process would run, and keeps what it was told."""
+
+    configs: list[tuple[Role, WorkerConfig]]
+
+    def __init__(self, config: WorkerConfig, role: Role, _engine_factory: object) -> None:
+        Recorder.configs.append((role, config))
+
+    async def run(self, _stop: object) -> None:
+        return
+
+
+@pytest.fixture
+def run_role(monkeypatch: pytest.MonkeyPatch) -> Callable[[Role, list[str]], WorkerConfig]:
+    """Run ``python -m services.ROLE`` with flags, up to where a worker would be made."""
+
+    def leave(_code: int) -> None:
+        raise Ended
+
+    monkeypatch.setattr(command, "WorkerProcess", Recorder)
+    monkeypatch.setattr(command, "configure", lambda _config: None)
+    monkeypatch.setattr(command, "_leave", leave)
+    monkeypatch.setattr(sys, "setswitchinterval", lambda _seconds: None)
+
+    def run(role: Role, flags: list[str]) -> WorkerConfig:
+        Recorder.configs = []
+        monkeypatch.setattr(sys, "argv", [f"services.{role}", *flags])
+        with pytest.raises(Ended):
+            runpy.run_module(f"services.{role}", run_name="__main__")
+        [(ran, config)] = Recorder.configs
+        assert ran is role
+        return config
+
+    return run
+
+
+def read(flags: list[str]) -> WorkerConfig:
+    """The configuration that ``flags`` make."""
+    return build(WorkerConfig, CommandLine("test", "A test.", flags).settings())
+
+
+def refusal(flags: list[str]) -> str:
+    """What is said to ``flags``, as the process says it."""
+    line = CommandLine("test", "A test.", flags)
+    with pytest.raises(ConfigError) as caught:
+        build(WorkerConfig, line.settings())
+    return line.named(str(caught.value))
+
+
+def field_of(config: object, path: str) -> object:
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def test_no_flag_is_left_out_here() -> None:
+    assert {flag.name for flag in FLAGS} == {*GIVEN, *REFUSED}
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.name in GIVEN], ids=lambda flag: flag.name)
+def test_every_flag_reaches_its_field_in_every_role(
+    flag: object, role: Role, run_role: Callable[[Role, list[str]], WorkerConfig]
+) -> None:
+    [(name, field)] = [(known.name, known.field) for known in FLAGS if known is flag]
+    given, expected = GIVEN[name]
+    unset = WorkerConfig(model_path="model")
+    assert field_of(unset, field) != expected, "so that it shows"
+    flags = given if name == "--model" else ["--model", "model", *given]
+    assert field_of(run_role(role, flags), field) == expected
+
+
+def test_the_model_has_a_second_name() -> None:
+    assert read(["--model-path", "folder"]).model_path == "folder"
+
+
+def test_help_names_every_flag_and_its_field() -> None:
+    command = [sys.executable, "-m", "services.decode", "--help"]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=50, check=True, env={**os.environ, "COLUMNS": "200"}
+    )
+    for flag in FLAGS:
+        assert all(name in ended.stdout for name in flag.names)
+        assert f"(field {flag.field})" in ended.stdout
+    for name in ("--config", "--set", "--no-publish-events-and-metrics"):
+        assert name in ended.stdout
+
+
+def test_the_later_one_wins_of_file_flags_and_assignments(tmp_path: Path) -> None:
+    file = tmp_path / "worker.yaml"
+    file.write_text("model_path: of-file\nengine: {kind: mock, block_size: 1, max_model_len: 10, max_batch_size: 2}\n")
+    flags = ["--set", "engine.block_size=3", "--config", str(file), "--kv-block-size", "2", "--max-seq-len", "20"]
+    config = read(flags)
+    assert (config.model_path, config.engine.kind) == ("of-file", EngineKind.MOCK)
+    assert (config.engine.max_batch_size, config.engine.max_model_len, config.engine.block_size) == (2, 20, 3)
+
+
+def test_a_file_s_switch_can_be_turned_back(tmp_path: Path) -> None:
+    file = tmp_path / "worker.yaml"
+    file.write_text("model_path: m\nengine: {kind: trtllm, enable_attention_dp: true}\n")
+    assert read(["--config", str(file)]).engine.enable_attention_dp
+    assert not read(["--config", str(file), "--no-enable-attention-dp"]).engine.enable_attention_dp
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-batch-size", "many"], "--max-batch-size: engine.max_batch_size: must be a whole number, not 'many'"),
+        (["--max-batch-size", "0"], "--max-batch-size: engine.max_batch_size: must be at least 1, not 0"),
+        (["--max-file-size-mb", "x"], "--max-file-size-mb: max_file_size_mb: must be a number, not 'x'"),
+        (["--max-file-size-mb", "nan"], "--max-file-size-mb: max_file_size_mb: must be a number"),
+        (["--modality", "smell"], "--modality: engine.modality: must be one of text, multimodal, not 'smell'"),
+        (["--engine", "vllm"], "--engine: engine.kind: must be one of torch, mock, trtllm"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size: engine.tensor_parallel_size: the engine torch does"),
+        ([*TRTLLM, "--override-engine-args", "[1]"], "--override-engine-args: engine.override_engine_args: must be a"),
+        ([*TRTLLM, "--override-engine-args", "{"], "--override-engine-args: engine.override_engine_args: must be a"),
+        (REFUSED["--allowed-local-media-path"], "--allowed-local-media-path: allowed_local_media_path: workers follow"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_flag_and_its_field(flags: list[str], message: str) -> None:
+    assert refusal(["--model", "m", *flags]).startswith(message)
+
+
+def test_the_refused_path_says_where_it_belongs() -> None:
+    said = refusal(["--model", "m", *REFUSED["--allowed-local-media-path"]])
+    assert "router" in said and "media.allowed_local_paths" in said
+
+
+def test_a_worker_without_a_model_says_how_to_name_one() -> None:
+    assert refusal([]) == "model_path: is missing; give --model, or a --config file that has it"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ConfigError("max_model_len: too many"), "--max-seq-len: engine.max_model_len: too many"),
+        (InvalidRequestError("too many", field="max_model_len"), "--max-seq-len: engine.max_model_len: too many"),
+        (ConfigError("model_path: not here"), "--model: model_path: not here"),
+        (ConfigError("engine.num_blocks: too many"), "engine.num_blocks: too many"),
+    ],
+)
+def test_what_is_found_wrong_later_is_told_with_the_flag_that_said_it(
+    error: ConfigError | ServingError, said: str
+) -> None:
+    line = CommandLine("test", "A test.", ["--model", "m", "--max-seq-len", "9"])
+    assert line.named(command._with_field(error)) == said
+
+
+def test_flags_are_written_out_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        CommandLine("test", "A test.", ["--model", "m", "--max-seq", "9"])
+    assert "--max-seq" in capsys.readouterr().err
