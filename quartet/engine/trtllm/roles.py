@@ -48,8 +48,8 @@ def prepare_prefill(arguments: Arguments) -> float:
     """
     if not arguments.values.get("disable_overlap_scheduler", True):
         raise ConfigError(
-            f"{arguments.origin('disable_overlap_scheduler')}: must be true on a prefill worker, which can hand "
-            "nothing on with it"
+            f"{arguments.origin('disable_overlap_scheduler')}: must be true on a prefill worker: it hands "
+            "nothing on with the overlap scheduler"
         )
     arguments.set_default("disable_overlap_scheduler", True)
     timeout_s = _prepare_transceiver(arguments)
@@ -106,7 +106,7 @@ def publish_events(arguments: Arguments) -> bool:
     cache = arguments.section(KV_CACHE)
     if cache.get("enable_block_reuse", True) is False:
         origin = arguments.origin(f"{KV_CACHE}.enable_block_reuse")
-        arguments.warnings.append(f"{origin}: is off, so no cache is told of and requests are placed without it")
+        arguments.warnings.append(f"{origin}: is off, so requests are placed without knowing the cache")
         return False
     path = f"{KV_CACHE}.event_buffer_max_size"
     size = cache.get("event_buffer_max_size", _DEFAULT_EVENT_BUFFER_SIZE)
