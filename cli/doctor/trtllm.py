@@ -65,7 +65,7 @@ def _lack(lack: Lack) -> Finding:
     why = f" ({lack.reason})" if lack.reason else ""
     if lack.is_needed:
         return wrong("missing", f"{lack.path}{why}", f"does not work without it: {lack.loses}")
-    return warning("missing", f"{lack.path}{why}", f"leave out, as the package would refuse it: {lack.loses}")
+    return warning("missing", f"{lack.path}{why}", f"all that is lost: {lack.loses}")
 
 
 def _default(other: OtherDefault) -> Finding:

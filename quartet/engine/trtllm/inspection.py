@@ -36,7 +36,7 @@ class Lack:
     Attributes:
         path: what it is.
         loses: what does not work without it.
-        is_needed: Quartet itself uses it; else only somebody's ``engine_args`` may.
+        is_needed: Quartet can't do without; else only somebody's ``engine_args`` name it, or little is lost.
         reason: why it can't be had, where more is known than that it is not there.
     """
 
@@ -120,10 +120,10 @@ def _compare(symbol: Symbol) -> Iterator[Lack | OtherDefault | None]:
         for part in symbol.name.split("."):
             found = getattr(found, part)
     except AttributeError:
-        yield Lack(symbol.path, symbol.loses, is_needed=True)
+        yield Lack(symbol.path, symbol.loses, is_needed=not symbol.is_optional)
         return
     except Exception as error:  # noqa: BLE001 - a module may fail in any way when it is imported, and is told of
-        yield Lack(symbol.path, symbol.loses, is_needed=True, reason=repr(error))
+        yield Lack(symbol.path, symbol.loses, is_needed=not symbol.is_optional, reason=repr(error))
         return
     yield None
     if symbol.form is None:
@@ -131,18 +131,18 @@ def _compare(symbol: Symbol) -> Iterator[Lack | OtherDefault | None]:
     names = _names(found, symbol.form)
     for need in symbol.needs:
         for name, default in need.expected.items():
-            yield _judge(f"{symbol.path}: {symbol.form} {name}", need.loses, names, name, default)
+            path = f"{symbol.path}: {symbol.form} {name}"
+            if name in names:
+                yield _other_default(path, need.loses, names[name], default)
+            else:
+                yield Lack(path, need.loses, is_needed=not symbol.is_optional)
     needed = {name for need in symbol.needs for name in need.expected}
     for name in sorted(symbol.optional - needed - set(names)):
-        yield Lack(f"{symbol.path}: {symbol.form} {name}", f"engine_args with {name}", is_needed=False)
+        yield Lack(f"{symbol.path}: {symbol.form} {name}", f"{name} in engine_args", is_needed=False)
 
 
-def _judge(
-    path: str, loses: str, names: Mapping[str, object], name: str, expected: object
-) -> Lack | OtherDefault | None:
-    if name not in names:
-        return Lack(path, loses, is_needed=True)
-    found = names[name]
+def _other_default(path: str, loses: str, found: object, expected: object) -> OtherDefault | None:
+    """``None``: ``found`` is what is expected."""
     if expected is Default.ANY or found is Default.ANY or _plain(found) == _plain(expected):
         return None
     return OtherDefault(path, str(_plain(expected)), str(_plain(found)), loses)

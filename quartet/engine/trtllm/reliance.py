@@ -13,7 +13,7 @@ from enum import Enum, StrEnum
 from typing import Final
 
 from quartet.engine.trtllm import api
-from quartet.engine.trtllm.api_configs import CONFIGS
+from quartet.engine.trtllm.api_configs import CONFIGS, DECODING_CLASSES
 
 #: The line of versions that the adapter was written for.
 VERSION: Final = "1.2"
@@ -25,7 +25,10 @@ OTHER_VERSIONS: Mapping[str, str] = {
 }
 EVERYTHING, DISAGGREGATION = "everything", "prefill and decode apart"
 GUIDES, RANKS, ADAPTERS = "guided decoding", "attention data parallelism", "LoRA adapters"
-EVENTS, LOAD, MEDIA = "KV events, and routing by cache with them", "load reports of the engine itself", "media"
+EVENTS, LOAD = "KV events, and with them routing by cache", "what the engine itself says of its load"
+MEDIA, ENCODING = "media that the engine encodes itself", "encode workers"
+OWN_METRICS = "metrics of requests by the names that TensorRT-LLM gives them"
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class Form(StrEnum):
@@ -74,6 +77,7 @@ class Symbol:
         loses: what would not work without it.
         form: what ``needs`` names; ``None`` where being there is enough.
         optional: names that only somebody's ``engine_args`` give.
+        is_optional: only somebody's ``engine_args`` name the symbol itself, or the adapter does without.
     """
 
     module: str
@@ -82,6 +86,7 @@ class Symbol:
     form: Form | None = None
     needs: tuple[Need, ...] = ()
     optional: frozenset[str] = frozenset()
+    is_optional: bool = False
 
     @property
     def path(self) -> str:
@@ -89,103 +94,77 @@ class Symbol:
         return f"{self.module}.{self.name}"
 
 
-def _config(module: str, name: str, loses: str, *needs: Need, table: str = "") -> Symbol:
+_ARGS, _LLMAPI = "tensorrt_llm.llmapi.llm_args", "tensorrt_llm.llmapi"
+
+
+def _config(name: str, loses: str, *needs: Need, module: str = _ARGS, is_optional: bool = False) -> Symbol:
     """A configuration: what is not needed of its table is only passed on."""
-    names = frozenset(api.LLM.types if name == "TorchLlmArgs" else CONFIGS[table or name].types)
-    # An alias, which is no field.
-    return Symbol(module, name, loses, Form.FIELDS, needs, names - {"speculative_model_dir"})
+    table = api.LLM if name == "TorchLlmArgs" else CONFIGS.get(name)
+    # The second is the alias of another, and no field.
+    names = frozenset(table.types if table else ()) - {"speculative_model_dir"}
+    return Symbol(module, name, loses, Form.FIELDS, needs, names, is_optional)
 
 
-_LLMAPI, _ARGS = "tensorrt_llm.llmapi", "tensorrt_llm.llmapi.llm_args"
-_NO_DEFAULT = Default.REQUIRED
+def _method(name: str, loses: str, *needs: Need) -> Symbol:
+    return Symbol("tensorrt_llm", name, loses, Form.PARAMETERS, needs)
 
-SYMBOLS: tuple[Symbol, ...] = (
-    Symbol(
-        "tensorrt_llm",
-        "LLM",
-        EVERYTHING,
-        Form.PARAMETERS,
-        (Need(EVERYTHING, defaults={"model": _NO_DEFAULT, "skip_tokenizer_init": False, "dtype": "auto"}),),
-    ),
-    Symbol(
-        "tensorrt_llm",
+
+_LLM = (
+    _method("LLM", EVERYTHING, Need(EVERYTHING, defaults={"model": Default.REQUIRED})),
+    _method(
         "LLM.generate_async",
         EVERYTHING,
-        Form.PARAMETERS,
-        (
-            Need(EVERYTHING, "inputs sampling_params streaming"),
-            Need(DISAGGREGATION, defaults={"disaggregated_params": None}),
-            Need(RANKS, defaults={"scheduling_params": None}),
-            Need(ADAPTERS, defaults={"lora_request": None}),
-            Need("cache salts: requests with one are refused", defaults={"cache_salt": None}),
-            Need("spans of the engine in traces", defaults={"trace_headers": None}),
-        ),
+        Need(EVERYTHING, "inputs sampling_params", {"streaming": False}),
+        Need(DISAGGREGATION, defaults={"disaggregated_params": None}),
+        Need(RANKS, defaults={"scheduling_params": None}),
+        Need(ADAPTERS, defaults={"lora_request": None}),
+        Need("cache salts", defaults={"cache_salt": None}),
     ),
-    Symbol("tensorrt_llm", "LLM.shutdown", EVERYTHING),
-    Symbol("tensorrt_llm", "LLM.get_kv_cache_events_async", EVENTS, Form.PARAMETERS, (Need(EVENTS, "timeout"),)),
-    Symbol("tensorrt_llm", "LLM.get_kv_cache_events", EVENTS, Form.PARAMETERS, (Need(EVENTS, "timeout"),)),
-    Symbol("tensorrt_llm", "LLM.get_stats_async", LOAD, Form.PARAMETERS, (Need(LOAD, "timeout"),)),
-    Symbol("tensorrt_llm", "LLM.get_stats", LOAD, Form.PARAMETERS, (Need(LOAD, "timeout"),)),
+    _method("LLM.get_kv_cache_events_async", EVENTS, Need(EVENTS, "timeout")),
+    _method("LLM.get_stats_async", LOAD, Need(LOAD, "timeout")),
+    *(Symbol("tensorrt_llm", f"LLM.{name}", EVERYTHING) for name in ("shutdown", "__enter__", "__exit__")),
+    # Under another path, so that what instances have is looked for apart from what the constructor takes.
     Symbol(
-        _LLMAPI,
-        "LLM",
-        EVERYTHING,
-        Form.ATTRIBUTES,
-        (Need(EVERYTHING, "args tokenizer _executor"), Need(MEDIA, "input_processor")),
+        _LLMAPI, "LLM", EVERYTHING, Form.ATTRIBUTES, (Need(EVERYTHING, "_executor"), Need(MEDIA, "input_processor"))
     ),
-    Symbol(
-        "tensorrt_llm",
-        "MultimodalEncoder",
-        "encode workers",
-        Form.PARAMETERS,
-        (Need("encode workers", defaults={"model": _NO_DEFAULT, "trust_remote_code": False}),),
-    ),
-    Symbol(
-        "tensorrt_llm",
-        "MultimodalEncoder.generate_async",
-        "encode workers",
-        Form.PARAMETERS,
-        (Need("encode workers", "inputs"),),
-    ),
+    _method("MultimodalEncoder", ENCODING, Need(ENCODING, defaults={"model": Default.REQUIRED})),
+    _method("MultimodalEncoder.generate_async", ENCODING, Need(ENCODING, "inputs")),
+)
+
+_REQUESTS = (
     Symbol(
         "tensorrt_llm",
         "SamplingParams",
         EVERYTHING,
         Form.FIELDS,
         (
-            Need(EVERYTHING, "max_tokens temperature top_k top_p seed end_id pad_id ignore_eos detokenize n"),
-            Need("stop words and stop token ids", "stop stop_token_ids include_stop_str_in_output"),
-            Need("penalties", "repetition_penalty presence_penalty frequency_penalty"),
-            Need("min_p, min_tokens", "min_p min_tokens"),
-            Need("log-probabilities", "logprobs prompt_logprobs"),
-            Need("beam search", defaults={"use_beam_search": False, "best_of": None}),
+            Need(
+                EVERYTHING, "max_tokens temperature top_k top_p seed end_id pad_id", {"n": 1, "use_beam_search": False}
+            ),
+            Need(EVERYTHING, "ignore_eos stop_token_ids include_stop_str_in_output detokenize add_special_tokens"),
+            Need("penalties", defaults=dict.fromkeys(_PENALTIES)),
+            Need("min_p, min_tokens", defaults={"min_p": None, "min_tokens": None}),
+            Need("log probabilities", defaults={"logprobs": None}),
             Need(GUIDES, defaults={"guided_decoding": None}),
-            Need("times of a request as the engine measures them", defaults={"return_perf_metrics": False}),
         ),
     ),
-    Symbol(_LLMAPI, "SamplingParams", EVERYTHING),
-    *(
-        Symbol(
-            module,
-            "GuidedDecodingParams",
-            GUIDES,
-            Form.FIELDS,
-            (Need(GUIDES, defaults={"json": None, "regex": None, "grammar": None, "structural_tag": None}),),
-        )
-        for module in (_LLMAPI, "tensorrt_llm.sampling_params")
+    Symbol(
+        _LLMAPI,
+        "GuidedDecodingParams",
+        GUIDES,
+        Form.FIELDS,
+        (Need(GUIDES, defaults={"json": None, "regex": None, "grammar": None}),),
     ),
-    *(
-        Symbol(
-            module,
-            "DisaggregatedParams",
-            DISAGGREGATION,
-            Form.FIELDS,
-            (
-                Need(DISAGGREGATION, "request_type first_gen_tokens ctx_request_id opaque_state draft_tokens"),
-                Need("media on encode workers", "multimodal_embedding_handles multimodal_hashes"),
-            ),
-        )
-        for module in (_LLMAPI, "tensorrt_llm.disaggregated_params")
+    Symbol(
+        _LLMAPI,
+        "DisaggregatedParams",
+        DISAGGREGATION,
+        Form.FIELDS,
+        (
+            Need(DISAGGREGATION, "request_type first_gen_tokens ctx_request_id opaque_state"),
+            Need(f"{DISAGGREGATION} with speculation", "draft_tokens"),
+            Need(ENCODING, defaults={"multimodal_embedding_handles": None, "multimodal_hashes": None}),
+        ),
     ),
     Symbol(
         "tensorrt_llm.scheduling_params",
@@ -201,17 +180,18 @@ SYMBOLS: tuple[Symbol, ...] = (
         Form.FIELDS,
         (Need(ADAPTERS, "lora_name lora_int_id lora_path"),),
     ),
-    Symbol(
-        "tensorrt_llm.executor.utils", "RequestError", "telling a failed request from a dead engine: each ends a worker"
-    ),
+    Symbol("tensorrt_llm.executor.utils", "RequestError", "a failed request is taken for a dead engine"),
+)
+
+_RESULTS = (
     Symbol(
         _LLMAPI,
         "RequestOutput",
         EVERYTHING,
         Form.ATTRIBUTES,
         (
-            Need(EVERYTHING, "request_id prompt_token_ids outputs finished abort __aiter__"),
-            Need(DISAGGREGATION, "disaggregated_params"),
+            Need(EVERYTHING, "prompt_token_ids outputs finished abort __aiter__ __await__"),
+            Need(ENCODING, "disaggregated_params"),
             Need("the number of tokens found in the cache", "cached_tokens"),
         ),
     ),
@@ -221,17 +201,35 @@ SYMBOLS: tuple[Symbol, ...] = (
         EVERYTHING,
         Form.ATTRIBUTES,
         (
-            Need(EVERYTHING, "index token_ids finish_reason stop_reason"),
-            Need("log-probabilities", "logprobs prompt_logprobs"),
+            Need(EVERYTHING, "token_ids finish_reason stop_reason"),
+            Need("log probabilities", "logprobs"),
             Need(DISAGGREGATION, "disaggregated_params"),
         ),
     ),
+)
+
+_METRICS = (
+    Symbol(
+        "tensorrt_llm.metrics",
+        "MetricsCollector",
+        OWN_METRICS,
+        Form.ATTRIBUTES,
+        (Need(OWN_METRICS, "log_metrics_dict"),),
+        is_optional=True,
+    ),
+    Symbol(
+        _LLMAPI, "RequestOutput", OWN_METRICS, Form.ATTRIBUTES, (Need(OWN_METRICS, "metrics_dict"),), is_optional=True
+    ),
+)
+
+_CONFIGS = (
     _config(
-        _ARGS,
         "TorchLlmArgs",
         EVERYTHING,
-        Need(EVERYTHING, "model kv_cache_config", {"max_num_tokens": 8192, "enable_chunked_prefill": False}),
-        Need(EVERYTHING, "", {"max_batch_size": None, "max_seq_len": None, "max_beam_width": None}),
+        Need(EVERYTHING, "model kv_cache_config skip_tokenizer_init dtype"),
+        # What nobody sets is reckoned with.
+        Need(EVERYTHING, "", {"max_num_tokens": 8192, "max_beam_width": None, "enable_chunked_prefill": False}),
+        Need(EVERYTHING, "", {"max_batch_size": None, "max_seq_len": None}),
         Need(DISAGGREGATION, "disable_overlap_scheduler", {"cache_transceiver_config": None}),
         Need("several GPUs", "", {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "gpus_per_node": None}),
         Need("experts in parallel", "moe_expert_parallel_size"),
@@ -239,44 +237,43 @@ SYMBOLS: tuple[Symbol, ...] = (
         Need(GUIDES, "", {"guided_decoding_backend": None}),
         Need(ADAPTERS, "", {"enable_lora": False, "lora_config": None}),
         Need(LOAD, "", {"enable_iter_perf_stats": False}),
-        Need("metrics of requests as the engine measures them", "", {"return_perf_metrics": False}),
+        Need("times of requests as the engine measures them", "", {"return_perf_metrics": False}),
     ),
     _config(
-        _LLMAPI,
         "KvCacheConfig",
         EVERYTHING,
-        Need(
-            EVERYTHING,
-            "free_gpu_memory_fraction",
-            {"enable_block_reuse": True, "tokens_per_block": 32, "dtype": "auto"},
-        ),
+        Need(EVERYTHING, "free_gpu_memory_fraction", {"enable_block_reuse": True, "tokens_per_block": 32}),
+        Need(DISAGGREGATION, "", {"dtype": "auto"}),
         Need("a pool of num_blocks", "max_tokens"),
         Need(EVENTS, "", {"event_buffer_max_size": 0}),
     ),
-    _config(_LLMAPI, "SchedulerConfig", "scheduler_config"),
-    _config(_LLMAPI, "DynamicBatchConfig", "scheduler_config.dynamic_batch_config"),
     _config(
-        _LLMAPI,
         "CacheTransceiverConfig",
         DISAGGREGATION,
         Need(DISAGGREGATION, "backend max_tokens_in_buffer kv_transfer_timeout_ms"),
     ),
-    _config(_LLMAPI, "CudaGraphConfig", "cuda_graph_config"),
-    _config(_LLMAPI, "MoeConfig", "moe_config"),
-    _config(_LLMAPI, "AttentionDpConfig", "attention_dp_config"),
-    _config(_LLMAPI, "TorchCompileConfig", "torch_compile_config"),
-    _config(_LLMAPI, "EagleDecodingConfig", "speculative decoding with Eagle"),
-    _config(_LLMAPI, "MTPDecodingConfig", "speculative decoding with MTP"),
-    _config(_LLMAPI, "NGramDecodingConfig", "speculative decoding with n-grams"),
-    _config(_ARGS, "PeftCacheConfig", ADAPTERS),
-    _config(_ARGS, "KvCacheConnectorConfig", "kv_connector_config"),
-    _config("tensorrt_llm.lora_helper", "LoraConfig", ADAPTERS),
+    _config("LoraConfig", ADAPTERS, Need(ADAPTERS, "lora_dir"), module="tensorrt_llm.lora_helper"),
+    _config("PeftCacheConfig", ADAPTERS),
+    *(
+        _config(name, f"{name} in engine_args")
+        for name in """
+        SchedulerConfig DynamicBatchConfig CudaGraphConfig MoeConfig AttentionDpConfig TorchCompileConfig
+        """.split()
+    ),
+    *(
+        _config(name, f"{name} in engine_args", is_optional=True)
+        for name in sorted({*DECODING_CLASSES.values(), "Nvfp4GemmConfig", "KvCacheConnectorConfig"})
+    ),
+    _config("LlmArgs", "the backend _autodeploy", module="tensorrt_llm._torch.auto_deploy.llm_args", is_optional=True),
+)
+
+_MEDIA = (
     Symbol(
         "tensorrt_llm._torch.shared_tensor",
         "SharedTensorContainer",
-        "media on encode workers: their embeddings in GPU memory",
+        ENCODING,
         Form.ATTRIBUTES,
-        (Need("media on encode workers", "from_tensor dump_to_dict from_dict get_local_view"),),
+        (Need(ENCODING, "from_tensor dump_to_dict from_dict get_local_view"),),
     ),
     Symbol(
         "tensorrt_llm.inputs",
@@ -286,3 +283,6 @@ SYMBOLS: tuple[Symbol, ...] = (
         (Need(MEDIA, "tokenizer model_dir model_type modality prompts media image_data_format num_frames device"),),
     ),
 )
+
+#: All of it.
+SYMBOLS: tuple[Symbol, ...] = (*_LLM, *_REQUESTS, *_RESULTS, *_METRICS, *_CONFIGS, *_MEDIA)

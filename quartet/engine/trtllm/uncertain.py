@@ -88,9 +88,6 @@ QUESTIONS: tuple[Question, ...] = (
     Question("AutoDeploy takes the PyTorch backend's arguments", _field(*_AUTODEPLOY, "enable_iter_perf_stats")),
     Question("DynamicBatchConfig needs all of its fields", _needs_every_field),
     Question("RequestError is a RuntimeError", _is_runtime_error),
-    Question(
-        "there is a collector of metrics (Quartet measures by itself)", _has("tensorrt_llm.metrics", "MetricsCollector")
-    ),
     Question("it has a gRPC server", _has("tensorrt_llm.grpc", "__name__"), is_later=True),
     Question("LLM takes model_kwargs", _field(*_ARGS, "model_kwargs"), is_later=True),
     Question(
