@@ -1,0 +1,157 @@
+"""From a request to the arguments of ``LLM.generate_async``; what can't be served is refused before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from quartet.engine.base import EngineRequest, Generation, RequestKind
+from quartet.engine.trtllm.hand_off import HandOffState
+from quartet.engine.trtllm.loading import LoadedLlm
+from quartet.engine.trtllm.sampling import (
+    check_sampling_fields,
+    output_bounds,
+    sampling_params,
+    stop_ids_of,
+)
+from quartet.engine.trtllm.token_cursor import TokenCursor
+from quartet.engine.validation import EngineLimits, check_request, max_output_tokens
+from quartet.errors import InvalidRequestError, UnsupportedFieldError, WorkerUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of ``generate_async``.
+
+    Attributes:
+        arguments: by name; good for one call, which changes what they hold.
+        cursor: reads the call's output.
+        is_handing_off: its end leaves KV blocks for a decode elsewhere to pull.
+        expected_token_ids: what the result must say its prompt was; ``None``: what was given.
+    """
+
+    arguments: dict[str, Any]
+    cursor: TokenCursor
+    is_handing_off: bool = False
+    expected_token_ids: Sequence[int] | None = None
+
+
+class CallBuilder:
+    """Makes calls for one loaded LLM. Used on the thread that calls."""
+
+    def __init__(self, loaded: LoadedLlm, sampling_fields: frozenset[str]) -> None:
+        self._loaded = loaded
+        self._facts = loaded.facts
+        self._package = loaded.package
+        self._sampling_fields = sampling_fields
+        self._adapter_ids = {name: number for number, name in enumerate(self._facts.adapters, start=1)}
+
+    def call(self, request: EngineRequest, state: HandOffState | None, num_blocks: int) -> Call:
+        """The call for ``request``, which goes on with ``state`` where there is a hand-off.
+
+        Raises:
+            ServingError: it can't be served by this engine, which has ``num_blocks`` KV blocks a rank.
+        """
+        limits = self._limits(num_blocks)
+        self._check(request, limits)
+        if state is not None:
+            return self._continuation(request, state, limits)
+        generation = request.generation
+        bounds = output_bounds(request, max_output_tokens(request, limits), len(generation.generated_token_ids))
+        inputs = self._loaded.inputs.build(request)
+        # The only token needs no decode, and nothing is held then that somebody would have to let go.
+        is_handing_off = request.kind is RequestKind.PREFILL and bounds.max_tokens > 1
+        request_type = "context_only" if is_handing_off else "context_and_generation"
+        has_params = is_handing_off or inputs.disaggregated
+        params = self._package.DisaggregatedParams
+        return self._made(
+            generation,
+            num_known=0,
+            is_handing_off=is_handing_off,
+            expected_token_ids=inputs.expected_token_ids,
+            inputs=inputs.inputs,
+            streaming=request.kind is RequestKind.DECODE,
+            sampling_params=sampling_params(
+                self._package,
+                generation,
+                bounds,
+                self._facts.eos_token_ids,
+                add_special_tokens=inputs.add_special_tokens,
+            ),
+            disaggregated_params=params(request_type=request_type, **inputs.disaggregated) if has_params else None,
+        )
+
+    def _continuation(self, request: EngineRequest, state: HandOffState, limits: EngineLimits) -> Call:
+        """A decode of what another engine has prefilled: of exactly its tokens, with the token it gave as the first."""
+        generation = request.generation
+        before = generation.generated_token_ids[:-1]
+        bounds = output_bounds(request, max_output_tokens(request, limits), len(before))
+        return self._made(
+            generation,
+            num_known=1,
+            inputs={"prompt_token_ids": [*generation.prompt_token_ids, *before]},
+            streaming=True,
+            sampling_params=sampling_params(self._package, generation, bounds, self._facts.eos_token_ids),
+            disaggregated_params=state.params(self._package),
+        )
+
+    def _made(
+        self,
+        generation: Generation,
+        *,
+        num_known: int,
+        is_handing_off: bool = False,
+        expected_token_ids: Sequence[int] | None = None,
+        **arguments: Any,
+    ) -> Call:
+        if generation.cache_salt:
+            arguments["cache_salt"] = generation.cache_salt
+        if generation.adapter:
+            number = self._adapter_ids[generation.adapter]
+            path = self._facts.adapters[generation.adapter]
+            arguments["lora_request"] = self._package.LoRARequest(generation.adapter, number, path)
+        if self._loaded.arguments.num_ranks > 1:
+            arguments["scheduling_params"] = self._package.SchedulingParams(
+                attention_dp_rank=generation.data_parallel_rank, attention_dp_relax=False
+            )
+        cursor = TokenCursor(
+            num_known=num_known,
+            stop_ids=stop_ids_of(generation.sampling, self._facts.eos_token_ids),
+            num_top_logprobs=generation.output.logprobs,
+        )
+        given = {name: value for name, value in arguments.items() if value is not None}
+        return Call(
+            arguments=given, cursor=cursor, is_handing_off=is_handing_off, expected_token_ids=expected_token_ids
+        )
+
+    def _limits(self, num_blocks: int) -> EngineLimits:
+        return EngineLimits(
+            max_model_len=self._facts.max_model_len,
+            num_pool_tokens=num_blocks * self._loaded.arguments.block_size,
+            vocab_size=self._facts.vocab_size,
+        )
+
+    def _check(self, request: EngineRequest, limits: EngineLimits) -> None:
+        generation = request.generation
+        check_sampling_fields(generation, self._sampling_fields)
+        if generation.adapter and generation.adapter not in self._facts.adapters:
+            raise UnsupportedFieldError("this engine does not serve that adapter", field="adapter")
+        if request.hand_off is not None and request.kind is not RequestKind.DECODE:
+            raise InvalidRequestError("only a decode takes a hand-off", field="hand_off")
+        if request.kind is RequestKind.PREFILL and not self._loaded.arguments.has_transceiver:
+            raise UnsupportedFieldError("this engine can hand nothing over: it has no cache transceiver")
+        has_media = generation.media and request.hand_off is None
+        if has_media and self._loaded.inputs.placeholder_id is None:
+            raise UnsupportedFieldError("this model takes text only", field="media")
+        if generation.sampling.guided is not None and len(generation.generated_token_ids) > (
+            request.hand_off is not None
+        ):
+            # A grammar begins with the output, and what is given of that is TensorRT-LLM's prompt.
+            raise WorkerUnavailableError("an answer that follows a grammar can't be continued after it broke off")
+        # Media are looked at by whoever reads them; with a hand-off they are in its KV.
+        free = replace(generation.sampling, guided=None)
+        plain = replace(generation, data_parallel_rank=0, adapter="", media=(), sampling=free)
+        check_request(replace(request, generation=plain, hand_off=None, media_blocks=(), media_inputs=()), limits)

@@ -1,0 +1,78 @@
+"""Small requests of the adapter's own, which prove that an engine works: before all others, and when it is quiet."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from quartet.engine.trtllm.loading import LoadedLlm
+from quartet.engine.trtllm.times import TrtllmTimes
+
+logger = logging.getLogger(__name__)
+
+_NUM_WARM_UP_TOKENS = 4
+
+
+class Canary:
+    """Sends such requests, and knows when one is overdue. Lives on the event loop that reads the handles."""
+
+    def __init__(self, loaded: LoadedLlm, times: TrtllmTimes, progress: Callable[[], int]) -> None:
+        """``progress`` counts what came out of the engine for others."""
+        self._loaded = loaded
+        self._times = times
+        self._progress = progress
+        self._clock = time.monotonic
+        self._overdue_at: float | None = None
+        self._seen = 0
+        self.num_ended = 0
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether a request of this kind has not come back in time, and nothing else has. Any thread may ask."""
+        overdue_at = self._overdue_at
+        return overdue_at is not None and self._clock() > overdue_at and self._progress() == self._seen
+
+    async def warm_up(self) -> None:
+        """Have kernels made and memory reserved.
+
+        Raises whatever the request raises, and ``TimeoutError``.
+        """
+        async with asyncio.timeout(self._times.warm_up_timeout_s):
+            await self._send(_NUM_WARM_UP_TOKENS)
+
+    async def run(self) -> None:
+        """Send one whenever nothing has come out for a while. Raises what the engine's death raises."""
+        while True:
+            seen = self._progress()
+            await asyncio.sleep(self._times.canary_interval_s)
+            if self._progress() == seen:
+                await self._prove(seen)
+
+    async def _prove(self, seen: int) -> None:
+        """However long it takes: meanwhile it is overdue."""
+        self._seen = seen
+        self._overdue_at = self._clock() + self._times.canary_timeout_s
+        try:
+            await self._send(1)
+        except self._loaded.package.RequestError as error:
+            logger.warning("the engine works, but failed a request for one token: %s", error)
+        finally:
+            self._overdue_at = None
+        self.num_ended += 1
+
+    async def _send(self, num_tokens: int) -> None:
+        facts, package = self._loaded.facts, self._loaded.package
+        token_id = next(token_id for token_id in range(facts.vocab_size) if token_id not in facts.eos_token_ids)
+        end_id = facts.eos_token_ids[0] if facts.eos_token_ids else None
+        params = package.SamplingParams(
+            max_tokens=num_tokens, temperature=0.0, end_id=end_id, pad_id=end_id, ignore_eos=True, detokenize=False
+        )
+        handle = self._loaded.llm.generate_async({"prompt_token_ids": [token_id]}, sampling_params=params)
+        self._loaded.feeds.begin()
+        try:
+            await handle
+        except asyncio.CancelledError:
+            handle.abort()
+            raise

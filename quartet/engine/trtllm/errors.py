@@ -1,0 +1,92 @@
+"""What TensorRT-LLM raises, as what a caller is told.
+
+The exact texts are nobody's promise, so that they decide only between answers each of which is safe; and they may quote
+what a request asked for, so that they are not repeated to whoever can read logs.
+"""
+
+from __future__ import annotations
+
+import re
+
+from quartet.engine.base import EngineRequest
+from quartet.errors import (
+    EngineError,
+    InvalidRequestError,
+    PromptTooLongError,
+    ServingError,
+    TransferError,
+    WorkerUnavailableError,
+)
+
+_TOO_LONG = re.compile(
+    r"max_num_tokens|max_seq_len|max_input_len|max_tokens_in_buffer|too long|exceeds?\b.*(capacity|length|tokens)", re.I
+)
+_TRANSFER = re.compile(r"transfer|transceiver|opaque_state|ctx_request_id|context phase", re.I)
+_GUIDE = re.compile(r"guided|grammar|regex|json.?schema|ebnf", re.I)
+_SHUTTING_DOWN = re.compile(r"shut(ting)? ?down", re.I)
+#: Words of a refusal, and the field that they are about.
+_FIELDS = (
+    (_GUIDE, "sampling.guided"),
+    (re.compile(r"lora", re.I), "adapter"),
+    (re.compile(r"multi.?modal|image|embedding", re.I), "media"),
+    (re.compile(r"logprobs", re.I), "output.logprobs"),
+    (re.compile(r"cache_salt", re.I), "cache_salt"),
+    (re.compile(r"attention_dp_rank", re.I), "data_parallel_rank"),
+    (re.compile(r"end_id|stop_token_ids", re.I), "sampling.stop_token_ids"),
+    *(
+        (re.compile(rf"\b{name}\b"), f"sampling.{name}")
+        for name in """
+        temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty seed min_tokens max_tokens
+        """.split()
+    ),
+)
+
+
+def refusal(error: Exception, request_error: type[Exception]) -> ServingError:
+    """What it means that the call for a request raised ``error``; the engine goes on."""
+    text = str(error)
+    if isinstance(error, ServingError):
+        return error
+    if isinstance(error, request_error | ValueError | TypeError):
+        if _TOO_LONG.search(text):
+            return _too_long()
+        return _invalid(text)
+    if isinstance(error, RuntimeError) and _SHUTTING_DOWN.search(text):
+        return WorkerUnavailableError("the engine is shutting down")
+    return EngineError(f"the engine could not take the request: {type(error).__name__}")
+
+
+def failure(
+    error: Exception, request_error: type[Exception], request: EngineRequest, *, is_pulling: bool
+) -> ServingError | None:
+    """What it means that ``request``, whose hand-off ``is_pulling``, ended with ``error``; ``None``: a dead engine."""
+    if isinstance(error, ServingError):
+        return error
+    if not isinstance(error, request_error):
+        is_shutting_down = isinstance(error, RuntimeError) and _SHUTTING_DOWN.search(str(error))
+        return WorkerUnavailableError("the engine is shutting down") if is_shutting_down else None
+    text = str(error)
+    if is_pulling:
+        # Whatever went wrong before the first output: the prompt's KV is not here, and a prefill brings it again.
+        return TransferError("the prompt's KV cache did not come over")
+    if _TOO_LONG.search(text):
+        return _too_long()
+    if request.generation.sampling.guided is not None and _GUIDE.search(text):
+        return InvalidRequestError("the grammar can not be followed", field="sampling.guided")
+    if _TRANSFER.search(text):
+        return TransferError("the prompt's KV cache could not be handed over")
+    return EngineError("the engine failed the request")
+
+
+def _too_long() -> PromptTooLongError:
+    return PromptTooLongError("the prompt exceeds what the engine takes at once", field="prompt_token_ids")
+
+
+def _invalid(text: str) -> InvalidRequestError:
+    field = next((field for words, field in _FIELDS if words.search(text)), None)
+    return InvalidRequestError(f"the engine refuses {field or 'the request'}", field=field)
+
+
+def is_foreseen(error: Exception, request_error: type[Exception]) -> bool:
+    """Whether a call for a request may raise ``error``: what else it raises is worth a look."""
+    return isinstance(error, ServingError | request_error | ValueError | TypeError | RuntimeError)

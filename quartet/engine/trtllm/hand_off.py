@@ -1,0 +1,129 @@
+"""A prefill's ``DisaggregatedParams`` as bytes, and back: what decode needs to pull the KV blocks of a prompt.
+
+A version byte, the length of a JSON header, the header, and the bytes that it speaks of, untouched. TensorRT-LLM's
+fields differ from release to release, so that whatever a prefill gave is carried by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quartet.engine.trtllm.package import Package
+from quartet.errors import InvalidRequestError, LayoutMismatchError
+
+_VERSION = 1
+_PREFIX = struct.Struct("<BI")
+# Said by each side for itself, or of no use to the other: pictures are in the KV by then.
+_NOT_CARRIED = frozenset({"request_type", "multimodal_embedding_handles", "multimodal_hashes"})
+_BYTES, _TUPLE = "$bytes", "$tuple"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheIdentity:
+    """What both sides must have alike."""
+
+    model_fingerprint: str
+    block_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandOffState:
+    """A prompt that another engine computed.
+
+    Attributes:
+        cache: of that engine.
+        num_tokens: tokens whose KV it holds.
+        fields: of its ``DisaggregatedParams``, by name; those that are ``None`` are left out.
+    """
+
+    cache: CacheIdentity
+    num_tokens: int
+    fields: Mapping[str, Any]
+
+    @property
+    def first_token_id(self) -> int | None:
+        """The token that prefill sampled; decode's output begins with it."""
+        tokens = self.fields.get("first_gen_tokens")
+        return tokens[0] if tokens else None
+
+    @classmethod
+    def of(cls, params: Any, cache: CacheIdentity, num_tokens: int) -> HandOffState:
+        """What ``params``, of a completed prefill, say."""
+        # The class has slots, and ``asdict`` would copy what it holds.
+        given = {item.name: getattr(params, item.name) for item in dataclasses.fields(params)}
+        kept = {name: value for name, value in given.items() if value is not None and name not in _NOT_CARRIED}
+        return cls(cache=cache, num_tokens=num_tokens, fields=kept)
+
+    def params(self, package: Package) -> Any:
+        """The ``DisaggregatedParams`` with which decode goes on; what this release doesn't know is left out."""
+        known = {name: value for name, value in self.fields.items() if package.has_disaggregated_field(name)}
+        return package.DisaggregatedParams(request_type="generation_only", **known)
+
+    def to_bytes(self) -> bytes:
+        """For the way."""
+        blobs = bytearray()
+        header = {
+            "model": self.cache.model_fingerprint,
+            "block_size": self.cache.block_size,
+            "num_tokens": self.num_tokens,
+            "fields": {name: _plain(value, blobs) for name, value in self.fields.items()},
+        }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        return _PREFIX.pack(_VERSION, len(text)) + text + bytes(blobs)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> HandOffState:
+        """What ``to_bytes`` made.
+
+        Raises:
+            LayoutMismatchError: another version made it.
+            InvalidRequestError: field ``hand_off``; nothing made it.
+        """
+        if data[:1] and data[0] != _VERSION:
+            raise LayoutMismatchError("the hand-off is of another version of this engine", field="hand_off")
+        try:
+            _, size = _PREFIX.unpack_from(data)
+            header = json.loads(data[_PREFIX.size : _PREFIX.size + size])
+            blobs = memoryview(data)[_PREFIX.size + size :]
+            return cls(
+                cache=CacheIdentity(model_fingerprint=str(header["model"]), block_size=int(header["block_size"])),
+                num_tokens=int(header["num_tokens"]),
+                fields={str(name): _restored(value, blobs) for name, value in header["fields"].items()},
+            )
+        except (struct.error, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise InvalidRequestError("the hand-off's state is malformed", field="hand_off") from None
+
+
+def _plain(value: Any, blobs: bytearray) -> Any:
+    """``value`` as JSON has it; bytes go to the end of ``blobs``."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        start = len(blobs)
+        blobs += value
+        return {_BYTES: [start, len(blobs) - start]}
+    if isinstance(value, tuple):
+        return {_TUPLE: [_plain(item, blobs) for item in value]}
+    if isinstance(value, list):
+        return [_plain(item, blobs) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, blobs) for key, item in value.items()}
+    return value
+
+
+def _restored(value: Any, blobs: memoryview) -> Any:
+    if isinstance(value, list):
+        return [_restored(item, blobs) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _BYTES in value:
+        start, size = value[_BYTES]
+        if not 0 <= start <= start + size <= len(blobs):
+            raise ValueError("bytes that are not there")
+        return bytes(blobs[start : start + size])
+    if _TUPLE in value:
+        return tuple(_restored(item, blobs) for item in value[_TUPLE])
+    return {key: _restored(item, blobs) for key, item in value.items()}

@@ -1,0 +1,83 @@
+"""The thread on which an LLM is loaded, called and read: it has an event loop of its own for that."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from quartet.engine.trtllm.loading import LoadedLlm
+from quartet.engine.trtllm.session import LlmSession
+
+logger = logging.getLogger(__name__)
+
+
+class LlmThread:
+    """Loads, serves until ``stop``, and closes what it loaded: a load that nobody waits for any more, too."""
+
+    def __init__(
+        self,
+        load: Callable[[], AbstractContextManager[LoadedLlm]],
+        make_session: Callable[[LoadedLlm], LlmSession],
+        on_lost: Callable[[Exception], None],
+    ) -> None:
+        """Nothing is loaded before ``start``.
+
+        Args:
+            load: loads on entering and closes on leaving, both on the thread.
+            make_session: called on the thread's event loop.
+            on_lost: hears, on the thread, why loading or warming up failed.
+        """
+        self._load = load
+        self._make_session = make_session
+        self._on_lost = on_lost
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_stop: asyncio.Event | None = None
+        self._has_ended = threading.Event()
+
+    def start(self) -> None:
+        """Begin to load."""
+        # A daemon: a device that hangs must not keep the process from ending.
+        threading.Thread(target=self._main, name="quartet-trtllm", daemon=True).start()
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Have ``call`` run on the thread's event loop, in order; once that has ended nothing happens. Never blocks."""
+        # RuntimeError: the loop is closed, and whoever posts hears of that in another way.
+        with contextlib.suppress(RuntimeError):
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(call)
+
+    def stop(self) -> None:
+        """Make the thread end: after loading, if it is still at that. Never blocks."""
+        with self._lock:
+            self._stop.set()
+            if self._loop_stop is not None:
+                self.post(self._loop_stop.set)
+
+    def wait_ended(self, timeout_s: float) -> bool:
+        """Block until everything is closed; False if that takes longer than ``timeout_s``."""
+        return self._has_ended.wait(timeout_s)
+
+    def _main(self) -> None:
+        try:
+            with self._load() as loaded:
+                asyncio.run(self._serve(loaded))
+        except Exception as error:  # the thread's work ends here; the listener fails what it knows
+            if not self._stop.is_set():
+                logger.exception("the engine is lost")
+            self._on_lost(error)
+        finally:
+            self._has_ended.set()
+
+    async def _serve(self, loaded: LoadedLlm) -> None:
+        stop = asyncio.Event()
+        with self._lock:
+            self._loop, self._loop_stop = asyncio.get_running_loop(), stop
+            if self._stop.is_set():
+                return
+        await self._make_session(loaded).run(stop)

@@ -1,0 +1,113 @@
+"""Loads an LLM and what belongs to it, and closes all of it again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quartet.engine.base import RequestKind
+from quartet.engine.trtllm.arguments import LlmArguments
+from quartet.engine.trtllm.book import RequestBook
+from quartet.engine.trtllm.feeds import Feeds
+from quartet.engine.trtllm.hand_off import CacheIdentity
+from quartet.engine.trtllm.inputs import InputBuilder, create_input_builder
+from quartet.engine.trtllm.metrics import ResultMetrics
+from quartet.engine.trtllm.model_facts import ModelFacts
+from quartet.engine.trtllm.objects import build_objects
+from quartet.engine.trtllm.package import Package
+
+if TYPE_CHECKING:
+    from quartet.engine.catalog import EngineSpec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedLlm:
+    """An LLM that has loaded, and what reads for it and of it."""
+
+    llm: Any
+    package: Package
+    arguments: LlmArguments
+    facts: ModelFacts
+    inputs: InputBuilder
+    book: RequestBook
+    feeds: Feeds
+    metrics: ResultMetrics | None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the engine has ended by itself."""
+        executor = self.llm._executor
+        if executor is None or executor.is_shutdown():
+            return True
+        check_health = getattr(self.llm, "_check_health", None)  # not every 1.2 has it
+        return check_health is not None and not check_health()
+
+    @property
+    def cache(self) -> CacheIdentity:
+        """What an engine that goes on with its prompts must have alike."""
+        return CacheIdentity(model_fingerprint=self.facts.fingerprint, block_size=self.arguments.block_size)
+
+    def num_blocks(self) -> int:
+        """KV blocks of a rank; where TensorRT-LLM doesn't say, those that nothing it computes at a time can exceed."""
+        known = self.feeds.num_blocks(0)
+        if known is not None:
+            return known
+        blocks_of_longest = -(-self.facts.max_model_len // self.arguments.block_size)
+        return (self.arguments.max_batch_size or 1) * blocks_of_longest
+
+
+@contextmanager
+def loaded_llm(
+    spec: EngineSpec, kind: RequestKind, arguments: LlmArguments, on_feeds: Callable[[], None]
+) -> Iterator[LoadedLlm]:
+    """Load as ``arguments`` say, for as long as the block lasts. Blocks for as long as loading takes.
+
+    ``on_feeds`` is called on threads of its own when the LLM has told something of its cache or its steps.
+    """
+    facts = ModelFacts.read(spec.model_path, arguments)
+    with ExitStack() as stack:
+        # What media can't be read is told before the weights are loaded.
+        inputs = create_input_builder(spec, facts.fingerprint)
+        stack.callback(inputs.close)
+        for warning in arguments.warnings:
+            logger.warning("%s", warning)
+        keywords = build_objects(arguments)
+        package = Package.load()
+        llm = stack.enter_context(package.LLM(**keywords))
+        book = RequestBook(
+            num_ranks=arguments.num_ranks,
+            block_size=arguments.block_size,
+            max_step_tokens=arguments.max_num_tokens,
+        )
+        feeds = Feeds(
+            llm,
+            block_size=arguments.block_size,
+            num_ranks=arguments.num_ranks,
+            wants_events=arguments.has_events,
+            wants_stats=arguments.has_stats,
+            on_change=on_feeds,
+            on_record=book.observe,
+            media_token_ids=frozenset() if inputs.placeholder_id is None else frozenset({inputs.placeholder_id}),
+            vocab_size=facts.vocab_size,
+        )
+        stack.callback(feeds.close)
+        metrics = None
+        if arguments.has_perf_metrics or arguments.has_stats:
+            metrics = ResultMetrics(Path(spec.model_path).name, feeds)
+            stack.callback(metrics.close)
+        yield LoadedLlm(
+            llm=llm,
+            package=package,
+            arguments=arguments,
+            facts=facts,
+            inputs=inputs,
+            book=book,
+            feeds=feeds,
+            metrics=metrics,
+        )

@@ -1,0 +1,73 @@
+"""What a model's files say of it, read before TensorRT-LLM loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from quartet.engine.fingerprint import model_fingerprint
+from quartet.engine.trtllm.arguments import LlmArguments
+from quartet.errors import ConfigError, ModelFilesError
+from quartet.text.model_files import CONFIG, parse_json_file, read_text_files
+from quartet.text.model_text import ModelText
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """A model as requests know it.
+
+    Attributes:
+        eos_token_ids: any of them ends an output, the model's own first.
+        max_model_len: tokens of prompt and output together.
+        adapters: folders of LoRA adapters, by the name that requests use.
+    """
+
+    fingerprint: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    adapters: Mapping[str, str]
+
+    @classmethod
+    def read(cls, model_path: str, arguments: LlmArguments) -> ModelFacts:
+        """Read the files of ``model_path``, which takes a while the first time: weights are digested.
+
+        Raises:
+            ModelFilesError, InvalidRequestError: files are missing or malformed, or don't say how long a sequence may
+                be and ``arguments`` don't, either.
+            ConfigError: two adapters of one name.
+        """
+        files = read_text_files(Path(model_path))
+        text = ModelText.from_files(files)
+        max_model_len = arguments.max_seq_len or _max_position(files)
+        if max_model_len is None:
+            raise ModelFilesError("set max_model_len: config.json has no max_position_embeddings")
+        return cls(
+            fingerprint=model_fingerprint(model_path, arguments.kv_dtype),
+            vocab_size=text.vocab_size,
+            eos_token_ids=text.eos_token_ids,
+            max_model_len=max_model_len,
+            adapters=_adapters(arguments) if arguments.has_lora else {},
+        )
+
+
+def _max_position(files: Mapping[str, bytes]) -> int | None:
+    config = parse_json_file(files, CONFIG)
+    inner = config.get("text_config")
+    value = {**config, **(inner if isinstance(inner, dict) else {})}.get("max_position_embeddings")
+    return value if type(value) is int and value > 0 else None
+
+
+def _adapters(arguments: LlmArguments) -> dict[str, str]:
+    """Each of the configured folders, named as its last part."""
+    config = arguments.values.get("lora_config")
+    given = config.get("lora_dir") if isinstance(config, Mapping) else None
+    folders = [given] if isinstance(given, str | Path) else given if isinstance(given, list | tuple) else []
+    adapters: dict[str, str] = {}
+    for folder in map(str, folders):
+        name = Path(folder).name
+        if name in adapters:
+            raise ConfigError(f"lora_config.lora_dir: two adapters are named {name}")
+        adapters[name] = folder
+    return adapters

@@ -1,0 +1,54 @@
+"""What the adapter uses of the package ``tensorrt_llm``, imported once and late: it takes long, and needs a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+from quartet.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """Classes of TensorRT-LLM; their types are not known where the package isn't."""
+
+    LLM: Any
+    SamplingParams: Any
+    DisaggregatedParams: Any
+    SchedulingParams: Any
+    GuidedDecodingParams: Any
+    LoRARequest: Any
+    RequestError: type[Exception]
+
+    @classmethod
+    def load(cls) -> Package:
+        """Import it. Raises whatever an installation that is not complete raises."""
+        from tensorrt_llm import LLM, SamplingParams
+        from tensorrt_llm.executor.request import LoRARequest
+        from tensorrt_llm.executor.utils import RequestError
+        from tensorrt_llm.llmapi import DisaggregatedParams, GuidedDecodingParams
+        from tensorrt_llm.scheduling_params import SchedulingParams
+
+        return cls(
+            LLM=LLM,
+            SamplingParams=SamplingParams,
+            DisaggregatedParams=DisaggregatedParams,
+            SchedulingParams=SchedulingParams,
+            GuidedDecodingParams=GuidedDecodingParams,
+            LoRARequest=LoRARequest,
+            RequestError=RequestError,
+        )
+
+    def has_disaggregated_field(self, name: str) -> bool:
+        """Whether this release's ``DisaggregatedParams`` has a field of that name."""
+        return any(item.name == name for item in dataclasses.fields(self.DisaggregatedParams))
+
+
+def check_installed() -> None:
+    """Refuse a configuration that needs the package where it isn't. Raises ``ConfigError``."""
+    if importlib.util.find_spec("tensorrt_llm") is None:
+        raise ConfigError(
+            "engine.kind: trtllm needs tensorrt_llm, which comes with NVIDIA's container; see docs/trtllm.md"
+        )

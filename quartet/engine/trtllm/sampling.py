@@ -1,0 +1,129 @@
+"""What a request asks for, as TensorRT-LLM's ``SamplingParams``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quartet.engine.base import EngineRequest, Generation
+from quartet.engine.sampling import GrammarKind, Sampling
+from quartet.engine.trtllm.arguments import LlmArguments
+from quartet.engine.trtllm.package import Package
+from quartet.errors import UnsupportedFieldError
+
+# Of ``Sampling`` and ``OutputOptions``, those that 1.2 honours whatever it was made with.
+_SAMPLING_FIELDS = frozenset(
+    """
+    temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty max_tokens min_tokens
+    stop_token_ids ignore_eos logprobs
+    """.split()
+)
+_GRAMMARS = {GrammarKind.JSON_SCHEMA: "json", GrammarKind.REGEX: "regex", GrammarKind.EBNF: "grammar"}
+_SEED_MASK = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputBounds:
+    """How much is left to generate.
+
+    Attributes:
+        max_tokens: at least 1.
+        min_tokens: of them before anything may stop the output.
+    """
+
+    max_tokens: int
+    min_tokens: int
+
+
+def sampling_fields(arguments: LlmArguments) -> frozenset[str]:
+    """Names of the ``Sampling`` and ``OutputOptions`` fields that an engine made with ``arguments`` honours."""
+    return _SAMPLING_FIELDS | ({"guided"} if arguments.guided_backend is not None else set())
+
+
+def output_bounds(request: EngineRequest, max_output_tokens: int, num_done: int) -> OutputBounds:
+    """What is left of ``request``, which has ``max_output_tokens`` in all, to a call that is given ``num_done``."""
+    min_tokens = request.generation.sampling.min_tokens
+    return OutputBounds(max_tokens=max_output_tokens - num_done, min_tokens=max(0, min_tokens - num_done))
+
+
+def check_sampling_fields(generation: Generation, supported: frozenset[str]) -> None:
+    """Refuse what would be ignored. Raises ``UnsupportedFieldError`` naming it."""
+    for name in sorted(generation.sampling.changed_fields() - supported):
+        raise UnsupportedFieldError(f"this engine does not have {name}", field=f"sampling.{name}")
+
+
+def stop_ids_of(sampling: Sampling, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
+    """All tokens that end an output, without repeats."""
+    eos = () if sampling.ignore_eos else tuple(eos_token_ids)
+    return tuple(dict.fromkeys((*eos, *sampling.stop_token_ids)))
+
+
+def sampling_params(
+    package: Package,
+    generation: Generation,
+    bounds: OutputBounds,
+    eos_token_ids: Sequence[int],
+    *,
+    add_special_tokens: bool = True,
+) -> Any:
+    """A fresh ``SamplingParams``: each call changes the one that it is given.
+
+    Tokens of a resumed request are TensorRT-LLM's prompt, so that presence and frequency penalties forget them: that
+    an answer goes on as if nothing had happened, it promises for greedy sampling only.
+    """
+    sampling, num_logprobs = generation.sampling, generation.output.logprobs
+    end_id = eos_token_ids[0] if eos_token_ids else None
+    stop_ids = [
+        token_id for token_id in stop_ids_of(sampling, eos_token_ids) if sampling.ignore_eos or token_id != end_id
+    ]
+    return package.SamplingParams(
+        max_tokens=bounds.max_tokens,
+        min_tokens=bounds.min_tokens or None,
+        end_id=end_id,
+        pad_id=end_id,
+        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=stop_ids or None,
+        # Our protocol gives the stop id out. Where TensorRT-LLM takes the end's id away all the same, it is put back.
+        include_stop_str_in_output=True,
+        repetition_penalty=_unless(sampling.repetition_penalty, 1.0),
+        presence_penalty=_unless(sampling.presence_penalty, 0.0),
+        frequency_penalty=_unless(sampling.frequency_penalty, 0.0),
+        # To some samplers 0 means none at all, not only the token's own.
+        logprobs=None if num_logprobs is None else max(num_logprobs, 1),
+        guided_decoding=_guide(package, sampling),
+        detokenize=False,
+        add_special_tokens=add_special_tokens,
+        **_choice(generation),
+    )
+
+
+def _choice(generation: Generation) -> dict[str, Any]:
+    sampling = generation.sampling
+    if sampling.is_greedy:
+        return {"temperature": 0.0}
+    return {
+        "temperature": sampling.temperature,
+        # Said even where they change nothing: what is left out may mean greedy.
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p or None,
+        "seed": _seed(generation),
+    }
+
+
+def _seed(generation: Generation) -> int:
+    """A function of the seed, the choice and the position, so that choices, and what goes on elsewhere, differ."""
+    position = len(generation.generated_token_ids)
+    key = f"{generation.seed} {generation.choice} {position}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") & _SEED_MASK
+
+
+def _unless(value: float, default: float) -> float | None:
+    return None if value == default else value
+
+
+def _guide(package: Package, sampling: Sampling) -> Any:
+    guided = sampling.guided
+    return None if guided is None else package.GuidedDecodingParams(**{_GRAMMARS[guided.kind]: guided.text})

@@ -1,0 +1,122 @@
+"""One loaded LLM at work, from its warm-up until it is stopped or dies. Lives on the event loop of the LLM's thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quartet.engine.base import EngineRequest, StepOutput
+from quartet.engine.trtllm.book import engine_stats
+from quartet.engine.trtllm.canary import Canary
+from quartet.engine.trtllm.hand_off import HandOffState
+from quartet.engine.trtllm.loading import LoadedLlm
+from quartet.engine.trtllm.outputs import OutputCollector
+from quartet.engine.trtllm.requests import LlmRequests
+from quartet.engine.trtllm.times import TrtllmTimes
+from quartet.errors import EngineError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionListener:
+    """What hears of a session, on its thread.
+
+    Attributes:
+        on_ready: the LLM has answered its first request.
+        on_output: something came.
+        on_lost: the LLM is not usable any more; heard once.
+    """
+
+    on_ready: Callable[[LlmSession], None]
+    on_output: Callable[[StepOutput], None]
+    on_lost: Callable[[Exception], None]
+
+
+class LlmSession:
+    """An LLM's requests and its canary.
+
+    Attributes:
+        loaded: the LLM.
+        num_blocks: KV blocks of a rank, known when it is ready.
+    """
+
+    def __init__(
+        self, loaded: LoadedLlm, sampling_fields: frozenset[str], times: TrtllmTimes, listener: SessionListener
+    ) -> None:
+        """Made on the loop that it lives on."""
+        self.loaded = loaded
+        self.num_blocks = loaded.num_blocks()
+        self._times = times
+        self._listener = listener
+        self._is_lost = False
+        self._outputs = OutputCollector(self._deliver)
+        self._canary = Canary(loaded, times, self._num_moves)
+        self._requests = LlmRequests(loaded, sampling_fields, self._outputs, times, self._lose)
+
+    @property
+    def is_hanging(self) -> bool:
+        """Whether the engine owes an answer to a request that any engine can answer. Any thread may ask."""
+        return self._canary.is_overdue
+
+    @property
+    def num_canaries(self) -> int:
+        """Requests of the adapter's own that came back. Any thread may ask."""
+        return self._canary.num_ended
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Warm up and serve until ``stop``.
+
+        Raises:
+            EngineError: it did not warm up.
+        """
+        try:
+            await self._canary.warm_up()
+        except TimeoutError:
+            raise EngineError(f"no first answer within {self._times.warm_up_timeout_s} s") from None
+        self.num_blocks = self._requests.num_blocks = self.loaded.num_blocks()
+        self._listener.on_ready(self)
+        watching = [asyncio.create_task(self._run_canary()), asyncio.create_task(self._look())]
+        try:
+            await stop.wait()
+        finally:
+            for task in watching:
+                task.cancel()
+            await asyncio.wait(watching)
+            await self._requests.close()
+
+    def submit(self, request: EngineRequest, state: HandOffState | None, submitted_at: float) -> None:
+        """Run ``request``, going on from ``state`` where there is a hand-off; its end comes out, refusal included."""
+        self._requests.submit(request, state, submitted_at)
+
+    def cancel(self, id: int) -> None:
+        """End a request; unknown ids are ignored."""
+        self._requests.cancel(id)
+
+    def release(self, id: int) -> None:
+        """Let go of what a completed prefill holds; unknown ids are ignored."""
+        self._requests.release(id)
+
+    async def _look(self) -> None:
+        """An engine without requests dies without telling anybody."""
+        while not self._is_lost:
+            await asyncio.sleep(self._times.look_interval_s)
+            if self.loaded.is_gone:
+                self._lose(EngineError("the engine has shut down by itself"))
+
+    async def _run_canary(self) -> None:
+        try:
+            await self._canary.run()
+        except Exception as error:  # noqa: BLE001 - the engine's end, whatever it says: the listener logs
+            self._lose(error)
+
+    def _num_moves(self) -> int:
+        return sum(stats.num_steps for stats in engine_stats(self.loaded.book, self.loaded.feeds))
+
+    def _deliver(self, output: StepOutput) -> None:
+        self.loaded.book.finish_turn()
+        self._listener.on_output(output)
+
+    def _lose(self, error: Exception) -> None:
+        if not self._is_lost:
+            self._is_lost = True
+            self._listener.on_lost(error)
