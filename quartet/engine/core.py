@@ -44,8 +44,10 @@ from quartet.transfer.base import EmbeddingMemory, FetchResult, PoolMemory, Pull
 
 logger = logging.getLogger(__name__)
 
-#: Every field of ``Sampling`` and ``OutputOptions``.
-ALL_SAMPLING_FIELDS = frozenset(item.name for options in (Sampling, OutputOptions) for item in fields(options))
+#: Every field of ``Sampling`` and ``OutputOptions`` but grammars, which no sampler here follows.
+ALL_SAMPLING_FIELDS = frozenset(item.name for options in (Sampling, OutputOptions) for item in fields(options)) - {
+    "guided"
+}
 
 
 class StepEngine:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 
 from quartet.errors import InvalidRequestError
 
 _MAX_TOP_LOGPROBS = 20
 _MAX_LOGIT_BIAS = 1024
+_MAX_GRAMMAR_LEN = 65_536
 #: Most ``stop_token_ids`` of one request.
 MAX_STOP_IDS = 1024
 # Field, its lowest and highest value, and whether the lowest itself is excluded.
@@ -22,6 +24,28 @@ _RANGES = (
     ("presence_penalty", -2.0, 2.0, False),
     ("frequency_penalty", -2.0, 2.0, False),
 )
+
+
+class GrammarKind(StrEnum):
+    """How a grammar is written."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    EBNF = "ebnf"
+
+
+@dataclass(frozen=True)
+class GuidedDecoding:
+    """A grammar that the output follows. Whether ``text`` is one of its kind is for the engine to find out."""
+
+    kind: GrammarKind
+    text: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        """Refuse what is no grammar of any kind."""
+        if not 1 <= len(self.text) <= _MAX_GRAMMAR_LEN:
+            message = f"a grammar must have 1 to {_MAX_GRAMMAR_LEN} characters, not {len(self.text)}"
+            raise InvalidRequestError(message, field="sampling.guided")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +64,7 @@ class Sampling:
         min_tokens: no end-of-sequence and no stop id before this many output tokens.
         stop_token_ids: end the output like end-of-sequence ids.
         ignore_eos: the model's own end-of-sequence ids do not end the output; ``stop_token_ids`` still do.
+        guided: the output follows this grammar.
 
     Raises:
         InvalidRequestError: a value out of range, with ``field`` = ``sampling.NAME``.
@@ -57,6 +82,7 @@ class Sampling:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    guided: GuidedDecoding | None = None
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""

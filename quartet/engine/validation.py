@@ -51,12 +51,13 @@ def check_request(request: EngineRequest, limits: EngineLimits) -> None:
 
     Raises:
         InvalidRequestError: an impossible value; ``field`` names it.
-        UnsupportedFieldError: an adapter or a rank that is not served, or media where the model takes text only.
+        UnsupportedFieldError: an adapter or a rank that is not served, a grammar, or media where the model takes text
+            only.
         PromptTooLongError: the tokens given and wanted do not fit the model or the block pool.
         LayoutMismatchError: the hand-off is not one of KV blocks.
     """
     _check_tokens(request.generation, limits)
-    _check_place(request.generation)
+    _check_abilities(request.generation)
     _check_length(request, limits)
     check_media(request, limits.media)
     if request.hand_off is not None:
@@ -105,11 +106,13 @@ def _check_ids(token_ids: Iterable[int], field: str, limits: EngineLimits) -> No
         raise InvalidRequestError(f"token ids must be in [0, {limits.vocab_size})", field=field)
 
 
-def _check_place(generation: Generation) -> None:
+def _check_abilities(generation: Generation) -> None:
     if generation.data_parallel_rank:
         raise UnsupportedFieldError("this engine has one data-parallel rank, 0", field="data_parallel_rank")
     if generation.adapter:
         raise UnsupportedFieldError("this engine serves no adapters", field="adapter")
+    if generation.sampling.guided is not None:
+        raise UnsupportedFieldError("this engine follows no grammars", field="sampling.guided")
 
 
 def _check_length(request: EngineRequest, limits: EngineLimits) -> None:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from quartet.discovery.base import HostIdentity, Role, WorkerRecord
 from quartet.engine.base import EngineStats, FinishReason, Generation, Prefilled, RequestKind, Started
-from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
-from quartet.errors import InvalidRequestError, ProtocolError, UnsupportedFieldError
+from quartet.engine.sampling import GrammarKind, GuidedDecoding, OutputOptions, Sampling, TokenLogprobs
+from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.kvcache.layout import BlocksPayload, HandOff, KvLayout
 from quartet.rpc import convert
 from quartet.rpc.context import RequestContext
@@ -180,10 +180,18 @@ def test_a_start_without_a_generation_is_refused() -> None:
     assert caught.value.field == "generation"
 
 
-def test_a_grammar_is_refused_as_unsupported() -> None:
-    sampling = types_pb2.Sampling(guided=types_pb2.GuidedDecoding(regex="a*"))
-    with pytest.raises(UnsupportedFieldError) as caught:
-        convert.from_sampling(sampling)
+@pytest.mark.parametrize("kind", list(GrammarKind))
+def test_a_grammar_comes_back_as_it_was(kind: GrammarKind) -> None:
+    sampling = Sampling(guided=GuidedDecoding(kind, "a*"))
+    message = convert.to_sampling(sampling)
+    assert getattr(message.guided, kind.value) == "a*"
+    assert convert.from_sampling(message) == sampling
+
+
+@pytest.mark.parametrize("guided", [types_pb2.GuidedDecoding(), types_pb2.GuidedDecoding(regex="a" * 65_537)])
+def test_a_grammar_that_is_none_is_refused_by_its_field(guided: types_pb2.GuidedDecoding) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        convert.from_sampling(types_pb2.Sampling(guided=guided))
     assert caught.value.field == "sampling.guided"
 
 

@@ -7,8 +7,8 @@ from array import array
 from typing import Any
 
 from quartet.engine.base import FinishReason, Generation
-from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
-from quartet.errors import InvalidRequestError, ProtocolError, UnsupportedFieldError
+from quartet.engine.sampling import GrammarKind, GuidedDecoding, OutputOptions, Sampling, TokenLogprobs
+from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.kvcache.block_hash import TOKEN_SIZE_BYTES, MediaSpan, pack_token_ids
 from quartet.v1 import types_pb2
 
@@ -51,16 +51,15 @@ def from_sampling(message: types_pb2.Sampling) -> Sampling:
 
     Raises:
         InvalidRequestError: a value out of range; ``field`` is ``sampling.NAME``.
-        UnsupportedFieldError: a grammar is asked for.
     """
-    if message.HasField("guided"):
-        raise UnsupportedFieldError("guided decoding is not supported", field="sampling.guided")
     # Few fields are there: listing them costs half of asking for each.
     given: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name in _SCALAR_FIELDS}
     if message.logit_bias:
         given["logit_bias"] = dict(message.logit_bias)
     if message.stop_token_ids:
         given["stop_token_ids"] = tuple(message.stop_token_ids)
+    if message.HasField("guided"):
+        given["guided"] = _from_guided(message.guided)
     return Sampling(**given)
 
 
@@ -102,7 +101,6 @@ def from_generation(message: types_pb2.Generation, *, choice: int = 0) -> Genera
 
     Raises:
         InvalidRequestError: ``field`` is ``generation.NAME``, ``sampling.NAME``, ``output.NAME`` or ``media``.
-        UnsupportedFieldError: a grammar is asked for.
     """
     prompt = unpack_token_ids(message.prompt_token_ids, "generation.prompt_token_ids")
     if not prompt:
@@ -191,3 +189,12 @@ def _put_sampling(into: types_pb2.Sampling, sampling: Sampling) -> None:
             setattr(into, name, getattr(sampling, name))
     into.logit_bias.update(sampling.logit_bias)
     into.stop_token_ids.extend(sampling.stop_token_ids)
+    if sampling.guided is not None:
+        setattr(into.guided, sampling.guided.kind.value, sampling.guided.text)
+
+
+def _from_guided(message: types_pb2.GuidedDecoding) -> GuidedDecoding:
+    kind = message.WhichOneof("grammar")
+    if kind is None:
+        raise InvalidRequestError("a grammar must be given", field="sampling.guided")
+    return GuidedDecoding(GrammarKind(kind), getattr(message, kind))
