@@ -2,6 +2,13 @@
 # A fresh Debian machine needs: apt-get install make python3-venv
 
 EXTRAS ?= torch,dev
+# Of run-%: torch or mock in place of what the topology says, or trtllm, which has topologies of its own.
+ENGINE ?=
+# TensorRT-LLM comes with its container: the environment is made on top of what that has.
+ifeq ($(ENGINE),trtllm)
+export SITE_PACKAGES := 1
+EXTRAS :=
+endif
 # Half of a test's time is waiting; each process imports torch, though, which takes memory.
 JOBS ?= 2
 BIN := .venv/bin
@@ -23,8 +30,9 @@ tools: setup  ## Get etcd and grpcurl, where the machine lacks them
 run-epd: run-epd_multimodal_image  ## Encode, Prefill and Decode, for pictures
 	@:
 
-run-%: setup tools  ## Start configs/%.yaml on this machine: run-disagg, run-agg, run-disagg_2p2d (ARGS="--router-port 0")
-	@exec $(BIN)/quartet up configs/$*.yaml $(ARGS)
+run-%: setup tools  ## Start configs/%.yaml on this machine: run-disagg, run-agg; ENGINE=trtllm: configs/trtllm/%.yaml (ARGS="--router-port 0")
+	@exec $(BIN)/quartet up $(if $(filter trtllm,$(ENGINE)),configs/trtllm,configs)/$*.yaml \
+	  $(if $(filter-out trtllm,$(ENGINE)),--engine $(ENGINE)) $(ARGS)
 
 test: test-unit tools  ## Run all tests
 	$(BIN)/python -m pytest -m e2e -n $(JOBS) --dist loadfile

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 
 _GUARD = Path(__file__).with_name("guard.py")
 _NUM_KEPT_LINES = 20
-_READ_BYTES = 1 << 16
+_MAX_LINE_BYTES = 1 << 16
 # What a process wrote before it ended lies in the pipe; only somebody else who holds it could keep us longer.
 _REST_TIMEOUT_S = 0.5
 
@@ -26,23 +27,23 @@ class Child:
         last_lines: the end of its output.
     """
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, on_line: Callable[[str], None]) -> None:
+    def __init__(self, name: str, transport: asyncio.SubprocessTransport, output: _Output) -> None:
         """Made by ``start_child``."""
         self.name = name
-        self.last_lines: deque[str] = deque(maxlen=_NUM_KEPT_LINES)
-        self._process = process
-        self._on_line = on_line
+        self.last_lines = output.last_lines
+        self._transport = transport
+        self._output = output
         self._ended = asyncio.create_task(self._follow(), name=f"child-{name}")
 
     @property
     def pid(self) -> int:
         """Its process id, which is also its process group's and its session's."""
-        return self._process.pid
+        return self._transport.get_pid()
 
     @property
     def is_running(self) -> bool:
         """Whether it has not ended yet."""
-        return self._process.returncode is None
+        return self._transport.get_returncode() is None
 
     async def wait(self) -> int:
         """Its exit code, once it has ended and its output is read; negative: the number of the signal that did it."""
@@ -54,38 +55,78 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
+    def kill_rest(self) -> None:
+        """SIGKILL what it started and did not end before it: such a one may hold a GPU's memory, or a port."""
+        if not self.is_running:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                # Its id is free once its group is, too: then it may be somebody else's.
+                if not _exists(self.pid):
+                    os.killpg(self.pid, signal.SIGKILL)
+
     def describe_end(self) -> str:
         """How it ended, and the last that it said."""
-        code = self._process.returncode
+        code = self._transport.get_returncode()
         how = "is running" if code is None else f"ended with exit code {code}"
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
         return "\n".join([f"{self.name} {how}", *(f"    {line}" for line in self.last_lines)])
 
     async def _follow(self) -> int:
-        reading = asyncio.create_task(self._read())
-        code = await self._process.wait()
-        await asyncio.wait({reading}, timeout=_REST_TIMEOUT_S)
-        reading.cancel()
+        await self._output.exited.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REST_TIMEOUT_S):
+                await self._output.closed.wait()
+        self._output.end()
+        self._transport.close()
+        code = self._transport.get_returncode()
+        assert code is not None, "it has exited"
         return code
 
-    async def _read(self) -> None:
-        assert self._process.stdout is not None, "made with a pipe"
-        rest = b""
-        while chunk := await self._process.stdout.read(_READ_BYTES):
-            *lines, rest = (rest + chunk).split(b"\n")
-            # A line without an end is shown in pieces, so that memory stays bounded.
-            if len(rest) >= _READ_BYTES:
-                lines, rest = [*lines, rest], b""
-            for line in lines:
-                self._tell(line)
-        if rest:
-            self._tell(rest)
+
+class _Output(asyncio.SubprocessProtocol):
+    """Makes lines of what a process says.
+
+    asyncio's own ``Process.wait`` would also wait for whoever else holds the pipe, such as what the process started.
+    """
+
+    def __init__(self, on_line: Callable[[str], None]) -> None:
+        self.last_lines: deque[str] = deque(maxlen=_NUM_KEPT_LINES)
+        self.exited, self.closed = asyncio.Event(), asyncio.Event()
+        self._on_line = on_line
+        self._rest = b""
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        # A line without an end is shown in pieces, so that memory stays bounded.
+        if len(self._rest) >= _MAX_LINE_BYTES:
+            lines, self._rest = [*lines, self._rest], b""
+        for line in lines:
+            self._tell(line)
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        self.closed.set()
+
+    def process_exited(self) -> None:
+        self.exited.set()
+
+    def end(self) -> None:
+        """Tell a last line that has no end."""
+        if self._rest:
+            self._tell(self._rest)
+        self._rest = b""
 
     def _tell(self, line: bytes) -> None:
         text = line.decode("utf-8", "replace").rstrip()
         self.last_lines.append(text)
         self._on_line(text)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 async def start_child(
@@ -97,13 +138,15 @@ async def start_child(
         OSError: the Python interpreter can't be started. A missing program is an exit code, as a shell has it.
     """
     guard = [sys.executable, "-S", "-E", str(_GUARD), str(os.getpid())]
-    process = await asyncio.create_subprocess_exec(
+    loop = asyncio.get_running_loop()
+    transport, output = await loop.subprocess_exec(
+        lambda: _Output(on_line),
         *guard,
         *command,
         env=env,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    return Child(name, process, on_line)
+    return Child(name, transport, output)

@@ -16,7 +16,9 @@ import yaml
 
 from quartet.discovery.create import DiscoveryKind
 from quartet.discovery.etcd_config import EtcdConfig
+from quartet.engine.model_source import is_repository_id
 from quartet.errors import ConfigError
+from services.announced import wait_announced
 from services.child import Child, start_child
 from services.local_etcd import etcd_answers, etcd_command, free_port, own_etcd
 from services.plan import ModelNeed, ProcessPlan, plan_router, plan_workers
@@ -84,7 +86,8 @@ class LocalTopology:
         self._environment = environment
         self._observer = observer
         self._adapt = adapt
-        self._children: list[Child] = []
+        self._children: dict[str, Child] = {}
+        self._commands: dict[str, _Command] = {}
 
     @property
     def router_address(self) -> str:
@@ -93,8 +96,8 @@ class LocalTopology:
 
     @property
     def children(self) -> Sequence[Child]:
-        """All processes started so far."""
-        return tuple(self._children)
+        """All processes started so far; of one that was started again, the last."""
+        return tuple(self._children.values())
 
     @property
     def worker_ids(self) -> Collection[str]:
@@ -102,10 +105,11 @@ class LocalTopology:
         return frozenset(plan.name for plan in self._plan_workers())
 
     async def start(self) -> None:
-        """Start every process; none of them may serve yet.
+        """Start every process; none of them may serve yet, but those whose GPU another one is to share.
 
         Raises:
             ConfigError: it can't be started, and what to do about it.
+            LaunchError: one ended that another one had to wait for.
         """
         plans = self._plan_workers()
         _check_models({plan.model for plan in plans if plan.model is not None})
@@ -116,12 +120,19 @@ class LocalTopology:
         # Planned again: now it is known where etcd and the keys are.
         plans = [*self._plan_workers(), plan_router(self._topology)]
         self._observer.progress(f"starting {', '.join(plan.name for plan in plans)}")
-        for plan in plans:
+        for number, plan in enumerate(plans):
+            await self._wait_beside(plan, plans[:number])
             await self._start(plan.name, self._command(plan), self._variables(plan))
+
+    async def restart(self, name: str) -> Child:
+        """Start a process that has ended once more: the same command, settings, ports and, of etcd, data."""
+        self._children[name].kill_rest()
+        command = self._commands[name]
+        return await self._start(name, command.words, command.variables)
 
     async def stop(self) -> None:
         """End every process: SIGTERM, then SIGKILL to what has not ended by the drain's end. Ends in bounded time."""
-        servers = [child for child in self._children if child.name != _ETCD]
+        servers = [child for child in self.children if child.name != _ETCD]
         for child in servers:
             child.send(signal.SIGTERM)
         await _wait_ended(servers, self._topology.drain_timeout_s + _EXIT_TIMEOUT_S)
@@ -130,13 +141,14 @@ class LocalTopology:
                 self._observer.progress(f"killing {child.name}, which did not end")
         # Its own etcd holds nothing that is needed again.
         self.kill()
-        await _wait_ended(self._children, _KILL_TIMEOUT_S)
+        await _wait_ended(self.children, _KILL_TIMEOUT_S)
         shutil.rmtree(self._environment.run_dir, ignore_errors=True)
 
     def kill(self) -> None:
         """End every process at once; ``stop`` still has to be called, or is already waiting for this."""
-        for child in self._children:
+        for child in self.children:
             child.send(signal.SIGKILL)
+            child.kill_rest()
 
     def _plan_workers(self) -> list[ProcessPlan]:
         return [self._adapt(plan) for plan in plan_workers(self._topology, num_cores=self._environment.num_cores)]
@@ -170,8 +182,25 @@ class LocalTopology:
 
     async def _start(self, name: str, command: Sequence[str], variables: Mapping[str, str]) -> Child:
         child = await start_child(name, command, variables, partial(self._observer.log_line, name))
-        self._children.append(child)
+        self._children[name], self._commands[name] = child, _Command(command, variables)
         return child
+
+    async def _wait_beside(self, plan: ProcessPlan, earlier: Sequence[ProcessPlan]) -> None:
+        """Wait until those that have a GPU of ``plan`` have what they need of it: they serve."""
+        beside = [other.name for other in earlier if set(other.gpus) & set(plan.gpus)]
+        if not beside:
+            return
+        self._observer.progress(f"{plan.name} waits for {', '.join(beside)} on the same GPU")
+        ends = [asyncio.create_task(self._children[name].wait()) for name in beside]
+        announced = asyncio.create_task(wait_announced(self._topology.namespaced_discovery, beside))
+        try:
+            await asyncio.wait([announced, *ends], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (announced, *ends):
+                task.cancel()
+        for name in beside:
+            if not self._children[name].is_running:
+                raise LaunchError(self._children[name].describe_end())
 
     def _command(self, plan: ProcessPlan) -> list[str]:
         path = self._environment.run_dir / f"{plan.name}.yaml"
@@ -183,14 +212,26 @@ class LocalTopology:
         if plan.num_threads is not None:
             # Libraries read it when they are loaded, and would start a thread a core each.
             variables["OMP_NUM_THREADS"] = str(plan.num_threads)
-        return variables
+        return {**variables, **plan.environment}
+
+
+@dataclass(frozen=True)
+class _Command:
+    words: Sequence[str]
+    variables: Mapping[str, str]
 
 
 def _check_models(models: Collection[ModelNeed]) -> None:
-    """Raise ``ConfigError`` for the first that is not there."""
+    """Raise ``ConfigError`` for the first that is not there. What names a repository its process looks for."""
     for model in sorted(models):
+        path = Path(model.path)
+        # Of models/tinny no repository is meant where models is a folder.
+        if is_repository_id(model.path) and not Path(path.parts[0]).is_dir():
+            continue
+        if not path.is_dir():
+            raise ConfigError(f"model.path: there is no folder {model.path}")
         needed = "config.json" if model.has_weights else "tokenizer.json"
-        if not (Path(model.path) / needed).is_file():
+        if not (path / needed).is_file():
             raise ConfigError(f"model.path: {model.path} holds no {needed}: is it a Hugging Face checkpoint?")
 
 

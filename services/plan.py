@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 
 from quartet.config import build
 from quartet.discovery.base import Role
-from quartet.engine.settings import EngineKind
+from quartet.engine.settings import EngineKind, EngineSettings
 from quartet.errors import ConfigError
 from quartet.rpc.server import ServerConfig
-from services.topology import Topology, WorkerGroup
+from services.topology import Topology
 from services.workers.config import WorkerConfig
 
+#: The name of the router's process.
+ROUTER = "router"
+
 _LOOPBACK = "127.0.0.1"
+_GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, order=True)
 class ModelNeed:
-    """The folder of a model that has to be there, and whether its weights have to."""
+    """The folder of a model that has to be there, or a repository's name, and whether its weights have to."""
 
     path: str
     has_weights: bool
@@ -34,13 +39,18 @@ class ProcessPlan:
         name: unique in the topology; a worker's is its worker id.
         num_threads: CPU threads of one operation; ``None``: the library's choice.
         model: that it reads, if any.
+        gpus: of the host, that it alone of all processes sees; empty: it is told nothing of them.
+        environment: variables that the topology gives it, those for ``gpus`` included.
     """
 
     name: str
+    role: Role
     module: str
     settings: Mapping[str, object]
     num_threads: int | None = None
     model: ModelNeed | None = None
+    gpus: tuple[int, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def plan_workers(topology: Topology, *, num_cores: int) -> list[ProcessPlan]:
@@ -50,20 +60,19 @@ def plan_workers(topology: Topology, *, num_cores: int) -> list[ProcessPlan]:
         ConfigError: naming the override at fault (``workers[1].overrides.engine.num_blocks``), or a role that the
             engine does not have.
     """
-    configs: list[tuple[str, WorkerConfig]] = []
-    for number, group in enumerate(topology.workers):
-        config = _worker_config(topology, group, f"workers[{number}].overrides")
-        if group.role is Role.ENCODE and config.engine.kind is not EngineKind.TORCH:
-            message = f"an encode worker takes the engine torch, as {config.engine.kind} has no vision tower"
-            raise ConfigError(f"workers[{number}].role: {message}")
-        configs += [(str(group.role), config)] * group.replicas
-    num_torch = sum(config.engine.kind is EngineKind.TORCH for _, config in configs)
+    configs = [_group_config(topology, number) for number in range(len(topology.workers))]
+    groups = list(zip(topology.workers, configs, strict=True))
+    num_torch = sum(group.replicas for group, config in groups if config.engine.kind is EngineKind.TORCH)
     num_threads = max(1, num_cores // max(1, num_torch))
-    num_of_role: dict[str, int] = {}
+    num_of_name: Counter[str] = Counter()
     plans = []
-    for role, config in configs:
-        index = num_of_role[role] = num_of_role.get(role, -1) + 1
-        plans.append(_plan_worker(f"{role}-{index}", role, config, num_threads))
+    for group, config in groups:
+        for gpus in group.gpus or [()] * group.replicas:
+            name = f"{group.process_name}-{num_of_name[group.process_name]}"
+            num_of_name[group.process_name] += 1
+            variables = {**topology.environment, **group.environment, **_gpu_variables(gpus)}
+            plan = _plan_worker(name, group.role, config, num_threads)
+            plans.append(replace(plan, gpus=gpus, environment=variables))
     return plans
 
 
@@ -75,7 +84,13 @@ def plan_router(topology: Topology) -> ProcessPlan:
         "seal_keys_file": to_settings(topology.seal_keys_file),
         "drain_timeout_s": topology.drain_timeout_s,
     }
-    return ProcessPlan(name="router", module="router", settings=merge(base, topology.router.overrides))
+    return ProcessPlan(
+        name=ROUTER,
+        role=Role.ROUTER,
+        module="router",
+        settings=merge(base, topology.router.overrides),
+        environment={**topology.environment, **topology.router.environment},
+    )
 
 
 def to_settings(value: object) -> object:
@@ -100,7 +115,8 @@ def merge(base: Mapping[str, object], over: Mapping[str, object]) -> dict[str, o
     return merged
 
 
-def _worker_config(topology: Topology, group: WorkerGroup, where: str) -> WorkerConfig:
+def _group_config(topology: Topology, number: int) -> WorkerConfig:
+    group, where = topology.workers[number], f"workers[{number}]"
     base = WorkerConfig(
         model_path=str(topology.model.path),
         model_name=topology.model.name,
@@ -112,19 +128,29 @@ def _worker_config(topology: Topology, group: WorkerGroup, where: str) -> Worker
     )
     settings = to_settings(base)
     assert isinstance(settings, dict), "a dataclass becomes a mapping"
-    return build(WorkerConfig, merge(settings, group.overrides), where)
+    config = build(WorkerConfig, merge(settings, group.overrides), f"{where}.overrides")
+    if group.role is Role.ENCODE and config.engine.kind is EngineKind.MOCK:
+        raise ConfigError(f"{where}.role: the engine mock has no vision tower for an encode worker")
+    return config
 
 
-def _plan_worker(name: str, role: str, config: WorkerConfig, num_threads: int) -> ProcessPlan:
-    engine = config.engine
-    if engine.num_threads is None:
-        engine = replace(engine, num_threads=num_threads if engine.kind is EngineKind.TORCH else 1)
+def _plan_worker(name: str, role: Role, config: WorkerConfig, num_threads: int) -> ProcessPlan:
+    engine = _with_threads(config.engine, num_threads)
     settings = to_settings(replace(config, worker_id=name, engine=engine))
     assert isinstance(settings, dict), "a dataclass becomes a mapping"
+    need = ModelNeed(config.model_path, has_weights=engine.kind is not EngineKind.MOCK)
+    module = f"services.{role}"
     return ProcessPlan(
-        name=name,
-        module=f"services.{role}",
-        settings=settings,
-        num_threads=engine.num_threads,
-        model=ModelNeed(config.model_path, has_weights=engine.kind is EngineKind.TORCH),
+        name=name, role=role, module=module, settings=settings, num_threads=engine.num_threads, model=need
     )
+
+
+def _with_threads(engine: EngineSettings, num_threads: int) -> EngineSettings:
+    """Torch takes its share of the cores, mock computes nothing, and the third knows best."""
+    if engine.num_threads is not None or engine.kind is EngineKind.TRTLLM:
+        return engine
+    return replace(engine, num_threads=num_threads if engine.kind is EngineKind.TORCH else 1)
+
+
+def _gpu_variables(gpus: tuple[int, ...]) -> dict[str, str]:
+    return {_GPUS_VARIABLE: ",".join(map(str, gpus))} if gpus else {}

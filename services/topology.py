@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ DEFAULT_ROUTER_PORT = 50050
 
 _WORKER_ROLES = (Role.ENCODE, Role.PREFILL, Role.DECODE)
 _MAX_PORT = 2**16 - 1
+_GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,7 @@ class ModelSource:
 
     Attributes:
         path: folder of a Hugging Face checkpoint, relative to the working directory; the mock engine needs no weights.
+            For engines that fetch models themselves also a repository, such as ``Qwen/Qwen3-0.6B``.
         name: what requests call it by; empty: the folder's name.
     """
 
@@ -42,10 +45,12 @@ class RouterGroup:
     Attributes:
         port: of its gRPC services on loopback; 0 takes a free one.
         overrides: settings of ``RouterConfig`` that differ from its defaults.
+        environment: variables of its process, over the topology's.
     """
 
     port: int = DEFAULT_ROUTER_PORT
     overrides: Mapping[str, object] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
@@ -59,13 +64,19 @@ class WorkerGroup:
 
     Attributes:
         role: encode, prefill or decode.
+        name: begins their process names and worker ids, before a number; empty: the role.
         replicas: how many.
+        gpus: the host's GPUs of each of them, as ``[[0], [1]]`` for two with one each; empty: they are told nothing.
         overrides: settings of ``WorkerConfig`` that differ from the topology's.
+        environment: variables of their processes, over the topology's.
     """
 
     role: Role
+    name: str = ""
     replicas: int = 1
+    gpus: tuple[tuple[int, ...], ...] = ()
     overrides: Mapping[str, object] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
@@ -73,6 +84,23 @@ class WorkerGroup:
             raise ConfigError(f"role: must be one of {', '.join(_WORKER_ROLES)}, not {self.role}")
         if self.replicas < 1:
             raise ConfigError("replicas: must be at least 1")
+        if self.name:
+            check_name("name", self.name)
+        self._check_gpus()
+
+    @property
+    def process_name(self) -> str:
+        """What the names of its processes begin with."""
+        return self.name or str(self.role)
+
+    def _check_gpus(self) -> None:
+        if self.gpus and len(self.gpus) != self.replicas:
+            raise ConfigError(f"gpus: must be a list for each of {self.replicas} replicas, not {len(self.gpus)}")
+        for number, gpus in enumerate(self.gpus):
+            if not gpus or min(gpus) < 0 or len(set(gpus)) < len(gpus):
+                raise ConfigError(f"gpus[{number}]: must hold different numbers of GPUs, one at least")
+        if self.gpus and _GPUS_VARIABLE in self.environment:
+            raise ConfigError(f"environment.{_GPUS_VARIABLE}: gpus says it already")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +110,9 @@ class Topology:
     Attributes:
         namespace: separates it from others that share its discovery.
         engine: of every worker.
+        environment: variables of every process, over those that ``quartet up`` has.
+        share_gpus: several workers may be given one GPU. Those are started one after the other, in their order here,
+            as an engine takes a share of the memory that it finds free.
         discovery: the topology's namespace replaces the one in it.
         seal_keys_file: keys for Place, for the router and the decode workers, unless their overrides say otherwise;
             ``None``: one is drawn at each start.
@@ -95,6 +126,8 @@ class Topology:
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     router: RouterGroup = field(default_factory=RouterGroup)
     workers: tuple[WorkerGroup, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    share_gpus: bool = False
     seal_keys_file: Path | None = None
     drain_timeout_s: float = 3.0
     start_timeout_s: float = 120.0
@@ -107,6 +140,15 @@ class Topology:
         for name in ("drain_timeout_s", "start_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
+        self._check_gpus()
+
+    def _check_gpus(self) -> None:
+        num_workers = Counter(gpu for group in self.workers for gpus in group.gpus for gpu in gpus)
+        shared = sorted(gpu for gpu, count in num_workers.items() if count > 1)
+        if shared and not self.share_gpus:
+            raise ConfigError(f"workers: several have GPU {shared[0]}; if that is meant, say share_gpus: true")
+        if num_workers and _GPUS_VARIABLE in self.environment:
+            raise ConfigError(f"environment.{_GPUS_VARIABLE}: the workers' gpus say it already")
 
     @property
     def namespaced_discovery(self) -> DiscoveryConfig:
@@ -137,7 +179,12 @@ def load_topology(path: Path, assignments: Sequence[str] = ()) -> Topology:
     Raises:
         ConfigError: naming the setting. Overrides are checked by ``services.plan``.
     """
+    return build(Topology, read_settings(path, assignments))
+
+
+def read_settings(path: Path, assignments: Sequence[str]) -> dict[str, object]:
+    """What ``load_topology`` reads, not checked yet."""
     settings = load_yaml(path)
     for assignment in assignments:
         settings = override(settings, assignment)
-    return build(Topology, settings)
+    return settings

@@ -10,6 +10,7 @@ from pathlib import Path
 from quartet.engine.mock.config import MockSettings
 from quartet.engine.schedule import SchedulerConfig
 from quartet.errors import ConfigError
+from quartet.media.items import MediaKind
 
 
 class EngineKind(StrEnum):
@@ -157,12 +158,15 @@ class EncoderSettings:
     """The vision tower of an encode worker, or of another one that encodes media.
 
     Attributes:
+        kinds: of an encode worker: the kinds of files that it takes; ``None``: all that the model and the engine do.
+            One of ``embeddings`` alone loads no tower.
         max_batch_size: items in one run of the tower.
         max_pixels: of one picture; 4096 x 4096 by default.
         max_waiting_items: items that may wait for the tower; those of further requests are refused.
         max_waiting_pixels: the same of pixels that are to be decoded.
     """
 
+    kinds: tuple[MediaKind, ...] | None = None
     max_batch_size: int = 8
     max_pixels: int = 16_777_216
     max_waiting_items: int = 256
@@ -170,9 +174,16 @@ class EncoderSettings:
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
+        if self.kinds == ():
+            raise ConfigError("kinds: must name at least one")
         for name in ("max_batch_size", "max_pixels", "max_waiting_items", "max_waiting_pixels"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, not {getattr(self, name)}")
+
+
+def refused_fields(kind: EngineKind) -> tuple[str, ...]:
+    """Fields of ``EngineSettings`` that the engine does not have, whatever else it is told."""
+    return _REFUSED[kind]
 
 
 _DEFAULT_NUM_BLOCKS = 512

@@ -115,6 +115,28 @@ async def test_a_signal_reaches_what_the_child_started(start_python: StartPython
     wait_gone(pid)
 
 
+async def test_what_a_child_leaves_behind_can_be_killed(start_python: StartPython, lines: asyncio.Queue[str]) -> None:
+    child = await start_python(
+        "import subprocess, sys\n"
+        "below = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"
+        "print(below.pid)\n"
+    )
+    pid = int(await next_line(lines))
+    assert await end_of(child) == 0, "its end is not that of whoever else holds its output"
+    os.kill(pid, 0)
+    child.kill_rest()
+    wait_gone(pid)
+    child.kill_rest()
+
+
+async def test_nothing_of_one_that_runs_is_a_rest(start_python: StartPython, lines: asyncio.Queue[str]) -> None:
+    child = await start_python("import signal; print('up'); signal.pause()")
+    await next_line(lines)
+    child.kill_rest()
+    child.send(signal.SIGTERM)
+    assert await end_of(child) == -signal.SIGTERM
+
+
 def test_a_child_dies_with_a_parent_that_is_killed() -> None:
     parent_code = (
         "import asyncio, sys\n"

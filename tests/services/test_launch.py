@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quartet.errors import ConfigError
-from services.launch import Environment, LocalTopology
+from services.launch import Environment, LaunchError, LocalTopology
 from services.topology import load_topology
 from tests.certificates import CertificateAuthority
 from tests.etcd_server import EtcdServer
@@ -67,3 +67,55 @@ async def test_a_mock_engine_needs_a_tokenizer_and_no_more(tmp_path: Path, share
     endpoint = shared_etcd.endpoint
     local = await start(tmp_path / "whole", endpoint, "engine.kind=mock", model_file="tokenizer.json")
     assert [child.name for child in local.children] == ["decode-0", "router"]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("/no/such/model", "there is no folder /no/such/model"), ("models/tinny", "there is no folder models/tinny")],
+)
+async def test_a_model_that_is_not_here_is_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ConfigError, match=message):
+        await start(tmp_path / "run", "127.0.0.1:1", f"model.path={path}")
+
+
+async def test_the_name_of_a_repository_is_for_its_worker_to_look_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    # It gets as far as to ask for etcd.
+    with pytest.raises(ConfigError, match="ETCD_ENDPOINTS"):
+        await start(tmp_path / "run", "127.0.0.1:1", "model.path=some/repository")
+
+
+async def test_workers_of_one_gpu_start_one_after_the_other_and_each_sees_its_gpus(
+    tmp_path: Path, shared_etcd: EtcdServer
+) -> None:
+    """The first one's model is refused: the second one is never started beside what does not run."""
+    (tmp_path / "config.json").write_text("{}")
+    text = f"""
+        namespace: shared-gpu
+        model: {{path: {tmp_path}}}
+        engine: {{kind: torch}}
+        router: {{port: 0}}
+        share_gpus: true
+        workers: [{{role: encode, gpus: [[3]]}}, {{role: decode, gpus: [[2, 3]]}}]
+    """
+    file = tmp_path / "topology.yaml"
+    file.write_text(text)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    environment = Environment(variables={}, num_cores=1, run_dir=run_dir, etcd_endpoints=(shared_etcd.endpoint,))
+    local = LocalTopology(load_topology(file), environment, Silent())
+    try:
+        async with asyncio.timeout(60):
+            with pytest.raises(LaunchError, match="encode-0 ended with exit code 1"):
+                await local.start()
+        assert [child.name for child in local.children] == ["encode-0"]
+    finally:
+        await local.stop()

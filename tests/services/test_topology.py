@@ -37,6 +37,76 @@ def test_the_topologies_that_come_along_can_be_read(name: str, worker_ids: list[
     assert topology.router.port == 50050
 
 
+TEN = (
+    "agg",
+    "agg_multimodal",
+    "agg_router",
+    "disagg",
+    "disagg_multimodal",
+    "disagg_router",
+    "epd_disagg",
+    "epd_multimodal_image",
+    "epd_multimodal_image_and_embeddings",
+    "gpt_oss_disagg",
+)
+
+
+@pytest.mark.parametrize("name", TEN)
+def test_each_of_the_ten_comes_for_a_laptop_and_for_gpus_with_the_same_workers(name: str) -> None:
+    laptop, host = (
+        plan_workers(load_topology(CONFIGS / part / f"{name}.yaml"), num_cores=4) for part in ("", "trtllm")
+    )
+    assert [plan.name for plan in laptop] == [plan.name for plan in host]
+    kinds = [[build(WorkerConfig, plan.settings).engine.kind.value for plan in plans] for plans in (laptop, host)]
+    assert kinds == [["torch"] * len(laptop), ["trtllm"] * len(host)]
+    assert not any(plan.gpus for plan in laptop)
+    # Only what loads no model needs none.
+    assert all(plan.gpus or "embeddings" in str(plan.settings["encoder"]) for plan in host)
+
+
+def test_the_namespaces_of_topologies_are_their_own() -> None:
+    files = [*CONFIGS.glob("*.yaml"), *CONFIGS.glob("trtllm/*.yaml")]
+    assert len({load_topology(file).namespace for file in files}) == len(files)
+
+
+def test_gpus_and_variables_go_to_each_process(tmp_path: Path) -> None:
+    text = """
+        environment: {A: all, B: all}
+        router: {environment: {B: router}}
+        workers:
+          - {role: decode, replicas: 2, gpus: [[0, 1], [2, 3]], environment: {A: decode}}
+          - {role: prefill}
+    """
+    topology = load_topology(write(tmp_path, text))
+    plans = [*plan_workers(topology, num_cores=1), plan_router(topology)]
+    assert [plan.gpus for plan in plans] == [(0, 1), (2, 3), (), ()]
+    assert [plan.environment for plan in plans] == [
+        {"A": "decode", "B": "all", "CUDA_VISIBLE_DEVICES": "0,1"},
+        {"A": "decode", "B": "all", "CUDA_VISIBLE_DEVICES": "2,3"},
+        {"A": "all", "B": "all"},
+        {"A": "all", "B": "router"},
+    ]
+
+
+def test_groups_name_their_processes_and_no_two_have_one_name(tmp_path: Path) -> None:
+    text = """
+        workers:
+          - {role: decode, name: writer, replicas: 2}
+          - {role: decode}
+          - {role: prefill, name: decode}
+          - {role: prefill, name: writer}
+    """
+    plans = plan_workers(load_topology(write(tmp_path, text)), num_cores=1)
+    assert [plan.name for plan in plans] == ["writer-0", "writer-1", "decode-0", "decode-1", "writer-2"]
+    assert [plan.settings["worker_id"] for plan in plans] == [plan.name for plan in plans]
+    assert [plan.module.partition(".")[2] for plan in plans] == ["decode", "decode", "decode", "prefill", "prefill"]
+
+
+def test_two_workers_may_have_one_gpu_where_that_is_meant(tmp_path: Path) -> None:
+    text = "share_gpus: true\nworkers: [{role: decode, gpus: [[0]]}, {role: prefill, gpus: [[0]]}]"
+    assert [plan.gpus for plan in plan_workers(load_topology(write(tmp_path, text)), num_cores=1)] == [(0,), (0,)]
+
+
 def test_encode_workers_share_cores_with_the_others_and_have_the_settings_of_all() -> None:
     roles = [{"role": "encode", "replicas": 2}, {"role": "decode", "overrides": {"engine": {"modality": "multimodal"}}}]
     topology = build(Topology, {"workers": roles, "engine": {"num_embedding_blocks": 7}})
@@ -51,9 +121,7 @@ def test_encode_workers_share_cores_with_the_others_and_have_the_settings_of_all
 
 def test_the_mock_engine_encodes_nothing() -> None:
     workers = [{"role": "decode"}, {"role": "encode", "overrides": {"engine": {"kind": "mock"}}}]
-    with pytest.raises(
-        ConfigError, match=r"workers\[1\].role: an encode worker takes the engine torch, as mock has no"
-    ):
+    with pytest.raises(ConfigError, match=r"workers\[1\].role: the engine mock has no vision tower for an encode"):
         plan_workers(build(Topology, {"workers": workers}), num_cores=2)
     with pytest.raises(ConfigError, match=r"engine.modality: the engine mock takes text only"):
         build(Topology, {"workers": [{"role": "decode"}], "engine": {"kind": "mock", "modality": "multimodal"}})
@@ -159,6 +227,28 @@ def test_a_file_registry_needs_no_etcd(tmp_path: Path) -> None:
             "workers: [{role: decode}]\nengine: {mock: {timing: {decode_base: -1}}}",
             "engine.mock.timing.decode_base: must not be negative",
         ),
+        (
+            "workers: [{role: decode, gpus: [[0], [1]]}]",
+            r"workers\[0\].gpus: must be a list for each of 1 replicas, not 2",
+        ),
+        ("workers: [{role: decode, gpus: [[]]}]", r"workers\[0\].gpus\[0\]: must hold different numbers"),
+        ("workers: [{role: decode, gpus: [[1, 1]]}]", r"workers\[0\].gpus\[0\]: must hold different numbers"),
+        ("workers: [{role: decode, gpus: [[-1]]}]", r"workers\[0\].gpus\[0\]: must hold different numbers"),
+        ("workers: [{role: decode, gpus: [0]}]", r"workers\[0\].gpus\[0\]: must be a list"),
+        (
+            "workers: [{role: decode, replicas: 2, gpus: [[0], [1, 0]]}]",
+            "workers: several have GPU 0; if that is meant, say share_gpus: true",
+        ),
+        ("workers: [{role: decode, environment: {A: 1}}]", r"workers\[0\].environment.A: must be text"),
+        (
+            "workers: [{role: decode, gpus: [[0]], environment: {CUDA_VISIBLE_DEVICES: '1'}}]",
+            r"workers\[0\].environment.CUDA_VISIBLE_DEVICES: gpus says it already",
+        ),
+        (
+            "environment: {CUDA_VISIBLE_DEVICES: '1'}\nworkers: [{role: decode, gpus: [[0]]}]",
+            "environment.CUDA_VISIBLE_DEVICES: the workers' gpus say it already",
+        ),
+        ("workers: [{role: decode, name: a b}]", r"workers\[0\].*name must be"),
         ("workers: [{role: decode}]\ndrain_timeout_s: 0", "drain_timeout_s: must be above 0"),
         ("workers: [{role: decode, overrides: {engine: {num_blocs: 1}}}]", r"workers\[0\].overrides.engine.num_blocs:"),
         ("workers: [{role: decode, overrides: {stall_timeout_s: 0}}]", r"workers\[0\].overrides.stall_timeout_s"),
@@ -174,7 +264,8 @@ def test_settings_are_what_build_reads() -> None:
     settings = to_settings(topology)
     assert isinstance(settings, dict)
     assert build(Topology, settings) == topology
-    assert settings["workers"] == [{"role": Role.DECODE.value, "replicas": 1, "overrides": {"a": [1]}}]
+    group = {"role": Role.DECODE.value, "name": "", "replicas": 1, "gpus": [], "environment": {}}
+    assert settings["workers"] == [{**group, "overrides": {"a": [1]}}]
 
 
 def test_merging_goes_down_into_mappings_only() -> None:
