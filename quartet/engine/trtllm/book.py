@@ -47,7 +47,7 @@ class _Entry:
 
 
 @dataclass(frozen=True)
-class _Begin:
+class _Backlog:
     """How much of a rank's prompts no step has begun to compute, by the latest record."""
 
     num_running: int
@@ -76,14 +76,14 @@ class _RankBook:
     def num_context_tokens(self) -> int:
         return sum(entry.num_tokens for entry in self.begun.values() if entry.decodes)
 
-    def queue(self, stats: LlmRankStats | None) -> _Begin:
+    def backlog(self, stats: LlmRankStats | None) -> _Backlog:
         """Of the requests without output, the eldest are in a step: as many as the record says, beyond those begun."""
         num_active = 0
         if stats is not None:
             num_active = max((stats.num_active or 0) - (stats.num_paused or 0), 0)
         num_running = min(max(num_active, len(self.begun)), self.num_in_flight)
         left = list(self.waiting.values())[num_running - len(self.begun) :]
-        return _Begin(num_running, sum(entry.num_prefill_tokens for entry in left))
+        return _Backlog(num_running, sum(entry.num_prefill_tokens for entry in left))
 
 
 class RequestBook:
@@ -98,6 +98,11 @@ class RequestBook:
         self._lock = threading.Lock()
         self._ranks = [_RankBook() for _ in range(num_ranks)]
         self._rank_of: dict[int, int] = {}
+        self._assumed_num_blocks = 0
+
+    def assume_num_blocks(self, num_blocks: int) -> None:
+        """Each rank has so many KV blocks on the device, unless TensorRT-LLM tells something else."""
+        self._assumed_num_blocks = num_blocks
 
     def add(self, request: EngineRequest) -> None:
         """A request was submitted, to the rank that it names, one of ``num_ranks``."""
@@ -181,13 +186,13 @@ class RequestBook:
         heard = None if feeds is None else feeds.stats(rank)
         with self._lock:
             book = self._ranks[rank]
-            begin = book.queue(heard)
+            backlog = book.backlog(heard)
             blocks = self._blocks(book, heard, feeds, rank)
             return EngineStats(
-                num_running=begin.num_running,
-                num_waiting=book.num_in_flight - begin.num_running,
+                num_running=backlog.num_running,
+                num_waiting=book.num_in_flight - backlog.num_running,
                 num_queued_prefill_tokens=sum(entry.num_prefill_tokens for entry in book.waiting.values()),
-                num_unbegun_prefill_tokens=begin.num_unbegun_tokens,
+                num_unbegun_prefill_tokens=backlog.num_unbegun_tokens,
                 num_decoding=sum(entry.decodes for entry in book.begun.values()),
                 num_context_tokens=book.num_context_tokens,
                 max_step_tokens=(heard.max_step_tokens if heard else None) or self._max_step_tokens or 0,
@@ -214,7 +219,7 @@ class RequestBook:
         return None if rank is None else self._ranks[rank]
 
     def _blocks(self, book: _RankBook, heard: LlmRankStats | None, feeds: RankFigures | None, rank: int) -> _Blocks:
-        total = (feeds.num_blocks(rank) if feeds else None) or 0
+        total = (feeds.num_blocks(rank) if feeds else None) or self._assumed_num_blocks
         held = min(sum(self._num_blocks(entry) for entry in book.held.values()), total)
         named = feeds.num_named_blocks(rank) if feeds else 0
         own = sum(self._num_blocks(entry) for entry in book.begun.values())

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 logger = logging.getLogger(__name__)
 
 # How long a fetch may wait for something. Short: it may block, and what it waits for may not wake it.
-_FETCH_S = 0.1
+_FETCH_S = 0.2
 # An iterator that waited so long for an item had been told of everything before.
 _WAITED_S = 0.02
 # Without items and without requests for so long a feed is idle, and looked at but now and then.

@@ -1,0 +1,288 @@
+"""The feeds of a running engine, in both of upstream's ways, and what becomes of them when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from quartet.engine.trtllm.feeds import Feeds
+from quartet.engine.trtllm.poller import Poller, PollListener
+from quartet.engine.trtllm.stats import LlmRankStats
+from quartet.events.kv import Cleared
+from quartet.kvcache.block_hash import sequence_hashes
+from tests.engine.trtllm.kv_truth import RawEvents, TierReplica
+from tests.fakes.driving import MODEL, STORY, ended, token_ids_of
+from tests.fakes.installation import installed
+
+BLOCK_SIZE = 4
+WAIT_S = 30.0
+FORMS = [
+    {"kv_event_form": "rpc"},
+    {"kv_event_form": "queue"},
+    {"kv_event_form": "rpc", "kv_event_lists": True},
+    {"kv_event_form": "queue", "kv_event_lists": True, "mm_keys": True},
+]
+
+
+class Heard:
+    """Somebody who takes what the feeds have as soon as they say so."""
+
+    def __init__(self, llm: Any, num_ranks: int = 1, *, wants_events: bool = True, wants_stats: bool = False) -> None:
+        self._loop, self._changed = asyncio.get_running_loop(), asyncio.Event()
+        self.replicas = [TierReplica() for _ in range(num_ranks)]
+        self.records: list[LlmRankStats] = []
+        self.has_cleared = False
+        self.feeds = Feeds(
+            llm,
+            block_size=BLOCK_SIZE,
+            num_ranks=num_ranks,
+            wants_events=wants_events,
+            wants_stats=wants_stats,
+            on_change=self._change,
+            on_record=self._record,
+        )
+
+    @property
+    def named(self) -> set[int]:
+        return {name for replica in self.replicas for name in replica.named}
+
+    async def until(self, condition: Callable[[], bool], again: Callable[[], object] = lambda: None) -> None:
+        """Return once ``condition`` holds; ``again`` submits something more, as a queue may wait for that."""
+        async with asyncio.timeout(WAIT_S):
+            while not (self._take() or condition()):
+                try:
+                    async with asyncio.timeout(1.0):
+                        await self._changed.wait()
+                except TimeoutError:
+                    again()
+                self._changed.clear()
+
+    def _take(self) -> None:
+        for changed in self.feeds.take_kv_events():
+            self.replicas[changed.data_parallel_rank].apply(changed.events)
+            self.has_cleared |= Cleared() in changed.events
+        for rank, replica in enumerate(self.replicas):
+            replica.assert_is([blocks for blocks in self.feeds.kv_snapshot() if blocks.data_parallel_rank == rank])
+
+    def _change(self) -> None:
+        self._loop.call_soon_threadsafe(self._changed.set)
+
+    def _record(self, record: LlmRankStats) -> None:
+        self.records.append(record)
+        self._change()
+
+
+@contextmanager
+def heard_engine(switches: dict[str, Any], **changes: Any) -> Any:
+    """An engine, and somebody who hears it: ``(module, llm, heard)``; all is gone after it."""
+    num_ranks = changes.get("tensor_parallel_size", 1)
+    kv_cache = {"event_buffer_max_size": 1024, "tokens_per_block": BLOCK_SIZE, **changes.pop("kv_cache", {})}
+    with installed(**switches) as module, module.LLM(MODEL, kv_cache_config=kv_cache, **changes) as llm:
+        heard = Heard(llm, num_ranks, wants_stats=changes.get("enable_iter_perf_stats", False))
+        try:
+            yield module, llm, heard
+        finally:
+            heard.feeds.close()
+            heard.feeds.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("trtllm-")]
+
+
+def submit(module: Any, llm: Any, heard: Heard, inputs: Any, max_tokens: int = 2, **more: Any) -> Any:
+    handle = llm.generate_async(inputs, module.SamplingParams(max_tokens=max_tokens), **more)
+    heard.feeds.begin()
+    return handle
+
+
+def names_of(result: Any) -> set[int]:
+    """Of a result's full blocks; TensorRT-LLM does not have the last token's KV."""
+    sequence = [*result.prompt_token_ids, *result.outputs[0].token_ids]
+    return set(sequence_hashes(sequence[:-1], BLOCK_SIZE))
+
+
+@pytest.mark.parametrize("switches", FORMS, ids=str)
+async def test_an_answer_s_blocks_are_told_in_our_names_however_events_come(switches: dict[str, Any]) -> None:
+    with heard_engine(switches) as (module, llm, heard):
+        result = await ended(submit(module, llm, heard, STORY, 10))
+        expected = names_of(result)
+        await heard.until(
+            lambda: heard.named >= expected, lambda: submit(module, llm, heard, result.prompt_token_ids, 1)
+        )
+        assert heard.named == expected
+        assert heard.feeds.num_blocks(0) == 512
+        assert heard.feeds.num_named_blocks(0) == len(expected)
+        assert heard.feeds.failure is None
+
+
+@pytest.mark.parametrize("switches", FORMS[:2], ids=str)
+async def test_events_that_wait_behind_an_ended_iterator_come_with_the_next_request(switches: dict[str, Any]) -> None:
+    with heard_engine(switches) as (module, llm, heard):
+        first = await ended(submit(module, llm, heard, STORY))
+        await heard.until(lambda: heard.named >= names_of(first), lambda: submit(module, llm, heard, STORY, 1))
+        second = await ended(submit(module, llm, heard, list(range(8, 40))))
+        await heard.until(lambda: heard.named >= names_of(second), lambda: submit(module, llm, heard, STORY, 1))
+
+
+async def test_lost_events_clear_what_was_told() -> None:
+    with heard_engine({}) as (module, llm, heard):
+        first = await ended(submit(module, llm, heard, STORY))
+        await heard.until(lambda: heard.named == names_of(first))
+        llm._control.lose_events(1)
+        second = await ended(submit(module, llm, heard, list(range(8, 40))))
+        third = await ended(submit(module, llm, heard, list(range(50, 90))))
+        await heard.until(lambda: heard.named >= names_of(third))
+        assert heard.has_cleared
+        assert heard.named <= names_of(second) | names_of(third), "the first one's may be gone"
+
+
+async def test_ranks_are_told_apart() -> None:
+    with heard_engine({}, tensor_parallel_size=2, enable_attention_dp=True) as (module, llm, heard):
+        from tensorrt_llm.scheduling_params import SchedulingParams
+
+        on_second = SchedulingParams(attention_dp_rank=1)
+        result = await ended(submit(module, llm, heard, STORY, scheduling_params=on_second))
+        await heard.until(lambda: heard.replicas[1].named == names_of(result))
+        assert heard.replicas[0].named == set()
+        assert [blocks.data_parallel_rank for blocks in heard.feeds.kv_snapshot()] == [0, 1]
+
+
+async def test_a_salted_request_s_blocks_are_not_told_and_plain_ones_of_before_stay() -> None:
+    with heard_engine({}) as (module, llm, heard):
+        plain = await ended(submit(module, llm, heard, STORY))
+        await heard.until(lambda: heard.named == names_of(plain))
+        salted_prompt = [9, 9, *token_ids_of(STORY)]
+        notes = [heard.feeds.note_private(ids) for ids in (salted_prompt, plain.prompt_token_ids)]
+        for ids in (salted_prompt, plain.prompt_token_ids):
+            await ended(submit(module, llm, heard, ids, 12, cache_salt="tenant"))
+        for note in notes:
+            note.end()
+        other = await ended(submit(module, llm, heard, list(range(8, 40))))
+        await heard.until(lambda: heard.named >= names_of(other))
+        assert heard.named == names_of(plain) | names_of(other)
+
+
+@pytest.mark.parametrize("switches", [*FORMS[:2], {"no_kv_cache_stats": True}], ids=str)
+async def test_statistics_are_read_whatever_they_lack(switches: dict[str, Any]) -> None:
+    with heard_engine(switches, enable_iter_perf_stats=True) as (module, llm, heard):
+        assert heard.feeds.stats(0) is None
+        await ended(submit(module, llm, heard, STORY, 6))
+        await heard.until(lambda: len(heard.records) >= 6, lambda: submit(module, llm, heard, STORY, 1))
+        stats = heard.feeds.stats(0)
+        assert stats is not None
+        assert heard.records[0].num_context == 1
+        assert heard.records[0].num_context_tokens == len(token_ids_of(STORY))
+        assert (stats.num_used_blocks is None) == ("no_kv_cache_stats" in switches)
+        assert heard.feeds.num_busy_records(0) >= 6 > heard.feeds.num_prompt_records(0) >= 1
+        await heard.until(lambda: heard.feeds.num_blocks(0) == 512, lambda: submit(module, llm, heard, STORY, 1))
+
+
+class Script:
+    """An LLM whose feeds do what a test says: each fetch takes the next thing, and waits when there is none."""
+
+    def __init__(self, *fetches: object) -> None:
+        self._fetches = list(fetches)
+        self.num_fetches = 0
+        self.has_fetched = threading.Semaphore(0)
+
+    def get_kv_cache_events_async(self, timeout: float | None) -> AsyncIterator[object]:
+        self.num_fetches += 1
+        fetched = self._fetches.pop(0) if self._fetches else []
+        self.has_fetched.release()
+        if isinstance(fetched, Exception):
+            raise fetched
+        assert isinstance(fetched, list)
+        return _items(fetched)
+
+    get_stats_async = get_kv_cache_events_async
+
+
+async def _items(items: list[object]) -> AsyncIterator[object]:
+    for item in items:
+        yield item
+
+
+async def test_the_death_of_a_feed_is_told_and_so_is_the_end_of_all_that_was() -> None:
+    raw = RawEvents()
+    heard = Heard(Script([raw.created(), raw.stored(None, [(1, [1, 2, 3, 4])])], RuntimeError("gone")))
+    heard.feeds.begin()
+    await heard.until(lambda: heard.feeds.failure is not None)
+    assert isinstance(heard.feeds.failure, RuntimeError)
+    await heard.until(lambda: heard.named == set())
+    heard.feeds.note_private([1, 2, 3, 4]).end()
+    heard.feeds.close()
+
+
+async def test_the_death_of_statistics_leaves_none_behind() -> None:
+    heard = Heard(Script([{"iter": 1}], RuntimeError("gone")), wants_events=False, wants_stats=True)
+    heard.feeds.begin()
+    await heard.until(lambda: heard.feeds.failure is not None)
+    assert heard.records == [LlmRankStats(iteration=1)]
+    assert heard.feeds.stats(0) is None
+    assert heard.feeds.num_busy_records(0) == 1
+    heard.feeds.close()
+
+
+async def test_what_cannot_be_read_counts_as_lost() -> None:
+    raw = RawEvents()
+    first = [raw.created(), raw.stored(None, [(1, [1, 2, 3, 4])])]
+    strange = raw.event({"type": "teleported"})
+    heard = Heard(Script(first, [strange, "no event"], [raw.stored(None, [(2, [5, 6, 7, 8])])]))
+    heard.feeds.begin()
+    await heard.until(lambda: heard.has_cleared)
+    assert heard.named == set(sequence_hashes([5, 6, 7, 8], BLOCK_SIZE))
+    heard.feeds.close()
+
+
+async def test_a_fetch_that_fails_before_the_first_request_is_tried_again() -> None:
+    raw = RawEvents()
+    script = Script(AssertionError("not there yet"), TimeoutError(), [raw.created(7)])
+    heard = Heard(script)
+    assert script.num_fetches == 0
+    assert heard.feeds.kv_snapshot()[0].parent_hashes == {}
+    heard.feeds.begin()
+    await heard.until(lambda: heard.feeds.num_blocks(0) == 7)
+    heard.feeds.close()
+
+
+def test_an_idle_feed_waits_between_fetches() -> None:
+    script = Script()
+    feeds = Feeds(script, block_size=4, num_ranks=1, wants_events=True, wants_stats=False, on_change=lambda: None)
+    feeds.begin()
+    # Iterators that end at once are no reason to ask at once again.
+    assert script.has_fetched.acquire(timeout=WAIT_S)
+    assert script.has_fetched.acquire(timeout=WAIT_S)
+    assert not script.has_fetched.acquire(timeout=0.05)
+    feeds.begin()
+    assert script.has_fetched.acquire(timeout=WAIT_S), "but a request is"
+    feeds.close()
+
+
+def test_without_feeds_there_are_no_threads() -> None:
+    feeds = Feeds(Script(), block_size=4, num_ranks=2, wants_events=False, wants_stats=False, on_change=lambda: None)
+    feeds.begin()
+    assert (feeds.take_kv_events(), feeds.stats(1), feeds.num_blocks(1)) == ([], None, None)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("trtllm-")]
+    feeds.close()
+    feeds.begin()
+
+
+def test_a_call_that_hangs_does_not_keep_close() -> None:
+    is_open, has_fetched = threading.Event(), threading.Event()
+
+    def fetch(timeout_s: float) -> AsyncIterator[object]:
+        has_fetched.set()
+        is_open.wait(WAIT_S)
+        return _items([])
+
+    listener = PollListener(on_items=lambda _: None, on_told=lambda _: None, on_death=lambda _: None)
+    poller = Poller("trtllm-hangs", fetch, listener)
+    poller.begin()
+    assert has_fetched.wait(WAIT_S)
+    poller.close(timeout_s=0.01)
+    assert not is_open.is_set(), "it did not wait for the call"
+    is_open.set()
+    poller.close()
