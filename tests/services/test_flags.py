@@ -143,6 +143,13 @@ def test_help_names_every_flag_and_its_field() -> None:
         assert name in ended.stdout
 
 
+def test_the_table_of_the_documentation_has_them_all() -> None:
+    documented = (Path(__file__).parents[2] / "docs" / "workers.md").read_text(encoding="utf-8")
+    for flag in FLAGS:
+        names = ", ".join(f"`{name}`" for name in flag.names)
+        assert f"| {names} | `{flag.field}` |" in documented
+
+
 def test_the_later_one_wins_of_file_flags_and_assignments(tmp_path: Path) -> None:
     file = tmp_path / "worker.yaml"
     file.write_text("model_path: of-file\nengine: {kind: mock, block_size: 1, max_model_len: 10, max_batch_size: 2}\n")

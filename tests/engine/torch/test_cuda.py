@@ -45,6 +45,22 @@ def test_the_pool_lies_on_the_device(checkpoint: Checkpoints) -> None:
     runner.close()
 
 
+def test_the_pool_takes_its_share_of_what_is_free_beside_the_weights(checkpoint: Checkpoints) -> None:
+    device = torch.device("cuda:0")
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    runner = create_runner(
+        TorchEngineConfig(model_path=str(checkpoint("llama")), free_gpu_memory_fraction=0.25, device="cuda:0")
+    )
+    pool = runner._pool.tensor
+    size_bytes = pool.element_size() * pool.nelement()
+    assert pool.shape[0] == runner.num_blocks
+    assert size_bytes == runner.num_blocks * runner.layout.piece_size_bytes
+    # The weights of the tiny model are nothing beside it.
+    assert 0.2 * free < size_bytes <= 0.25 * free
+    runner.close()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_ragged_batch_equals_generate(family: str, checkpoint: Checkpoints, oracle: Callable[[str], Oracle]) -> None:
     prompts = ragged_prompts()
