@@ -72,9 +72,9 @@ class EngineRequest:
         hand_off: DECODE only: where the KV of ``prompt + generated`` less the last token can be pulled.
         priority: higher first among those that wait.
         media_blocks: blocks of ``Engine.embeddings`` with each item of ``generation.media``, the caller's to keep until
-            the request ends. Empty: text only, or the KV of ``hand_off`` has it all: were that lost, it fails with
-            ``MediaLostError``.
-        media_inputs: the same for an engine that ``reads_media``: each item's file, or its opaque hand-off's state.
+            it ends. Empty: text only, or all of it is in ``hand_off``'s KV: were that lost, it fails (``MediaLostError``).
+        media_inputs: for an engine that ``reads_media``, each item's file or its opaque hand-off's state; ``None``
+            for those of ``media_blocks``, which has nothing for the others.
     """
 
     id: int
@@ -83,7 +83,7 @@ class EngineRequest:
     hand_off: HandOff | None = None
     priority: int = 0
     media_blocks: tuple[tuple[int, ...], ...] = ()
-    media_inputs: tuple[MediaFile | bytes, ...] = field(default=(), repr=False)
+    media_inputs: tuple[MediaFile | bytes | None, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,18 @@ from dataclasses import dataclass
 from quartet.engine.base import Engine, RequestKind
 from quartet.engine.core import ALL_SAMPLING_FIELDS, StepEngine
 from quartet.engine.data_parallel import DataParallelEngine
-from quartet.engine.encoder import MediaEncoder
+from quartet.engine.encoder import MediaEncoder, MediaSizer
 from quartet.engine.mock import SAMPLING_FIELDS as MOCK_SAMPLING_FIELDS
 from quartet.engine.mock import MockEngineConfig, rank_loader
 from quartet.engine.runner import ModelRunner
 from quartet.engine.settings import EncoderSettings, EngineKind, EngineSettings, Modality
 from quartet.engine.torch import TorchEncoderConfig, TorchEngineConfig, create_encoder, create_runner
 from quartet.errors import ConfigError
+from quartet.media.items import MediaKind
 from quartet.transfer.base import EmbeddingMemory, Puller
+
+#: The engines that encode workers can have.
+ENCODERS = frozenset({EngineKind.TORCH, EngineKind.TRTLLM})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +55,14 @@ def create_media_encoder(spec: EngineSpec, embeddings: EmbeddingMemory | None) -
         ConfigError: a setting out of range, or an engine without one.
     """
     settings = spec.engine
-    if settings.kind is EngineKind.MOCK:
-        raise ConfigError("engine.kind: the engine mock encodes no media")
+    if settings.kind not in ENCODERS:
+        raise ConfigError(f"engine.kind: the engine {settings.kind} encodes no media")
+    if settings.kind is EngineKind.TRTLLM:
+        from quartet.engine.trtllm.encoder import TrtllmEncoder
+
+        if embeddings is not None:
+            raise ConfigError("engine.kind: the engine trtllm encodes a worker's own media by itself")
+        return TrtllmEncoder(spec)
     torch_config = TorchEncoderConfig(
         model_path=spec.model_path,
         dtype=settings.dtype,
@@ -60,10 +70,25 @@ def create_media_encoder(spec: EngineSpec, embeddings: EmbeddingMemory | None) -
         num_blocks=settings.num_embedding_blocks,
         block_size=settings.block_size,
         num_threads=settings.num_threads,
+        kinds=tuple(MediaKind) if spec.encoder.kinds is None or embeddings is not None else spec.encoder.kinds,
         max_batch_size=spec.encoder.max_batch_size,
         max_pixels=spec.encoder.max_pixels,
     )
     return create_encoder(torch_config, embeddings)
+
+
+def create_media_sizer(spec: EngineSpec) -> MediaSizer:
+    """What sizes files for an engine that reads media by itself.
+
+    Raises:
+        ConfigError: an engine that does not, or a model whose media it can't size.
+        ServingError: the model's files make no sense.
+    """
+    if spec.engine.kind is not EngineKind.TRTLLM:
+        raise ConfigError(f"engine.kind: the engine {spec.engine.kind} reads no media by itself")
+    from quartet.engine.trtllm.media_sizer import create_sizer
+
+    return create_sizer(spec)
 
 
 def _step_engine(

@@ -2,13 +2,14 @@
 
 Apart from ``Engine``, as nothing of its life is alike: an item has no steps, no blocks that grow and no tokens that
 come one by one. Whoever calls keeps the pool's book (``quartet.kvcache.embedding_pool``) and says which blocks to write
-to, so that embeddings computed here and embeddings pulled from elsewhere lie in the same pool.
+to, so that embeddings computed here and embeddings pulled from elsewhere lie in the same pool. An encoder whose library
+keeps embeddings itself, and lets only itself have them elsewhere, has a ``StateEncoder`` for those.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from quartet.media.items import MediaFile, MediaGrid, MediaKind
@@ -62,12 +63,62 @@ class EncoderStats:
     num_failed: int = 0
 
 
-class MediaEncoder(Protocol):
-    """Turns media into embeddings. All methods are called on the event loop; none blocks it."""
+@dataclass(frozen=True)
+class EncodedState:
+    """An item that its encoder keeps: what the engine that is to have it needs to know, and how long it took."""
+
+    state: bytes = field(repr=False)
+    times: EncodeTimes
+
+
+class MediaSizer(Protocol):
+    """Tells how much media files fill. All methods are called on the event loop; none blocks it."""
 
     @property
     def capabilities(self) -> EncoderCapabilities:
-        """What it can do; valid after ``start``."""
+        """What it can do; of an encoder, valid after ``start``."""
+        ...
+
+    async def size(self, file: MediaFile) -> ItemSize:
+        """What ``file`` will fill, from its header alone.
+
+        Raises:
+            InvalidMediaError, MediaTooLargeError: it is no such file, or not one that the model takes; ``field`` is
+                ``file``.
+        """
+        ...
+
+
+class StateEncoder(Protocol):
+    """Encodes items and keeps them itself, each for one taker of the same engine on the same host."""
+
+    @property
+    def kinds(self) -> frozenset[MediaKind]:
+        """Of the items that are encoded so; all others go into the pool. Valid after ``start``."""
+        ...
+
+    async def encode(self, holder: int, file: MediaFile) -> EncodedState:
+        """Encode ``file``, and keep it for ``holder``, a number never used before, until ``release``.
+
+        Where this raises, by being cancelled too, nothing is kept.
+
+        Raises:
+            InvalidMediaError: what the header promised is not there; ``field`` is ``file``.
+            EngineError: it became something else than was told of its size, or the encoder died.
+        """
+        ...
+
+    def release(self, holder: int, *, was_taken: bool) -> None:
+        """Let go of what ``holder`` has, which may have been taken. Unknown ones are ignored."""
+        ...
+
+
+class MediaEncoder(MediaSizer, Protocol):
+    """Turns media into embeddings. All methods are called on the event loop; none blocks it."""
+
+    @property
+    def states(self) -> StateEncoder | None:
+        """Encodes what does not go into the pool; ``None``: all of it does. Valid after ``start``."""
         ...
 
     @property
@@ -82,15 +133,6 @@ class MediaEncoder(Protocol):
 
     async def start(self) -> None:
         """Load and warm up. Raises ``ServingError`` naming what is wrong."""
-        ...
-
-    async def size(self, file: MediaFile) -> ItemSize:
-        """What ``file`` will fill, from its header alone.
-
-        Raises:
-            InvalidMediaError, MediaTooLargeError: it is no such file, or not one that the model takes; ``field`` is
-                ``file``.
-        """
         ...
 
     async def encode(self, file: MediaFile, block_ids: Sequence[int]) -> EncodeTimes:

@@ -7,7 +7,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,11 +18,12 @@ from quartet.errors import (
     DrainingError,
     EngineError,
     InvalidRequestError,
+    MessageTooLargeError,
     RequestCancelledError,
     RequestTimeoutError,
     ServingError,
 )
-from quartet.kvcache.layout import EmbeddingsPayload
+from quartet.kvcache.layout import EmbeddingsPayload, OpaquePayload, Payload
 from quartet.rpc.encode import EncodedItem, EncodeStart
 from quartet.rpc.encode_server import EncodeOutbox
 from quartet.telemetry.encode_metrics import EncodeMetrics
@@ -31,7 +32,8 @@ from quartet.telemetry.metrics import WorkerMetrics
 from services.workers.counted_starts import CountedStarts
 from services.workers.dispatcher import Holds
 from services.workers.embedding_store import EmbeddingStore, Lease
-from services.workers.file_encoder import FileEncoder, SizedItem
+from services.workers.file_encoder import FileEncoder
+from services.workers.file_sizer import SizedItem
 from services.workers.media_backlog import MediaBacklog, WaitingMedia
 from services.workers.requests import NoPlacements, Progress
 
@@ -39,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 #: Items of one start, at most.
 MAX_ITEMS = 256
+
+# Those of a request's items are sent to prefill together, in one message.
+_MAX_STATE_BYTES = 4096
 
 
 @dataclass(eq=False)
@@ -67,11 +72,13 @@ class EncodeDesk(NoPlacements):
         metrics: WorkerMetrics,
         encode_metrics: EncodeMetrics,
         *,
+        engine_name: str,
         backlog: MediaBacklog,
     ) -> None:
         """Encode with ``files``, into ``store``, whose items ``holds`` gives to others; ``encoder`` is behind it all.
 
-        ``backlog`` counts what is not encoded yet, and bounds it.
+        ``engine_name`` goes into hand-offs of what the encoder keeps itself. ``backlog`` counts what is not encoded
+        yet, and bounds it.
         """
         self._encoder = encoder
         self._files = files
@@ -79,9 +86,10 @@ class EncodeDesk(NoPlacements):
         self._holds = holds
         self._metrics = metrics
         self._encode_metrics = encode_metrics
+        self._engine_name = engine_name
         self._backlog = backlog
         self._running: set[_Running] = set()
-        self._leases: dict[int, Lease] = {}
+        self._let_go: dict[int, Callable[[bool], None]] = {}  # what holders have, told whether it was taken
         self._next_holder = itertools.count(1)
         self._counted = CountedStarts()
         self._idle = asyncio.Event()
@@ -150,11 +158,11 @@ class EncodeDesk(NoPlacements):
         """End the hand-off of ``holder``, of which nobody was told."""
         self._holds.withdraw(holder)
 
-    def release(self, holder: int) -> None:
+    def release(self, holder: int, *, was_taken: bool) -> None:
         """The hand-off of ``holder`` has ended: what it held may go."""
-        lease = self._leases.pop(holder, None)
-        if lease is not None:
-            lease.release()
+        let_go = self._let_go.pop(holder, None)
+        if let_go is not None:
+            let_go(was_taken)
 
     def drain(self) -> None:
         """Take nothing new from now on."""
@@ -181,25 +189,60 @@ class EncodeDesk(NoPlacements):
         running.sized = await self._files.size(running.start.items, "items")
         running.waiting.add_pixels([0 if item.size.is_cached else item.num_pixels for item in running.sized])
         running.outbox.sized([item.size for item in running.sized])
-        wants = [
-            self._files.want(item, running.arrived_at, partial(running.times.__setitem__, index))
-            for index, item in enumerate(running.sized)
-        ]
-        await self._store.obtain(wants, partial(self._hand_off, running))
+        states = {index for index, item in enumerate(running.sized) if self._files.has_state(item.file)}
+        if not states:
+            await self._fill_pool(running, range(len(running.sized)))
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._fill_pool(running, sorted(set(range(len(running.sized))) - states)))
+                for index in states:
+                    group.create_task(self._keep_state(running, index))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
 
-    def _hand_off(self, running: _Running, index: int, lease: Lease) -> None:
-        times = running.times.get(index)
-        if times is None:
+    async def _fill_pool(self, running: _Running, indices: Sequence[int]) -> None:
+        """Have the items of ``indices`` in the pool, and hand them off."""
+        wants = [
+            self._files.want(running.sized[index], running.arrived_at, partial(running.times.__setitem__, index))
+            for index in indices
+        ]
+        await self._store.obtain(wants, lambda nth, lease: self._hand_off_blocks(running, indices[nth], lease))
+
+    async def _keep_state(self, running: _Running, index: int) -> None:
+        """Have the encoder keep an item, and hand it off."""
+        holder, item = next(self._next_holder), running.sized[index]
+        encoded = await self._files.encode_state(item, running.arrived_at, holder)
+        running.times[index] = encoded.times
+        self._let_go[holder] = partial(self._release_state, holder)
+        if len(encoded.state) > _MAX_STATE_BYTES:
+            self.release(holder, was_taken=False)
+            raise MessageTooLargeError(f"the encoder's state exceeds {_MAX_STATE_BYTES} bytes")
+        self._hand_off(running, index, holder, (), OpaquePayload(self._engine_name, encoded.state))
+
+    def _release_state(self, holder: int, was_taken: bool) -> None:
+        states = self._encoder.states
+        assert states is not None, "it keeps this one"
+        states.release(holder, was_taken=was_taken)
+
+    def _hand_off_blocks(self, running: _Running, index: int, lease: Lease) -> None:
+        if index not in running.times:
             self._encode_metrics.count_item("cached")
         holder = next(self._next_holder)
+        self._let_go[holder] = lambda _was_taken: lease.release()
         payload = EmbeddingsPayload(self._encoder.embeddings.layout, running.sized[index].size.num_tokens)
+        self._hand_off(running, index, holder, lease.block_ids, payload)
+
+    def _hand_off(
+        self, running: _Running, index: int, holder: int, block_ids: tuple[int, ...], payload: Payload
+    ) -> None:
         try:
-            hand_off = self._holds.offer(holder, lease.block_ids, payload)
+            hand_off = self._holds.offer(holder, block_ids, payload)
         except ServingError:
-            lease.release()
+            self.release(holder, was_taken=False)
             raise
-        self._leases[holder] = lease
         running.waiting.leave(index)
+        times = running.times.get(index)
         queue_s, compute_s = (0.0, 0.0) if times is None else (times.queue_s, times.compute_s)
         encoded = EncodedItem(item=index, hand_off=hand_off, queue_s=queue_s, compute_s=compute_s)
         running.outbox.encoded(encoded, holder)

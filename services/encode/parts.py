@@ -46,7 +46,7 @@ class EncodeParts:
         pool = EmbeddingPool(self.memory.num_blocks, layout.block_size, has_events=True)
         reports = self._reports = PoolReports(self._encoder, pool)
         store = EmbeddingStore(pool, field="items", on_change=reports.changed)
-        files = FileEncoder(self._encoder, store, metrics)
+        files = FileEncoder(self._encoder, store, metrics, max_size_bytes=config.max_file_size_bytes)
         desk = self._desk = EncodeDesk(
             self._encoder,
             files,
@@ -54,6 +54,7 @@ class EncodeParts:
             source,
             self._surroundings.metrics,
             metrics,
+            engine_name=config.engine.kind,
             backlog=MediaBacklog(
                 max_items=config.encoder.max_waiting_items, max_pixels=config.encoder.max_waiting_pixels
             ),
@@ -76,10 +77,10 @@ class EncodeParts:
             watches=[files.watch],
         )
 
-    def hand_off_ended(self, holder: int) -> None:
+    def hand_off_ended(self, holder: int, *, was_taken: bool) -> None:
         """An item's embeddings may go."""
         if self._desk is not None:
-            self._desk.release(holder)
+            self._desk.release(holder, was_taken=was_taken)
 
     async def close(self) -> None:
         """Free everything."""

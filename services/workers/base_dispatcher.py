@@ -170,7 +170,7 @@ class Dispatcher(Generic[OutboxT]):
         error = failed.error
         if running is not None and running.is_timed_out and isinstance(error, RequestCancelledError):
             error = RequestTimeoutError("the request's timeout ran out")
-        self._end(failed.id, error.reason.lower())
+        self._end(failed.id, error.reason.lower(), has_ended_well=False)
         if running is not None and running.outbox is not None:
             running.outbox.failed(running.slot, error)
 
@@ -206,7 +206,14 @@ class Dispatcher(Generic[OutboxT]):
         if ready.is_expanded:
             running.expanded = ready.generation
         try:
-            self._engine.submit(replace(request, generation=ready.generation, media_blocks=ready.media_blocks))
+            self._engine.submit(
+                replace(
+                    request,
+                    generation=ready.generation,
+                    media_blocks=ready.media_blocks,
+                    media_inputs=ready.media_inputs,
+                )
+            )
         except ServingError as error:
             self._route_failed(Failed(id, error))
 
@@ -223,13 +230,13 @@ class Dispatcher(Generic[OutboxT]):
         counted_end = self._placements.end if is_sealed else self._counted.count_in
         counted_end(context.router_id, context.router_request_number)
 
-    def _end(self, id: int, outcome: str) -> Running[OutboxT] | None:
+    def _end(self, id: int, outcome: str, *, has_ended_well: bool = True) -> Running[OutboxT] | None:
         running = self._running.pop(id, None)
         if running is None:
             return None
         self._keys.discard(_key(running.context))
         if running.has_media:
-            self._media.end(id)
+            self._media.end(id, has_ended_well=has_ended_well)
         self._count_end(running.context, is_sealed=running.is_sealed)
         if running.timer is not None:
             running.timer.cancel()

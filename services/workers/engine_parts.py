@@ -85,8 +85,9 @@ class EngineParts:
             watches=media.watches,
         )
 
-    def hand_off_ended(self, holder: int) -> None:
+    def hand_off_ended(self, holder: int, *, was_taken: bool) -> None:
         """The blocks of a prefill may go."""
+        del was_taken  # they are nobody's any more, either way
         self._engine.release(holder)
 
     async def close(self) -> None:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from quartet.engine import catalog
 from quartet.engine.base import Engine, RequestKind
-from quartet.engine.encoder import MediaEncoder
+from quartet.engine.encoder import MediaEncoder, MediaSizer
 from quartet.transfer.base import EmbeddingMemory, Puller
 from services.workers.config import WorkerConfig
 
@@ -16,6 +16,9 @@ EngineFactory: TypeAlias = Callable[[WorkerConfig, RequestKind, Puller], Engine]
 
 #: Makes an encoder, not started yet, that writes to the given pool, or to one of its own.
 EncoderFactory: TypeAlias = Callable[[WorkerConfig, EmbeddingMemory | None], MediaEncoder]
+
+#: Makes what sizes the files that an engine reads by itself.
+SizerFactory: TypeAlias = Callable[[WorkerConfig], MediaSizer]
 
 
 def create_engine(config: WorkerConfig, kind: RequestKind, puller: Puller) -> Engine:
@@ -30,3 +33,12 @@ def create_media_encoder(config: WorkerConfig, embeddings: EmbeddingMemory | Non
         ConfigError: a setting out of range, or an engine without one.
     """
     return catalog.create_media_encoder(config.engine_spec, embeddings)
+
+
+def create_media_sizer(config: WorkerConfig) -> MediaSizer:
+    """What sizes files for the engine that ``config`` names, where that reads media by itself.
+
+    Raises:
+        ConfigError, InvalidRequestError: the engine, or the model, is none of which that can be told.
+    """
+    return catalog.create_media_sizer(config.engine_spec)

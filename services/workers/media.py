@@ -1,16 +1,28 @@
-"""Media of Prefill and Decode starts: pulled or encoded into the worker's pool, and kept there while a request runs."""
+"""Media of Prefill and Decode starts: what the engine needs of them is here, and kept while a request runs.
+
+They are pulled or encoded into the worker's pool. An engine that reads media by itself is given files, and what other
+workers of its kind hold: such a hand-off is kept alive while the request runs, and ends with it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from quartet.engine.base import Generation
 from quartet.engine.encoder import EncodeTimes
-from quartet.errors import InvalidRequestError, PromptTooLongError, UnsupportedFieldError
-from quartet.kvcache.layout import EmbeddingsPayload, HandOff
+from quartet.errors import (
+    InvalidRequestError,
+    LayoutMismatchError,
+    PromptTooLongError,
+    ServingError,
+    UnsupportedFieldError,
+)
+from quartet.kvcache.layout import EmbeddingsPayload, HandOff, OpaquePayload
 from quartet.kvcache.media_spans import expand_placeholders
 from quartet.media.items import MediaFile, MediaItem
 from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES, InnerStart
@@ -18,7 +30,10 @@ from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.transfer.base import Claim, PieceCopy, Puller
 from services.workers.embedding_store import EmbeddingStore, Lease, Want
 from services.workers.file_encoder import FileEncoder
+from services.workers.file_sizer import FileSizer, SizedItem
 from services.workers.media_backlog import MediaBacklog, WaitingMedia
+
+_LOG = logging.getLogger(__name__)
 
 # A prompt that came with files is told back in one message, 4 bytes a token, with room for all else in it.
 _MAX_TOLD_TOKENS = (MAX_INNER_MESSAGE_BYTES - (128 << 10)) // 4
@@ -30,13 +45,14 @@ class ReadyMedia:
 
     Attributes:
         generation: with the media's tokens in the prompt.
-        media_blocks: blocks of the pool with each item.
+        media_blocks: blocks of the pool with each item; see ``EngineRequest``, as for ``media_inputs``.
         is_expanded: the prompt is another one than came.
     """
 
     generation: Generation
     media_blocks: tuple[tuple[int, ...], ...]
     is_expanded: bool
+    media_inputs: tuple[MediaFile | bytes | None, ...] = ()
 
 
 class MediaStage:
@@ -51,6 +67,8 @@ class MediaStage:
         files: FileEncoder | None,
         placeholder_id: int,
         backlog: MediaBacklog,
+        read_files: FileSizer | None = None,
+        read_states: str | None = None,
     ) -> None:
         """Bring media into ``store``.
 
@@ -61,6 +79,8 @@ class MediaStage:
             files: encodes files into that pool; ``None``: they are refused.
             placeholder_id: stands in a prompt for each of the files that came with it.
             backlog: of files that wait for the vision tower.
+            read_files: sizes files that the engine reads by itself, in place of ``files``; ``None``: it does not.
+            read_states: name of the engine, whose opaque hand-offs it reads by itself; ``None``: it does not.
         """
         self.store = store
         self.puller = puller
@@ -68,8 +88,10 @@ class MediaStage:
         self.files = files
         self.placeholder_id = placeholder_id
         self.backlog = backlog
+        self.read_files = read_files
+        self.read_states = read_states
         self.num_pulls = 0
-        self._aborts: set[asyncio.Task[None]] = set()
+        self._endings: set[asyncio.Task[None]] = set()
 
     @property
     def num_steps(self) -> int:
@@ -88,32 +110,49 @@ class MediaStage:
         if isinstance(start.media[0].source, MediaFile):
             self._check_files(start)
             return MediaUse(self, start, {}, self.backlog.enter(len(start.media)))
-        hand_offs = [_checked_hand_off(start, index) for index in range(len(start.media))]
+        hand_offs = [self._checked_hand_off(start, index) for index in range(len(start.media))]
         use = MediaUse(self, start, {})
         try:
             for index, hand_off in enumerate(hand_offs):
                 use.claims[index] = self.puller.claim(hand_off)
         except BaseException:
-            use.release()
+            use.release(has_ended_well=False)
             raise
         return use
 
-    def abort(self, claim: Claim) -> None:
-        """Have the source told that nobody will take a hand-off."""
-        task = asyncio.get_running_loop().create_task(claim.abort(), name="abort-media")
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+    def end(self, claim: Claim, *, was_taken: bool) -> None:
+        """Have the source told that a hand-off was taken, by the engine itself, or that nobody will take it."""
+        ending = _tell_taken(claim) if was_taken else claim.abort()
+        task = asyncio.get_running_loop().create_task(ending, name="end-media")
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
 
     async def close(self) -> None:
         """Wait until all sources that are to be told have been, or can't be. No request has media any more."""
-        while self._aborts:
-            await asyncio.wait(self._aborts)
+        while self._endings:
+            await asyncio.wait(self._endings)
 
     def _check_files(self, start: InnerStart) -> None:
-        if self.files is None:
+        if self.files is None and self.read_files is None:
             raise UnsupportedFieldError("this worker has no vision tower for media files", field="media")
         if start.hand_off is not None:
             raise InvalidRequestError("the media of a prompt whose KV is handed off are in it", field="media")
+
+    def _checked_hand_off(self, start: InnerStart, index: int) -> HandOff:
+        """That of an item, which says the same of it as the prompt's span. Raises ``ServingError``."""
+        item, span, field = start.media[index], start.generation.media[index], f"media[{index}]"
+        payload = item.source.payload if isinstance(item.source, HandOff) else None
+        if not isinstance(item.source, HandOff) or not isinstance(payload, EmbeddingsPayload | OpaquePayload):
+            raise InvalidRequestError("a media item's hand-off is one of embeddings", field=f"{field}.hand_off")
+        if isinstance(payload, OpaquePayload) and payload.engine != self.read_states:
+            message = f"media of engine {payload.engine!r} cannot be taken over here"
+            raise LayoutMismatchError(message, field=f"{field}.hand_off")
+        if item.media_id != span.media_id:
+            raise InvalidRequestError("the item is another one than that of its span", field=f"{field}.media_id")
+        if isinstance(payload, EmbeddingsPayload) and payload.num_tokens != span.num_tokens:
+            message = f"{payload.num_tokens} tokens were handed off, and the prompt has {span.num_tokens}"
+            raise InvalidRequestError(message, field=f"{field}.hand_off")
+        return item.source
 
 
 class MediaUse:
@@ -131,9 +170,10 @@ class MediaUse:
         self._arrived_at = time.monotonic()
         self._leases: dict[int, Lease] = {}
         self._made: set[int] = set()  # positions of items that were not here
+        self._inputs: dict[int, MediaFile | bytes] = {}  # what the engine reads by itself
 
     async def prepare(self) -> ReadyMedia:
-        """Have all of it in the pool.
+        """Have all of it in the pool that the engine does not read by itself.
 
         Raises:
             InvalidRequestError, InvalidMediaError, MediaTooLargeError: naming the item (``media[1].file``).
@@ -147,17 +187,17 @@ class MediaUse:
             generation = await self._encode_files()
         else:
             generation = self._start.generation
-            await self._stage.store.obtain(
-                [
-                    Want(span.media_id, span.num_tokens, partial(self._pull, index))
-                    for index, span in enumerate(generation.media)
-                ],
-                self._take,
-            )
-        blocks = tuple(self._leases[index].block_ids for index in range(len(generation.media)))
-        return ReadyMedia(generation, blocks, generation is not self._start.generation)
+            await self._have_hand_offs()
+        indices = range(len(generation.media))
+        blocks = tuple(self._leases[index].block_ids if index in self._leases else () for index in indices)
+        return ReadyMedia(
+            generation,
+            blocks if self._leases else (),
+            generation is not self._start.generation,
+            tuple(self._inputs.get(index) for index in indices) if self._inputs else (),
+        )
 
-    def release(self) -> None:
+    def release(self, *, has_ended_well: bool) -> None:
         """The request has ended, or never began: let go of everything. May be called twice."""
         if self._waiting is not None:
             self._waiting.leave_all()
@@ -165,15 +205,27 @@ class MediaUse:
             lease.release()
         claims, self.claims = list(self.claims.values()), {}
         for claim in claims:
-            self._stage.abort(claim)
+            self._stage.end(claim, was_taken=has_ended_well)
+
+    async def _have_hand_offs(self) -> None:
+        wants: dict[int, Want] = {}
+        for index, (item, span) in enumerate(zip(self._start.media, self._start.generation.media, strict=True)):
+            if isinstance(item.source, HandOff) and isinstance(item.source.payload, OpaquePayload):
+                self._inputs[index] = item.source.payload.state
+                self._stage.metrics.count_item("handed_over")
+            else:
+                wants[index] = Want(span.media_id, span.num_tokens, partial(self._pull, index))
+        indices = list(wants)
+        await self._stage.store.obtain(list(wants.values()), lambda nth, lease: self._take(indices[nth], lease))
 
     async def _encode_files(self) -> Generation:
         stage, start = self._stage, self._start
-        assert stage.files is not None and self._waiting is not None, "files were refused else"
+        sizer = stage.files or stage.read_files
+        assert sizer is not None and self._waiting is not None, "files were refused else"
         try:
             files = [(item.media_id, item.source) for item in start.media]
             items = [MediaItem(name, source) for name, source in files if isinstance(source, MediaFile)]
-            sized = await stage.files.size(items, "media")
+            sized = await sizer.size(items, "media")
             sizes = [item.size for item in sized]
             self._waiting.add_pixels([0 if item.size.is_cached else item.num_pixels for item in sized])
             token_ids = start.generation.prompt_token_ids
@@ -182,14 +234,19 @@ class MediaUse:
                 message = f"a prompt with media files has {_MAX_TOLD_TOKENS} tokens at most, not {len(expanded)}"
                 raise PromptTooLongError(message, field="media")
             self.num_prompt_tokens = len(expanded)
-            wants = [
-                stage.files.want(item, self._arrived_at, partial(self._note_encoded, index))
-                for index, item in enumerate(sized)
-            ]
-            await stage.store.obtain(wants, self._take)
+            if stage.files is None:
+                self._inputs.update((index, item.file) for index, item in enumerate(sized))
+            else:
+                await self._fill_pool(stage.files, sized)
         finally:
             self._waiting.leave_all()
         return replace(start.generation, prompt_token_ids=expanded, media=spans)
+
+    async def _fill_pool(self, files: FileEncoder, sized: Sequence[SizedItem]) -> None:
+        wants = [
+            files.want(item, self._arrived_at, partial(self._note_encoded, index)) for index, item in enumerate(sized)
+        ]
+        await self._stage.store.obtain(wants, self._take)
 
     def _note_encoded(self, index: int, _times: EncodeTimes) -> None:
         self._made.add(index)
@@ -207,18 +264,14 @@ class MediaUse:
             self._stage.metrics.count_item("cached")
         claim = self.claims.pop(index, None)
         if claim is not None:  # it was here, so its source may let go
-            self._stage.abort(claim)
+            self._stage.end(claim, was_taken=False)
 
 
-def _checked_hand_off(start: InnerStart, index: int) -> HandOff:
-    """That of an item, which says the same of it as the prompt's span. Raises ``InvalidRequestError``."""
-    item, span, field = start.media[index], start.generation.media[index], f"media[{index}]"
-    hand_off = item.source
-    if not isinstance(hand_off, HandOff) or not isinstance(hand_off.payload, EmbeddingsPayload):
-        raise InvalidRequestError("a media item's hand-off is one of embeddings", field=f"{field}.hand_off")
-    if item.media_id != span.media_id:
-        raise InvalidRequestError("the item is another one than that of its span", field=f"{field}.media_id")
-    if hand_off.payload.num_tokens != span.num_tokens:
-        message = f"{hand_off.payload.num_tokens} tokens were handed off, and the prompt has {span.num_tokens}"
-        raise InvalidRequestError(message, field=f"{field}.hand_off")
-    return hand_off
+async def _tell_taken(claim: Claim) -> None:
+    """The engine has read it by itself: nothing is left to move."""
+    try:
+        await claim.fetch(())
+    except ServingError as error:
+        # Nothing of the request depends on it any more: its source lets go when the lease ends, at the latest.
+        _LOG.info("the source of a media item could not be told that it was taken: %s", error)
+        await claim.abort()

@@ -61,11 +61,11 @@ class MediaGate:
         preparing.task.cancel()
         return True
 
-    def end(self, id: int) -> None:
+    def end(self, id: int, *, has_ended_well: bool) -> None:
         """A request has ended, in the engine or here: its media may go."""
         use = self._uses.pop(id, None)
         if use is not None:
-            use.release()
+            use.release(has_ended_well=has_ended_well)
 
     def add_to(self, stats: Sequence[EngineStats]) -> Sequence[EngineStats]:
         """``stats`` of an engine with the requests here as such that wait."""

@@ -93,8 +93,8 @@ class Parts(Protocol):
         """Wire everything, once, after ``start``; what is handed off is held in ``source``."""
         ...
 
-    def hand_off_ended(self, holder: int) -> None:
-        """What ``holder`` held in the source may go."""
+    def hand_off_ended(self, holder: int, *, was_taken: bool) -> None:
+        """What ``holder`` held in the source may go, pulled or not."""
         ...
 
     async def close(self) -> None:

@@ -117,6 +117,7 @@ async def encode_worker(
     lease_s: float = 10.0,
     max_waiting_items: int = 64,
     max_waiting_pixels: int = 10_000,
+    max_size_bytes: int = 2_000_000,
     room_timeout_s: float = 10.0,
 ) -> AsyncIterator[EncodeWorker]:
     """A worker on loopback; everything is taken down in the end."""
@@ -127,16 +128,18 @@ async def encode_worker(
     store = EmbeddingStore(pool, field="items", on_change=reports.changed, room_timeout_s=room_timeout_s)
     desks: list[EncodeDesk] = []
 
-    def ended(holder: int, _state: HandOffState) -> None:
-        desks[0].release(holder)
+    def ended(holder: int, state: HandOffState) -> None:
+        desks[0].release(holder, was_taken=state is HandOffState.RELEASED)
 
     transfer = TransferConfig(lease_s=lease_s)
     source = TransferSource(worker_id="encoder", epoch=EPOCH, config=transfer, on_end=ended, memory=memory)
     registry = CollectorRegistry()
     metrics = EncodeMetrics(registry)
-    files = FileEncoder(encoder, store, metrics)
+    files = FileEncoder(encoder, store, metrics, max_size_bytes=max_size_bytes)
     backlog = MediaBacklog(max_items=max_waiting_items, max_pixels=max_waiting_pixels)
-    desk = EncodeDesk(encoder, files, store, source, WorkerMetrics(registry), metrics, backlog=backlog)
+    desk = EncodeDesk(
+        encoder, files, store, source, WorkerMetrics(registry), metrics, engine_name="fake", backlog=backlog
+    )
     desks.append(desk)
     shm = ShmServer(memory)
     await shm.start()

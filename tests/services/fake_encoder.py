@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 
-from quartet.engine.encoder import EncoderCapabilities, EncoderStats, EncodeTimes, ItemSize
+from quartet.engine.encoder import EncoderCapabilities, EncoderStats, EncodeTimes, ItemSize, StateEncoder
 from quartet.errors import EngineError, InvalidMediaError
 from quartet.kvcache.layout import EmbeddingLayout
 from quartet.media.items import MediaFile, MediaGrid, MediaKind
@@ -66,6 +66,7 @@ class FakeEncoder:
         self.num_waiting = 0
         self.is_alive = True
         self.is_closed = False
+        self.states: StateEncoder | None = None
 
     @property
     def capabilities(self) -> EncoderCapabilities:

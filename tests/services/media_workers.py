@@ -105,6 +105,7 @@ async def media_worker(
     model_fingerprint: str = "fake",
     max_waiting_items: int = 64,
     max_waiting_pixels: int = 10_000,
+    max_size_bytes: int = 1_000,
 ) -> AsyncIterator[MediaWorker]:
     """One with a pool of embeddings, or of text alone; everything is taken down in the end."""
     registry, config = CollectorRegistry(), TransferConfig(lease_s=10.0)
@@ -120,7 +121,7 @@ async def media_worker(
             store,
             puller,
             metrics,
-            files=None if encoder is None else FileEncoder(encoder, store, metrics),
+            files=None if encoder is None else FileEncoder(encoder, store, metrics, max_size_bytes=max_size_bytes),
             placeholder_id=PLACEHOLDER_ID,
             backlog=MediaBacklog(max_items=max_waiting_items, max_pixels=max_waiting_pixels),
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from quartet.engine.torch.config import TorchEngineConfig
 from quartet.engine.torch.encoder_config import TorchEncoderConfig
+from quartet.media.items import MediaKind
 
 if TYPE_CHECKING:
     from quartet.engine.encoder import MediaEncoder
@@ -41,5 +42,8 @@ def create_encoder(config: TorchEncoderConfig, embeddings: EmbeddingMemory | Non
         embeddings: the pool to write to, of the model's own layout; without, it has one of its own.
     """
     from quartet.engine.torch.encoder import TorchEncoder
+    from quartet.engine.torch.rows_encoder import RowsEncoder, make_rows_parts
 
+    if MediaKind.IMAGE not in config.kinds:
+        return RowsEncoder(lambda: make_rows_parts(config))
     return TorchEncoder(config, embeddings)

@@ -77,6 +77,10 @@ class TorchEncoder:
         return self._started().memory
 
     @property
+    def states(self) -> None:
+        """None: all goes into the pool."""
+
+    @property
     def is_alive(self) -> bool:
         """False once it has died; nothing is encoded any more."""
         return self._lost is None

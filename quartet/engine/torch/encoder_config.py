@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from quartet.engine.torch.config import TorchEngineConfig
 from quartet.errors import ConfigError
+from quartet.media.items import MediaKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,7 @@ class TorchEncoderConfig:
         num_blocks: of the encoder's own pool; means nothing where it writes to another's.
         block_size: tokens of a block of embeddings.
         num_threads: CPU threads of one operation; ``None`` leaves PyTorch's choice.
+        kinds: of files that it takes; no tower is loaded where pictures are not among them.
         max_batch_size: items in one run of the tower.
         max_pixels: of a picture, and of what preprocessing scales it to on the way.
         max_item_tokens: tokens that one item fills at most; ``None``: as many as the largest picture.
@@ -33,6 +35,7 @@ class TorchEncoderConfig:
     num_blocks: int = 512
     block_size: int = 32
     num_threads: int | None = None
+    kinds: tuple[MediaKind, ...] = tuple(MediaKind)
     max_batch_size: int = 8
     max_pixels: int = 16_777_216
     max_item_tokens: int | None = None

@@ -20,7 +20,6 @@ from quartet.engine.torch.encoder_jobs import Passenger, RunTimes
 from quartet.engine.torch.vision import Pixels, create_vision
 from quartet.errors import EngineError, InvalidRequestError
 from quartet.kvcache.layout import EmbeddingLayout
-from quartet.media.items import MediaKind
 from quartet.media.media_id import PREPROCESSING_FILES, preprocessing_fingerprint
 from quartet.transfer.base import EmbeddingMemory, PoolMemory
 
@@ -113,7 +112,7 @@ def load_tower(
         memory=memory,
         pool=EmbeddingPoolView(memory),
         capabilities=EncoderCapabilities(
-            kinds=frozenset(MediaKind),
+            kinds=frozenset(config.kinds),
             model_fingerprint=layout.model_fingerprint,
             preprocessing_fingerprint=_preprocessing_fingerprint(Path(config.model_path)),
             max_item_tokens=max_item_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quartet.errors import InvalidRequestError, ProtocolError
-from quartet.kvcache.layout import EmbeddingsPayload
+from quartet.kvcache.layout import EmbeddingsPayload, OpaquePayload
 from quartet.media.items import MediaItem, MediaSize
 from quartet.media.media_id import MEDIA_ID_SIZE_BYTES
 from quartet.rpc.convert.hand_off import from_hand_off, to_hand_off
@@ -55,7 +55,7 @@ def to_encoded_item(encoded: EncodedItem) -> encode_pb2.EncodedItem:
 def from_encoded_item(message: encode_pb2.EncodedItem) -> EncodedItem:
     """One item's hand-off. Raises ``ProtocolError`` or ``InvalidRequestError`` where it makes no sense."""
     hand_off = from_hand_off(message.hand_off)
-    if not isinstance(hand_off.payload, EmbeddingsPayload):
+    if not isinstance(hand_off.payload, EmbeddingsPayload | OpaquePayload):
         raise ProtocolError("an encode worker handed something else off than embeddings")
     return EncodedItem(
         item=message.item,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quartet.errors import InvalidRequestError, ProtocolError
-from quartet.kvcache.layout import EmbeddingsPayload
+from quartet.kvcache.layout import EmbeddingsPayload, OpaquePayload
 from quartet.media.items import MediaFile, MediaGrid, MediaKind, MediaPart, MediaSize, MediaUrl
 from quartet.media.media_id import MEDIA_ID_SIZE_BYTES
 from quartet.rpc.convert.hand_off import from_hand_off, to_hand_off
@@ -67,7 +67,7 @@ def from_media_input(message: types_pb2.MediaInput, field: str) -> MediaInput:
     match message.WhichOneof("source"):
         case "hand_off":
             hand_off = from_hand_off(message.hand_off, f"{field}.hand_off")
-            if not isinstance(hand_off.payload, EmbeddingsPayload):
+            if not isinstance(hand_off.payload, EmbeddingsPayload | OpaquePayload):
                 raise InvalidRequestError("the hand-off holds no embeddings", field=f"{field}.hand_off.payload")
             return MediaInput(message.media_id, hand_off)
         case "file":

@@ -1,0 +1,211 @@
+"""A ``MediaEncoder`` of embeddings that clients computed themselves: no vision tower, and no GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from quartet.engine.encoder import EncoderCapabilities, EncoderStats, EncodeTimes, ItemSize
+from quartet.engine.fingerprint import model_fingerprint
+from quartet.engine.media_config import make_embedding_memory, read_media_config, shared_item_tokens
+from quartet.engine.torch.encoder_config import TorchEncoderConfig
+from quartet.errors import EngineError, InvalidMediaError, InvalidRequestError, ServingError, WorkerUnavailableError
+from quartet.kvcache.layout import EmbeddingLayout
+from quartet.media.items import MediaFile, MediaKind
+from quartet.transfer.base import EmbeddingMemory
+
+if TYPE_CHECKING:
+    import torch
+
+# Torch is imported by the threads that read files: it takes seconds.
+
+
+@dataclass(frozen=True)
+class RowsReader:
+    """Reads files of embeddings. May be called on any thread.
+
+    Attributes:
+        max_item_tokens: tokens that one item fills at most.
+    """
+
+    hidden_size: int
+    max_item_tokens: int
+
+    def size(self, file: MediaFile) -> ItemSize:
+        """What ``file`` fills. Raises ``InvalidMediaError`` or ``MediaTooLargeError``, field ``file``."""
+        from quartet.engine.torch.encoder_rows import read_rows_header
+
+        header = read_rows_header(file.data, hidden_size=self.hidden_size, max_item_tokens=self.max_item_tokens)
+        return ItemSize(header.num_tokens, None)
+
+    def write(self, file: MediaFile, embeddings: EmbeddingMemory, block_ids: Sequence[int]) -> None:
+        """Put ``file`` into those blocks.
+
+        Raises:
+            InvalidMediaError: field ``file``; it is none, or does not fill as many blocks.
+            MediaTooLargeError: field ``file``.
+        """
+        from quartet.engine.torch.embeddings import EmbeddingPoolView
+
+        rows = self.read(file, embeddings.layout.dtype)
+        if -(-len(rows) // embeddings.layout.block_size) != len(block_ids):
+            message = f"the file fills {len(rows)} tokens, and {len(block_ids)} blocks were set aside for it"
+            raise InvalidMediaError(message, field="file")
+        EmbeddingPoolView(embeddings).write(block_ids, rows)
+
+    def read(self, file: MediaFile, dtype: str) -> torch.Tensor:
+        """The tensor ``[num_tokens, hidden_size]`` of ``file``. Raises as ``size`` does."""
+        from quartet.engine.torch.encoder_rows import read_rows, read_rows_header
+
+        header = read_rows_header(file.data, hidden_size=self.hidden_size, max_item_tokens=self.max_item_tokens)
+        return read_rows(file.data, header, dtype)
+
+
+@dataclass(frozen=True)
+class RowsParts:
+    """What embeddings are written to, and what is promised of them."""
+
+    capabilities: EncoderCapabilities
+    embeddings: EmbeddingMemory
+
+
+class RowsEncoder:
+    """See ``MediaEncoder``."""
+
+    def __init__(self, make: Callable[[], RowsParts]) -> None:
+        """Do nothing yet; ``make`` is called on a thread, and the pool that it makes is closed with this."""
+        self._make = make
+        self._parts: RowsParts | None = None
+        self._stats = EncoderStats()
+        self._is_closed = False
+
+    @property
+    def capabilities(self) -> EncoderCapabilities:
+        """See ``MediaEncoder``."""
+        return self._started().capabilities
+
+    @property
+    def embeddings(self) -> EmbeddingMemory:
+        """See ``MediaEncoder``."""
+        return self._started().embeddings
+
+    @property
+    def states(self) -> None:
+        """None: all goes into the pool."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Always: there is nothing that could die."""
+        return True
+
+    async def start(self) -> None:
+        """Make the pool, and read what is needed, for the first item not to wait for it. Raises what ``make`` does."""
+        self._parts = await asyncio.to_thread(self._make)
+        await asyncio.to_thread(_import_torch)
+
+    async def size(self, file: MediaFile) -> ItemSize:
+        """See ``MediaEncoder``."""
+        return await asyncio.to_thread(self._reader().size, file)
+
+    async def encode(self, file: MediaFile, block_ids: Sequence[int]) -> EncodeTimes:
+        """See ``MediaEncoder``."""
+        if self._is_closed:
+            raise WorkerUnavailableError("the encoder is closed")
+        assert file.kind is MediaKind.EMBEDDINGS, "it was asked what it takes"
+        began = time.monotonic()
+        self._count(num_running=1)
+        is_written = False
+        try:
+            await _to_its_end(partial(self._reader().write, file, self.embeddings, tuple(block_ids)))
+            is_written = True
+        except ServingError:
+            raise
+        except Exception as error:  # whatever reading what strangers send raises: it is this file's fault alone
+            raise EngineError(f"the file could not be read: {type(error).__name__}") from error
+        finally:
+            self._count(num_running=-1, num_items=is_written, num_failed=not is_written)
+        return EncodeTimes(0.0, time.monotonic() - began)
+
+    def stats(self) -> EncoderStats:
+        """See ``MediaEncoder``."""
+        return self._stats
+
+    async def close(self) -> None:
+        """See ``MediaEncoder``."""
+        self._is_closed = True
+        if self._parts is not None:
+            self._parts.embeddings.memory.close()
+
+    def _started(self) -> RowsParts:
+        if self._parts is None:
+            raise WorkerUnavailableError("the encoder is not running")
+        return self._parts
+
+    def _reader(self) -> RowsReader:
+        parts = self._started()
+        return RowsReader(parts.embeddings.layout.hidden_size, parts.capabilities.max_item_tokens)
+
+    def _count(self, *, num_running: int, num_items: int = 0, num_failed: int = 0) -> None:
+        stats = self._stats
+        self._stats = replace(
+            stats,
+            num_running=stats.num_running + num_running,
+            num_steps=stats.num_steps + num_items,
+            num_items=stats.num_items + num_items,
+            num_failed=stats.num_failed + num_failed,
+        )
+
+
+def make_rows_parts(config: TorchEncoderConfig) -> RowsParts:
+    """Of a checkpoint whose tower is not loaded: a pool as ``config`` says.
+
+    Raises:
+        ModelFilesError: a file is missing or malformed.
+        InvalidRequestError: field ``model``: it takes text only; ``dtype``: nothing says it.
+    """
+    media = read_media_config(config.model_path)
+    if media is None:
+        raise InvalidRequestError("config.json names no vision tower: the model takes text only", field="model")
+    dtype = media.dtype if config.dtype == "auto" else config.dtype
+    if dtype is None:
+        raise InvalidRequestError("config.json does not say the dtype of embeddings", field="dtype")
+    layout = EmbeddingLayout(
+        model_fingerprint=model_fingerprint(config.model_path, dtype),
+        dtype=dtype,
+        hidden_size=media.hidden_size,
+        block_size=config.block_size,
+    )
+    capabilities = EncoderCapabilities(
+        kinds=frozenset({MediaKind.EMBEDDINGS}),
+        model_fingerprint=layout.model_fingerprint,
+        preprocessing_fingerprint=media.preprocessing_fingerprint,
+        max_item_tokens=config.max_item_tokens
+        or shared_item_tokens(num_blocks=config.num_blocks, block_size=config.block_size),
+    )
+    return RowsParts(capabilities, make_embedding_memory(layout, config.num_blocks))
+
+
+async def _to_its_end(call: partial[None]) -> None:
+    """Run ``call`` on a thread; also who cancels waits until it writes no more."""
+    writing = asyncio.ensure_future(asyncio.to_thread(call))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        while not writing.done():
+            try:
+                await asyncio.wait([writing])
+            except asyncio.CancelledError:
+                continue  # who cancels again waits as well: the blocks are somebody else's by then
+        if not writing.cancelled():
+            writing.exception()  # seen, else somebody would log that nobody did
+        raise
+
+
+def _import_torch() -> None:
+    from quartet.engine.torch import embeddings, encoder_rows
+
+    del embeddings, encoder_rows

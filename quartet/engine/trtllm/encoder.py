@@ -1,0 +1,136 @@
+"""A ``MediaEncoder`` on TensorRT-LLM: pictures are kept by its ``MultimodalEncoder``, embeddings lie in a pool of ours.
+
+The model's pictures become states (``StateEncoder``): they stay in the GPU's memory, for one prefill worker of the
+same host. Embeddings that clients computed need no GPU: they are blocks, cached, and pulled across hosts. Where the
+sizes of a model's pictures are unknown, this takes embeddings only, and TensorRT-LLM is not loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from quartet.engine.encoder import EncoderCapabilities, EncoderStats, EncodeTimes, ItemSize, StateEncoder
+from quartet.engine.fingerprint import model_fingerprint
+from quartet.engine.torch.rows_encoder import RowsEncoder, RowsParts
+from quartet.engine.trtllm.arguments import Use, llm_arguments
+from quartet.engine.trtllm.encoder_thread import check_hands_over
+from quartet.engine.trtllm.media_model import MediaModel, kv_dtype, need_media_model
+from quartet.engine.trtllm.media_sizer import FileSizes
+from quartet.engine.trtllm.objects import build_objects
+from quartet.engine.trtllm.package import check_installed
+from quartet.engine.trtllm.picture_states import PictureStates
+from quartet.media.items import MediaFile, MediaKind
+from quartet.transfer.base import EmbeddingMemory
+
+if TYPE_CHECKING:
+    from quartet.engine.catalog import EngineSpec
+
+_LOG = logging.getLogger(__name__)
+
+
+class TrtllmEncoder:
+    """See ``MediaEncoder``. Loads nothing before ``start``."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Encode the files that ``spec`` says.
+
+        Raises:
+            ConfigError: naming the setting that can't be.
+        """
+        self._spec = spec
+        self._arguments = llm_arguments(spec, Use.ENCODE)
+        self._states: PictureStates | None = None
+        self._rows: RowsEncoder | None = None
+        self._sizes: FileSizes | None = None
+        self._capabilities: EncoderCapabilities | None = None
+
+    @property
+    def capabilities(self) -> EncoderCapabilities:
+        """See ``MediaEncoder``."""
+        assert self._capabilities is not None, "it has started"
+        return self._capabilities
+
+    @property
+    def states(self) -> StateEncoder | None:
+        """See ``MediaEncoder``."""
+        return self._states
+
+    @property
+    def embeddings(self) -> EmbeddingMemory:
+        """See ``MediaEncoder``."""
+        assert self._rows is not None, "it has started"
+        return self._rows.embeddings
+
+    @property
+    def is_alive(self) -> bool:
+        """See ``MediaEncoder``."""
+        return self._states is None or self._states.is_alive
+
+    async def start(self) -> None:
+        """Load, if it takes pictures.
+
+        Raises:
+            ConfigError: ``encoder.kinds`` or ``engine.num_embedding_blocks``: the model has no such.
+            ServingError: what else is wrong.
+        """
+        for warning in self._arguments.warnings:
+            _LOG.warning("%s", warning)
+        model = await asyncio.to_thread(need_media_model, self._spec)
+        kinds = self._kinds(model)
+        fingerprint = await asyncio.to_thread(model_fingerprint, self._spec.model_path, kv_dtype(self._spec.engine))
+        self._capabilities = model.capabilities(kinds, fingerprint)
+        rows = model.capabilities(frozenset({MediaKind.EMBEDDINGS}), fingerprint)
+        self._rows = RowsEncoder(lambda: RowsParts(rows, model.make_memory(fingerprint)))
+        self._sizes = FileSizes(model)
+        await self._rows.start()
+        if MediaKind.IMAGE in kinds:
+            check_installed()
+            batch_size = self._arguments.max_batch_size or self._spec.encoder.max_batch_size
+            self._states = PictureStates(model, self._load, batch_size)
+            await self._states.start()
+
+    async def size(self, file: MediaFile) -> ItemSize:
+        """See ``MediaEncoder``."""
+        assert self._sizes is not None, "it has started"
+        return await asyncio.to_thread(self._sizes.size, file)
+
+    async def encode(self, file: MediaFile, block_ids: Sequence[int]) -> EncodeTimes:
+        """See ``MediaEncoder``."""
+        assert self._rows is not None, "it has started"
+        return await self._rows.encode(file, block_ids)
+
+    def stats(self) -> EncoderStats:
+        """See ``MediaEncoder``."""
+        parts = [part for part in (self._rows and self._rows.stats(), self._states and self._states.stats) if part]
+        return EncoderStats(
+            num_running=sum(part.num_running for part in parts),
+            num_waiting=sum(part.num_waiting for part in parts),
+            num_steps=sum(part.num_steps for part in parts),
+            num_items=sum(part.num_items for part in parts),
+            num_failed=sum(part.num_failed for part in parts),
+        )
+
+    async def close(self) -> None:
+        """See ``MediaEncoder``."""
+        if self._states is not None:
+            await self._states.close()
+        if self._rows is not None:
+            await self._rows.close()
+
+    def _kinds(self, model: MediaModel) -> frozenset[MediaKind]:
+        asked = self._spec.encoder.kinds
+        if asked is None:
+            return frozenset({MediaKind.EMBEDDINGS} if model.sizes is None else MediaKind)
+        if MediaKind.IMAGE in asked:
+            model.need_sizes("encoder.kinds")
+        return frozenset(asked)
+
+    def _load(self) -> Any:
+        from tensorrt_llm import MultimodalEncoder
+
+        encoder = MultimodalEncoder(**build_objects(self._arguments))
+        check_hands_over(encoder)
+        return encoder

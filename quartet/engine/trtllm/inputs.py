@@ -1,0 +1,246 @@
+"""From an engine's request to what ``generate_async`` is given: token ids, or text with pictures.
+
+TensorRT-LLM takes pictures with a text alone, which it tokenizes again: ids become the text that has them, and a prompt
+whose ids do not survive that is refused, as what was hashed, booked and told would be another one than was computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from quartet.discovery.host import host_identity
+from quartet.engine.base import EngineRequest
+from quartet.engine.media_validation import MediaLimits, check_media
+from quartet.engine.settings import Modality
+from quartet.engine.torch.rows_encoder import RowsReader
+from quartet.engine.trtllm.media_model import MediaModel, read_media_model
+from quartet.engine.trtllm.media_state import PictureState, read_state
+from quartet.engine.trtllm.prompt_text import PromptText, read_prompt_text
+from quartet.errors import ConfigError, InvalidRequestError, MediaLostError, ServingError, TransferError
+from quartet.kvcache.block_hash import MediaSpan
+from quartet.media.image_file import decode
+from quartet.media.items import MediaFile, MediaKind
+
+if TYPE_CHECKING:
+    from quartet.engine.catalog import EngineSpec
+    from quartet.transfer.base import EmbeddingMemory
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlmInputs:
+    """What a request is given to TensorRT-LLM as.
+
+    Attributes:
+        inputs: of ``generate_async``.
+        disaggregated: further fields of ``DisaggregatedParams``; where there are any, the request takes such params
+            whatever it does (``context_and_generation``).
+        expected_token_ids: what the result must say that the prompt was; ``None``: it is in ``inputs``.
+        add_special_tokens: of ``SamplingParams``.
+    """
+
+    inputs: Mapping[str, object] = field(repr=False)
+    disaggregated: Mapping[str, object] = field(default_factory=dict, repr=False)
+    expected_token_ids: Sequence[int] | None = field(default=None, repr=False)
+    add_special_tokens: bool = True
+
+
+class InputBuilder:
+    """Of one model. ``build`` is called on one thread, that of the LLM's event loop.
+
+    Attributes:
+        embeddings: the pool with embeddings that were pulled; ``None``: it takes no media.
+    """
+
+    def __init__(self, model: MediaModel | None, model_fingerprint: str) -> None:
+        """Without a model, text alone is taken."""
+        self._model = model
+        self._limits: MediaLimits | None = None
+        self.embeddings: EmbeddingMemory | None = None
+        if model is not None:
+            self.embeddings = model.make_memory(model_fingerprint)
+            self._reader = _ItemReader(model, self.embeddings)
+            self._limits = MediaLimits(
+                placeholder_id=model.config.placeholder_id,
+                block_size=self.embeddings.layout.block_size,
+                num_blocks=self.embeddings.memory.num_blocks,
+            )
+
+    @property
+    def reads_media(self) -> bool:
+        """As ``EngineCapabilities`` has it."""
+        return self._model is not None
+
+    @property
+    def placeholder_id(self) -> int | None:
+        """As ``EngineCapabilities`` has it."""
+        return None if self._model is None else self._model.config.placeholder_id
+
+    def build(self, request: EngineRequest) -> LlmInputs:
+        """What TensorRT-LLM is to be given of ``request``.
+
+        Raises:
+            UnsupportedFieldError: field ``media``; this engine takes none.
+            InvalidRequestError: ``prompt_token_ids``: they don't survive as text; ``media[1]``: it is not what the
+                prompt says, or not to be had with the others.
+            TransferError: field ``media[1]``; what an encode worker holds can't be taken from here.
+            MediaLostError: they are not here.
+        """
+        generation = request.generation
+        token_ids = [*map(int, generation.prompt_token_ids), *map(int, generation.generated_token_ids)]
+        if not generation.media and not request.media_inputs and not request.media_blocks:
+            if self._limits is not None:
+                check_media(request, self._limits)
+            return LlmInputs(inputs={"prompt_token_ids": token_ids})
+        # Blocks are here for some items only, and checked where they are read.
+        check_media(replace(request, media_blocks=()), self._limits)
+        assert self._model is not None, "it takes media"
+        if request.hand_off is not None:
+            return LlmInputs(inputs={"prompt_token_ids": token_ids})
+        items = self._reader.read(request)
+        text = read_prompt_text(self._model.tokenizer, token_ids, generation.media)
+        return _llm_inputs(text, items, token_ids)
+
+    def close(self) -> None:
+        """Free the pool. May be called twice."""
+        if self.embeddings is not None:
+            self.embeddings.memory.close()
+
+
+def create_input_builder(spec: EngineSpec, model_fingerprint: str) -> InputBuilder:
+    """That of the model of ``spec``, which computes prompts.
+
+    Raises:
+        ConfigError: ``engine.modality``: the model takes no media, or none whose sizes are known.
+        ModelFilesError, InvalidRequestError: see ``read_media_model``.
+    """
+    if spec.engine.modality is Modality.TEXT:
+        return InputBuilder(None, model_fingerprint)
+    model = read_media_model(spec)
+    if spec.engine.encodes_media:
+        if model is None:
+            raise ConfigError("engine.modality: the model takes text only")
+        model.need_sizes("engine.modality")
+    return InputBuilder(model, model_fingerprint)
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One item of a prompt, in one of three forms.
+
+    Attributes:
+        rows: a tensor ``[num_tokens, hidden_size]``.
+    """
+
+    state: PictureState | None = None
+    picture: Image.Image | None = None
+    rows: Any = None
+
+
+class _ItemReader:
+    """Reads what came with a request."""
+
+    def __init__(self, model: MediaModel, embeddings: EmbeddingMemory) -> None:
+        self._model = model
+        self._embeddings = embeddings
+        self._rows = RowsReader(model.config.hidden_size, model.max_item_tokens)
+        self._host = host_name()
+
+    def read(self, request: EngineRequest) -> list[_Item]:
+        """The items, in order. Raises as ``InputBuilder.build`` does."""
+        spans = request.generation.media
+        inputs = request.media_inputs or (None,) * len(spans)
+        blocks = request.media_blocks or ((),) * len(spans)
+        if len(inputs) != len(spans) or len(blocks) != len(spans):
+            raise InvalidRequestError("not as many media came as the prompt has", field="media")
+        items = []
+        for index, (span, given, block_ids) in enumerate(zip(spans, inputs, blocks, strict=True)):
+            try:
+                items.append(self._item(span, given, block_ids))
+            except ServingError as error:
+                error.field = f"media[{index}]" if error.field is None else f"media[{index}].{error.field}"
+                raise
+        return items
+
+    def _item(self, span: MediaSpan, given: MediaFile | bytes | None, block_ids: Sequence[int]) -> _Item:
+        if isinstance(given, bytes):
+            return _Item(state=self._state(span, given))
+        if given is None:
+            if not block_ids:
+                raise MediaLostError("the embeddings of the prompt's media are not here")
+            return _Item(rows=self._pulled(span, block_ids))
+        if given.kind is MediaKind.IMAGE:
+            return _Item(picture=decode(given.data, max_pixels=self._model.max_pixels))
+        return _Item(rows=self._rows.read(given, self._model.dtype))
+
+    def _state(self, span: MediaSpan, given: bytes) -> PictureState:
+        state = read_state(given)
+        if state.host != self._host:
+            raise TransferError("the picture lies in the memory of another host's GPU")
+        if state.num_tokens != span.num_tokens:
+            message = f"the picture fills {state.num_tokens} tokens, and the prompt has {span.num_tokens}"
+            raise InvalidRequestError(message)
+        return state
+
+    def _pulled(self, span: MediaSpan, block_ids: Sequence[int]) -> Any:
+        from quartet.engine.torch.embeddings import EmbeddingPoolView
+
+        memory, layout = self._embeddings.memory, self._embeddings.layout
+        is_inside = min(block_ids) >= 0 and max(block_ids) < memory.num_blocks
+        if not is_inside or len(block_ids) * layout.block_size < span.num_tokens:
+            raise InvalidRequestError("its blocks do not hold it")
+        return EmbeddingPoolView(self._embeddings).read(block_ids, 0, span.num_tokens)
+
+
+def host_name() -> str:
+    """Of this host, as far as its processes see each other's memory."""
+    identity = host_identity()
+    return f"{identity.boot_id} {identity.ipc_namespace}"
+
+
+def _llm_inputs(text: PromptText, items: Sequence[_Item], token_ids: Sequence[int]) -> LlmInputs:
+    inputs: dict[str, object] = {"prompt": text.text}
+    disaggregated: dict[str, object] = {}
+    states = [item.state for item in items if item.state is not None]
+    pictures = [item.picture for item in items if item.picture is not None]
+    if pictures:
+        _check_all_pictures(items)
+        inputs["multi_modal_data"] = {"image": pictures}
+    elif len(states) == len(items):
+        # With handles these are looked at for their number and size alone: the inputs are to be those that the
+        # encoder had, and the pictures themselves are not here.
+        blanks = [Image.new("RGB", (state.width, state.height)) for state in states]
+        inputs["multi_modal_data"] = {"image": blanks}
+        disaggregated["multimodal_embedding_handles"] = [dict(state.handle) for state in states]
+        disaggregated["multimodal_hashes"] = [list(state.hashes) for state in states]
+    else:
+        # Handles are for all items or none: beside embeddings, what is behind them becomes embeddings, too.
+        rows = [item.rows if item.state is None else _take(item.state) for item in items]
+        inputs["multi_modal_embeddings"] = {"image": rows}
+    return LlmInputs(
+        inputs=inputs,
+        disaggregated=disaggregated,
+        expected_token_ids=token_ids,
+        add_special_tokens=text.add_special_tokens,
+    )
+
+
+def _check_all_pictures(items: Sequence[_Item]) -> None:
+    """TensorRT-LLM takes either in one prompt. Raises ``InvalidRequestError`` naming the first of the others."""
+    for index, item in enumerate(items):
+        if item.picture is None:
+            message = "where prefill encodes pictures, a prompt has pictures or embeddings, not both"
+            raise InvalidRequestError(message, field=f"media[{index}]")
+
+
+def _take(state: PictureState) -> Any:
+    """The embeddings behind a handle, in host memory; the encoder may let go of its own then."""
+    from tensorrt_llm._torch.shared_tensor import SharedTensorContainer
+
+    try:
+        return SharedTensorContainer.from_dict(dict(state.handle)).get_local_view().cpu().clone()
+    except Exception as error:  # whatever CUDA makes of a handle that means nothing any more
+        raise TransferError("the picture's embeddings are not there any more") from error
