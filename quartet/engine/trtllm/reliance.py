@@ -26,7 +26,7 @@ OTHER_VERSIONS: Mapping[str, str] = {
 EVERYTHING, DISAGGREGATION = "everything", "prefill and decode apart"
 GUIDES, RANKS, ADAPTERS = "guided decoding", "attention data parallelism", "LoRA adapters"
 EVENTS, LOAD = "KV events, and with them routing by cache", "what the engine itself says of its load"
-MEDIA, ENCODING = "media that the engine encodes itself", "encode workers"
+ENCODING = "encode workers"
 OWN_METRICS = "metrics of requests by the names that TensorRT-LLM gives them"
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -124,9 +124,7 @@ _LLM = (
     _method("LLM.get_stats_async", LOAD, Need(LOAD, "timeout")),
     *(Symbol("tensorrt_llm", f"LLM.{name}", EVERYTHING) for name in ("shutdown", "__enter__", "__exit__")),
     # Under another path, so that what instances have is looked for apart from what the constructor takes.
-    Symbol(
-        _LLMAPI, "LLM", EVERYTHING, Form.ATTRIBUTES, (Need(EVERYTHING, "_executor"), Need(MEDIA, "input_processor"))
-    ),
+    Symbol(_LLMAPI, "LLM", EVERYTHING, Form.ATTRIBUTES, (Need(EVERYTHING, "_executor"),)),
     _method("MultimodalEncoder", ENCODING, Need(ENCODING, defaults={"model": Default.REQUIRED})),
     _method("MultimodalEncoder.generate_async", ENCODING, Need(ENCODING, "inputs")),
 )
@@ -190,9 +188,8 @@ _RESULTS = (
         EVERYTHING,
         Form.ATTRIBUTES,
         (
-            Need(EVERYTHING, "prompt_token_ids outputs finished abort __aiter__ __await__"),
-            Need(ENCODING, "disaggregated_params"),
-            Need("the number of tokens found in the cache", "cached_tokens"),
+            Need(EVERYTHING, "prompt_token_ids outputs finished cached_tokens metrics_dict abort __aiter__ __await__"),
+            Need(ENCODING, "disaggregated_params result"),
         ),
     ),
     Symbol(
@@ -216,9 +213,6 @@ _METRICS = (
         Form.ATTRIBUTES,
         (Need(OWN_METRICS, "log_metrics_dict"),),
         is_optional=True,
-    ),
-    Symbol(
-        _LLMAPI, "RequestOutput", OWN_METRICS, Form.ATTRIBUTES, (Need(OWN_METRICS, "metrics_dict"),), is_optional=True
     ),
 )
 
@@ -273,14 +267,7 @@ _MEDIA = (
         "SharedTensorContainer",
         ENCODING,
         Form.ATTRIBUTES,
-        (Need(ENCODING, "from_tensor dump_to_dict from_dict get_local_view"),),
-    ),
-    Symbol(
-        "tensorrt_llm.inputs",
-        "default_multimodal_input_loader",
-        MEDIA,
-        Form.PARAMETERS,
-        (Need(MEDIA, "tokenizer model_dir model_type modality prompts media image_data_format num_frames device"),),
+        (Need(ENCODING, "from_dict get_local_view"),),
     ),
 )
 

@@ -88,6 +88,10 @@ QUESTIONS: tuple[Question, ...] = (
     Question("AutoDeploy takes the PyTorch backend's arguments", _field(*_AUTODEPLOY, "enable_iter_perf_stats")),
     Question("DynamicBatchConfig needs all of its fields", _needs_every_field),
     Question("RequestError is a RuntimeError", _is_runtime_error),
+    Question(
+        "it loads media by itself (default_multimodal_input_loader), which Quartet does without",
+        _has("tensorrt_llm.inputs", "default_multimodal_input_loader"),
+    ),
     Question("it has a gRPC server", _has("tensorrt_llm.grpc", "__name__"), is_later=True),
     Question("LLM takes model_kwargs", _field(*_ARGS, "model_kwargs"), is_later=True),
     Question(

@@ -105,6 +105,21 @@ def test_arguments_of_a_request_stand_with_generate_async() -> None:
     assert given - known == set()
 
 
+@pytest.mark.parametrize(("variable", "name"), [("result", "RequestOutput"), ("output", "CompletionOutput")])
+def test_what_is_read_of_a_result_stands_with_its_class(variable: str, name: str) -> None:
+    read = {
+        node.attr
+        for path, node in _nodes()
+        if path.name in ("results.py", "token_cursor.py")
+        and isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == variable
+    }
+    assert read & {"outputs", "token_ids"}, "what is read is not found"
+    known = {attribute for symbol in _symbols(name) for need in symbol.needs for attribute in need.expected}
+    assert read - known == set()
+
+
 def _called(node: ast.Call) -> str | None:
     """``X`` of ``package.X(...)``, or of ``X(...)``."""
     if isinstance(node.func, ast.Attribute):
