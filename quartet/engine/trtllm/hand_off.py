@@ -10,7 +10,7 @@ import dataclasses
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from quartet.engine.trtllm.package import Package
@@ -43,7 +43,7 @@ class HandOffState:
 
     cache: CacheIdentity
     num_tokens: int
-    fields: Mapping[str, Any]
+    fields: Mapping[str, Any] = field(repr=False)
 
     @property
     def first_token_id(self) -> int | None:

@@ -74,6 +74,7 @@ class LlmSession:
         except TimeoutError:
             raise EngineError(f"no first answer within {self._times.warm_up_timeout_s} s") from None
         self.num_blocks = self._requests.num_blocks = self.loaded.num_blocks()
+        self.loaded.book.assume_num_blocks(self.num_blocks)
         self._listener.on_ready(self)
         watching = [asyncio.create_task(self._run_canary()), asyncio.create_task(self._look())]
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -12,6 +12,7 @@ from itertools import count
 from typing import Any
 
 from quartet.engine.base import EngineRequest, Prefilled, RequestKind
+from quartet.engine.sampling import Sampling
 from quartet.engine.trtllm.engine import TrtllmEngine
 from quartet.engine.trtllm.times import TrtllmTimes
 from quartet.kvcache.layout import HandOff, OpaquePayload, PieceLayout
@@ -19,6 +20,7 @@ from quartet.transfer.base import FetchResult, PieceCopy, PoolMemory, TransferWa
 from tests.engine.consumer import Consumer
 from tests.engine.fakes import make_request
 from tests.engine.trtllm.specs import spec_of
+from tests.fakes.driving import token_ids_of
 from tests.fakes.installation import installed
 
 WAIT_S = 30.0
@@ -78,6 +80,17 @@ class Running:
         self.engine.submit(request)
         return await self.consumer.wait_terminal(request)
 
+    async def settle(self) -> None:
+        """Until the LLM's thread has done all that it was told before."""
+        done, loop = asyncio.Event(), asyncio.get_running_loop()
+        self.engine._thread.post(lambda: _tell(loop, done))
+        async with asyncio.timeout(WAIT_S):
+            await done.wait()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Until ``condition`` holds in the stand-in's engine."""
+        await asyncio.to_thread(self.control.wait_until, condition)
+
     def tokens_of(self, request: EngineRequest) -> list[int]:
         return self.consumer.tokens[request.id]
 
@@ -120,6 +133,19 @@ async def running(
         await engine.close()
 
 
+def greedily(max_tokens: int | None, **changes: Any) -> Sampling:
+    """What has one answer."""
+    return Sampling(temperature=0.0, max_tokens=max_tokens, **changes)
+
+
+def asked(
+    text: str, max_tokens: int | None = 12, kind: RequestKind = RequestKind.DECODE, **changes: Any
+) -> EngineRequest:
+    """A greedy request."""
+    sampling = changes.pop("sampling", None) or greedily(max_tokens)
+    return make_request(token_ids_of(text), kind=kind, sampling=sampling, **changes)
+
+
 def hand_off_of(prefilled: Prefilled, **changes: Any) -> HandOff:
     """What a prefill worker makes of it."""
     assert prefilled.opaque is not None
@@ -145,3 +171,7 @@ def decode_of(request: EngineRequest, prefilled: Prefilled, **changes: Any) -> E
         output=generation.output,
         **{"hand_off": hand_off_of(prefilled), **changes},
     )
+
+
+def _tell(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    loop.call_soon_threadsafe(event.set)

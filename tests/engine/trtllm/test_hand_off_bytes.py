@@ -1,0 +1,81 @@
+"""A hand-off's way through bytes, and what is made of bytes that are none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quartet.engine.trtllm.hand_off import CacheIdentity, HandOffState
+from quartet.engine.trtllm.package import Package
+from quartet.errors import InvalidRequestError, LayoutMismatchError
+from tests.engine.trtllm.engines import stand_in
+
+CACHE = CacheIdentity(model_fingerprint="f" * 64, block_size=32)
+ALL_BYTES = bytes(range(256)) + b"\0\0\xff"
+
+
+def state_of(**fields: Any) -> HandOffState:
+    return HandOffState(cache=CACHE, num_tokens=7, fields=fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"first_gen_tokens": [5], "ctx_request_id": 2**63 - 1, "opaque_state": ALL_BYTES},
+        {"first_gen_tokens": [5], "ctx_request_id": 1, "opaque_state": b"", "draft_tokens": [1, 2]},
+        {
+            "opaque_state": ALL_BYTES,
+            "mrope_position_ids_handle": {"storage_handle": b"\0h\xff", "tensor_size": (3, 1), "storage_device": 0},
+            "mrope_position_deltas_handle": {"event_handle": b"\x80", "requires_grad": False, "nothing": None},
+        },
+    ],
+)
+def test_every_byte_and_type_comes_back(fields: dict[str, Any]) -> None:
+    state = state_of(**fields)
+    back = HandOffState.from_bytes(state.to_bytes())
+    assert back == state
+    assert back.fields["opaque_state"] == fields["opaque_state"]
+
+
+def test_bytes_that_nothing_made_are_refused_by_their_field() -> None:
+    whole = state_of(first_gen_tokens=[5], opaque_state=ALL_BYTES).to_bytes()
+    for broken in (b"", whole[:1], whole[:5], whole[:20], whole[:-1], b"\1\xff\xff\xff\xff{}", b"\1\2\0\0\0{}"):
+        with pytest.raises(InvalidRequestError) as caught:
+            HandOffState.from_bytes(broken)
+        assert caught.value.field == "hand_off"
+
+
+def test_another_version_is_a_mismatch_and_no_failure() -> None:
+    with pytest.raises(LayoutMismatchError):
+        HandOffState.from_bytes(b"\2" + state_of().to_bytes()[1:])
+
+
+@pytest.mark.parametrize("has_field", [False, True])
+def test_a_field_that_this_release_lacks_is_left_out(has_field: bool) -> None:
+    with stand_in(disagg_request_id=has_field):
+        params = state_of(first_gen_tokens=[5], ctx_request_id=1, opaque_state=b"s", disagg_request_id=9).params(
+            Package.load()
+        )
+    assert (params.request_type, params.first_gen_tokens, params.opaque_state) == ("generation_only", [5], b"s")
+    assert getattr(params, "disagg_request_id", None) == (9 if has_field else None)
+
+
+def test_what_belongs_to_prefill_alone_is_not_carried() -> None:
+    with stand_in():
+        given = Package.load().DisaggregatedParams(
+            request_type="context_only",
+            first_gen_tokens=[5],
+            ctx_request_id=1,
+            opaque_state=b"s",
+            multimodal_embedding_handles=[{}],
+            multimodal_hashes=[[1] * 8],
+        )
+        state = HandOffState.of(given, CACHE, 3)
+    assert dict(state.fields) == {"first_gen_tokens": [5], "ctx_request_id": 1, "opaque_state": b"s"}
+    assert state.first_token_id == 5
+    assert HandOffState(cache=CACHE, num_tokens=1, fields={}).first_token_id is None
+
+
+def test_a_state_s_bytes_are_in_no_log() -> None:
+    assert "secret" not in repr(state_of(opaque_state=b"secret"))
