@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quartet.engine.encoder import EncoderCapabilities
 from quartet.engine.media_config import (
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from quartet.engine.catalog import EngineSpec
     from quartet.engine.settings import EngineSettings
 
-_PREPROCESSOR = "preprocessor_config.json"
+_PREPROCESSOR, _PROCESSOR = "preprocessor_config.json", "processor_config.json"
 # TensorRT-LLM's own, where a checkpoint says nothing.
 _DEFAULT_DTYPE = "bfloat16"
 
@@ -97,8 +98,7 @@ def read_media_model(spec: EngineSpec) -> MediaModel | None:
         raise InvalidRequestError("the tokenizer lacks the placeholder of pictures", field="model")
     sizes = None
     if config.model_type in SIZED_MODEL_TYPES:
-        preprocessor = model_files.parse_json_file(config.files, _PREPROCESSOR)
-        sizes = read_picture_sizes(config.config, preprocessor, max_pixels=spec.encoder.max_pixels)
+        sizes = read_picture_sizes(config.config, _preprocessor(config), max_pixels=spec.encoder.max_pixels)
     asked = spec.engine.dtype
     return MediaModel(
         config=config,
@@ -124,6 +124,13 @@ def kv_dtype(settings: EngineSettings) -> str:
     """Of the KV cache, as ``LlmArguments.kv_dtype``, which an encode worker has in its name and nowhere else."""
     arguments, _ = merge_layers(settings)
     return str(arguments.section(KV_CACHE).get("dtype", "auto"))
+
+
+def _preprocessor(config: MediaConfig) -> Mapping[str, Any]:
+    """What makes pictures into pixels; newer releases of transformers write it into the processor's file."""
+    found = model_files.parse_json_file(config.files, _PREPROCESSOR)
+    within = model_files.parse_json_file(config.files, _PROCESSOR).get("image_processor")
+    return within if not found and isinstance(within, Mapping) else found
 
 
 def _max_item_tokens(settings: EngineSettings, sizes: PictureSizes | None) -> int:

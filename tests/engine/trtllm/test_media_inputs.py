@@ -1,0 +1,234 @@
+"""From requests with media to what TensorRT-LLM is given: its answers are those of transformers for the same prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from quartet.engine.base import EngineRequest, Generation
+from quartet.engine.settings import EncoderSettings, Modality
+from quartet.engine.trtllm.inputs import InputBuilder, LlmInputs, create_input_builder
+from quartet.errors import ConfigError, InvalidRequestError, MediaLostError, TransferError, UnsupportedFieldError
+from quartet.kvcache.layout import HandOff
+from tests.engine.trtllm.media import (
+    NUM_TOKENS,
+    fill,
+    image_file,
+    kept,
+    media_request,
+    moved,
+    rows_file,
+    running_encoder,
+)
+from tests.engine.trtllm.specs import spec_of
+from tests.fakes.conftest import stand_in  # noqa: F401 - a fixture
+from tests.fakes.driving import (
+    LOOK,
+    SPELL,
+    encoder,
+    ended,
+    engine,
+    greedy,
+    params,
+    picture,
+    prefill_engine,
+    prefilled,
+    token_ids_of,
+)
+from tests.fakes.installation import installed
+
+with installed():
+    from tensorrt_llm._torch.shared_tensor import SharedTensorContainer
+    from tensorrt_llm.llmapi import DisaggregatedParams
+
+BLOCKS = (5, 2)  # of 32 tokens each
+TWO = LOOK.replace("<|image|>", "<|image|><|image|>")
+
+
+@pytest.fixture
+def builder() -> Iterator[InputBuilder]:
+    built = create_input_builder(spec_of(modality=Modality.MULTIMODAL), "fingerprint")
+    yield built
+    built.close()
+    built.close()
+
+
+async def answer(given: LlmInputs, num_tokens: int = 12, llm: Any = None) -> list[int]:
+    """What TensorRT-LLM says, which has to have computed the prompt that was expected."""
+    llm = llm or engine()
+    disagg = DisaggregatedParams(request_type="context_and_generation", **given.disaggregated)
+    result = await ended(
+        llm.generate_async(
+            dict(given.inputs),
+            params(num_tokens, add_special_tokens=given.add_special_tokens),
+            disaggregated_params=disagg if given.disaggregated else None,
+        )
+    )
+    if given.expected_token_ids is not None:
+        assert list(result.prompt_token_ids) == list(given.expected_token_ids)
+    return list(result.outputs[0].token_ids)
+
+
+def features(colour: str = "red") -> torch.Tensor:
+    """What the tower makes of a picture."""
+    [handle] = (
+        encoder()
+        .generate({"prompt": "<|image|>", "multi_modal_data": {"image": [picture(colour)]}})
+        .disaggregated_params.multimodal_embedding_handles
+    )
+    if isinstance(handle, list):
+        [handle] = handle
+    tensor: torch.Tensor = SharedTensorContainer.from_dict(handle).get_local_view()
+    return tensor
+
+
+async def test_text_goes_as_token_ids(builder: InputBuilder) -> None:
+    ids = token_ids_of(SPELL)
+    request = media_request(ids, [], generated_token_ids=(9, 10))
+    given = builder.build(request)
+    assert given.inputs == {"prompt_token_ids": [*ids, 9, 10]}
+    assert (given.expected_token_ids, given.disaggregated) == (None, {})
+    assert await answer(builder.build(media_request(ids, []))) == greedy(SPELL, 12)
+
+
+async def test_a_picture_that_prefill_encodes_itself(builder: InputBuilder) -> None:
+    request = media_request(token_ids_of(LOOK), [NUM_TOKENS], inputs=[image_file(picture())])
+    given = builder.build(request)
+    assert given.expected_token_ids == list(request.generation.prompt_token_ids)
+    assert await answer(given) == greedy(LOOK, 12, picture())
+
+
+@pytest.mark.parametrize("in_tuple", [False, True])
+async def test_a_picture_that_an_encoder_keeps(builder: InputBuilder, in_tuple: bool) -> None:
+    with installed(handles_in_tuple=in_tuple):
+        async with running_encoder() as source:
+            state = (await kept(source, 1, picture())).state
+            given = builder.build(media_request(token_ids_of(LOOK), [NUM_TOKENS], inputs=[state]))
+            [blank] = given.inputs["multi_modal_data"]["image"]  # type: ignore[index]
+            assert blank.size == picture().size
+            assert blank.getextrema() == ((0, 0),) * 3
+            assert await answer(given) == greedy(LOOK, 12, picture())
+
+
+async def test_prefill_of_a_picture_that_an_encoder_keeps(builder: InputBuilder) -> None:
+    async with running_encoder() as source:
+        state = (await kept(source, 1, picture())).state
+        given = builder.build(media_request(token_ids_of(LOOK), [NUM_TOKENS], inputs=[state]))
+        disagg = DisaggregatedParams(request_type="context_only", **given.disaggregated)
+        result = await prefilled(
+            prefill_engine(), dict(given.inputs), disagg=disagg, add_special_tokens=given.add_special_tokens
+        )
+        assert list(result.prompt_token_ids) == given.expected_token_ids
+        assert list(result.outputs[0].token_ids) == greedy(LOOK, 1, picture())
+
+
+async def test_embeddings_out_of_our_pool(builder: InputBuilder) -> None:
+    fill(builder, BLOCKS, features())
+    request = media_request(token_ids_of(LOOK), [NUM_TOKENS], blocks=[BLOCKS])
+    assert await answer(builder.build(request)) == greedy(LOOK, 12, picture())
+
+
+async def test_embeddings_as_a_file(builder: InputBuilder) -> None:
+    request = media_request(token_ids_of(LOOK), [NUM_TOKENS], inputs=[rows_file(features())])
+    assert await answer(builder.build(request)) == greedy(LOOK, 12, picture())
+
+
+async def test_a_kept_picture_beside_embeddings_becomes_embeddings(builder: InputBuilder) -> None:
+    async with running_encoder() as source:
+        state = (await kept(source, 1, picture("blue"))).state
+        fill(builder, BLOCKS, features("red"))
+        request = media_request(token_ids_of(TWO), [NUM_TOKENS] * 2, inputs=[None, state], blocks=[BLOCKS, ()])
+        ours = await answer(builder.build(request))
+    theirs = await answer(
+        builder.build(
+            media_request(
+                token_ids_of(TWO), [NUM_TOKENS] * 2, inputs=[image_file(picture("red")), image_file(picture("blue"))]
+            )
+        )
+    )
+    assert ours == theirs
+
+
+async def test_what_was_shown_already_is_part_of_the_text(builder: InputBuilder) -> None:
+    whole = greedy(LOOK, 12, picture())
+    file = image_file(picture())
+    again = builder.build(
+        media_request(token_ids_of(LOOK), [NUM_TOKENS], inputs=[file], generated_token_ids=tuple(whole[:5]))
+    )
+    assert await answer(again, 7) == whole[5:]
+
+
+async def test_a_prompt_without_a_beginning_gets_none(builder: InputBuilder) -> None:
+    ids = token_ids_of(LOOK)[1:]
+    given = builder.build(media_request(ids, [NUM_TOKENS], inputs=[image_file(picture())]))
+    assert not given.add_special_tokens
+    await answer(given)
+
+
+def test_ids_that_no_text_has_are_refused(builder: InputBuilder) -> None:
+    # As single letters a tokenizer would never write them.
+    letters = [token for letter in "hello" for token in token_ids_of(letter)[1:]]
+    request = media_request([0, 7, *letters], [NUM_TOKENS], inputs=[image_file(picture())])
+    with pytest.raises(InvalidRequestError, match="become others") as caught:
+        builder.build(request)
+    assert caught.value.field == "prompt_token_ids"
+
+
+def test_decode_gets_token_ids_alone(builder: InputBuilder) -> None:
+    request = media_request(token_ids_of(LOOK), [NUM_TOKENS])
+    hand_off: HandOff = object()  # type: ignore[assignment]  # only that there is one counts
+    given = builder.build(replace(request, hand_off=hand_off))
+    assert given.inputs == {"prompt_token_ids": list(request.generation.prompt_token_ids)}
+    assert given.expected_token_ids is None
+
+
+def test_media_that_are_not_here_are_lost(builder: InputBuilder) -> None:
+    with pytest.raises(MediaLostError):
+        builder.build(media_request(token_ids_of(LOOK), [NUM_TOKENS]))
+
+
+async def test_what_does_not_fit_is_refused_and_the_item_named(builder: InputBuilder) -> None:
+    async with running_encoder() as source:
+        state = (await kept(source, 1, picture())).state
+    file, ids, two = image_file(picture()), token_ids_of(LOOK), token_ids_of(TWO)
+    elsewhere = state.replace(b"ipc:[", b"ipc:[9")
+    cases: list[tuple[EngineRequest, type[Exception], str]] = [
+        (media_request(ids, [63], inputs=[state]), InvalidRequestError, "media[0]"),
+        (media_request(ids, [NUM_TOKENS], inputs=[elsewhere]), TransferError, "media[0]"),
+        (media_request(ids, [NUM_TOKENS], inputs=[b"{}"]), InvalidRequestError, "media[0]"),
+        (media_request(ids, [NUM_TOKENS], blocks=[(1,)]), InvalidRequestError, "media[0]"),
+        (media_request(ids, [NUM_TOKENS], blocks=[(1, 512)]), InvalidRequestError, "media[0]"),
+        (media_request(ids, [NUM_TOKENS], inputs=[file, file]), InvalidRequestError, "media"),
+        (media_request(two, [64, 64], inputs=[file, None], blocks=[(), BLOCKS]), InvalidRequestError, "media[1]"),
+        (
+            media_request(two, [64, 64], inputs=[file, rows_file(torch.zeros(64, 3))]),
+            InvalidRequestError,
+            "media[1].file",
+        ),
+        (moved(media_request(ids, [NUM_TOKENS], inputs=[file]), 1), InvalidRequestError, "media"),
+        (media_request([*ids, 7], [NUM_TOKENS, 1], inputs=[file]), InvalidRequestError, "media"),
+    ]
+    for request, error, field in cases:
+        with pytest.raises(error) as caught:
+            builder.build(request)
+        assert getattr(caught.value, "field", None) == field, request
+    stray = EngineRequest(id=1, kind=cases[0][0].kind, generation=Generation(prompt_token_ids=ids))
+    with pytest.raises(InvalidRequestError, match="no media item fills"):
+        builder.build(stray)
+
+
+def test_a_worker_of_text_takes_no_media() -> None:
+    builder = create_input_builder(spec_of(modality=Modality.TEXT), "fingerprint")
+    assert (builder.reads_media, builder.placeholder_id, builder.embeddings) == (False, None, None)
+    with pytest.raises(UnsupportedFieldError):
+        builder.build(media_request(token_ids_of(LOOK), [NUM_TOKENS], inputs=[image_file(picture())]))
+    builder.close()
+
+
+def test_a_pool_without_room_for_the_largest_picture_is_refused() -> None:
+    with pytest.raises(ConfigError, match="num_embedding_blocks"):
+        create_input_builder(spec_of(num_embedding_blocks=1, encoder=EncoderSettings()), "fingerprint")
