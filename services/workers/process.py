@@ -1,4 +1,4 @@
-"""A worker process from its configuration to its exit code: every part is made, wired, run and taken down here."""
+"""A worker process from its configuration to its end: every part is made, wired, run and taken down here."""
 
 from __future__ import annotations
 
