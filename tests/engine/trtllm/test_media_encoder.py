@@ -1,0 +1,273 @@
+"""The encode worker's adapter: pictures stay with TensorRT-LLM until one takes them, embeddings lie in our pool."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quartet.engine import catalog
+from quartet.engine.catalog import EngineSpec
+from quartet.engine.encoder import MediaEncoder
+from quartet.engine.settings import EncoderSettings, EngineKind, EngineSettings
+from quartet.engine.torch.embeddings import EmbeddingPoolView
+from quartet.engine.trtllm.media_state import read_state
+from quartet.errors import (
+    ConfigError,
+    EngineError,
+    InvalidMediaError,
+    InvalidRequestError,
+    MediaTooLargeError,
+    WorkerUnavailableError,
+)
+from quartet.media.items import MediaFile, MediaKind
+from tests.engine.trtllm.media import WAIT_S, image_file, kept, rows_file, running_encoder
+from tests.engine.trtllm.specs import spec_of
+from tests.fakes.conftest import stand_in  # noqa: F401 - a fixture
+from tests.fakes.driving import picture
+from tests.fakes.installation import installed
+from tests.tiny import CHECKPOINT
+
+with installed():
+    from tensorrt_llm._stand_in.control import EngineControl, control
+    from tensorrt_llm._torch.shared_tensor import SharedTensorContainer
+
+
+def tower() -> EngineControl:
+    """The encoder that runs."""
+    return control.engines[-1]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what a thread will bring about."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110 - what is looked at has no event
+            await asyncio.sleep(0.001)
+
+
+async def test_a_picture_is_kept_until_it_is_taken() -> None:
+    async with running_encoder() as encoder:
+        file = image_file(picture())
+        size = await encoder.size(file)
+        assert (size.num_tokens, size.num_pixels) == (64, 96 * 96)
+        encoded = await kept(encoder, 1, picture())
+        state = read_state(encoded.state)
+        assert (state.width, state.height, state.num_tokens) == (96, 96, 64)
+        assert encoded.times.queue_s >= 0 < encoded.times.compute_s
+        await until(lambda: tower().num_held == 1)
+        SharedTensorContainer.from_dict(dict(state.handle)).get_local_view()
+        assert encoder.states is not None
+        encoder.states.release(1, was_taken=True)
+        await until(lambda: tower().num_held == 0)
+        stats = encoder.stats()
+        assert (stats.num_items, stats.num_steps, stats.num_failed, stats.num_waiting, stats.num_running) == (
+            1,
+            1,
+            0,
+            0,
+            0,
+        )
+
+
+async def test_what_nobody_took_is_let_go_of() -> None:
+    async with running_encoder() as encoder:
+        assert encoder.states is not None
+        for holder, colour in enumerate(("red", "blue", "red")):
+            await kept(encoder, holder, picture(colour))
+        await until(lambda: tower().num_held == 3)
+        for holder in (0, 1, 2, 2, 99):
+            encoder.states.release(holder, was_taken=False)
+        await until(lambda: tower().num_held == 0)
+
+
+async def test_one_whose_caller_goes_while_it_is_encoded_is_let_go_of() -> None:
+    async with running_encoder() as encoder:
+        tower().steps.close()
+        leaving, waiting = (asyncio.create_task(kept(encoder, holder, picture())) for holder in (1, 2))
+        await until(lambda: encoder.stats().num_running + encoder.stats().num_waiting == 2)
+        await until(lambda: tower().num_running >= 1)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        tower().steps.open()
+        async with asyncio.timeout(WAIT_S):
+            await waiting
+        await until(lambda: tower().num_held == 1)
+        assert encoder.stats().num_waiting == 0
+
+
+async def test_pictures_that_wait_are_encoded_together() -> None:
+    async with running_encoder(encoder=EncoderSettings(max_batch_size=4)) as encoder:
+        tower().steps.close()
+        tasks = [asyncio.create_task(kept(encoder, 0, picture()))]
+        await until(lambda: encoder.stats().num_running == 1)
+        tasks += [asyncio.create_task(kept(encoder, holder, picture())) for holder in (1, 2, 3, 4)]
+        await until(lambda: encoder.stats().num_waiting == 4)
+        tower().steps.open()
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*tasks)
+        assert encoder.stats().num_steps == 2
+
+
+async def test_one_that_fails_takes_no_other_with_it() -> None:
+    async with running_encoder() as encoder:
+        tower().fail_next_request("CUDA out of memory")
+        with pytest.raises(EngineError, match="could not encode"):
+            await kept(encoder, 1, picture())
+        await kept(encoder, 2, picture())
+        assert encoder.is_alive
+        assert encoder.stats().num_failed == 1
+
+
+async def test_a_damaged_picture_is_told_by_its_field() -> None:
+    async with running_encoder() as encoder:
+        file = image_file(picture())
+        broken = MediaFile(file.kind, file.data[:-60])
+        assert encoder.states is not None
+        with pytest.raises(InvalidMediaError) as caught:
+            await encoder.states.encode(1, broken)
+        assert caught.value.field == "file"
+        with pytest.raises(InvalidMediaError):
+            await encoder.size(MediaFile(MediaKind.IMAGE, b"x"))
+
+
+async def test_a_picture_that_becomes_something_else_than_was_told_fails(tmp_path: Path) -> None:
+    async with running_encoder() as encoder:
+        states: Any = encoder.states
+        wrong = states._model.sizes.__class__(**{**vars(states._model.sizes), "num_tile_tokens": 49})
+        object.__setattr__(states._model, "sizes", wrong)
+        with pytest.raises(EngineError, match="became 64 tokens, not the 49"):
+            await kept(encoder, 1, picture())
+        await until(lambda: tower().num_held == 0)
+
+
+async def test_its_death_is_told_to_all_who_wait() -> None:
+    async with running_encoder() as encoder:
+        tower().steps.close()
+        waiting = asyncio.create_task(kept(encoder, 1, picture()))
+        await until(lambda: encoder.stats().num_running == 1)
+        tower().die()
+        tower().steps.open()
+        with pytest.raises(EngineError, match="broke"):
+            await waiting
+        await until(lambda: not encoder.is_alive)
+        with pytest.raises(EngineError, match="broke"):
+            await kept(encoder, 2, picture())
+
+
+async def test_closing_fails_those_who_wait_and_frees_what_is_kept() -> None:
+    async with running_encoder() as encoder:
+        await kept(encoder, 1, picture())
+        tower().steps.close()
+        waiting = asyncio.create_task(kept(encoder, 2, picture()))
+        await until(lambda: encoder.stats().num_running == 1)
+        closing = asyncio.create_task(encoder.close())
+        with pytest.raises(WorkerUnavailableError):
+            await waiting
+        tower().steps.open()
+        await closing
+        with pytest.raises(WorkerUnavailableError):
+            await kept(encoder, 3, picture())
+    gc.collect()
+
+
+async def test_it_cannot_be_started_without_what_it_needs() -> None:
+    control.fail_next_load(RuntimeError("no such GPU"))
+    with pytest.raises(EngineError, match="cannot be started: no such GPU"):
+        async with running_encoder():
+            pass
+    with installed(support_mm_disagg=False), pytest.raises(InvalidRequestError, match="does not hand"):
+        async with running_encoder():
+            pass
+
+
+async def test_embeddings_lie_in_our_pool() -> None:
+    async with running_encoder(block_size=32, num_embedding_blocks=8) as encoder:
+        rows = torch.arange(40 * 256, dtype=torch.float32).view(40, 256)
+        file = rows_file(rows)
+        assert (await encoder.size(file)).num_tokens == 40
+        await encoder.encode(file, (6, 1))
+        assert torch.equal(EmbeddingPoolView(encoder.embeddings).read((6, 1), 0, 40), rows)
+        with pytest.raises(InvalidMediaError, match="3 blocks"):
+            await encoder.encode(file, (1, 2, 3))
+        with pytest.raises(MediaTooLargeError):
+            await encoder.size(rows_file(torch.zeros(65, 256)))
+        assert encoder.embeddings.layout.dtype == "float32"
+        assert encoder.stats().num_items == 1
+
+
+def llama4(directory: Path) -> str:
+    """A checkpoint whose pictures' sizes nobody knows here."""
+    for path in CHECKPOINT.iterdir():
+        shutil.copy(path, directory / path.name)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "model_type": "llama4"}))
+    return str(directory)
+
+
+async def taken_kinds(encoder: MediaEncoder) -> frozenset[MediaKind]:
+    """What it takes, once it is started; it is closed then."""
+    try:
+        await encoder.start()
+        file = rows_file(torch.ones(3, 256))
+        await encoder.encode(file, (0,))
+        return encoder.capabilities.kinds
+    finally:
+        await encoder.close()
+
+
+@pytest.mark.parametrize("kind", [EngineKind.TRTLLM, EngineKind.TORCH])
+async def test_embeddings_alone_take_neither_a_gpu_nor_the_package(kind: EngineKind, tmp_path: Path) -> None:
+    settings = EngineSettings(kind=kind, dtype="float32")
+    encoder = EncoderSettings(kinds=(MediaKind.EMBEDDINGS,))
+    spec = EngineSpec(model_path=llama4(tmp_path), engine=settings, encoder=encoder)
+    assert await taken_kinds(catalog.create_media_encoder(spec, None)) == {MediaKind.EMBEDDINGS}
+    assert not control.engines
+
+
+async def test_a_model_whose_pictures_are_unknown_takes_embeddings_only(tmp_path: Path) -> None:
+    spec = spec_of()
+    unknown = EngineSpec(model_path=llama4(tmp_path), engine=spec.engine, encoder=spec.encoder)
+    assert await taken_kinds(catalog.create_media_encoder(unknown, None)) == {MediaKind.EMBEDDINGS}
+    asked = EngineSpec(
+        model_path=unknown.model_path, engine=spec.engine, encoder=EncoderSettings(kinds=(MediaKind.IMAGE,))
+    )
+    with pytest.raises(ConfigError, match=r"encoder\.kinds: pictures of models of type llama4 are not supported"):
+        await taken_kinds(catalog.create_media_encoder(asked, None))
+    with pytest.raises(ConfigError, match=r"engine\.modality: pictures of models of type llama4"):
+        catalog.create_media_sizer(unknown)
+
+
+async def test_encode_and_compute_workers_are_of_one_pool() -> None:
+    torch_spec = EngineSpec(
+        model_path=str(CHECKPOINT),
+        engine=EngineSettings(dtype="float32"),
+        encoder=EncoderSettings(kinds=(MediaKind.EMBEDDINGS,)),
+    )
+    rows = catalog.create_media_encoder(torch_spec, None)
+    with_tower = catalog.create_media_encoder(
+        EngineSpec(model_path=str(CHECKPOINT), engine=torch_spec.engine, encoder=EncoderSettings()), None
+    )
+    try:
+        await rows.start()
+        await with_tower.start()
+        assert rows.embeddings.layout == with_tower.embeddings.layout
+        assert rows.capabilities.preprocessing_fingerprint == with_tower.capabilities.preprocessing_fingerprint
+    finally:
+        await rows.close()
+        await with_tower.close()
+
+
+def test_engines_without_an_encoder_say_so() -> None:
+    mock = EngineSpec(model_path="x", engine=EngineSettings(kind=EngineKind.MOCK), encoder=EncoderSettings())
+    with pytest.raises(ConfigError, match="mock encodes no media"):
+        catalog.create_media_encoder(mock, None)
+    with pytest.raises(ConfigError, match="mock reads no media"):
+        catalog.create_media_sizer(mock)
