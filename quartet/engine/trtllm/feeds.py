@@ -84,15 +84,7 @@ class Feeds:
         self._num_prompt_records = [0] * num_ranks
         self._failure: Exception | None = None
         self._are_events_lost = False
-        self._pollers: list[Poller] = []
-        if wants_events:
-            listener = PollListener(
-                on_items=self._take_events_in, on_told=self._take_told_in, on_death=self._lose_events
-            )
-            self._pollers.append(Poller("trtllm-kv-events", llm.get_kv_cache_events_async, listener))
-        if wants_stats:
-            listener = PollListener(on_items=self._take_records_in, on_told=lambda _: None, on_death=self._lose_stats)
-            self._pollers.append(Poller("trtllm-stats", llm.get_stats_async, listener))
+        self._pollers = self._make_pollers(llm, wants_stats)
 
     @property
     def failure(self) -> Exception | None:
@@ -173,6 +165,18 @@ class Feeds:
         """End the threads. Bounded in time; may be called twice."""
         for poller in self._pollers:
             poller.close()
+
+    def _make_pollers(self, llm: LlmFeeds, wants_stats: bool) -> list[Poller]:
+        pollers: list[Poller] = []
+        if self._wants_events:
+            listener = PollListener(
+                on_items=self._take_events_in, on_told=self._take_told_in, on_death=self._lose_events
+            )
+            pollers.append(Poller("trtllm-kv-events", llm.get_kv_cache_events_async, listener))
+        if wants_stats:
+            listener = PollListener(on_items=self._take_records_in, on_told=lambda _: None, on_death=self._lose_stats)
+            pollers.append(Poller("trtllm-stats", llm.get_stats_async, listener))
+        return pollers
 
     def _take_events_in(self, items: Sequence[object]) -> None:
         events = [event for item in items if (event := self._read(item)) is not None]

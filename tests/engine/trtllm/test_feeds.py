@@ -181,7 +181,7 @@ async def test_statistics_are_read_whatever_they_lack(switches: dict[str, Any]) 
 
 
 class Script:
-    """An LLM whose feeds do what a test says: each fetch takes the next thing, and waits when there is none."""
+    """An LLM whose feeds do what a test says: each fetch takes the next thing, or waits for one if that is an event."""
 
     def __init__(self, *fetches: object) -> None:
         self._fetches = list(fetches)
@@ -192,6 +192,9 @@ class Script:
         self.num_fetches += 1
         fetched = self._fetches.pop(0) if self._fetches else []
         self.has_fetched.release()
+        if isinstance(fetched, threading.Event):
+            assert fetched.wait(WAIT_S)
+            fetched = self._fetches.pop(0)
         if isinstance(fetched, Exception):
             raise fetched
         assert isinstance(fetched, list)
@@ -213,6 +216,19 @@ async def test_the_death_of_a_feed_is_told_and_so_is_the_end_of_all_that_was() -
     assert isinstance(heard.feeds.failure, RuntimeError)
     await heard.until(lambda: heard.named == set())
     heard.feeds.note_private([1, 2, 3, 4]).end()
+    heard.feeds.close()
+
+
+async def test_a_private_request_that_ended_is_remembered_for_events_that_lag() -> None:
+    raw, may_go_on = RawEvents(), threading.Event()
+    late = [raw.created(), raw.stored(None, [(1, [1, 2, 3, 4])]), raw.stored(None, [(2, [5, 6, 7, 8])])]
+    heard = Heard(Script([late[0]], may_go_on, late[1:]))
+    heard.feeds.note_private([1, 2, 3, 4, 5]).end()
+    heard.feeds.begin()
+    await heard.until(lambda: heard.feeds.num_blocks(0) is not None)
+    may_go_on.set()
+    await heard.until(lambda: bool(heard.named))
+    assert heard.named == set(sequence_hashes([5, 6, 7, 8], BLOCK_SIZE))
     heard.feeds.close()
 
 

@@ -55,6 +55,13 @@ def test_a_move_to_the_host_and_back_is_told_by_tier() -> None:
     assert listener.hear(raw.removed(2)) == [Removed([second], Tier.HOST)]
 
 
+def test_a_block_that_is_stored_on_the_host_is_told_apart_from_the_one_before_it() -> None:
+    raw, listener = RawEvents(), Listener()
+    told = listener.hear(raw.created(), raw.stored(None, [(1, [1, 2])]), raw.stored(1, [(2, [3, 4])], cache_level=1))
+    first, second = names(1, 2, 3, 4)
+    assert told == [Stored(None, [first]), Stored(first, [second], Tier.HOST)]
+
+
 def test_a_change_of_priority_alone_is_no_news() -> None:
     raw, listener = RawEvents(), Listener()
     diff = {"type": "event_diff", "new_value": 80, "old_value": 35}
@@ -88,6 +95,13 @@ def test_only_the_largest_window_counts(order: tuple[int, int]) -> None:
     assert listener.hear(raw.stored(2, [(3, [5, 6])], window_size=16)) == []
 
 
+def test_what_was_told_of_a_smaller_window_is_forgotten_with_a_larger_one() -> None:
+    raw, listener = RawEvents(), Listener()
+    listener.hear(raw.created(window_size=16), raw.stored(None, [(1, [1, 2])], window_size=16))
+    assert listener.hear(raw.created()) == [Cleared()]
+    assert listener.hear(raw.stored(1, [(2, [3, 4])])) == []
+
+
 def test_before_any_window_is_told_of_nothing_is() -> None:
     raw, listener = RawEvents(), Listener()
     raw.created()
@@ -111,6 +125,23 @@ def test_after_a_gap_what_follows_a_block_that_is_gone_is_not_told() -> None:
     raw.moved(1, 1)  # lost
     assert listener.hear(raw.removed(1)) == [Cleared()]
     assert listener.hear(raw.stored(2, [(3, [5, 6])])) == []
+
+
+def test_after_a_gap_what_follows_a_block_that_is_private_now_is_not_told() -> None:
+    raw, listener = RawEvents(), Listener()
+    listener.hear(raw.created(), raw.stored(None, [(1, [1, 2]), (2, [3, 4])]))
+    raw.moved(1, 1)  # lost
+    listener.hear(raw.removed(1))
+    listener.private.add([1, 2])
+    assert listener.hear(raw.stored(None, [(1, [1, 2])]), raw.stored(2, [(3, [5, 6])])) == []
+
+
+def test_two_blocks_of_one_name_are_counted_anew_after_a_gap() -> None:
+    raw, listener = RawEvents(), Listener()
+    listener.hear(raw.created(), raw.stored(None, [(1, [1, 2])]), raw.stored(None, [(2, [1, 2])]))
+    raw.removed(1)  # lost
+    listener.hear(raw.stored(None, [(2, [1, 2])]))
+    assert listener.hear(raw.removed(2)) == [Removed(names(1, 2))]
 
 
 def test_numbers_that_begin_anew_clear_and_the_new_engine_is_followed() -> None:
