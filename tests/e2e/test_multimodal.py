@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import transformers
-from PIL import Image
 
 from quartet.client import ChatMessage, Completion, QuartetClient, Sampling
 from quartet.media.items import MediaFile, MediaKind
 from tests.e2e.grpcurl import parse_messages
+from tests.e2e.oracle import one_oracle
 from tests.e2e.up import CONFIGS, Up
 from tests.pictures import Look, make_look
 
@@ -33,31 +29,6 @@ CAPTION = (
     "left and a small yellow triangle at the bottom, on a plain grey background."
 )
 NUM_TOKENS = 72
-# Nearer to each other, two logits could change places by rounding.
-MIN_GAP = 1e-3
-
-
-class Oracle:
-    """``generate`` of the whole model, one prompt at a time, in float32 like the workers."""
-
-    def __init__(self) -> None:
-        model: Any = transformers.LlavaForConditionalGeneration
-        auto: Any = transformers.AutoProcessor
-        self._model = model.from_pretrained(CHECKPOINT, dtype=torch.float32)
-        self._processor = auto.from_pretrained(CHECKPOINT)
-
-    def generate(self, look: Look) -> tuple[tuple[int, ...], bool]:
-        """Token ids, and whether two logits came too near to each other for that to prove anything."""
-        pieces = [*[{"type": "image"}] * len(look.files), {"type": "text", "text": look.question}]
-        text = self._processor.apply_chat_template([{"role": "user", "content": pieces}], add_generation_prompt=True)
-        images = [Image.open(io.BytesIO(file)).convert("RGB") for file in look.files]
-        inputs = self._processor(images=images, text=text, return_tensors="pt", add_special_tokens=False)
-        output = self._model.generate(
-            **inputs, max_new_tokens=NUM_TOKENS, do_sample=False, return_dict_in_generate=True, output_logits=True
-        )
-        best = torch.cat(output.logits).topk(2).values
-        ids = tuple(output.sequences[0, inputs["input_ids"].shape[1] :].tolist())
-        return ids, float((best[:, 0] - best[:, 1]).min()) < MIN_GAP
 
 
 @pytest.fixture(scope="module")
@@ -67,16 +38,13 @@ def looks() -> list[Look]:
 
 
 @pytest.fixture(scope="module")
-def expected(looks: list[Look]) -> Iterator[list[tuple[Look, tuple[int, ...]]]]:
+def expected(looks: list[Look]) -> list[tuple[Look, tuple[int, ...]]]:
     """What the oracle says, where it is sure."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    oracle = Oracle()
-    answers = [(look, *oracle.generate(look)) for look in looks]
-    torch.set_num_threads(num_threads)
+    with one_oracle() as oracle:
+        answers = [(look, *oracle.look(look, NUM_TOKENS)) for look in looks]
     sure = [(look, ids) for look, ids, is_near in answers if not is_near]
     assert len(sure) >= NUM_LOOKS, "near ties: some of these prompts prove nothing"
-    yield sure[:NUM_LOOKS]
+    return sure[:NUM_LOOKS]
 
 
 @pytest.fixture(params=TOPOLOGIES)

@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 from quartet.client import Completion, Place, QuartetClient, Sampling
 from tests import tiny
+from tests.e2e.oracle import Oracle, one_oracle
 from tests.e2e.stack import Stack
 
 # Around the block size of 32, and a prompt of many blocks.
@@ -23,43 +23,12 @@ LENGTHS = (1, 2, 31, 32, 33, 64, 100, 300)
 NUM_TOKENS = 24
 PROMPT = "Once upon a time"
 ROUTERS = ("router", "router-local")
-# Nearer to each other, two logits could change places by rounding.
-MIN_GAP = 1e-4
-
-
-class Oracle:
-    """``generate``, one prompt at a time, in float32 like the workers."""
-
-    def __init__(self) -> None:
-        llava: Any = transformers.LlavaForConditionalGeneration
-        self._model = llava.from_pretrained(tiny.CHECKPOINT, dtype=torch.float32)
-        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
-
-    def generate(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
-        if prompt not in self._known:
-            self._known[prompt] = self._generate(prompt)
-        return self._known[prompt]
-
-    def _generate(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
-        output = self._model.generate(
-            torch.tensor([prompt]),
-            max_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        best = torch.cat(output.logits).topk(2).values
-        assert float((best[:, 0] - best[:, 1]).min()) >= MIN_GAP, "a near tie: this prompt proves nothing"
-        return tuple(output.sequences[0, len(prompt) :].tolist())
 
 
 @pytest.fixture(scope="module")
 def oracle() -> Iterator[Oracle]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Oracle()
-    torch.set_num_threads(num_threads)
+    with one_oracle() as oracle:
+        yield oracle
 
 
 @pytest.fixture(params=ROUTERS)
@@ -93,7 +62,7 @@ async def complete(client: QuartetClient, prompt: tuple[int, ...]) -> Completion
 async def test_greedy_tokens_are_those_of_transformers(routed: QuartetClient, router: str, oracle: Oracle) -> None:
     for prompt in prompts_of(router):
         completion = await complete(routed, prompt)
-        assert completion.choices[0].token_ids == oracle.generate(prompt), f"prompt of {len(prompt)} tokens"
+        assert completion.choices[0].token_ids == oracle.generate(prompt, NUM_TOKENS), f"prompt of {len(prompt)} tokens"
         [placement] = completion.accepted.choices
         assert placement.prefill == (Place("prefill-0") if router == "router" else None)
 
@@ -102,7 +71,7 @@ async def test_greedy_tokens_stay_the_same_in_a_crowd(routed: QuartetClient, rou
     prompts = prompts_of(router) * (32 // len(LENGTHS))
     completions = await asyncio.gather(*(complete(routed, prompt) for prompt in prompts))
     for prompt, completion in zip(prompts, completions, strict=True):
-        assert completion.choices[0].token_ids == oracle.generate(prompt), f"prompt of {len(prompt)} tokens"
+        assert completion.choices[0].token_ids == oracle.generate(prompt, NUM_TOKENS), f"prompt of {len(prompt)} tokens"
 
 
 async def test_text_is_what_the_tokens_say(client: QuartetClient) -> None:

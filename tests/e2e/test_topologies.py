@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import re
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -19,21 +20,32 @@ from quartet.errors import ServingError
 from tests import tiny
 from tests.e2e import placed
 from tests.e2e.grpcurl import parse_messages
+from tests.e2e.oracle import Oracle, one_oracle
 from tests.e2e.up import CONFIGS, Up
 from tests.etcd_server import EtcdServer
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("etcd_binary")]
 
+#: Of topologies for text; tests/e2e/test_multimodal.py has most of the others, and the rest are below.
 WORKER_IDS = {
     "agg": {"decode-0"},
+    "agg_router": {"decode-0", "decode-1"},
     "disagg": {"prefill-0", "decode-0"},
     "disagg_2p2d": {"prefill-0", "prefill-1", "decode-0", "decode-1"},
+    "disagg_router": {"prefill-0", "prefill-1", "decode-0", "decode-1"},
+    "gpt_oss_disagg": {"prefill-0", "decode-0"},
     "mock_fleet": {"prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2", "decode-3"},
 }
+#: What the commands of these processes hold.
+PARTS = {"prefill-0": "-m services.prefill", "router": "-m router", "etcd": "--data-dir="}
 FREE_PORT = ("--set", "router.port=0")
 ENDLESS = Sampling(ignore_eos=True, max_tokens=3000)
 NUM_TOKENS = 32  # asked for by the lines to paste
 NUM_PASTES = 3
+#: They differ from others by their workers alone: what is printed for them is what is printed for those.
+LIKE_OTHERS = ("agg_router", "disagg_router", "gpt_oss_disagg")
+NUM_GREEDY_TOKENS = 24
+PROMPTS = [tuple(random.Random(seed).choices(tiny.PLAIN_IDS, k=40 + 25 * seed)) for seed in range(4)]
 ALL_GONE_WITHIN_S = 5.0
 
 
@@ -45,12 +57,24 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.fixture(scope="module")
+def oracle() -> Iterator[Oracle]:
+    with one_oracle() as oracle:
+        yield oracle
+
+
 def config(name: str) -> str:
     return str(CONFIGS / f"{name}.yaml")
 
 
 def modules(up: Up) -> list[str]:
     return sorted(match[1] for command in up.processes().values() if (match := re.search(r" -m (\S+)", command)))
+
+
+def one(up: Up, part: str) -> int:
+    """The one process of ``up`` with ``part`` in its command."""
+    [pid] = [pid for pid, command in up.processes().items() if part in command]
+    return pid
 
 
 def is_own_etcd(command: str) -> bool:
@@ -114,16 +138,30 @@ async def share_of_tokens_alone(up: Up) -> float:
     return len(nums_tokens) / max(num_tokens, 1)
 
 
+async def check_greedy_ids(up: Up, oracle: Oracle) -> None:
+    """All at once, and each again when its prefix is cached."""
+    sampling = Sampling(temperature=0.0, max_tokens=NUM_GREEDY_TOKENS, ignore_eos=True)
+    expected = [oracle.generate(prompt, NUM_GREEDY_TOKENS) for prompt in PROMPTS]
+    async with QuartetClient(up.router_address) as client:
+        for _ in range(2):
+            asked = (client.complete(token_ids=prompt, sampling=sampling, timeout_s=40) for prompt in PROMPTS)
+            answers = await asyncio.gather(*asked)
+            assert [answer.choices[0].token_ids for answer in answers] == expected
+
+
 @pytest.mark.parametrize("name", sorted(WORKER_IDS))
 async def test_a_topology_serves_what_it_prints_and_ends_whole(
-    name: str, directory: Path, grpcurl_if_any: Path | None
+    name: str, directory: Path, grpcurl_if_any: Path | None, oracle: Oracle
 ) -> None:
     async with Up(directory, config(name), *FREE_PORT) as up:
         await up.wait_ready()
         expected = sorted(["router", *(f"services.{worker_id.partition('-')[0]}" for worker_id in WORKER_IDS[name])])
         assert modules(up) == expected
         assert sum(map(is_own_etcd, up.processes().values())) == 1
-        await check_it_serves(up, name, grpcurl_if_any)
+        if name not in LIKE_OTHERS:
+            await check_it_serves(up, name, grpcurl_if_any)
+        if name != "mock_fleet":
+            await check_greedy_ids(up, oracle)
         assert await up.end(signal.SIGINT) < ALL_GONE_WITHIN_S
         assert "stacktrace" not in up.log
     assert list((directory / ".run").iterdir()) == []
@@ -163,13 +201,22 @@ async def test_ctrl_c_ends_what_streams_and_a_second_one_at_once(directory: Path
             assert up.processes() == {}
 
 
-async def test_a_dead_worker_is_told_and_a_dead_up_takes_all_along(directory: Path) -> None:
+async def test_whoever_dies_is_started_again_and_a_dead_up_takes_all_along(directory: Path) -> None:
     async with Up(directory, config("disagg"), *FREE_PORT) as up:
         await up.wait_ready()
-        [prefill] = [pid for pid, command in up.processes().items() if "services.prefill" in command]
-        os.kill(prefill, signal.SIGKILL)
-        await up.wait_logged("prefill-0 was killed by SIGKILL")
-        assert modules(up) == ["router", "services.decode"]
+        before = up.processes()
+        killed = {name: one(up, part) for name, part in PARTS.items()}
+        for pid in killed.values():
+            os.kill(pid, signal.SIGKILL)
+        for name in killed:
+            await up.wait_logged(f"{name} was killed by SIGKILL")
+            await up.wait_logged(f"starting {name} again in 1 s")
+        await up.wait_logged("prefill-0 serves again")
+        await up.wait_logged("router serves again")
+        # Commands are the same: ports, data, names.
+        assert {one(up, part) for part in PARTS.values()}.isdisjoint(killed.values())
+        assert sorted(up.processes().values()) == sorted(before.values())
+        await check_it_answers(up.router_address)
 
         descriptors = [os.pidfd_open(pid) for pid in up.processes()]
         up.send(signal.SIGKILL)
@@ -177,6 +224,33 @@ async def test_a_dead_worker_is_told_and_a_dead_up_takes_all_along(directory: Pa
         async with asyncio.timeout(ALL_GONE_WITHIN_S):
             await asyncio.gather(*(readable(descriptor) for descriptor in descriptors))
         assert up.processes() == {}
+
+
+async def test_ctrl_c_ends_it_while_one_waits_to_be_started_again(directory: Path) -> None:
+    async with Up(directory, config("agg"), "--engine", "mock", *FREE_PORT) as up:
+        await up.wait_ready()
+        os.kill(one(up, "services.decode"), signal.SIGKILL)
+        await up.wait_logged("starting decode-0 again in 1 s")
+        assert await up.end(signal.SIGINT) < ALL_GONE_WITHIN_S
+
+
+async def test_with_fail_fast_whoever_dies_ends_it_all_and_is_named(directory: Path) -> None:
+    async with Up(directory, config("agg"), "--engine", "mock", "--fail-fast", *FREE_PORT) as up:
+        await up.wait_ready()
+        os.kill(one(up, "services.decode"), signal.SIGKILL)
+        assert await up.exit_code() == 1
+        assert up.processes() == {}
+    told = up.log.partition("quartet: decode-0 was killed by SIGKILL\n")[2]
+    assert "decode decode-0 serves on" in told, up.log
+
+
+async def test_a_topology_for_gpus_runs_on_a_laptop_with_another_engine_and_model(directory: Path) -> None:
+    options = ("--engine", "torch", "--model", "models/tiny", *FREE_PORT)
+    async with Up(directory, config("trtllm/disagg"), *options) as up:
+        await up.wait_ready()
+        assert "workers[0].gpus: left out" in up.log
+        await check_it_answers(up.router_address)
+        assert await up.end(signal.SIGTERM) < ALL_GONE_WITHIN_S
 
 
 async def test_a_process_that_dies_at_the_start_ends_it_all_and_says_why(
@@ -194,7 +268,7 @@ async def test_a_process_that_dies_at_the_start_ends_it_all_and_says_why(
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
-        ("model.path=/no/such/model", "/no/such/model holds no config.json"),
+        ("model.path=/no/such/model", "there is no folder /no/such/model"),
         ("engine.num_blocs=3", "engine.num_blocs: unknown; did you mean num_blocks"),
         ("router.overrides.polizy=x", "router.overrides.polizy: unknown; did you mean policy"),
         ("router.port=-1", "router.port: must be in"),
