@@ -11,6 +11,7 @@ from quartet import errors
 from quartet.discovery.place import Place
 from quartet.engine.sampling import Sampling
 from quartet.kvcache.block_hash import sequence_hashes
+from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile, MediaKind, MediaSize
 from quartet.rpc.edge import TokenPrompt
 from quartet.rpc.inner import PrefillOutcome
@@ -242,4 +243,32 @@ async def test_an_encode_worker_that_comes_takes_over_from_towers() -> None:
     file = MediaFile(MediaKind.EMBEDDINGS, b"tensors")
     await collect(fleet.generate(media_start(prompt=TokenPrompt((1, PLACEHOLDER)), media=(file,))))
     assert calls_of(fleet, "prefill")[-1].place == Place("prefill-1")
+    fleet.assert_nothing_left()
+
+
+async def test_each_kind_goes_to_who_takes_it_in_one_pool() -> None:
+    """Embeddings to encode workers without a tower, pictures to prefill workers that have one, both to the latter."""
+    takes = {"encode": ("embeddings",), "prefill": ("image", "embeddings", "hand_off")}
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0", takes=takes)
+    rows, one = MediaFile(MediaKind.EMBEDDINGS, b"tensors"), TokenPrompt((1, PLACEHOLDER))
+    await collect(fleet.generate(media_start(prompt=one, media=(rows,))))
+    [encode] = calls_of(fleet, "encode")
+    assert [item.file for item in encode.start.items] == [rows]
+    assert isinstance(calls_of(fleet, "prefill")[-1].start.media[0].source, HandOff)
+    await collect(fleet.generate(media_start(prompt=one, media=(A,))))
+    assert [item.source for item in calls_of(fleet, "prefill")[-1].start.media] == [A]
+    await collect(fleet.generate(media_start(media=(A, rows))))
+    assert [item.source for item in calls_of(fleet, "prefill")[-1].start.media] == [A, rows]
+    assert len(calls_of(fleet, "encode")) == 1
+    fleet.assert_nothing_left()
+
+
+async def test_kinds_that_no_worker_takes_together_are_refused_and_the_item_named() -> None:
+    fleet = media_fleet(
+        "encode-0", "prefill-0", "decode-0", takes={"encode": ("embeddings",), "prefill": ("image", "hand_off")}
+    )
+    rows = MediaFile(MediaKind.EMBEDDINGS, b"tensors")
+    with pytest.raises(errors.UnsupportedFieldError, match="embeddings and image") as raised:
+        await collect(fleet.generate(media_start(media=(A, rows))))
+    assert raised.value.field == "media[1].embeddings"
     fleet.assert_nothing_left()

@@ -8,7 +8,14 @@ from datetime import timedelta
 import pytest
 
 from quartet.errors import InvalidRequestError, ProtocolError
-from quartet.kvcache.layout import EmbeddingLayout, EmbeddingsPayload, HandOff, OpaquePayload
+from quartet.kvcache.layout import (
+    BlocksPayload,
+    EmbeddingLayout,
+    EmbeddingsPayload,
+    HandOff,
+    KvLayout,
+    OpaquePayload,
+)
 from quartet.media.items import MediaFile, MediaGrid, MediaItem, MediaKind, MediaSize
 from quartet.rpc.context import RequestContext
 from quartet.rpc.convert.encode import (
@@ -72,10 +79,16 @@ def test_what_is_impossible_in_a_start_is_named() -> None:
         assert raised.value.field == field
 
 
+def test_what_an_encoder_keeps_itself_comes_through_as_it_is() -> None:
+    kept = replace(HAND_OFF, payload=OpaquePayload("trtllm", bytes(range(256))))
+    assert from_encoded_item(to_encoded_item(EncodedItem(item=3, hand_off=kept))) == EncodedItem(item=3, hand_off=kept)
+
+
 def test_nonsense_of_a_worker_is_refused() -> None:
-    opaque = to_hand_off(replace(HAND_OFF, payload=OpaquePayload("trtllm", b"")))
+    layout = KvLayout(model_fingerprint="f", dtype="float16", num_layers=1, num_kv_heads=1, head_dim=1, block_size=1)
+    blocks = to_hand_off(replace(HAND_OFF, payload=BlocksPayload(layout, 1)))
     with pytest.raises(ProtocolError):
-        from_encoded_item(encode_pb2.EncodedItem(hand_off=opaque))
+        from_encoded_item(encode_pb2.EncodedItem(hand_off=blocks))
     with pytest.raises(InvalidRequestError):
         from_encoded_item(encode_pb2.EncodedItem())
     with pytest.raises(ProtocolError):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from quartet.errors import InvalidRequestError
+from quartet.kvcache.layout import HandOff, OpaquePayload
 from quartet.rpc import convert
 from quartet.v1 import decode_pb2, prefill_pb2, types_pb2
 
 ID = bytes(range(32))
 FILE = types_pb2.MediaInput(media_id=ID, file=types_pb2.MediaFile(kind=types_pb2.MEDIA_KIND_IMAGE, data=b"\x89PNG"))
 LAYOUT = types_pb2.EmbeddingLayout(model_fingerprint="f", dtype="float32", hidden_size=8, block_size=4)
+KV_LAYOUT = types_pb2.KvLayout(dtype="float32", num_layers=1, num_kv_heads=1, head_dim=8, block_size=4)
 HAND_OFF = types_pb2.HandOff(
     hand_off_id=b"i" * 16,
     secret=b"s" * 16,
@@ -49,6 +51,17 @@ def test_files_and_hand_offs_are_taken_as_they_should_come() -> None:
     assert len(handed_off.media) == len(handed_off.generation.media) == 1
 
 
+def test_what_an_encoder_keeps_itself_is_taken_as_it_is() -> None:
+    kept = types_pb2.MediaInput()
+    kept.CopyFrom(HANDED_OFF)
+    kept.hand_off.opaque.CopyFrom(types_pb2.OpaquePayload(engine="trtllm", state=bytes(range(256))))
+    generation = types_pb2.Generation(prompt_token_ids=bytes(4 * 9), media=[SPAN])
+    start = convert.from_prefill_start(prefill_pb2.PrefillStart(generation=generation, media=[kept]))
+    [item] = start.media
+    assert isinstance(item.source, HandOff)
+    assert item.source.payload == OpaquePayload("trtllm", bytes(range(256)))
+
+
 @pytest.mark.parametrize(
     ("media", "field"),
     [
@@ -77,7 +90,9 @@ def test_files_and_hand_offs_are_taken_as_they_should_come() -> None:
         (
             changed(
                 HANDED_OFF,
-                types_pb2.MediaInput(hand_off=types_pb2.HandOff(opaque=types_pb2.OpaquePayload(engine="e"))),
+                types_pb2.MediaInput(
+                    hand_off=types_pb2.HandOff(blocks=types_pb2.BlocksPayload(num_tokens=1, layout=KV_LAYOUT))
+                ),
             ),
             "media[1].hand_off.payload",
         ),

@@ -67,11 +67,12 @@ class FakeEncoder:
         self.is_alive = True
         self.is_closed = False
         self.states: StateEncoder | None = None
+        self.kinds = frozenset({MediaKind.IMAGE})
 
     @property
     def capabilities(self) -> EncoderCapabilities:
         return EncoderCapabilities(
-            kinds=frozenset({MediaKind.IMAGE}),
+            kinds=self.kinds,
             model_fingerprint=self._embeddings.layout.model_fingerprint,
             preprocessing_fingerprint=FINGERPRINT,
             max_item_tokens=16,

@@ -29,6 +29,7 @@ from quartet.v1 import decode_pb2
 from services.workers.dispatcher import DecodeDispatcher, PrefillDispatcher
 from services.workers.embedding_store import EmbeddingStore
 from services.workers.file_encoder import FileEncoder
+from services.workers.file_sizer import FileSizer
 from services.workers.media import MediaStage
 from services.workers.media_backlog import MediaBacklog
 from tests.services.fake_encoder import FakeEncoder, embedding_memory, name_of
@@ -101,13 +102,18 @@ async def media_worker(
     kind: RequestKind = RequestKind.PREFILL,
     *,
     encoder: FakeEncoder | None = None,
+    sizer: FakeEncoder | None = None,
+    read_states: str | None = None,
     has_media: bool = True,
     model_fingerprint: str = "fake",
     max_waiting_items: int = 64,
     max_waiting_pixels: int = 10_000,
     max_size_bytes: int = 1_000,
 ) -> AsyncIterator[MediaWorker]:
-    """One with a pool of embeddings, or of text alone; everything is taken down in the end."""
+    """One with a pool of embeddings, or of text alone; everything is taken down in the end.
+
+    ``sizer`` is of files that the engine reads by itself, ``read_states`` of which engine's hand-offs it does.
+    """
     registry, config = CollectorRegistry(), TransferConfig(lease_s=10.0)
     embeddings = encoder.embeddings if encoder is not None else embedding_memory(model_fingerprint=model_fingerprint)
     engine = StubEngine(embeddings=embeddings)
@@ -122,6 +128,8 @@ async def media_worker(
             puller,
             metrics,
             files=None if encoder is None else FileEncoder(encoder, store, metrics, max_size_bytes=max_size_bytes),
+            read_files=None if sizer is None else FileSizer(sizer, metrics, max_size_bytes=max_size_bytes),
+            read_states=read_states,
             placeholder_id=PLACEHOLDER_ID,
             backlog=MediaBacklog(max_items=max_waiting_items, max_pixels=max_waiting_pixels),
         )
@@ -148,13 +156,14 @@ def start_with_files(files: Sequence[MediaFile], prompt: Sequence[int], **contex
 
 
 def start_with_hand_offs(files: Sequence[MediaFile], hand_offs: Sequence[HandOff], **context: object) -> InnerStart:
-    """A prompt of nothing but the files' tokens and one more."""
+    """A prompt of nothing but the files' tokens, which their fakes begin with, and one more."""
     spans: list[MediaSpan] = []
     position = 0
     for file, hand_off in zip(files, hand_offs, strict=True):
-        assert isinstance(hand_off.payload, EmbeddingsPayload)
-        spans.append(MediaSpan(name_of(file), position, hand_off.payload.num_tokens))
-        position += hand_off.payload.num_tokens
+        is_counted = isinstance(hand_off.payload, EmbeddingsPayload)
+        num_tokens = hand_off.payload.num_tokens if is_counted else int(file.data.split()[0])  # type: ignore[union-attr]
+        spans.append(MediaSpan(name_of(file), position, num_tokens))
+        position += num_tokens
     generation = Generation(prompt_token_ids=(PLACEHOLDER_ID,) * position + (1,), media=tuple(spans))
     media = [MediaInput(name_of(file), hand_off) for file, hand_off in zip(files, hand_offs, strict=True)]
     return _start(generation, media, context)
