@@ -104,6 +104,7 @@ class TrtllmEngine:
         self._check_alive()
         self._session = session
         self._capabilities = self._describe(session)
+        self._take_feeds()  # what was told before, it will not be told of again
 
     def submit(self, request: EngineRequest) -> None:
         """Queue ``request``; every outcome, refusal included, arrives in ``outputs``.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ from quartet.engine.trtllm.metrics import ResultMetrics
 from quartet.engine.trtllm.model_facts import ModelFacts
 from quartet.engine.trtllm.objects import build_objects
 from quartet.engine.trtllm.package import Package
+from quartet.engine.trtllm.stats import LlmRankStats
+from quartet.events.kv import RankEvents
 
 if TYPE_CHECKING:
     from quartet.engine.catalog import EngineSpec
@@ -28,7 +32,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedLlm:
-    """An LLM that has loaded, and what reads for it and of it."""
+    """An LLM that has loaded, and what reads for it and of it.
+
+    Attributes:
+        has_told: set when ``feeds`` have something new.
+    """
 
     llm: Any
     package: Package
@@ -38,6 +46,7 @@ class LoadedLlm:
     book: RequestBook
     feeds: Feeds
     metrics: ResultMetrics | None
+    has_told: threading.Event
 
     @property
     def is_gone(self) -> bool:
@@ -52,6 +61,18 @@ class LoadedLlm:
     def cache(self) -> CacheIdentity:
         """What an engine that goes on with its prompts must have alike."""
         return CacheIdentity(model_fingerprint=self.facts.fingerprint, block_size=self.arguments.block_size)
+
+    def wait_for_figures(self, timeout_s: float) -> list[RankEvents]:
+        """Block until the size of the cache was told, ``timeout_s`` at most; what was told of it meanwhile."""
+        events: list[RankEvents] = []
+        deadline = time.monotonic() + (timeout_s if self.arguments.has_stats or self.arguments.has_events else 0.0)
+        while (left_s := deadline - time.monotonic()) > 0:
+            self.has_told.clear()
+            events += self.feeds.take_kv_events()
+            if self.feeds.num_blocks(0) is not None:
+                break
+            self.has_told.wait(left_s)
+        return events
 
     def num_blocks(self) -> int:
         """KV blocks of a rank; where TensorRT-LLM doesn't say, those that nothing it computes at a time can exceed."""
@@ -85,17 +106,9 @@ def loaded_llm(
             block_size=arguments.block_size,
             max_step_tokens=arguments.max_num_tokens,
         )
-        feeds = Feeds(
-            llm,
-            block_size=arguments.block_size,
-            num_ranks=arguments.num_ranks,
-            wants_events=arguments.has_events,
-            wants_stats=arguments.has_stats,
-            on_change=on_feeds,
-            on_record=book.observe,
-            media_token_ids=frozenset() if inputs.placeholder_id is None else frozenset({inputs.placeholder_id}),
-            vocab_size=facts.vocab_size,
-        )
+        has_told = threading.Event()
+        media_ids = frozenset() if inputs.placeholder_id is None else frozenset({inputs.placeholder_id})
+        feeds = _Hearing(book, has_told, on_feeds).feeds(llm, arguments, media_ids, facts.vocab_size)
         stack.callback(feeds.close)
         metrics = None
         if arguments.has_perf_metrics or arguments.has_stats:
@@ -110,4 +123,35 @@ def loaded_llm(
             book=book,
             feeds=feeds,
             metrics=metrics,
+            has_told=has_told,
         )
+
+
+@dataclass(frozen=True)
+class _Hearing:
+    """What hears of the feeds, on their threads."""
+
+    book: RequestBook
+    has_told: threading.Event
+    on_feeds: Callable[[], None]
+
+    def feeds(self, llm: Any, arguments: LlmArguments, media_token_ids: frozenset[int], vocab_size: int) -> Feeds:
+        return Feeds(
+            llm,
+            block_size=arguments.block_size,
+            num_ranks=arguments.num_ranks,
+            wants_events=arguments.has_events,
+            wants_stats=arguments.has_stats,
+            on_change=self._take_change,
+            on_record=self._take_record,
+            media_token_ids=media_token_ids,
+            vocab_size=vocab_size,
+        )
+
+    def _take_record(self, record: LlmRankStats) -> None:
+        self.book.observe(record)
+        self.has_told.set()
+
+    def _take_change(self) -> None:
+        self.has_told.set()
+        self.on_feeds()

@@ -73,6 +73,9 @@ class LlmSession:
             await self._canary.warm_up()
         except TimeoutError:
             raise EngineError(f"no first answer within {self._times.warm_up_timeout_s} s") from None
+        events = await asyncio.to_thread(self.loaded.wait_for_figures, self._times.figures_timeout_s)
+        if events:
+            self._listener.on_output(StepOutput(kv_events=events))
         self.num_blocks = self._requests.num_blocks = self.loaded.num_blocks()
         self.loaded.book.assume_num_blocks(self.num_blocks)
         self._listener.on_ready(self)

@@ -11,6 +11,7 @@ class TrtllmTimes:
 
     Attributes:
         warm_up_timeout_s: for the first request, with which kernels are tuned.
+        figures_timeout_s: for its first statistics, after that; without them the size of its cache is guessed.
         canary_interval_s: without anything coming out for so long, a request of the adapter's own is sent.
         canary_timeout_s: within which that has to come back, unless anything else does.
         look_interval_s: between looks at whether the engine has died without saying so.
@@ -20,6 +21,7 @@ class TrtllmTimes:
     """
 
     warm_up_timeout_s: float = 900.0
+    figures_timeout_s: float = 5.0
     canary_interval_s: float = 10.0
     canary_timeout_s: float = 30.0
     look_interval_s: float = 1.0

@@ -1,0 +1,223 @@
+"""What requests may ask for, on an LLM whose uncertain sides are either way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from quartet.engine.base import EngineRequest, Finished, FinishReason, Prefilled, RequestKind
+from quartet.engine.sampling import GrammarKind, GuidedDecoding, OutputOptions, Sampling
+from tests.engine.fakes import make_request
+from tests.engine.trtllm.engines import Running, asked, decode_of, greedily, running, stand_in
+from tests.fakes.driving import SPELL, STORY, greedy, text_of, token_ids_of
+
+PREFILL = RequestKind.PREFILL
+EOS = 1
+#: Each switch the other way than elsewhere in these tests, as few together as time allows.
+SWITCHES: list[dict[str, Any]] = [
+    {},
+    {"kv_event_form": "queue", "disagg_request_id": True, "uncertain_llm_params": True},
+    {"kv_event_form": "queue", "kv_event_lists": True, "mrope_handles": False, "mm_keys": True},
+    {"no_kv_cache_stats": True, "context_finish": "not_finished", "result_timeout_works": True},
+    {"end_id_in_tokens": False, "check_health": True},
+    {"logprobs_as_floats": True, "single_use_state": False, "abort_pins_state": False},
+    {"logprobs_as_floats": True, "end_id_in_tokens": False, "kv_event_lists": True},
+]
+
+
+@pytest.fixture
+def package() -> Iterator[Any]:
+    with stand_in() as module:
+        yield module
+
+
+async def prefilled_by(prefill: Running, request: EngineRequest) -> Prefilled:
+    end = await prefill.end_of(request)
+    assert isinstance(end, Prefilled), end
+    return end
+
+
+@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+async def test_answers_are_the_same_whatever_1_2_is_like(switches: dict[str, Any]) -> None:
+    expected = greedy(SPELL, 64)
+    assert expected[-1] == EOS
+    options = OutputOptions(logprobs=2)
+    with stand_in(**switches):
+        async with running(PREFILL) as prefill, running() as decode:
+            whole = asked(SPELL, 64, output=options)
+            assert await decode.end_of(whole) == Finished(whole.id, FinishReason.STOP_ID, len(expected))
+            assert decode.tokens_of(whole) == expected
+            assert_logprobs(decode, whole, expected, switches)
+            first = asked(SPELL, 64, PREFILL, output=options)
+            prefilled = await prefilled_by(prefill, first)
+            assert (prefilled.token_id, prefilled.finished) == (expected[0], None)
+            assert prefilled.logprobs is not None
+            assert prefilled.logprobs.token_id == expected[0]
+            rest = decode_of(first, prefilled)
+            assert await decode.end_of(rest) == Finished(rest.id, FinishReason.STOP_ID, len(expected))
+            assert decode.tokens_of(rest) == expected[1:]
+            assert_logprobs(decode, rest, expected[1:], switches)
+            assert decode.consumer.started[rest.id].transfer_s > 0
+            [stats] = decode.engine.stats()
+            assert stats.num_total_blocks == decode.engine.capabilities.num_blocks > 0
+            counts = (stats.num_in_use_blocks, stats.num_held_blocks, stats.num_cached_blocks, stats.num_free_blocks)
+            assert sum(counts) == stats.num_total_blocks
+            if switches.get("single_use_state", True):
+                await prefill.until(lambda: prefill.control.num_held == 0)
+
+
+def assert_logprobs(decode: Running, request: EngineRequest, expected: list[int], switches: dict[str, Any]) -> None:
+    logprobs = decode.consumer.logprobs[request.id]
+    assert [entry.token_id for entry in logprobs] == expected
+    said = logprobs if switches.get("end_id_in_tokens", True) else logprobs[:-1]
+    for entry in said:
+        assert entry.logprob <= 0
+        if not switches.get("logprobs_as_floats"):
+            assert (len(entry.top_token_ids), entry.top_token_ids[0]) == (2, entry.token_id), "it is greedy"
+            assert entry.top_logprobs[0] == entry.logprob >= entry.top_logprobs[1]
+
+
+@pytest.mark.parametrize("num_top", [None, 0])
+async def test_as_many_alternatives_come_as_were_asked_for(package: Any, num_top: int | None) -> None:
+    async with running() as decode:
+        request = asked(STORY, 3, output=OutputOptions(logprobs=num_top))
+        await decode.end_of(request)
+        assert [entry.top_token_ids for entry in decode.consumer.logprobs[request.id]] == [()] * (
+            0 if num_top is None else 3
+        )
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+async def test_a_resumed_answer_goes_on_and_counts_what_was_given(package: Any, interval: int) -> None:
+    expected = greedy(STORY, 12)
+    settings = {"override_engine_args": {"stream_interval": interval}}
+    async with running(PREFILL, **settings) as prefill, running(**settings) as decode:
+        request = asked(STORY, 12, generated=expected[:5])
+        assert await decode.end_of(request) == Finished(request.id, FinishReason.LENGTH, 12)
+        assert decode.tokens_of(request) == expected[5:]
+        assert decode.consumer.offsets[request.id] == list(range(5, 12))
+        assert decode.last_call["sampling_params"].max_tokens == 7
+        again = asked(STORY, 12, PREFILL, generated=expected[:5])
+        prefilled = await prefilled_by(prefill, again)
+        assert (prefilled.token_id, prefilled.num_tokens) == (expected[5], len(token_ids_of(STORY)) + 5)
+        rest = decode_of(again, prefilled)
+        assert await decode.end_of(rest) == Finished(rest.id, FinishReason.LENGTH, 12)
+        assert decode.tokens_of(rest) == expected[6:]
+        assert decode.consumer.offsets[rest.id] == list(range(6, 12))
+
+
+@pytest.mark.parametrize("end_id_in_tokens", [True, False])
+async def test_a_prefill_whose_token_ends_the_answer_hands_nothing_off(end_id_in_tokens: bool) -> None:
+    expected = greedy(SPELL, 64)
+    with stand_in(end_id_in_tokens=end_id_in_tokens):
+        async with running(PREFILL) as prefill:
+            for request, token_id, reason in (
+                (asked(SPELL, 64, PREFILL, generated=expected[:-1]), EOS, FinishReason.STOP_ID),
+                (asked(SPELL, 1, PREFILL), expected[0], FinishReason.LENGTH),
+                (asked(SPELL, 3, PREFILL, generated=expected[:2]), expected[2], FinishReason.LENGTH),
+                (
+                    asked(SPELL, kind=PREFILL, sampling=greedily(9, stop_token_ids=(expected[0],))),
+                    expected[0],
+                    FinishReason.STOP_ID,
+                ),
+            ):
+                prefilled = await prefilled_by(prefill, request)
+                assert (prefilled.token_id, prefilled.finished) == (token_id, reason)
+                assert (prefilled.opaque, prefilled.num_tokens, prefilled.block_ids) == (None, 0, ())
+            assert prefill.control.num_held == 0
+
+
+async def test_stop_ids_end_an_answer_and_are_its_last_token(package: Any) -> None:
+    expected = greedy(STORY, 12)
+    stop = expected[4]
+    first = expected.index(stop) + 1
+    async with running() as decode:
+        request = asked(STORY, sampling=greedily(12, stop_token_ids=(stop,)))
+        assert await decode.end_of(request) == Finished(request.id, FinishReason.STOP_ID, first)
+        assert decode.tokens_of(request) == expected[:first]
+        late = asked(STORY, sampling=greedily(12, stop_token_ids=(stop,), min_tokens=first + 2))
+        assert (await decode.end_of(late)).num_output_tokens >= first + 2
+
+
+async def test_the_model_s_own_end_may_be_ignored(package: Any) -> None:
+    expected = greedy(SPELL, 64)
+    num_tokens = len(expected) + 3
+    async with running() as decode:
+        request = asked(SPELL, sampling=greedily(num_tokens, ignore_eos=True))
+        assert await decode.end_of(request) == Finished(request.id, FinishReason.LENGTH, num_tokens)
+        assert decode.tokens_of(request)[: len(expected)] == expected
+
+
+async def test_without_a_limit_the_model_s_own_holds(package: Any) -> None:
+    num_given = len(token_ids_of(STORY))
+    async with running(max_model_len=num_given + 6) as decode:
+        request = asked(STORY, sampling=greedily(None, ignore_eos=True))
+        assert await decode.end_of(request) == Finished(request.id, FinishReason.LENGTH, 6)
+
+
+async def test_a_seed_decides_and_choices_differ(package: Any) -> None:
+    async with running() as decode:
+        answers = []
+        for seed, choice in ((7, 0), (7, 0), (7, 1), (8, 0)):
+            request = make_request(token_ids_of(STORY), sampling=Sampling(temperature=2.0, max_tokens=12))
+            request = replace(request, generation=replace(request.generation, seed=seed, choice=choice))
+            await decode.end_of(request)
+            answers.append(tuple(decode.tokens_of(request)))
+    assert answers[0] == answers[1]
+    assert len(set(answers)) == 3
+
+
+async def test_everything_that_decides_tokens_is_said(package: Any) -> None:
+    sampling = Sampling(
+        temperature=0.5,
+        top_k=9,
+        top_p=0.8,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.3,
+        max_tokens=7,
+        min_tokens=2,
+        stop_token_ids=(44,),
+        ignore_eos=True,
+    )
+    async with running() as decode:
+        await decode.end_of(make_request(token_ids_of(STORY), sampling=sampling))
+        said = decode.last_call["sampling_params"]
+    for name in (
+        "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty max_tokens min_tokens"
+    ).split():
+        assert getattr(said, name) == getattr(sampling, name), name
+    assert (said.stop_token_ids, said.ignore_eos, said.detokenize, said.end_id) == ([44], True, False, EOS)
+    assert said.seed is not None
+    assert "disaggregated_params" not in decode.last_call or decode.last_call["disaggregated_params"] is None
+
+
+async def test_a_grammar_is_followed_where_the_engine_has_one_and_is_not_taken_up_in_the_middle(package: Any) -> None:
+    guided = GuidedDecoding(GrammarKind.REGEX, "(yes|no)")
+    args = {"override_engine_args": {"guided_decoding_backend": "xgrammar"}}
+    async with running(**args) as decode:
+        assert "guided" in decode.engine.capabilities.sampling_fields
+        request = asked(STORY, sampling=greedily(12, guided=guided))
+        await decode.end_of(request)
+        assert text_of(decode.tokens_of(request)).strip() in ("yes", "no")
+        broken = asked(STORY, sampling=greedily(12, guided=guided), generated=[5])
+        assert (await decode.end_of(broken)).error.reason == "WORKER_UNAVAILABLE"
+        wrong = asked(STORY, sampling=greedily(12, guided=GuidedDecoding(GrammarKind.REGEX, "(")))
+        assert (await decode.end_of(wrong)).error.field == "sampling.guided"
+
+
+async def test_a_rank_a_salt_and_the_load_are_each_rank_s_own(package: Any) -> None:
+    settings: dict[str, Any] = {"tensor_parallel_size": 2, "enable_attention_dp": True}
+    async with running(**settings) as decode:
+        assert decode.engine.capabilities.data_parallel_size == len(decode.engine.stats()) == 2
+        request = asked(STORY, 3)
+        request = replace(request, generation=replace(request.generation, data_parallel_rank=1, cache_salt="pepper"))
+        await decode.end_of(request)
+        scheduling = decode.last_call["scheduling_params"]
+        assert (scheduling.attention_dp_rank, scheduling.attention_dp_relax) == (1, False)
+        assert decode.last_call["cache_salt"] == "pepper"
+        assert [stats.num_output_tokens for stats in decode.engine.stats()] == [0, 3]
