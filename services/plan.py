@@ -10,6 +10,7 @@ from pathlib import Path
 
 from quartet.config import build
 from quartet.discovery.base import Role
+from quartet.engine.catalog import ENCODERS
 from quartet.engine.settings import EngineKind, EngineSettings
 from quartet.errors import ConfigError
 from quartet.rpc.server import ServerConfig
@@ -129,8 +130,8 @@ def _group_config(topology: Topology, number: int) -> WorkerConfig:
     settings = to_settings(base)
     assert isinstance(settings, dict), "a dataclass becomes a mapping"
     config = build(WorkerConfig, merge(settings, group.overrides), f"{where}.overrides")
-    if group.role is Role.ENCODE and config.engine.kind is EngineKind.MOCK:
-        raise ConfigError(f"{where}.role: the engine mock has no vision tower for an encode worker")
+    if group.role is Role.ENCODE and config.engine.kind not in ENCODERS:
+        raise ConfigError(f"{where}.role: the engine {config.engine.kind} encodes no media")
     return config
 
 

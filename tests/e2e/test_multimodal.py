@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save
 
-from quartet.client import ChatMessage, Completion, QuartetClient, Sampling
+from quartet.client import ChatMessage, Completion, MediaUrl, QuartetClient, Sampling, read_media
 from quartet.media.items import MediaFile, MediaKind
 from tests.e2e.grpcurl import parse_messages
 from tests.e2e.oracle import one_oracle
@@ -23,7 +24,8 @@ CHECKPOINT = ROOT / "models/tiny/checkpoint"
 TOPOLOGIES = ("epd_multimodal_image", "disagg_multimodal", "agg_multimodal")
 NUM_LOOKS = 50
 ALL_GONE_WITHIN_S = 5.0
-# Of models/tiny/pictures/shapes.jpg.
+PICTURE = ROOT / "models/tiny/pictures/shapes.jpg"
+# Of it.
 CAPTION = (
     "A small blue circle at the top, a large white triangle at the top right, a small yellow diamond at the bottom "
     "left and a small yellow triangle at the bottom, on a plain grey background."
@@ -77,6 +79,22 @@ async def test_greedy_ids_are_those_of_transformers(running: Up, expected: list[
         completions = await asyncio.gather(*(ask(client, look) for look, _ids in rest))
         for (look, ids), completion in zip(rest, completions, strict=True):
             assert completion.choices[0].token_ids == ids, look
+
+
+@pytest.mark.parametrize("topology", ["epd_disagg", "epd_multimodal_image_and_embeddings"])
+async def test_embeddings_of_a_picture_computed_elsewhere_say_what_it_says(topology: str, tmp_path: Path) -> None:
+    with one_oracle() as oracle:
+        rows = oracle.embeddings(PICTURE.read_bytes())
+    embeddings = MediaFile(MediaKind.EMBEDDINGS, save({"rows": rows.contiguous()}))
+    options = ("--allowed-local-media-path", str(PICTURE.parent))
+    async with Up(tmp_path, *arguments_of(topology), *options) as up:
+        await up.wait_ready()
+        async with QuartetClient(up.router_address) as client:
+            for media in (embeddings, read_media(PICTURE), MediaUrl(PICTURE.as_uri())):
+                message = ChatMessage("user", (media, "Describe the picture."))
+                completion = await client.complete(messages=[message], sampling=Sampling(temperature=0.0))
+                assert completion.text == CAPTION, media
+        assert await up.end(signal.SIGINT) < ALL_GONE_WITHIN_S
 
 
 async def test_the_line_of_quartet_that_is_printed_sends_a_picture_and_gets_its_caption(tmp_path: Path) -> None:

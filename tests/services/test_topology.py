@@ -121,7 +121,7 @@ def test_encode_workers_share_cores_with_the_others_and_have_the_settings_of_all
 
 def test_the_mock_engine_encodes_nothing() -> None:
     workers = [{"role": "decode"}, {"role": "encode", "overrides": {"engine": {"kind": "mock"}}}]
-    with pytest.raises(ConfigError, match=r"workers\[1\].role: the engine mock has no vision tower for an encode"):
+    with pytest.raises(ConfigError, match=r"workers\[1\].role: the engine mock encodes no media"):
         plan_workers(build(Topology, {"workers": workers}), num_cores=2)
     with pytest.raises(ConfigError, match=r"engine.modality: the engine mock takes text only"):
         build(Topology, {"workers": [{"role": "decode"}], "engine": {"kind": "mock", "modality": "multimodal"}})

@@ -1,0 +1,87 @@
+"""Topologies with the engine trtllm, on the stand-in of TensorRT-LLM: real processes, real tokens of the tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quartet.client import ChatMessage, Completion, MediaFile, MediaKind, QuartetClient, Sampling
+from tests import tiny
+from tests.e2e.oracle import Oracle, one_oracle
+from tests.e2e.up import CONFIGS, Up
+from tests.fakes.installation import DIRECTORY
+from tests.pictures import make_look
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("etcd_binary")]
+
+NUM_TOKENS = 24
+NUM_LOOK_TOKENS = 72
+PROMPTS = [tuple(random.Random(seed).choices(tiny.PLAIN_IDS, k=40 + 25 * seed)) for seed in range(4)]
+LOOKS = [make_look(number) for number in (1, 2, 4)]
+WORKERS = {
+    "agg": {"decode-0"},
+    "disagg": {"prefill-0", "decode-0"},
+    "disagg_router": {"prefill-0", "prefill-1", "decode-0", "decode-1"},
+}
+ALL_GONE_WITHIN_S = 8.0
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Iterator[Oracle]:
+    with one_oracle() as oracle:
+        yield oracle
+
+
+def start(directory: Path, name: str, *options: str) -> Up:
+    """``quartet up`` of a topology for laptops; processes other than its workers never look for the package."""
+    choices = ("--engine", "trtllm", "--model", str(tiny.CHECKPOINT), "--router-port", "0")
+    stand_in = ("--set", f"environment.PYTHONPATH={DIRECTORY}")
+    return Up(directory, str(CONFIGS / f"{name}.yaml"), *choices, *stand_in, *options)
+
+
+async def ask(client: QuartetClient, prompt: tuple[int, ...]) -> Completion:
+    sampling = Sampling(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    return await client.complete(token_ids=prompt, sampling=sampling, timeout_s=60)
+
+
+@pytest.mark.parametrize("name", sorted(WORKERS))
+async def test_greedy_ids_of_text_are_those_of_transformers(name: str, tmp_path: Path, oracle: Oracle) -> None:
+    expected = [oracle.generate(prompt, NUM_TOKENS) for prompt in PROMPTS]
+    async with start(tmp_path, name) as up:
+        await up.wait_ready()
+        async with QuartetClient(up.router_address) as client:
+            assert {worker.record.worker_id for worker in await client.list_workers()} == WORKERS[name]
+            one_by_one = [await ask(client, prompt) for prompt in PROMPTS]
+            # Their prefixes are cached by now, and each may go elsewhere.
+            together = await asyncio.gather(*(ask(client, prompt) for prompt in PROMPTS))
+        for completions in (one_by_one, together):
+            assert [completion.choices[0].token_ids for completion in completions] == expected
+        if name == "disagg":
+            [placement] = one_by_one[0].accepted.choices
+            assert placement.prefill is not None
+        assert await up.end(signal.SIGINT) < ALL_GONE_WITHIN_S
+    assert "Traceback" not in up.log
+
+
+async def test_greedy_ids_of_pictures_are_those_of_transformers(tmp_path: Path, oracle: Oracle) -> None:
+    expected = [oracle.look(look, NUM_LOOK_TOKENS) for look in LOOKS]
+    assert not any(is_near_tie for _ids, is_near_tie in expected)
+    async with start(tmp_path, "epd_multimodal_image") as up:
+        await up.wait_ready()
+        async with QuartetClient(up.router_address) as client:
+            for look, (ids, _is_near_tie) in zip(LOOKS, expected, strict=True):
+                pictures = [MediaFile(MediaKind.IMAGE, file) for file in look.files]
+                completion = await client.complete(
+                    messages=[ChatMessage("user", (*pictures, look.question))],
+                    sampling=Sampling(temperature=0.0, max_tokens=NUM_LOOK_TOKENS),
+                    timeout_s=60,
+                )
+                assert completion.choices[0].token_ids == ids, look
+                assert completion.accepted.encode is not None
+        assert await up.end(signal.SIGINT) < ALL_GONE_WITHIN_S
+    assert "Traceback" not in up.log

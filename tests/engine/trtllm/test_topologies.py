@@ -1,0 +1,84 @@
+"""The topologies for GPUs are such as TensorRT-LLM 1.2 takes: each worker in its role, on the GPUs that it is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quartet.config import build
+from quartet.discovery.base import Role
+from quartet.engine.trtllm.arguments import LlmArguments, Use, llm_arguments
+from quartet.media.items import MediaKind
+from router.config import RouterConfig
+from router.policy.create import PolicyName
+from services.plan import ProcessPlan, plan_router, plan_workers
+from services.topology import Topology, load_topology
+from services.workers.config import WorkerConfig
+
+ROOT = Path(__file__).parents[3]
+FILES = sorted((ROOT / "configs/trtllm").glob("*.yaml"))
+
+
+@pytest.fixture(params=FILES, ids=lambda file: file.stem)
+def topology(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Topology:
+    """Read where its paths begin."""
+    monkeypatch.chdir(ROOT)
+    return load_topology(request.param)
+
+
+def arguments_of(plan: ProcessPlan) -> LlmArguments:
+    return llm_arguments(build(WorkerConfig, plan.settings).engine_spec, Use(str(plan.role)))
+
+
+def loads_a_model(plan: ProcessPlan) -> bool:
+    return build(WorkerConfig, plan.settings).encoder.kinds != (MediaKind.EMBEDDINGS,)
+
+
+def test_there_are_ten() -> None:
+    assert len(FILES) == 10
+
+
+def test_each_worker_has_as_many_gpus_as_its_model_takes(topology: Topology) -> None:
+    for plan in plan_workers(topology, num_cores=8):
+        if loads_a_model(plan):
+            values = arguments_of(plan).values
+            assert len(plan.gpus) == values.get("tensor_parallel_size", 1), plan.name
+        else:
+            assert not plan.gpus
+
+
+def test_prefill_and_decode_hand_over_by_the_same_way_the_same_blocks(topology: Topology) -> None:
+    by_role = {
+        role: [arguments_of(plan) for plan in plan_workers(topology, num_cores=8) if plan.role is role]
+        for role in (Role.PREFILL, Role.DECODE)
+    }
+    both = [*by_role[Role.PREFILL], *by_role[Role.DECODE]]
+    if by_role[Role.PREFILL]:
+        assert all(arguments.has_transceiver for arguments in both)
+        [_transceiver] = {str(arguments.values["cache_transceiver_config"]["backend"]) for arguments in both}  # type: ignore[index]
+    assert len({(arguments.kv_dtype, arguments.block_size) for arguments in both}) == 1
+
+
+def test_what_routes_by_caches_has_events_and_nothing_else_pays_for_them(topology: Topology) -> None:
+    is_aware = build(RouterConfig, plan_router(topology).settings).policy.name is PolicyName.KV_AWARE
+    workers = [plan for plan in plan_workers(topology, num_cores=8) if plan.role is not Role.ENCODE]
+    for plan in workers:
+        arguments = arguments_of(plan)
+        assert (arguments.has_events, arguments.has_stats) == (
+            (True, True) if policy.name == "kv_aware" else (False,) * 2
+        )
+        assert (policy.name == "kv_aware") is (len(workers) > len({plan.role for plan in workers}))
+
+
+def test_encode_comes_before_whoever_shares_its_gpu(topology: Topology) -> None:
+    plans = plan_workers(topology, num_cores=8)
+    for number, plan in enumerate(plans):
+        beside = [other for other in plans[:number] if set(other.gpus) & set(plan.gpus)]
+        assert all(other.role is Role.ENCODE for other in beside)
+
+
+def test_chat_templates_of_one_topology_are_there_and_the_same(topology: Topology) -> None:
+    files = {build(WorkerConfig, plan.settings).custom_jinja_template for plan in plan_workers(topology, num_cores=8)}
+    assert len(files) == 1
+    assert all(file is None or (ROOT / file).is_file() for file in files)
