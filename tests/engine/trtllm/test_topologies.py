@@ -65,10 +65,8 @@ def test_what_routes_by_caches_has_events_and_nothing_else_pays_for_them(topolog
     workers = [plan for plan in plan_workers(topology, num_cores=8) if plan.role is not Role.ENCODE]
     for plan in workers:
         arguments = arguments_of(plan)
-        assert (arguments.has_events, arguments.has_stats) == (
-            (True, True) if policy.name == "kv_aware" else (False,) * 2
-        )
-        assert (policy.name == "kv_aware") is (len(workers) > len({plan.role for plan in workers}))
+        assert (arguments.has_events, arguments.has_stats) == (is_aware, is_aware)
+    assert is_aware is (len(workers) > len({plan.role for plan in workers}))
 
 
 def test_encode_comes_before_whoever_shares_its_gpu(topology: Topology) -> None:
