@@ -46,8 +46,7 @@ class TrtllmEngine:
         Args:
             spec: what to load.
             kind: of the requests that it is for.
-            puller: keeps hand-offs alive until TensorRT-LLM has moved what they are of. It stays the caller's to close,
-                after the engine.
+            puller: keeps hand-offs alive until their KV has moved; it stays the caller's to close, after the engine.
             times: what bounds its waits.
 
         Raises:
@@ -279,7 +278,8 @@ class TrtllmEngine:
         if not self._ready.done():
             self._ready.set_exception(WorkerUnavailableError("the engine was closed"))
             self._ready.exception()  # nobody may wait for it any more
-        if self._session is None:
             return
+        if self._ready.cancelled():
+            return  # it may be loading still
         if not await asyncio.to_thread(self._thread.wait_ended, self._times.close_timeout_s):
             logger.error("the LLM has not shut down within %s s", self._times.close_timeout_s)

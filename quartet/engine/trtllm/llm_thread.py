@@ -66,13 +66,19 @@ class LlmThread:
     def _main(self) -> None:
         try:
             with self._load() as loaded:
-                asyncio.run(self._serve(loaded))
+                self._run(loaded)
         except Exception as error:  # the thread's work ends here; the listener fails what it knows
-            if not self._stop.is_set():
-                logger.exception("the engine is lost")
+            logger.exception("the LLM could not be loaded, or not be closed")
             self._on_lost(error)
         finally:
             self._has_ended.set()
+
+    def _run(self, loaded: LoadedLlm) -> None:
+        try:
+            asyncio.run(self._serve(loaded))
+        except Exception as error:  # before it is closed, as that may hang with it
+            logger.exception("the LLM does not work")
+            self._on_lost(error)
 
     async def _serve(self, loaded: LoadedLlm) -> None:
         stop = asyncio.Event()

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from quartet.engine.base import EngineRequest, Finished, FinishReason, Prefilled, RequestKind
 from quartet.engine.sampling import GrammarKind, GuidedDecoding, OutputOptions, Sampling
+from quartet.engine.trtllm.model_facts import ModelFacts
+from quartet.errors import ConfigError
 from tests.engine.fakes import make_request
 from tests.engine.trtllm.engines import Running, asked, decode_of, greedily, running, stand_in
+from tests.engine.trtllm.specs import arguments
 from tests.fakes.driving import SPELL, STORY, greedy, text_of, token_ids_of
+from tests.tiny import CHECKPOINT
 
 PREFILL = RequestKind.PREFILL
 EOS = 1
@@ -221,3 +229,36 @@ async def test_a_rank_a_salt_and_the_load_are_each_rank_s_own(package: Any) -> N
         assert (scheduling.attention_dp_rank, scheduling.attention_dp_relax) == (1, False)
         assert decode.last_call["cache_salt"] == "pepper"
         assert [stats.num_output_tokens for stats in decode.engine.stats()] == [0, 3]
+
+
+async def test_adapters_are_known_by_their_folders_and_named_in_the_call(package: Any, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        make_adapter(tmp_path / name)
+    folders = [str(tmp_path / "one"), str(tmp_path / "two")]
+    async with running(override_engine_args={"enable_lora": True, "lora_config": {"lora_dir": folders}}) as decode:
+        assert decode.engine.capabilities.adapters == ("one", "two")
+        request = asked(STORY, 3)
+        decode.engine.submit(replace(request, generation=replace(request.generation, adapter="two")))
+        await decode.consumer.wait_terminal(request)
+        lora = decode.last_call["lora_request"]
+        assert (lora.lora_name, lora.lora_int_id, lora.lora_path) == ("two", 2, folders[1])
+        plain = asked(STORY, 3)
+        await decode.end_of(plain)
+        assert decode.tokens_of(plain) == greedy(STORY, 3) != decode.tokens_of(request)
+
+
+def make_adapter(folder: Path) -> None:
+    """A LoRA adapter that changes every answer."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 400}))
+    name = "base_model.model.model.layers.2.mlp.down_proj.lora_{}.weight"
+    generator = torch.Generator().manual_seed(0)
+    down, up = (torch.randn(shape, generator=generator) for shape in ((4, 704), (256, 4)))
+    save_file({name.format("A"): down, name.format("B"): up}, folder / "adapter_model.safetensors")
+
+
+def test_two_adapters_of_one_name_are_refused(tmp_path: Path) -> None:
+    folders = [str(tmp_path / part / "same") for part in ("a", "b")]
+    given = arguments(override={"enable_lora": True, "lora_config": {"lora_dir": folders}})
+    with pytest.raises(ConfigError, match="same"):
+        ModelFacts.read(str(CHECKPOINT), given)

@@ -199,6 +199,20 @@ async def test_an_answer_that_never_comes_to_the_first_request_is_an_error(contr
     await engine.close()
 
 
+async def test_a_start_that_failed_is_told_though_the_llm_does_not_shut_down(
+    package: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, shutdown = threading.Event(), package.LLM.shutdown
+    monkeypatch.setattr(package.LLM, "shutdown", lambda llm: (may_end.wait(WAIT_S), shutdown(llm)))
+    times = replace(TIMES, warm_up_timeout_s=0.0, close_timeout_s=0.05)
+    engine = TrtllmEngine(spec_of(), DECODE, OpaquePuller(), times)
+    with pytest.raises(EngineError, match="first answer"):
+        await engine.start()
+    await engine.close()
+    may_end.set()
+    assert await asyncio.to_thread(engine._thread.wait_ended, WAIT_S)
+
+
 async def test_what_many_handles_bring_in_one_turn_is_one_output(package: Any) -> None:
     async with running() as decode:
         seen: list[Any] = []
