@@ -10,7 +10,13 @@ from quartet.engine.pulls import Pulls
 from quartet.engine.schedule import Pull
 from quartet.engine.settings import EngineKind
 from quartet.engine.trtllm.hand_off import CacheIdentity, HandOffState
-from quartet.errors import HandOffStateError, InvalidRequestError, LayoutMismatchError, ServingError
+from quartet.errors import (
+    HandOffStateError,
+    InvalidRequestError,
+    LayoutMismatchError,
+    ServingError,
+    UnsupportedFieldError,
+)
 from quartet.kvcache.layout import HandOff, OpaquePayload
 from quartet.transfer.base import FetchResult, Puller
 
@@ -23,7 +29,9 @@ _MAX_REMEMBERED = 1 << 16
 class Claims:
     """Claims on hand-offs whose bytes TensorRT-LLM moves by itself. Lives on the event loop."""
 
-    def __init__(self, puller: Puller) -> None:
+    def __init__(self, puller: Puller, *, can_pull: bool) -> None:
+        """Without ``can_pull`` every hand-off is refused: TensorRT-LLM was made to move nothing."""
+        self._can_pull = can_pull
         self._pulls = Pulls(puller, self._end)
         self._used: OrderedDict[bytes, None] = OrderedDict()
         self._opened: set[int] = set()
@@ -32,11 +40,14 @@ class Claims:
         """Accept the hand-off of ``request`` for an engine with ``cache``; its lease is renewed from now on.
 
         Raises:
+            UnsupportedFieldError: none is taken here.
             LayoutMismatchError: it is of another engine, or of one with another model, dtype or block size.
             HandOffStateError: it was used before.
             InvalidRequestError: it is not of this request's tokens.
         """
         assert request.hand_off is not None
+        if not self._can_pull:
+            raise UnsupportedFieldError("this engine takes no hand-offs", field="hand_off")
         hand_off = request.hand_off
         state = HandOffState.from_bytes(_opaque_state(hand_off))
         if state.cache != cache:

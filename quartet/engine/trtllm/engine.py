@@ -60,7 +60,7 @@ class TrtllmEngine:
         self._thread = LlmThread(
             lambda: loaded_llm(spec, kind, self._arguments, self._on_feeds), self._make_session, self._on_lost
         )
-        self._claims = Claims(puller)
+        self._claims = Claims(puller, can_pull=self._arguments.has_transceiver)
         self._outputs = OutputQueue()
         self._live: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None

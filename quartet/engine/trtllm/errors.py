@@ -66,11 +66,11 @@ def failure(
         is_shutting_down = isinstance(error, RuntimeError) and _SHUTTING_DOWN.search(str(error))
         return WorkerUnavailableError("the engine is shutting down") if is_shutting_down else None
     text = str(error)
-    if is_pulling:
-        # Whatever went wrong before the first output: the prompt's KV is not here, and a prefill brings it again.
-        return TransferError("the prompt's KV cache did not come over")
-    if _TOO_LONG.search(text):
+    if _TOO_LONG.search(text) and not (is_pulling and _TRANSFER.search(text)):
         return _too_long()
+    if is_pulling:
+        # Whatever else went wrong before the first output: the KV is not here, and a prefill brings it again.
+        return TransferError("the prompt's KV cache did not come over")
     if request.generation.sampling.guided is not None and _GUIDE.search(text):
         return InvalidRequestError("the grammar can not be followed", field="sampling.guided")
     if _TRANSFER.search(text):

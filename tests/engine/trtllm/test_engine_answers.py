@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 
 from quartet.engine.base import EngineRequest, Finished, FinishReason, Prefilled, RequestKind
 from quartet.engine.sampling import GrammarKind, GuidedDecoding, OutputOptions, Sampling
+from quartet.engine.settings import Backend
 from quartet.engine.trtllm.model_facts import ModelFacts
-from quartet.errors import ConfigError
+from quartet.errors import ConfigError, UnsupportedFieldError
 from tests.engine.fakes import make_request
 from tests.engine.trtllm.engines import Running, asked, decode_of, greedily, running, stand_in
 from tests.engine.trtllm.specs import arguments
@@ -245,6 +246,18 @@ async def test_adapters_are_known_by_their_folders_and_named_in_the_call(package
         plain = asked(STORY, 3)
         await decode.end_of(plain)
         assert decode.tokens_of(plain) == greedy(STORY, 3) != decode.tokens_of(request)
+
+
+@pytest.mark.parametrize("autodeploy_from_torch", [False, True])
+async def test_autodeploy_answers_by_itself_and_takes_nothing_over(autodeploy_from_torch: bool) -> None:
+    with stand_in(autodeploy_from_torch=autodeploy_from_torch):
+        async with running(PREFILL) as prefill, running(backend=Backend.AUTODEPLOY) as decode:
+            request = asked(STORY, 12)
+            await decode.end_of(request)
+            assert decode.tokens_of(request) == greedy(STORY, 12)
+            first = asked(STORY, 12, PREFILL)
+            refused = await decode.end_of(decode_of(first, await prefilled_by(prefill, first)))
+            assert (type(refused.error), refused.error.field) == (UnsupportedFieldError, "hand_off")
 
 
 def make_adapter(folder: Path) -> None:

@@ -92,6 +92,8 @@ def test_what_a_call_raises(raised: Exception, kind: type[ServingError], field: 
         (RequestError("KV cache transfer failed"), True, TransferError),
         (RequestError("whatever"), True, TransferError),
         (RequestError("KV cache transfer failed"), False, TransferError),
+        (RequestError("The prompt of 9 tokens exceeds max_seq_len"), True, PromptTooLongError),
+        (RequestError("KV cache transfer failed: longer than max_tokens_in_buffer"), True, TransferError),
         (
             RequestError("The prompt of 9 tokens exceeds max_seq_len or the KV cache's capacity"),
             False,
