@@ -156,20 +156,21 @@ class ChoiceHops:
         return outcome
 
     def _learn_prompt(self, outcome: PrefillOutcome) -> None:
-        """Of a worker that got files: what the prompt became. Raises ``HopFailedError``, ``PromptTooLongError``."""
+        """Of a worker that laid media out: the prompt with them. Raises ``HopFailedError``, ``PromptTooLongError``."""
         request = self.request
-        if request.media is None or request.media.is_encoded:
+        if request.media is None or (request.media.is_encoded and not outcome.prompt_token_ids):
             return
         media_ids = [item.media_id for item in request.media.items]
         if not outcome.prompt_token_ids or [span.media_id for span in outcome.media] != media_ids:
             self.drop(outcome.hand_off)
             silent = WorkerUnavailableError("the prefill worker did not tell what the prompt became")
             raise HopFailedError(Hop.PREFILL, silent)
-        request.media.learn(outcome.media)
+        if not request.media.is_encoded:  # what was encoded fills as much as its encoder said, whatever is put around
+            request.media.learn(outcome.media)
         self._take_prompt(outcome.prompt_token_ids, outcome.media)
 
     def _learn_length(self, num_prompt_tokens: int) -> None:
-        if self.request.media is not None:
+        if self.request.media is not None and not self.request.media.is_encoded:
             self.request.media.learn_length(num_prompt_tokens)
 
     def _take_prompt(self, token_ids: Sequence[int], spans: tuple[MediaSpan, ...]) -> None:

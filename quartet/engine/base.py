@@ -72,7 +72,7 @@ class EngineRequest:
         hand_off: DECODE only: where the KV of ``prompt + generated`` less the last token can be pulled.
         priority: higher first among those that wait.
         media_blocks: blocks of ``Engine.embeddings`` with each item of ``generation.media``, the caller's to keep until
-            it ends. Empty: text only, or all of it is in ``hand_off``'s KV: were that lost, it fails (``MediaLostError``).
+            it ends. Empty: text only, or all is in ``hand_off``'s KV: were that lost, it fails (``MediaLostError``).
         media_inputs: for an engine that ``reads_media``, each item's file or its opaque hand-off's state; ``None``
             for those of ``media_blocks``, which has nothing for the others.
     """
@@ -95,6 +95,7 @@ class Started:
         queue_s: seconds from ``submit`` until it was scheduled, less ``transfer_s``.
         transfer_s: seconds spent pulling blocks, 0 without a hand-off.
         transfer_bytes: bytes pulled.
+        num_prompt_tokens: with media in it that the engine laid out itself, else 0.
     """
 
     id: int
@@ -102,6 +103,7 @@ class Started:
     queue_s: float
     transfer_s: float = 0.0
     transfer_bytes: int = 0
+    num_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,8 @@ class Prefilled:
         token_id: the token sampled after the last one given.
         finished: set when that token ends the generation: nothing is held then.
         block_ids: held blocks, in the order of the sequence; empty for an opaque hand-off or when finished.
-        num_tokens: tokens whose KV those blocks hold.
         opaque: state of an engine that moves its own cache, else ``None``.
+        laid_out: the generation with media in its prompt that the engine laid out itself; zeros name the spans.
     """
 
     id: int
@@ -132,9 +134,10 @@ class Prefilled:
     compute_s: float
     finished: FinishReason | None = None
     block_ids: tuple[int, ...] = ()
-    num_tokens: int = 0
+    num_tokens: int = 0  # whose KV those blocks hold
     opaque: bytes | None = field(default=None, repr=False)
     logprobs: TokenLogprobs | None = None
+    laid_out: Generation | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -152,14 +155,12 @@ class StepOutput:
     ``token_ids`` is the concatenation over ``ids``: ``num_tokens[i]`` tokens for request ``ids[i]``, of which the
     first is output token number ``token_offsets[i]`` (counting from 0, ``generated_token_ids`` included).
     ``logprobs`` is aligned with ``token_ids`` where asked for. Every request gets exactly one of ``finished``,
-    ``prefilled``, ``failed``, after which its id never appears again. One with nothing in it says that a step has
-    begun with which ``stats`` tell something else of the prompts that wait: that none does any more, or that they are
-    being computed.
+    ``prefilled``, ``failed``, after which its id never appears again. One with nothing in it says that ``stats`` tell
+    something else of the prompts that wait.
 
     Attributes:
         kv_events: what became or ceased to be shareable, by data-parallel rank; ranks without a change are left out.
-        kv_snapshot: all that every rank could share once ``kv_events`` of this and all earlier steps are applied;
-            ``None`` unless ``request_kv_snapshot`` asked for it.
+        kv_snapshot: all that every rank could share after ``kv_events``, if ``request_kv_snapshot`` asked for it.
     """
 
     ids: Sequence[int] = ()
@@ -218,18 +219,17 @@ class EngineCapabilities:
 
     Attributes:
         sampling_fields: names of the ``Sampling`` and ``OutputOptions`` fields that it honours.
-        max_model_len: tokens of prompt and output together.
         layout: of its blocks; ``None`` for an engine that moves its own cache.
         placeholder_id: the token that stands for media in prompts; ``None``: it takes text only.
-        reads_media: it takes ``EngineRequest.media_inputs``.
-        metrics: what it measures by itself; called at each scrape, on that thread.
+        reads_media: it takes ``EngineRequest.media_inputs``, with one placeholder an item where sizes are unknown.
+        metrics: its own, read at each scrape, on that thread.
     """
 
     kinds: frozenset[RequestKind]
     sampling_fields: frozenset[str]
     model_fingerprint: str
     vocab_size: int
-    max_model_len: int
+    max_model_len: int  # prompt and output together
     block_size: int
     num_blocks: int
     layout: KvLayout | None = None

@@ -36,6 +36,7 @@ class ItemSize:
     """How much of a prompt an item fills: tokens, and the grid of patches where there is one.
 
     Attributes:
+        num_tokens: at least one; 0, of a ``MediaSizer`` that is no encoder: the engine says it in the end.
         num_pixels: that its file is decoded to; 0: it is no picture.
     """
 

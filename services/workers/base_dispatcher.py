@@ -203,6 +203,7 @@ class Dispatcher(Generic[OutboxT]):
         assert request is not None, "the engine has nothing of it yet"
         running.media_s = time.monotonic() - running.submitted_at
         running.num_prompt_tokens = len(ready.generation.prompt_token_ids)
+        running.media_ids = ready.media_ids
         if ready.is_expanded:
             running.expanded = ready.generation
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
-from quartet.engine.base import Engine, Prefilled, RequestKind, Started, StepOutput
+from quartet.engine.base import Engine, Generation, Prefilled, RequestKind, Started, StepOutput
 from quartet.errors import MessageTooLargeError, ServingError
 from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload, Payload
 from quartet.rpc.inner import MAX_OPAQUE_STATE_BYTES
@@ -14,6 +14,7 @@ from quartet.rpc.prefill_outbox import PrefillOutbox
 from quartet.telemetry.metrics import WorkerMetrics
 from services.workers.base_dispatcher import Dispatcher
 from services.workers.media import MediaStage
+from services.workers.running import Running
 
 
 class Holds(Protocol):
@@ -59,7 +60,7 @@ class DecodeDispatcher(Dispatcher[DecodeOutbox]):
         self._metrics.observe_queue(started.queue_s)
         if running.outbox is not None:
             num_prompt_tokens = 0 if running.expanded is None else running.num_prompt_tokens
-            running.outbox.started(running.slot, started, num_prompt_tokens)
+            running.outbox.started(running.slot, started, num_prompt_tokens or started.num_prompt_tokens)
 
     def _route_tokens(self, step: StepOutput) -> None:
         if step.logprobs or not self._route_whole(step):
@@ -130,7 +131,7 @@ class PrefillDispatcher(Dispatcher[PrefillOutbox]):
             self._engine.release(prefilled.id)
             running.outbox.failed(running.slot, error)
         else:
-            running.outbox.prefilled(running.slot, prefilled, hand_off, running.expanded)
+            running.outbox.prefilled(running.slot, prefilled, hand_off, _expanded(running, prefilled))
 
     def _offer(self, prefilled: Prefilled) -> HandOff:
         payload: Payload
@@ -143,3 +144,12 @@ class PrefillDispatcher(Dispatcher[PrefillOutbox]):
             assert layout is not None, "an engine without a layout gives opaque state"
             payload = BlocksPayload(layout, prefilled.num_tokens)
         return self._holds.offer(prefilled.id, prefilled.block_ids, payload)
+
+
+def _expanded(running: Running[PrefillOutbox], prefilled: Prefilled) -> Generation | None:
+    """With the prompt that is to be told; ``None``: it is as it came."""
+    laid_out = prefilled.laid_out
+    if laid_out is None:
+        return running.expanded
+    named = [replace(span, media_id=name) for span, name in zip(laid_out.media, running.media_ids, strict=True)]
+    return replace(laid_out, media=tuple(named))

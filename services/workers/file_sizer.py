@@ -18,6 +18,7 @@ class SizedItem:
     """A file that was looked at.
 
     Attributes:
+        size: with 0 tokens where the engine alone knows how many.
         num_pixels: that it is decoded to.
         field: its path in the request.
     """

@@ -23,7 +23,7 @@ from quartet.errors import (
     UnsupportedFieldError,
 )
 from quartet.kvcache.layout import EmbeddingsPayload, HandOff, OpaquePayload
-from quartet.kvcache.media_spans import expand_placeholders
+from quartet.kvcache.media_spans import check_placeholders, expand_placeholders
 from quartet.media.items import MediaFile, MediaItem
 from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES, InnerStart
 from quartet.telemetry.encode_metrics import EncodeMetrics
@@ -47,12 +47,14 @@ class ReadyMedia:
         generation: with the media's tokens in the prompt.
         media_blocks: blocks of the pool with each item; see ``EngineRequest``, as for ``media_inputs``.
         is_expanded: the prompt is another one than came.
+        media_ids: of all items; the engine says where they lie if ``generation`` does not.
     """
 
     generation: Generation
     media_blocks: tuple[tuple[int, ...], ...]
     is_expanded: bool
     media_inputs: tuple[MediaFile | bytes | None, ...] = ()
+    media_ids: tuple[bytes, ...] = ()
 
 
 class MediaStage:
@@ -171,6 +173,7 @@ class MediaUse:
         self._leases: dict[int, Lease] = {}
         self._made: set[int] = set()  # positions of items that were not here
         self._inputs: dict[int, MediaFile | bytes] = {}  # what the engine reads by itself
+        self._media_ids = tuple(item.media_id for item in start.media)
 
     async def prepare(self) -> ReadyMedia:
         """Have all of it in the pool that the engine does not read by itself.
@@ -188,13 +191,14 @@ class MediaUse:
         else:
             generation = self._start.generation
             await self._have_hand_offs()
-        indices = range(len(generation.media))
+        indices = range(len(self._start.media))
         blocks = tuple(self._leases[index].block_ids if index in self._leases else () for index in indices)
         return ReadyMedia(
             generation,
             blocks if self._leases else (),
             generation is not self._start.generation,
             tuple(self._inputs.get(index) for index in indices) if self._inputs else (),
+            self._media_ids,
         )
 
     def release(self, *, has_ended_well: bool) -> None:
@@ -228,15 +232,19 @@ class MediaUse:
             sized = await sizer.size(items, "media")
             sizes = [item.size for item in sized]
             self._waiting.add_pixels([0 if item.size.is_cached else item.num_pixels for item in sized])
+            self._media_ids = tuple(size.media_id for size in sizes)
             token_ids = start.generation.prompt_token_ids
+            if stage.files is None:
+                self._inputs.update((index, item.file) for index, item in enumerate(sized))
+                if not all(size.num_tokens for size in sizes):  # the engine says it, once it has read them
+                    check_placeholders(token_ids, stage.placeholder_id, len(sizes))
+                    return start.generation
             expanded, spans = expand_placeholders(token_ids, stage.placeholder_id, sizes)
             if len(expanded) > _MAX_TOLD_TOKENS:
                 message = f"a prompt with media files has {_MAX_TOLD_TOKENS} tokens at most, not {len(expanded)}"
                 raise PromptTooLongError(message, field="media")
             self.num_prompt_tokens = len(expanded)
-            if stage.files is None:
-                self._inputs.update((index, item.file) for index, item in enumerate(sized))
-            else:
+            if stage.files is not None:
                 await self._fill_pool(stage.files, sized)
         finally:
             self._waiting.leave_all()

@@ -24,6 +24,7 @@ class Running(Generic[OutboxT]):
         request: what the engine is asked for, while that waits for media; it has taken it else.
         expanded: with the prompt that is to be told, where media files came with the start.
         media_s: seconds from its arrival until its media were here.
+        media_ids: of its items.
         outbox: ``None`` once its stream is gone.
     """
 
@@ -37,6 +38,7 @@ class Running(Generic[OutboxT]):
     request: EngineRequest | None = None
     expanded: Generation | None = None
     media_s: float = 0.0
+    media_ids: tuple[bytes, ...] = ()
     timer: asyncio.TimerHandle | None = None
     is_timed_out: bool = False
     submitted_at: float = field(default_factory=time.monotonic)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from quartet.engine.base import RequestKind
+from quartet.engine.base import FinishReason, Prefilled, RequestKind, Started, StepOutput
+from quartet.engine.encoder import ItemSize
 from quartet.errors import (
     EngineError,
     InvalidMediaError,
@@ -16,10 +18,12 @@ from quartet.errors import (
     RequestTimeoutError,
     UnsupportedFieldError,
 )
+from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import EmbeddingsPayload, OpaquePayload
 from quartet.media.items import MediaFile, MediaKind
 from quartet.rpc.convert.encode import to_encode_start
-from quartet.v1 import encode_pb2, types_pb2
+from quartet.rpc.convert.outputs import from_prefill_result
+from quartet.v1 import decode_pb2, encode_pb2, prefill_pb2, types_pb2
 from tests.services.encode_workers import EncodeWorker, encode_worker, make_encode_start
 from tests.services.fake_encoder import FakeEncoder, name_of, picture, read, written
 from tests.services.fake_states import FakeStates, state_of
@@ -82,7 +86,8 @@ async def test_a_kept_item_is_no_block_that_others_could_find() -> None:
 
 async def test_nothing_of_a_request_that_fails_is_kept() -> None:
     encoder, states = keeper()
-    async with encode_worker(encoder) as worker:
+    # What was told before the other item failed is the caller's, who says nothing here: its lease ends it.
+    async with encode_worker(encoder, lease_s=0.2) as worker:
         for name, error in (("broken", InvalidMediaError), ("other", EngineError)):
             with pytest.raises(error) as caught:
                 await worker.encode(make_encode_start([CAT, picture(name), ROWS]))
@@ -222,3 +227,46 @@ async def test_a_file_that_cannot_be_sized_is_named() -> None:
     async with media_worker() as worker:
         with pytest.raises(UnsupportedFieldError, match="no vision tower"):
             worker.submit(start_with_files([CAT], PROMPT))
+
+
+class UnsizedEncoder(FakeEncoder):
+    """Looks at files, and can't tell how many tokens they fill."""
+
+    async def size(self, file: MediaFile) -> ItemSize:
+        return replace(await super().size(file), num_tokens=0, grid=None)
+
+
+async def test_files_of_unknown_sizes_go_as_they_came_and_the_engine_tells_what_the_prompt_became() -> None:
+    async with media_worker(sizer=UnsizedEncoder()) as worker:
+        start = start_with_files([CAT, DOG], (1, 99, 2, 99))
+        id = worker.submit(start)
+        await worker.submitted(id)
+        request = worker.engine.requests[id]
+        assert request.media_inputs == (CAT, DOG)
+        assert request.generation == start.generation
+        unnamed = MediaSpan(bytes(32), 1, 3), MediaSpan(bytes(32), 5, 2)
+        laid_out = replace(start.generation, prompt_token_ids=(1, 99, 7, 99, 2, 99, 99), media=unnamed)
+        prefilled = Prefilled(id, 7, 0, 0.0, 0.0, finished=FinishReason.LENGTH, laid_out=laid_out)
+        worker.dispatcher.route(StepOutput(prefilled=[prefilled]))
+        message = worker.outbox.take()
+        assert isinstance(message, prefill_pb2.PrefillResponse)
+        outcome = from_prefill_result(message.outputs[0].result)
+        assert list(outcome.prompt_token_ids) == [1, 99, 7, 99, 2, 99, 99]
+        assert outcome.media == (MediaSpan(name_of(CAT), 1, 3), MediaSpan(name_of(DOG), 5, 2))
+
+
+async def test_a_decode_tells_how_long_the_engine_made_the_prompt() -> None:
+    async with media_worker(RequestKind.DECODE, sizer=UnsizedEncoder()) as worker:
+        id = worker.submit(start_with_files([CAT], PROMPT))
+        await worker.submitted(id)
+        worker.dispatcher.route(StepOutput(started=[Started(id, 0, 0.0, num_prompt_tokens=33)]))
+        message = worker.outbox.take()
+        assert isinstance(message, decode_pb2.DecodeResponse)
+        assert [started.num_prompt_tokens for started in message.started] == [33]
+        worker.finish(id)
+
+
+async def test_as_many_files_as_placeholders_are_to_come_whatever_they_fill() -> None:
+    async with media_worker(sizer=UnsizedEncoder()) as worker:
+        worker.submit(start_with_files([CAT, DOG], PROMPT))
+        assert await worker.outcome() == "INVALID_FIELD media"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quartet.engine.base import EngineRequest, Generation, RequestKind
 from quartet.engine.trtllm.hand_off import HandOffState
+from quartet.engine.trtllm.inputs import LlmInputs
 from quartet.engine.trtllm.loading import LoadedLlm
 from quartet.engine.trtllm.sampling import (
     check_sampling_fields,
@@ -18,9 +19,6 @@ from quartet.engine.trtllm.token_cursor import TokenCursor
 from quartet.engine.validation import EngineLimits, check_request, max_output_tokens
 from quartet.errors import InvalidRequestError, UnsupportedFieldError, WorkerUnavailableError
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
@@ -30,13 +28,13 @@ class Call:
         arguments: by name; good for one call, which changes what they hold.
         cursor: reads the call's output.
         is_handing_off: its end leaves KV blocks for a decode elsewhere to pull.
-        expected_token_ids: what the result must say its prompt was; ``None``: what was given.
+        inputs: what the request became, where its prompt was computed here.
     """
 
     arguments: dict[str, Any]
     cursor: TokenCursor
     is_handing_off: bool = False
-    expected_token_ids: Sequence[int] | None = None
+    inputs: LlmInputs | None = None
 
 
 class CallBuilder:
@@ -71,7 +69,7 @@ class CallBuilder:
             generation,
             num_known=0,
             is_handing_off=is_handing_off,
-            expected_token_ids=inputs.expected_token_ids,
+            built=inputs,
             inputs=inputs.inputs,
             streaming=request.kind is RequestKind.DECODE,
             sampling_params=sampling_params(
@@ -104,7 +102,7 @@ class CallBuilder:
         *,
         num_known: int,
         is_handing_off: bool = False,
-        expected_token_ids: Sequence[int] | None = None,
+        built: LlmInputs | None = None,
         **arguments: Any,
     ) -> Call:
         if generation.cache_salt:
@@ -123,9 +121,7 @@ class CallBuilder:
             num_top_logprobs=generation.output.logprobs,
         )
         given = {name: value for name, value in arguments.items() if value is not None}
-        return Call(
-            arguments=given, cursor=cursor, is_handing_off=is_handing_off, expected_token_ids=expected_token_ids
-        )
+        return Call(arguments=given, cursor=cursor, is_handing_off=is_handing_off, inputs=built)
 
     def _limits(self, num_blocks: int) -> EngineLimits:
         return EngineLimits(
@@ -154,4 +150,15 @@ class CallBuilder:
         # Media are looked at by whoever reads them; with a hand-off they are in its KV.
         free = replace(generation.sampling, guided=None)
         plain = replace(generation, data_parallel_rank=0, adapter="", media=(), sampling=free)
+        if request.hand_off is not None and generation.media:
+            # TensorRT-LLM may have put ids of its own there, beyond the vocabulary.
+            plain = replace(plain, prompt_token_ids=_without_media(generation))
         check_request(replace(request, generation=plain, hand_off=None, media_blocks=(), media_inputs=()), limits)
+
+
+def _without_media(generation: Generation) -> list[int]:
+    """Its prompt, with tokens of any vocabulary where media lie."""
+    token_ids = list(generation.prompt_token_ids)
+    for span in generation.media:
+        token_ids[span.first_position : span.first_position + span.num_tokens] = [0] * span.num_tokens
+    return token_ids

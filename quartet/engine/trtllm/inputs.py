@@ -13,15 +13,24 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from quartet.discovery.host import host_identity
-from quartet.engine.base import EngineRequest
+from quartet.engine.base import EngineRequest, Generation
 from quartet.engine.media_validation import MediaLimits, check_media
 from quartet.engine.settings import Modality
 from quartet.engine.torch.rows_encoder import RowsReader
+from quartet.engine.trtllm.media_alignment import find_media
 from quartet.engine.trtllm.media_model import MediaModel, read_media_model
 from quartet.engine.trtllm.media_state import PictureState, read_state
-from quartet.engine.trtllm.prompt_text import PromptText, read_prompt_text
-from quartet.errors import ConfigError, InvalidRequestError, MediaLostError, ServingError, TransferError
+from quartet.engine.trtllm.prompt_text import PromptText, collapse, read_prompt_text
+from quartet.errors import (
+    ConfigError,
+    InvalidRequestError,
+    MediaLostError,
+    ServingError,
+    TransferError,
+    UnsupportedFieldError,
+)
 from quartet.kvcache.block_hash import MediaSpan
+from quartet.kvcache.media_spans import check_placeholders
 from quartet.media.image_file import decode
 from quartet.media.items import MediaFile, MediaKind
 
@@ -38,13 +47,16 @@ class LlmInputs:
         inputs: of ``generate_async``.
         disaggregated: further fields of ``DisaggregatedParams``; where there are any, the request takes such params
             whatever it does (``context_and_generation``).
-        expected_token_ids: what the result must say that the prompt was; ``None``: it is in ``inputs``.
+        expected_token_ids: what the result must say that the prompt was; ``None``: it is in ``inputs``, or unknown.
+        unread_token_ids: of a prompt that TensorRT-LLM lays its media out in, with one placeholder each: where they
+            lie in it is to be told (``InputBuilder.laid_out``); ``None``: it is known.
         add_special_tokens: of ``SamplingParams``.
     """
 
     inputs: Mapping[str, object] = field(repr=False)
     disaggregated: Mapping[str, object] = field(default_factory=dict, repr=False)
     expected_token_ids: Sequence[int] | None = field(default=None, repr=False)
+    unread_token_ids: Sequence[int] | None = field(default=None, repr=False)
     add_special_tokens: bool = True
 
 
@@ -64,7 +76,8 @@ class InputBuilder:
             self.embeddings = model.make_memory(model_fingerprint)
             self._reader = _ItemReader(model, self.embeddings)
             self._limits = MediaLimits(
-                placeholder_id=model.config.placeholder_id,
+                # Where sizes are unknown, items may have tokens of their own among the placeholders.
+                placeholder_id=model.config.placeholder_id if model.sizes is not None else None,
                 block_size=self.embeddings.layout.block_size,
                 num_blocks=self.embeddings.memory.num_blocks,
             )
@@ -96,13 +109,32 @@ class InputBuilder:
                 check_media(request, self._limits)
             return LlmInputs(inputs={"prompt_token_ids": token_ids})
         # Blocks are here for some items only, and checked where they are read.
-        check_media(replace(request, media_blocks=()), self._limits)
-        assert self._model is not None, "it takes media"
+        is_unread = self._limits is not None and not generation.media
+        if not is_unread:
+            check_media(replace(request, media_blocks=()), self._limits)
+        if self._model is None:
+            raise UnsupportedFieldError("this model takes text only", field="media")
         if request.hand_off is not None:
             return LlmInputs(inputs={"prompt_token_ids": token_ids})
+        if is_unread:
+            check_placeholders(token_ids, self._model.config.placeholder_id, len(request.media_inputs))
         items = self._reader.read(request)
         text = read_prompt_text(self._model.tokenizer, token_ids, generation.media)
-        return _llm_inputs(text, items, token_ids)
+        inputs = _llm_inputs(text, items, token_ids)
+        if self._model.sizes is not None:
+            return inputs
+        return replace(inputs, expected_token_ids=None, unread_token_ids=collapse(token_ids, generation.media))
+
+    def laid_out(self, generation: Generation, inputs: LlmInputs, became: Sequence[int]) -> Generation:
+        """``generation``, whose prompt with what was given out ``became`` that, as its prompt is with its media in it.
+
+        Raises:
+            EngineError: where they lie in it can't be told.
+        """
+        assert self._model is not None and inputs.unread_token_ids is not None, "there are media to be found"
+        spans = find_media(inputs.unread_token_ids, became, self._model.config.placeholder_id)
+        num_tokens = len(became) - len(generation.generated_token_ids)
+        return replace(generation, prompt_token_ids=list(became[:num_tokens]), media=spans)
 
     def close(self) -> None:
         """Free the pool. May be called twice."""
@@ -114,16 +146,14 @@ def create_input_builder(spec: EngineSpec, model_fingerprint: str) -> InputBuild
     """That of the model of ``spec``, which computes prompts.
 
     Raises:
-        ConfigError: ``engine.modality``: the model takes no media, or none whose sizes are known.
+        ConfigError: ``engine.modality``: the model takes no media.
         ModelFilesError, InvalidRequestError: see ``read_media_model``.
     """
     if spec.engine.modality is Modality.TEXT:
         return InputBuilder(None, model_fingerprint)
     model = read_media_model(spec)
-    if spec.engine.encodes_media:
-        if model is None:
-            raise ConfigError("engine.modality: the model takes text only")
-        model.need_sizes("engine.modality")
+    if spec.engine.encodes_media and model is None:
+        raise ConfigError("engine.modality: the model takes text only")
     return InputBuilder(model, model_fingerprint)
 
 
@@ -151,7 +181,7 @@ class _ItemReader:
 
     def read(self, request: EngineRequest) -> list[_Item]:
         """The items, in order. Raises as ``InputBuilder.build`` does."""
-        spans = request.generation.media
+        spans: Sequence[MediaSpan | None] = request.generation.media or (None,) * len(request.media_inputs)
         inputs = request.media_inputs or (None,) * len(spans)
         blocks = request.media_blocks or ((),) * len(spans)
         if len(inputs) != len(spans) or len(blocks) != len(spans):
@@ -165,11 +195,11 @@ class _ItemReader:
                 raise
         return items
 
-    def _item(self, span: MediaSpan, given: MediaFile | bytes | None, block_ids: Sequence[int]) -> _Item:
-        if isinstance(given, bytes):
+    def _item(self, span: MediaSpan | None, given: MediaFile | bytes | None, block_ids: Sequence[int]) -> _Item:
+        if isinstance(given, bytes) and span is not None:
             return _Item(state=self._state(span, given))
-        if given is None:
-            if not block_ids:
+        if not isinstance(given, MediaFile):
+            if not block_ids or span is None:
                 raise MediaLostError("the embeddings of the prompt's media are not here")
             return _Item(rows=self._pulled(span, block_ids))
         if given.kind is MediaKind.IMAGE:

@@ -16,8 +16,6 @@ from quartet.media.items import MediaFile, MediaKind
 if TYPE_CHECKING:
     from quartet.engine.catalog import EngineSpec
 
-_FIELD = "engine.modality"
-
 
 class FileSizes:
     """Of one model's files. May be called on any thread."""
@@ -27,11 +25,13 @@ class FileSizes:
         self._rows = RowsReader(model.config.hidden_size, model.max_item_tokens)
 
     def size(self, file: MediaFile) -> ItemSize:
-        """What ``file`` fills, from its header. Raises as ``MediaSizer.size`` does."""
+        """What ``file`` fills, from its header; 0 tokens: unknown. Raises as ``MediaSizer.size`` does."""
         if file.kind is MediaKind.EMBEDDINGS:
             return self._rows.size(file)
         header = read_header(file.data, max_pixels=self._model.max_pixels)
-        size = self._model.need_sizes(_FIELD).size(header.height, header.width)
+        if self._model.sizes is None:
+            return ItemSize(0, None, header.height * header.width)
+        size = self._model.sizes.size(header.height, header.width)
         if size.num_tokens > self._model.max_item_tokens:
             message = f"the picture fills {size.num_tokens} tokens, one item may fill {self._model.max_item_tokens}"
             raise MediaTooLargeError(message, field="file")
@@ -42,8 +42,7 @@ class TrtllmSizer:
     """See ``MediaSizer``."""
 
     def __init__(self, model: MediaModel) -> None:
-        """Size pictures and embeddings. Raises ``ConfigError``: the sizes of its pictures are not known."""
-        model.need_sizes(_FIELD)
+        """Size pictures and embeddings."""
         # Whose worker this is has told the fingerprint already, and another one than its engine's would be wrong.
         self.capabilities: EncoderCapabilities = model.capabilities(frozenset(MediaKind), model_fingerprint="")
         self._sizes = FileSizes(model)
@@ -57,7 +56,6 @@ def create_sizer(spec: EngineSpec) -> TrtllmSizer:
     """The sizer of the model of ``spec``.
 
     Raises:
-        ConfigError: ``engine.modality``: the sizes of its pictures are not known.
-        ModelFilesError, InvalidRequestError: see ``read_media_model``.
+        ConfigError, ModelFilesError, InvalidRequestError: see ``read_media_model``.
     """
     return TrtllmSizer(need_media_model(spec))

@@ -24,12 +24,22 @@ def read_prompt_text(tokenizer: Tokenizer, token_ids: Sequence[int], spans: Sequ
     Raises:
         InvalidRequestError: field ``prompt_token_ids``; there is no such text, as they are not what a tokenizer gives.
     """
-    collapsed = _collapse(token_ids, spans)
+    collapsed = collapse(token_ids, spans)
     for candidate in _candidates(tokenizer, collapsed):
         if tokenizer.encode(candidate.text, candidate.add_special_tokens) == collapsed:
             return candidate
     message = "with media, TensorRT-LLM takes text alone, and as text these token ids become others"
     raise InvalidRequestError(message, field="prompt_token_ids")
+
+
+def collapse(token_ids: Sequence[int], spans: Sequence[MediaSpan]) -> list[int]:
+    """``token_ids`` with the first alone of all tokens of each of ``spans``."""
+    collapsed: list[int] = []
+    begin = 0
+    for span in spans:
+        collapsed += token_ids[begin : span.first_position + 1]
+        begin = span.first_position + span.num_tokens
+    return [*collapsed, *token_ids[begin:]]
 
 
 def _candidates(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Iterator[PromptText]:
@@ -38,12 +48,3 @@ def _candidates(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Iterator[Prom
     if added and list(token_ids[: len(added)]) == added:
         yield PromptText(tokenizer.decode(token_ids[len(added) :], skip_special_tokens=False), True)
     yield PromptText(tokenizer.decode(token_ids, skip_special_tokens=False), False)
-
-
-def _collapse(token_ids: Sequence[int], spans: Sequence[MediaSpan]) -> list[int]:
-    collapsed: list[int] = []
-    begin = 0
-    for span in spans:
-        collapsed += token_ids[begin : span.first_position + 1]
-        begin = span.first_position + span.num_tokens
-    return [*collapsed, *token_ids[begin:]]

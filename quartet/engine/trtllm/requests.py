@@ -120,10 +120,17 @@ class LlmRequests:
         """The cache's events don't say that blocks are of a salt, an adapter or media: they must not be told of."""
         generation = request.generation
         is_private = bool(generation.cache_salt or generation.adapter)
-        if not is_private and not generation.media:
+        if not is_private and not generation.media and not request.media_inputs:
             return None
-        first = 0 if is_private else generation.media[0].first_position
         token_ids = [*generation.prompt_token_ids, *generation.generated_token_ids]
+        if is_private:
+            first = 0
+        elif generation.media:
+            first = generation.media[0].first_position
+        else:  # not laid out yet: from the first placeholder on it becomes another prompt
+            placeholder_id = self._loaded.inputs.placeholder_id
+            assert placeholder_id is not None, "media are refused else"
+            first = token_ids.index(placeholder_id)
         return self._loaded.feeds.note_private(token_ids, first_position=first)
 
     def _refuse(self, request: EngineRequest, error: Exception) -> None:

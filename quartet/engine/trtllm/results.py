@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from quartet.engine.base import EngineRequest, Finished, FinishReason, Prefilled, Started
+from quartet.engine.base import EngineRequest, Finished, FinishReason, Generation, Prefilled, Started
 from quartet.engine.trtllm.calls import Call
 from quartet.engine.trtllm.hand_off import HandOffState
 from quartet.engine.trtllm.loading import LoadedLlm
@@ -38,6 +38,7 @@ class ResultReader:
         num_known = 1 if request.hand_off is not None else 0
         self._num_before = len(request.generation.generated_token_ids) - num_known
         self._has_started = False
+        self._laid_out: Generation | None = None
         self.has_ended = False
         self.is_handed_off = False
 
@@ -70,9 +71,13 @@ class ResultReader:
     def take_prefill(self, result: Any) -> ServingError | None:
         """Give out what a prefill brought; an error if it did not end well."""
         output = result.outputs[0]
-        expected = self._call.expected_token_ids
+        inputs = self._call.inputs
+        expected = None if inputs is None else inputs.expected_token_ids
         if expected is not None and list(result.prompt_token_ids) != list(expected):
             return EngineError("the engine laid the prompt's media out in another way")
+        if inputs is not None and inputs.unread_token_ids is not None:
+            became = list(result.prompt_token_ids)
+            self._laid_out = self._loaded.inputs.laid_out(self._request.generation, inputs, became)
         new = self._call.cursor.take(output)
         is_known = output.finish_reason in _FINISHED or output.finish_reason in _GOES_ON
         if not is_known or not new.token_ids:
@@ -95,6 +100,7 @@ class ResultReader:
                 num_tokens=0 if state is None else state.num_tokens,
                 opaque=None if state is None else state.to_bytes(),
                 logprobs=None if generation.output.logprobs is None else new.logprobs[0],
+                laid_out=self._laid_out,
             )
         )
         return None
@@ -103,7 +109,7 @@ class ResultReader:
         """What decode needs, unless the answer is complete."""
         if not self._call.is_handing_off or output.finish_reason not in _GOES_ON:
             return None
-        generation = self._request.generation
+        generation = self._laid_out or self._request.generation
         if output.disaggregated_params is None:
             raise EngineError("the engine handed nothing over")
         return HandOffState.of(
@@ -119,7 +125,12 @@ class ResultReader:
         # Where blocks came, that is what took its time, as far as one can tell.
         transfer_s = elapsed_s - queue_s if self._request.hand_off is not None else 0.0
         self._loaded.book.begin(self._request.id, result.cached_tokens)
-        self._outputs.start(Started(self._request.id, result.cached_tokens, queue_s, transfer_s))
+        inputs, num_prompt_tokens = self._call.inputs, 0
+        if inputs is not None and inputs.unread_token_ids is not None:
+            num_prompt_tokens = len(result.prompt_token_ids) - len(self._request.generation.generated_token_ids)
+        self._outputs.start(
+            Started(self._request.id, result.cached_tokens, queue_s, transfer_s, num_prompt_tokens=num_prompt_tokens)
+        )
 
     def _check_first(self, token_id: int) -> None:
         if self._request.hand_off is None:

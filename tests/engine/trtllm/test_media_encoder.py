@@ -241,8 +241,9 @@ async def test_a_model_whose_pictures_are_unknown_takes_embeddings_only(tmp_path
     )
     with pytest.raises(ConfigError, match=r"encoder\.kinds: pictures of models of type llama4 are not supported"):
         await taken_kinds(catalog.create_media_encoder(asked, None))
-    with pytest.raises(ConfigError, match=r"engine\.modality: pictures of models of type llama4"):
-        catalog.create_media_sizer(unknown)
+    sizer = catalog.create_media_sizer(unknown)
+    assert (await sizer.size(image_file(picture()))).num_tokens == 0
+    assert (await sizer.size(rows_file(torch.ones(3, 256)))).num_tokens == 3
 
 
 async def test_encode_and_compute_workers_are_of_one_pool() -> None:
