@@ -20,7 +20,6 @@ from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import RequestCancelledError, ServingError
 from quartet.kvcache.layout import HandOff, OpaquePayload
-from quartet.media.items import MediaFile
 from quartet.rpc.answer import Answer
 from quartet.rpc.edge import (
     Accepted,
@@ -51,7 +50,7 @@ from router.prefix_index import PrefixIndex
 from router.sealing import Sealer
 from router.worker import PoolKey
 from router.worker_table import WorkerTable
-from tests.router.media_fakes import FakeEncode, FakeMedia, expanded
+from tests.router.media_fakes import FakeEncode, FakeMedia, LaidOut, expanded, told
 from tests.router.noting_policy import NotingPolicy
 from tests.router.records import make_load, make_record
 from tests.text.builders import EOS, byte_level_tokenizer
@@ -89,6 +88,7 @@ class Plan:
         overlap: tokens that are sent again at the beginning.
         has_hole: leaves out its first token.
         gate: a prefill waits for it first.
+        laid_out: what it says of the prompt, whatever came.
     """
 
     error: ServingError | None = None
@@ -97,6 +97,7 @@ class Plan:
     overlap: int = 0
     has_hole: bool = False
     gate: asyncio.Event | None = None
+    laid_out: LaidOut | None = None
 
 
 @dataclass
@@ -215,8 +216,7 @@ class FakePrefill:
 
     def _succeed(self) -> PrefillOutcome:
         self._hops.pull(self._start)
-        prompt, media = expanded(self._start)
-        is_told = any(isinstance(item.source, MediaFile) for item in self._start.media)
+        prompt, media, is_told = told(self._start, self._plan.laid_out)
         generated = list(self._start.generation.generated_token_ids)
         token_id = self._hops.sample(self._start, len(generated))
         reason = self._hops.finish_reason(self._start, [*generated, token_id])
@@ -282,13 +282,13 @@ class FakeDecode:
 
     def _take_hand_off(self) -> DecodeStarted:
         self._hops.pull(self._start)
-        is_told = any(isinstance(item.source, MediaFile) for item in self._start.media)
+        prompt, _, is_told = told(self._start)
         return DecodeStarted(
             num_cached_tokens=3,
             queue_s=0.03,
             transfer_s=0.004,
             transfer_bytes=1,
-            num_prompt_tokens=len(expanded(self._start)[0]) if is_told else 0,
+            num_prompt_tokens=len(prompt) if is_told else 0,
         )
 
     def _step(self) -> tuple[FinishReason | None, bool]:

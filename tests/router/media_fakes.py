@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from quartet.discovery.place import Place
 from quartet.errors import MediaFetchError, RequestCancelledError
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 PLACEHOLDER = 3
 FINGERPRINT = bytes(32)
 MEDIA_TEXT = MediaText(PLACEHOLDER, FINGERPRINT)
+#: A prompt with its media in it, and where they lie.
+LaidOut: TypeAlias = tuple[Sequence[int], tuple[MediaSpan, ...]]
 _LAYOUT = EmbeddingLayout(model_fingerprint="ab" * 32, dtype="float32", hidden_size=8, block_size=16)
 
 
@@ -42,12 +44,19 @@ def sizes_of(items: Sequence[tuple[bytes, MediaFile]]) -> tuple[MediaSize, ...]:
     return tuple(MediaSize(media_id=name, num_tokens=len(file.data)) for name, file in items)
 
 
-def expanded(start: InnerStart) -> tuple[Sequence[int], tuple[MediaSpan, ...]]:
+def expanded(start: InnerStart) -> LaidOut:
     """The prompt with its media in it, and where they lie, whether these come as files or not."""
     files = [(item.media_id, item.source) for item in start.media if isinstance(item.source, MediaFile)]
     if not files:
         return start.generation.prompt_token_ids, start.generation.media
     return expand_placeholders(list(start.generation.prompt_token_ids), PLACEHOLDER, sizes_of(files))
+
+
+def told(start: InnerStart, laid_out: LaidOut | None = None) -> tuple[Sequence[int], tuple[MediaSpan, ...], bool]:
+    """The same, or how its worker ``laid_out`` the prompt, and whether that is told."""
+    if laid_out is not None:
+        return *laid_out, True
+    return *expanded(start), any(isinstance(item.source, MediaFile) for item in start.media)
 
 
 @dataclass

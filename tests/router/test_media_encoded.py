@@ -352,3 +352,21 @@ async def test_embeddings_are_media_like_any() -> None:
     file = MediaFile(MediaKind.EMBEDDINGS, b"tensors")
     await collect(fleet.generate(media_start(prompt=TokenPrompt((1, PLACEHOLDER)), media=(file,))))
     assert [item.file for item in calls_of(fleet, "encode")[0].start.items] == [file]
+
+
+async def test_a_prefill_that_lays_embeddings_out_itself_says_what_decode_gets() -> None:
+    """Some models put tokens of their own around what an encode worker has counted."""
+    fleet = media_fleet("encode-0", "prefill-0", "decode-0")
+    prompt, spans = [10, 11, *[PLACEHOLDER] * 32, 12], (MediaSpan(item_of(A).media_id, 2, 32),)
+    fleet.hops.plan("prefill", Plan(laid_out=(prompt, spans)))
+    start = media_start(prompt=TokenPrompt((10, 11, PLACEHOLDER, 12)), media=(A,))
+    answer = await collect(fleet.generate(start))
+    [decode] = calls_of(fleet, "decode")
+    assert list(decode.start.generation.prompt_token_ids) == prompt
+    assert decode.start.generation.media == spans
+    assert answer.finished[0].usage.num_prompt_tokens == len(prompt)
+    # Its encoder is still believed as to what it hands off.
+    await collect(fleet.generate(start))
+    again = calls_of(fleet, "prefill")[-1].start
+    assert [span.num_tokens for span in again.generation.media] == [30]
+    fleet.assert_nothing_left()
