@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from quartet.engine.encoder import EncoderCapabilities, EncoderStats, EncodeTimes, ItemSize, StateEncoder
-from quartet.engine.fingerprint import model_fingerprint
 from quartet.engine.torch.rows_encoder import RowsEncoder, RowsParts
 from quartet.engine.trtllm.arguments import Use, llm_arguments
 from quartet.engine.trtllm.encoder_thread import check_hands_over
 from quartet.engine.trtllm.media_model import MediaModel, kv_dtype, need_media_model
 from quartet.engine.trtllm.media_sizer import FileSizes
+from quartet.engine.trtllm.model_facts import pool_fingerprint
 from quartet.engine.trtllm.objects import build_objects
 from quartet.engine.trtllm.package import check_installed
 from quartet.engine.trtllm.picture_states import PictureStates
@@ -80,7 +80,7 @@ class TrtllmEncoder:
             _LOG.warning("%s", warning)
         model = await asyncio.to_thread(need_media_model, self._spec)
         kinds = self._kinds(model)
-        fingerprint = await asyncio.to_thread(model_fingerprint, self._spec.model_path, kv_dtype(self._spec.engine))
+        fingerprint = await asyncio.to_thread(pool_fingerprint, self._spec.model_path, kv_dtype(self._spec.engine))
         self._capabilities = model.capabilities(kinds, fingerprint)
         rows = model.capabilities(frozenset({MediaKind.EMBEDDINGS}), fingerprint)
         self._rows = RowsEncoder(lambda: RowsParts(rows, model.make_memory(fingerprint)))

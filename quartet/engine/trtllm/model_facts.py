@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quartet.engine.fingerprint import model_fingerprint
+from quartet.engine.settings import EngineKind
 from quartet.engine.trtllm.arguments import LlmArguments
 from quartet.errors import ConfigError, ModelFilesError
 from quartet.text.model_files import CONFIG, parse_json_file, read_text_files
@@ -44,12 +45,21 @@ class ModelFacts:
         if max_model_len is None:
             raise ModelFilesError("set max_model_len: config.json has no max_position_embeddings")
         return cls(
-            fingerprint=model_fingerprint(model_path, arguments.kv_dtype),
+            fingerprint=pool_fingerprint(model_path, arguments.kv_dtype),
             vocab_size=text.vocab_size,
             eos_token_ids=text.eos_token_ids,
             max_model_len=max_model_len,
             adapters=_adapters(arguments) if arguments.has_lora else {},
         )
+
+
+def pool_fingerprint(model_path: str, kv_dtype: str) -> str:
+    """The identity of a model within TensorRT-LLM: no other engine's, which can't take its hand-offs, is the same.
+
+    Raises:
+        InvalidRequestError: field ``model``; no directory, or one without what a model needs.
+    """
+    return model_fingerprint(model_path, f"{EngineKind.TRTLLM} {kv_dtype}")
 
 
 def _max_position(files: Mapping[str, bytes]) -> int | None:
