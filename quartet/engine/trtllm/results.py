@@ -10,7 +10,7 @@ from quartet.engine.trtllm.calls import Call
 from quartet.engine.trtllm.hand_off import HandOffState
 from quartet.engine.trtllm.loading import LoadedLlm
 from quartet.engine.trtllm.outputs import OutputCollector
-from quartet.errors import EngineError, RequestCancelledError, RequestTimeoutError, ServingError
+from quartet.errors import EngineError, InvalidRequestError, RequestCancelledError, RequestTimeoutError, ServingError
 
 _FINISHED = {"stop": FinishReason.STOP_ID, "length": FinishReason.LENGTH}
 #: With these a prefill's answer goes on elsewhere.
@@ -47,10 +47,12 @@ class ResultReader:
 
         Raises:
             EngineError: its output does not go on from prefill's token.
+            InvalidRequestError: see ``take_prefill``.
         """
         output = result.outputs[0]
         has_tokens = bool(output.token_ids)
         if has_tokens and not self._has_started:
+            self._check_prompt(result)
             self._check_first(output.token_ids[0])
         if not self._has_started and (has_tokens or output.finish_reason in _FINISHED):
             self._start(result)
@@ -69,12 +71,15 @@ class ResultReader:
         return None
 
     def take_prefill(self, result: Any) -> ServingError | None:
-        """Give out what a prefill brought; an error if it did not end well."""
+        """Give out what a prefill brought; an error if it did not end well.
+
+        Raises:
+            InvalidRequestError: field ``prompt_token_ids``; they did not survive the way through text, and the prompt
+                that was computed is another one than was booked, hashed and told.
+        """
         output = result.outputs[0]
         inputs = self._call.inputs
-        expected = None if inputs is None else inputs.expected_token_ids
-        if expected is not None and list(result.prompt_token_ids) != list(expected):
-            return EngineError("the engine laid the prompt's media out in another way")
+        self._check_prompt(result)
         if inputs is not None and inputs.unread_token_ids is not None:
             became = list(result.prompt_token_ids)
             self._laid_out = self._loaded.inputs.laid_out(self._request.generation, inputs, became)
@@ -131,6 +136,13 @@ class ResultReader:
         self._outputs.start(
             Started(self._request.id, result.cached_tokens, queue_s, transfer_s, num_prompt_tokens=num_prompt_tokens)
         )
+
+    def _check_prompt(self, result: Any) -> None:
+        inputs = self._call.inputs
+        expected = None if inputs is None else inputs.expected_token_ids
+        if expected is not None and list(result.prompt_token_ids) != list(expected):
+            message = "the engine made another prompt of the text and media that these ids became"
+            raise InvalidRequestError(message, field="prompt_token_ids")
 
     def _check_first(self, token_id: int) -> None:
         if self._request.hand_off is None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from quartet.engine.base import Failed, RequestKind
-from quartet.errors import EngineError
+from quartet.engine.trtllm.inputs import InputBuilder, LlmInputs
+from quartet.errors import EngineError, InvalidRequestError
 from tests.engine.trtllm.engines import asked, decode_of, running, stand_in
 from tests.fakes.driving import STORY
 
@@ -39,3 +41,21 @@ async def test_a_decode_that_begins_with_another_token_than_prefill_gave_is_an_e
         assert type(end.error) is EngineError
         assert not decode.tokens_of(request)
         await decode.until(lambda: decode.control.num_running == 0)
+
+
+@pytest.mark.parametrize("kind", list(RequestKind))
+async def test_a_prompt_that_became_another_one_is_refused(kind: RequestKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = InputBuilder.build
+
+    def expecting(self: InputBuilder, request: Any) -> LlmInputs:
+        return replace(build(self, request), expected_token_ids=[1, 2, 3])
+
+    monkeypatch.setattr(InputBuilder, "build", expecting)
+    async with running(kind) as engine:
+        request = asked(STORY, 8, kind)
+        end = await engine.end_of(request)
+        assert isinstance(end, Failed)
+        assert (type(end.error), end.error.field) == (InvalidRequestError, "prompt_token_ids")
+        assert not engine.tokens_of(request)
+        await engine.until(lambda: engine.control.num_running == 0)
+        assert engine.engine.is_alive
