@@ -49,12 +49,25 @@ class ServiceProcess:
     Spawn it from the main thread: it dies with the thread that made it.
     """
 
-    def __init__(self, name: str, module: str, config: Path, *, grpc_address: str, http_address: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        config: Path,
+        *,
+        grpc_address: str,
+        http_address: str,
+        launcher: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """It runs with ``environment`` beside ours; a ``launcher`` is a module that runs the module that it is told."""
         self.name = name
         self.grpc_address = grpc_address
         self.http_address = http_address
         self.log = config.with_suffix(".log")
-        self._command: Sequence[str] = (sys.executable, "-m", module, "--config", str(config))
+        self.config = config
+        self._command: Sequence[str] = (sys.executable, "-m", *launcher, module, "--config", str(config))
+        self._environment = dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -73,6 +86,7 @@ class ServiceProcess:
         assert not self.is_running, f"{self.name} runs already"
         env = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
         env |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "GRPC_VERBOSITY": "ERROR"}
+        env |= self._environment
         guard = [sys.executable, "-S", "-E", str(_GUARD), str(os.getpid())]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(

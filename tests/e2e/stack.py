@@ -49,6 +49,8 @@ class StackConfig:
         routers: settings of each router by its process name; the one called ``router`` is asked for workers.
         tls: certificates by process name; all or none.
         operator: identity with which the stack itself asks, where there is TLS.
+        launcher: modules that run each worker's.
+        environment: of each worker, beside ours.
     """
 
     num_encode: int = 0
@@ -59,6 +61,8 @@ class StackConfig:
     routers: Mapping[str, Settings] = field(default_factory=lambda: {"router": REMOTE_PREFILL})
     tls: Mapping[str, TlsConfig] = field(default_factory=dict)
     operator: TlsConfig | None = None
+    launcher: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def worker_names(self) -> list[str]:
@@ -99,9 +103,10 @@ class Stack:
         self._seal_keys_file = draw_seal_key(directory)
         for name in config.worker_names:
             module = f"services.{name.partition('-')[0]}"
-            self._add(name, module, self._worker_settings(name))
+            process = self._process(name, module, self._worker_settings(name), config.launcher, config.environment)
+            self.processes[name] = process
         for name in config.routers:
-            self._add(name, "router", self._router_settings(name))
+            self.processes[name] = self._process(name, "router", self._router_settings(name))
 
     @property
     def router_address(self) -> str:
@@ -247,11 +252,25 @@ class Stack:
     def _loads_by_name(self, names: tuple[str, ...]) -> dict[str, tuple[object, ...]]:
         return {name: (self.load(name), self.block_counts(name), self.embedding_counts(name)) for name in names}
 
-    def _add(self, name: str, module: str, settings: dict[str, Any]) -> None:
+    def _process(
+        self,
+        name: str,
+        module: str,
+        settings: dict[str, Any],
+        launcher: tuple[str, ...] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> ServiceProcess:
         path = self._directory / f"{name}.yaml"
         path.write_text(yaml.safe_dump(settings))
-        grpc_address, http_address = settings["server"]["address"], settings["http_address"]
-        self.processes[name] = ServiceProcess(name, module, path, grpc_address=grpc_address, http_address=http_address)
+        return ServiceProcess(
+            name,
+            module,
+            path,
+            grpc_address=settings["server"]["address"],
+            http_address=settings["http_address"],
+            launcher=launcher,
+            environment=environment,
+        )
 
     def _worker_settings(self, name: str) -> dict[str, Any]:
         base: dict[str, Any] = {
