@@ -57,9 +57,22 @@ def refusal(error: Exception, request_error: type[Exception]) -> ServingError:
 
 
 def failure(
-    error: Exception, request_error: type[Exception], request: EngineRequest, *, is_pulling: bool
+    error: Exception,
+    request_error: type[Exception],
+    request: EngineRequest,
+    *,
+    is_pulling: bool,
+    awaits_media: bool = False,
 ) -> ServingError | None:
-    """What it means that ``request``, whose hand-off ``is_pulling``, ended with ``error``; ``None``: a dead engine."""
+    """What it means that ``request`` ended with ``error``; ``None``: a dead engine.
+
+    Args:
+        error: what its handle raised.
+        request_error: TensorRT-LLM's own type of error of one request.
+        request: what was asked.
+        is_pulling: the KV of its hand-off was on its way.
+        awaits_media: it had no output yet, and an encode worker keeps embeddings for it.
+    """
     if isinstance(error, ServingError):
         return error
     if not isinstance(error, request_error):
@@ -75,6 +88,9 @@ def failure(
         return InvalidRequestError("the grammar can not be followed", field="sampling.guided")
     if _TRANSFER.search(text):
         return TransferError("the prompt's KV cache could not be handed over")
+    if awaits_media:
+        # Most likely who keeps them is gone; encoded again they are elsewhere.
+        return TransferError("the embeddings of the prompt's media did not come over")
     return EngineError("the engine failed the request")
 
 

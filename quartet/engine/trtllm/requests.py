@@ -176,7 +176,13 @@ class LlmRequests:
 
     def _failure(self, live: _Live, raised: Exception) -> ServingError | None:
         request = live.request
-        error = failure(raised, self._loaded.package.RequestError, request, is_pulling=live.is_pulling)
+        error = failure(
+            raised,
+            self._loaded.package.RequestError,
+            request,
+            is_pulling=live.is_pulling,
+            awaits_media=not live.reader.has_started and any(isinstance(kept, bytes) for kept in request.media_inputs),
+        )
         if live.is_cancelled and error is not None:
             return RequestCancelledError("the request was cancelled")
         # A grammar may be anything, what it is quoted in too.

@@ -21,6 +21,7 @@ class ResultReader:
     """What became of one request so far.
 
     Attributes:
+        has_started: a decode's first output was read.
         has_ended: the output's end was read.
         is_handed_off: the prefill is complete, and its KV blocks wait to be pulled.
     """
@@ -37,7 +38,7 @@ class ResultReader:
         # Of decodes from a hand-off the first token of the output is the last one given.
         num_known = 1 if request.hand_off is not None else 0
         self._num_before = len(request.generation.generated_token_ids) - num_known
-        self._has_started = False
+        self.has_started = False
         self._laid_out: Generation | None = None
         self.has_ended = False
         self.is_handed_off = False
@@ -51,10 +52,10 @@ class ResultReader:
         """
         output = result.outputs[0]
         has_tokens = bool(output.token_ids)
-        if has_tokens and not self._has_started:
+        if has_tokens and not self.has_started:
             self._check_prompt(result)
             self._check_first(output.token_ids[0])
-        if not self._has_started and (has_tokens or output.finish_reason in _FINISHED):
+        if not self.has_started and (has_tokens or output.finish_reason in _FINISHED):
             self._start(result)
         new = self._call.cursor.take(output)
         self._outputs.tokens(self._request.id, self._num_before + new.position, new)
@@ -124,7 +125,7 @@ class ResultReader:
         )
 
     def _start(self, result: Any) -> None:
-        self._has_started = True
+        self.has_started = True
         elapsed_s = time.monotonic() - self._submitted_at
         queue_s = min(_queue_s(result), elapsed_s)
         # Where blocks came, that is what took its time, as far as one can tell.

@@ -13,7 +13,7 @@ from quartet.engine.base import EngineRequest, Failed, Finished, Prefilled, Requ
 from quartet.engine.settings import Modality
 from quartet.engine.torch.embeddings import EmbeddingPoolView
 from quartet.engine.trtllm.media_state import read_state
-from quartet.errors import InvalidRequestError
+from quartet.errors import InvalidRequestError, TransferError
 from quartet.kvcache.media_spans import expand_placeholders
 from quartet.media.items import MediaFile, MediaSize
 from tests.engine.fakes import make_request
@@ -106,6 +106,17 @@ async def test_what_is_wrong_with_an_item_is_told_by_its_field() -> None:
         assert isinstance(failed, Failed)
         assert isinstance(failed.error, InvalidRequestError)
         assert failed.error.field == "media[0]"
+
+
+@pytest.mark.parametrize("kind", RequestKind)
+async def test_a_picture_whose_encode_worker_is_gone_did_not_come_over(kind: RequestKind) -> None:
+    async with running_encoder() as encoder:
+        state = (await kept(encoder, 1, picture())).state
+    async with running(kind, modality=Modality.MULTIMODAL) as worker:
+        failed = await worker.end_of(looking(kind, [state]))
+        assert isinstance(failed, Failed), failed
+        assert isinstance(failed.error, TransferError), failed
+        assert not isinstance(await worker.end_of(looking(kind, [image_file(picture())])), Failed), "others go on"
 
 
 async def test_a_picture_twice_gives_the_same_answer_and_blocks_with_it_are_not_told_of() -> None:
