@@ -63,6 +63,11 @@ def judge_package(requirement: Requirement, found: str | None) -> Finding:
     install = f"pip install '{name}{requirement.range}'"
     if found is None:
         return wrong(name, f"not installed; Quartet needs {requirement.range}", install)
+    if not requirement.allows(found) and requirement.is_optional:
+        others = "those with TensorRT-LLM have the versions that it needs"
+        return warning(
+            name, f"{found}; the engine `torch` needs {requirement.range}, {others}", f"for `torch`: {install}"
+        )
     if not requirement.allows(found):
         return wrong(name, f"{found}, but Quartet needs {requirement.range}", install)
     return ok(name, found)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 # How a picture becomes what the vision tower sees: media are named by it, too.
 _PREPROCESSING_FILES = tuple(name for name in PREPROCESSING_FILES if name not in _CONFIG_FILES)
 _WEIGHTS_SUFFIX = ".safetensors"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _READ_SIZE_BYTES = 1 << 24
 _PROGRESS_INTERVAL_S = 5.0
@@ -41,7 +43,8 @@ def model_fingerprint(model_path: str | Path, kv_dtype: str) -> str:
     SHA-256 over (part, file name, SHA-256 of the content) of its config, tokenizer, template, preprocessing and weight
     files, in that order and by name within a part, and over the dtype of its KV cache. Names and digests are separated
     by bytes that occur in neither, so that no two lists of files have the same digest. Digests of weight files are
-    remembered for the life of the process, as long as a file's size and time of change stay the same.
+    remembered for the life of the process, as long as a file's size and time of change stay the same; those of the
+    Hugging Face cache are the files' own names there.
 
     Args:
         model_path: directory as Hugging Face lays it out.
@@ -107,8 +110,13 @@ def _file_digest(path: Path) -> str:
     if path.suffix != _WEIGHTS_SUFFIX:
         return _hash_file(state)
     if state not in _weight_digests:
-        _weight_digests[state] = _hash_file(state)
+        _weight_digests[state] = _hub_digest(state.path) or _hash_file(state)
     return _weight_digests[state]
+
+
+def _hub_digest(file: Path) -> str | None:
+    """The Hugging Face cache keeps large files under the SHA-256 of what they hold: minutes saved at each start."""
+    return file.name if file.parent.name == "blobs" and _SHA256.fullmatch(file.name) else None
 
 
 def _hash_file(state: _FileState) -> str:

@@ -106,3 +106,17 @@ def test_neither_torch_nor_transformers_is_needed() -> None:
         "assert not {'torch', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+def test_weights_of_the_hub_s_cache_are_not_read(tmp_path: Path, make_model: Callable[[str], Path]) -> None:
+    model = make_model("model")
+    as_files = model_fingerprint(model, "float32")
+    blobs = tmp_path / "cache" / "blobs"
+    blobs.mkdir(parents=True)
+    for file in model.glob("*.safetensors"):
+        content = file.read_bytes()
+        blob = blobs / hashlib.sha256(content).hexdigest()
+        blob.write_bytes(bytes(len(content)))  # another one: what is believed is the name
+        file.unlink()
+        file.symlink_to(blob)
+    assert model_fingerprint(model, "float32") == as_files

@@ -78,6 +78,7 @@ def llm_arguments(spec: EngineSpec, use: Use) -> LlmArguments:
     roles.refuse_encoder_alone(arguments)
     if backend is Backend.AUTODEPLOY:
         return _autodeploy_arguments(spec, use, arguments)
+    _keep_results_whole(arguments)
     timeout_s = roles.prepare_prefill(arguments) if use is Use.PREFILL else roles.prepare_decode(arguments)
     publishes = spec.engine.publish_events_and_metrics
     has_events = publishes and roles.publish_events(arguments)
@@ -104,6 +105,12 @@ def llm_arguments(spec: EngineSpec, use: Use) -> LlmArguments:
         has_lora=bool(values.get("enable_lora") or values.get("lora_config")),
         max_beam_width=_int(values, "max_beam_width", 1),
     )
+
+
+def _keep_results_whole(arguments: Arguments) -> None:
+    """Detokenizing elsewhere is of no use to who takes ids, and such results may lack what is handed on."""
+    if arguments.values.pop("num_postprocess_workers", None):
+        arguments.warnings.append(f"{arguments.origin('num_postprocess_workers')}: left out, text is made by routers")
 
 
 # What the PyTorch backend and AutoDeploy make of what nobody says.

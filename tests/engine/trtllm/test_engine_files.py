@@ -153,8 +153,16 @@ def test_warnings_are_of_what_is_known_to_be_off_or_left_out() -> None:
         if name.startswith("qwen3/"):
             assert warnings == (), name
         else:
-            [warning] = warnings
-            assert "enable_block_reuse" in warning or "left out" in warning, name
+            assert warnings, name
+            assert all("enable_block_reuse" in warning or "left out" in warning for warning in warnings), name
+
+
+def test_results_are_not_sent_through_processes_that_make_text() -> None:
+    file = next(file for file in FILES if name_of(file) == "gpt-oss-120b/decode")
+    assert load_yaml(file)["num_postprocess_workers"] == 4
+    made = arguments(Use.DECODE, extra_engine_args=file)
+    assert "num_postprocess_workers" not in made.values
+    assert any(warning.startswith("extra_engine_args: num_postprocess_workers: left out") for warning in made.warnings)
 
 
 def test_ranks_are_those_that_attend_to_requests_of_their_own() -> None:
