@@ -88,6 +88,10 @@ class GenerateRequest:
                 part = from_generate_response(message)
                 num_finished += isinstance(part, ChoiceFinished)
                 yield part
+        except grpc.aio.AioRpcError as error:
+            # Where a cancel loses the race with the end, gRPC puts a status of its own making over the router's.
+            if error.details() != MADE_UP_DETAILS or num_finished < self._num_choices:
+                raise
         except asyncio.CancelledError:
             # A channel that is closed under a call cancels it, as if whoever reads had been cancelled.
             if router.is_closed and not _is_cancelled():

@@ -1,8 +1,8 @@
-"""A router that refuses at once may end the call before the start is sent; its word counts, not gRPC's."""
+"""Where a write loses the race with the end of its call, the router's word counts, not gRPC's."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -13,6 +13,7 @@ from quartet.client.request import make_start
 from quartet.client.stream import GenerateStream
 from quartet.errors import PermissionDeniedError, ServingError
 from quartet.rpc.errors import from_rpc_error
+from quartet.v1 import router_pb2, types_pb2
 
 _MADE_UP = (grpc.StatusCode.INTERNAL, "Internal error from Core")
 _REFUSED = (grpc.StatusCode.PERMISSION_DENIED, "not for strangers")
@@ -68,6 +69,36 @@ class RefusingRouter:
         return from_rpc_error(error)
 
 
+class AnsweringCall(EndedCall):
+    """A call that gives these messages, and whose status a late write has hidden."""
+
+    def __init__(self, messages: Sequence[router_pb2.GenerateResponse]) -> None:
+        super().__init__(_MADE_UP)
+        self._messages = messages
+
+    async def write(self, _: object) -> None:
+        """It goes out, or it is too late for it."""
+
+    def done(self) -> bool:
+        return False
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        for message in self._messages:
+            yield message
+        raise self._error
+
+
+class AnsweringRouter(RefusingRouter):
+    """Its call gives these messages."""
+
+    def __init__(self, *messages: router_pb2.GenerateResponse) -> None:
+        super().__init__()
+        self._messages = messages
+
+    def Generate(self, timeout: float | None) -> EndedCall:
+        return AnsweringCall(self._messages)
+
+
 class OneRouter:
     """The only router there is."""
 
@@ -76,6 +107,9 @@ class OneRouter:
 
     def in_order(self) -> Iterator[RefusingRouter]:
         yield self._router
+
+    def prefer(self, router: RefusingRouter) -> None:
+        """There is no other."""
 
 
 async def _ask(router: RefusingRouter) -> None:
@@ -95,3 +129,16 @@ async def test_asking_again_ends() -> None:
     with pytest.raises(ServingError):
         await _ask(router)
     assert router.num_calls == 5
+
+
+_ACCEPTED = router_pb2.GenerateResponse(accepted=router_pb2.Accepted(request_id="0" * 32))
+_FINISHED = router_pb2.GenerateResponse(finished=router_pb2.ChoiceFinished(reason=types_pb2.FINISH_REASON_CANCELLED))
+
+
+async def test_an_answer_that_is_complete_stays_so_though_a_cancel_came_too_late() -> None:
+    await _ask(AnsweringRouter(_ACCEPTED, _FINISHED))
+
+
+async def test_an_answer_that_breaks_off_is_an_error_though_a_cancel_came_too_late() -> None:
+    with pytest.raises(ServingError):
+        await _ask(AnsweringRouter(_ACCEPTED))
