@@ -21,6 +21,9 @@ _PIPE_WIDTH = 100
 # Each process has its own, which stands in other columns.
 _SHOWN_ELSEWHERE = ("worker_id", "engine.kind", "server.address")
 _NO_MODEL = "-"
+# What is shown may be sent to others. Rather a harmless one is hidden than a secret shown.
+_SECRET_WORDS = ("TOKEN", "SECRET", "KEY", "PASSWORD")
+_HIDDEN = "***"
 
 
 def print_plan(topology: Topology, *, num_cores: int) -> None:
@@ -58,7 +61,7 @@ def _row(plan: ProcessPlan) -> Sequence[str]:
         for name, value in settings.items()
         if name not in _SHOWN_ELSEWHERE and (name not in usual or usual[name] != value)
     ]
-    lines += [f"{name}={shlex.quote(value)}" for name, value in plan.environment.items()]
+    lines += [f"{name}={_shown(name, value)}" for name, value in plan.environment.items()]
     return (
         plan.name,
         str(plan.role),
@@ -67,6 +70,11 @@ def _row(plan: ProcessPlan) -> Sequence[str]:
         "free" if port == "0" else port,
         "\n".join(lines),
     )
+
+
+def _shown(name: str, value: str) -> str:
+    is_secret = any(word in name.upper() for word in _SECRET_WORDS)
+    return _HIDDEN if is_secret else shlex.quote(value)
 
 
 def _flat(settings: object, path: str = "") -> Iterator[tuple[str, object]]:

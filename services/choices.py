@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from quartet.config import build
-from quartet.engine.settings import EngineKind, refused_fields
+from quartet.discovery.base import Role
+from quartet.engine.settings import EngineKind, Modality, refused_fields
 from quartet.errors import ConfigError
 from services.topology import Topology
 
@@ -83,22 +84,34 @@ def _switch_engine(settings: _Settings, kind: EngineKind) -> Iterator[str]:
         own = _found(group, "overrides", "engine")
         is_switched |= own.pop("kind", before) != kind.value
         yield from _without_refused(own, kind, f"{where}.overrides.engine")
-        if not _has_gpu(kind, {**engine, **own}):
+        if not kind.uses_gpu({**engine, **own}.get("device", _CPU)):
             yield from _without_gpus(group, kind, where)
-    if not _has_gpu(kind, engine):
+    if not kind.has_encoder:
+        yield from _without_encoders(settings, kind)
+    has_gpu = kind.uses_gpu(engine.get("device", _CPU))
+    if not has_gpu:
         yield from _without_gpus(settings, kind, "")
-    if is_switched and kind is EngineKind.TORCH and not _has_gpu(kind, engine) and "dtype" not in engine:
+    if is_switched and kind is EngineKind.TORCH and not has_gpu and "dtype" not in engine:
         engine["dtype"] = "float32"
         yield "engine.dtype: float32, as CPUs are slow at what most checkpoints have"
 
 
 def _without_refused(engine: _Settings, kind: EngineKind, where: str) -> Iterator[str]:
     refused = {*refused_fields(kind)}
-    if kind is EngineKind.TORCH and not _has_gpu(kind, engine):
+    if not kind.uses_gpu(engine.get("device", _CPU)):
         refused.add("free_gpu_memory_fraction")
+    if not kind.has_encoder and engine.get("modality") == Modality.MULTIMODAL.value:
+        refused.add("modality")
     for name in sorted(refused & engine.keys()):
         del engine[name]
         yield f"{where}.{name}: left out, as the engine {kind} does not have it"
+
+
+def _without_encoders(settings: _Settings, kind: EngineKind) -> Iterator[str]:
+    for where, group in _groups(settings):
+        if group.get("role") == Role.ENCODE.value:
+            settings["workers"].remove(group)
+            yield f"{where}: left out, as the engine {kind} encodes no media"
 
 
 def _without_gpus(holder: _Settings, kind: EngineKind, where: str) -> Iterator[str]:
@@ -108,10 +121,6 @@ def _without_gpus(holder: _Settings, kind: EngineKind, where: str) -> Iterator[s
         yield f"{begin}gpus: left out, as the engine {kind} runs on none here"
     if _found(holder, "environment").pop(_GPUS_VARIABLE, None) is not None:
         yield f"{begin}environment.{_GPUS_VARIABLE}: left out, as the engine {kind} runs on none here"
-
-
-def _has_gpu(kind: EngineKind, engine: _Settings) -> bool:
-    return kind is EngineKind.TRTLLM or (kind is EngineKind.TORCH and engine.get("device", _CPU) != _CPU)
 
 
 def _switch_model(settings: _Settings, model: Path) -> Iterator[str]:

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from quartet.config import build
 from quartet.discovery.base import Role
-from quartet.engine.catalog import ENCODERS
-from quartet.engine.settings import EngineKind, EngineSettings
 from quartet.errors import ConfigError
 from quartet.rpc.server import ServerConfig
 from services.topology import Topology
@@ -55,7 +53,7 @@ class ProcessPlan:
 
 
 def plan_workers(topology: Topology, *, num_cores: int) -> list[ProcessPlan]:
-    """The workers to start; torch engines that aren't told otherwise share ``num_cores`` among them, others get one.
+    """The workers to start; engines that compute on CPUs share ``num_cores`` where they aren't told otherwise.
 
     Raises:
         ConfigError: naming the override at fault (``workers[1].overrides.engine.num_blocks``), or a role that the
@@ -63,8 +61,8 @@ def plan_workers(topology: Topology, *, num_cores: int) -> list[ProcessPlan]:
     """
     configs = [_group_config(topology, number) for number in range(len(topology.workers))]
     groups = list(zip(topology.workers, configs, strict=True))
-    num_torch = sum(group.replicas for group, config in groups if config.engine.kind is EngineKind.TORCH)
-    num_threads = max(1, num_cores // max(1, num_torch))
+    num_sharing = sum(group.replicas for group, config in groups if config.engine.kind.shares_cores)
+    num_own_cores = max(1, num_cores // max(1, num_sharing))
     num_of_name: Counter[str] = Counter()
     plans = []
     for group, config in groups:
@@ -72,7 +70,7 @@ def plan_workers(topology: Topology, *, num_cores: int) -> list[ProcessPlan]:
             name = f"{group.process_name}-{num_of_name[group.process_name]}"
             num_of_name[group.process_name] += 1
             variables = {**topology.environment, **group.environment, **_gpu_variables(gpus)}
-            plan = _plan_worker(name, group.role, config, num_threads)
+            plan = _plan_worker(name, group.role, config, num_own_cores)
             plans.append(replace(plan, gpus=gpus, environment=variables))
     return plans
 
@@ -130,27 +128,22 @@ def _group_config(topology: Topology, number: int) -> WorkerConfig:
     settings = to_settings(base)
     assert isinstance(settings, dict), "a dataclass becomes a mapping"
     config = build(WorkerConfig, merge(settings, group.overrides), f"{where}.overrides")
-    if group.role is Role.ENCODE and config.engine.kind not in ENCODERS:
+    if group.role is Role.ENCODE and not config.engine.kind.has_encoder:
         raise ConfigError(f"{where}.role: the engine {config.engine.kind} encodes no media")
     return config
 
 
-def _plan_worker(name: str, role: Role, config: WorkerConfig, num_threads: int) -> ProcessPlan:
-    engine = _with_threads(config.engine, num_threads)
+def _plan_worker(name: str, role: Role, config: WorkerConfig, num_cores: int) -> ProcessPlan:
+    engine = config.engine
+    if engine.num_threads is None:
+        engine = replace(engine, num_threads=engine.kind.num_threads(num_cores))
     settings = to_settings(replace(config, worker_id=name, engine=engine))
     assert isinstance(settings, dict), "a dataclass becomes a mapping"
-    need = ModelNeed(config.model_path, has_weights=engine.kind is not EngineKind.MOCK)
+    need = ModelNeed(config.model_path, has_weights=engine.needs_weights)
     module = f"services.{role}"
     return ProcessPlan(
         name=name, role=role, module=module, settings=settings, num_threads=engine.num_threads, model=need
     )
-
-
-def _with_threads(engine: EngineSettings, num_threads: int) -> EngineSettings:
-    """Torch takes its share of the cores, mock computes nothing, and the third knows best."""
-    if engine.num_threads is not None or engine.kind is EngineKind.TRTLLM:
-        return engine
-    return replace(engine, num_threads=num_threads if engine.kind is EngineKind.TORCH else 1)
 
 
 def _gpu_variables(gpus: tuple[int, ...]) -> dict[str, str]:

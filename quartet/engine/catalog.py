@@ -18,9 +18,6 @@ from quartet.errors import ConfigError
 from quartet.media.items import MediaKind
 from quartet.transfer.base import EmbeddingMemory, Puller
 
-#: The engines that encode workers can have.
-ENCODERS = frozenset({EngineKind.TORCH, EngineKind.TRTLLM})
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
@@ -55,7 +52,7 @@ def create_media_encoder(spec: EngineSpec, embeddings: EmbeddingMemory | None) -
         ConfigError: a setting out of range, or an engine without one.
     """
     settings = spec.engine
-    if settings.kind not in ENCODERS:
+    if not settings.kind.has_encoder:
         raise ConfigError(f"engine.kind: the engine {settings.kind} encodes no media")
     if settings.kind is EngineKind.TRTLLM:
         from quartet.engine.trtllm.encoder import TrtllmEncoder

@@ -20,6 +20,26 @@ class EngineKind(StrEnum):
     MOCK = "mock"  # takes a model's time and computes nothing
     TRTLLM = "trtllm"  # TensorRT-LLM, which is installed apart
 
+    @property
+    def has_encoder(self) -> bool:
+        """Whether it computes media."""
+        return self is not EngineKind.MOCK
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether it computes on all CPU cores that it may have: several on a host are told how many those are."""
+        return self is EngineKind.TORCH
+
+    def num_threads(self, num_cores: int) -> int | None:
+        """CPU threads of one operation where it may have so many cores; ``None``: it knows best."""
+        if self.shares_cores:
+            return num_cores
+        return None if self is EngineKind.TRTLLM else 1
+
+    def uses_gpu(self, device: str) -> bool:
+        """Whether it runs on a GPU where ``EngineSettings.device`` is that."""
+        return self is EngineKind.TRTLLM or (self is EngineKind.TORCH and device != "cpu")
+
 
 class Modality(StrEnum):
     """What a prefill or decode worker takes beside tokens."""
@@ -111,8 +131,8 @@ class EngineSettings:
         for name in _REFUSED[self.kind]:
             if getattr(self, name) != _DEFAULTS[name]:
                 raise ConfigError(f"{name}: the engine {self.kind} does not have it")
-        if self.kind is EngineKind.MOCK and self.encodes_media:
-            raise ConfigError("modality: the engine mock takes text only")
+        if self.encodes_media and not self.kind.has_encoder:
+            raise ConfigError(f"modality: the engine {self.kind} takes text only")
         if self.kind is EngineKind.TORCH and fraction is not None and self.device == "cpu":
             raise ConfigError("free_gpu_memory_fraction: the device cpu has no GPU's memory")
         if self.kind is EngineKind.TORCH and fraction is not None and self.num_blocks is not None:

@@ -90,7 +90,13 @@ FLAGS = (
     Flag(("--max-batch-size",), "engine.max_batch_size", Form.COUNT, "requests that compute at the same time", "N"),
     Flag(("--max-num-tokens",), "engine.max_num_tokens", Form.COUNT, "tokens that one step computes", "TOKENS"),
     Flag(("--max-seq-len",), "engine.max_model_len", Form.COUNT, "tokens of prompt and output together", "TOKENS"),
-    Flag(("--max-beam-width",), "engine.max_beam_width", Form.COUNT, "beams that there is room for", "N"),
+    Flag(
+        ("--max-beam-width",),
+        "engine.max_beam_width",
+        Form.COUNT,
+        "beams that there is memory for; no request asks for any",
+        "N",
+    ),
     Flag(
         ("--extra-engine-args",),
         "engine.extra_engine_args",

@@ -15,7 +15,7 @@ namespace: shown
 model: {path: /no/such/model, name: big}
 engine: {kind: trtllm}
 discovery: {etcd: {endpoints: ["127.0.0.1:1"]}}
-environment: {TLLM_LOG_LEVEL: "a b"}
+environment: {TLLM_LOG_LEVEL: "a b", HF_TOKEN: private, aws_secret_access_key: private}
 router: {port: 0, overrides: {policy: {name: round_robin}}}
 workers:
   - role: prefill
@@ -69,7 +69,10 @@ def test_every_process_has_a_row_with_what_differs(tmp_path: Path) -> None:
         "engine.extra_engine_args: no/such/file.yaml",
         "CUDA_VISIBLE_DEVICES=0,1",
         "TLLM_LOG_LEVEL='a b'",
+        "HF_TOKEN=***",
+        "aws_secret_access_key=***",
     } <= set(rows["prefill-0"])
+    assert "private" not in text
     assert "policy.name: round_robin" in rows["router"]
     assert not any("block_size" in line for lines in rows.values() for line in lines), "that is a default"
     assert "127.0.0.1:1" in rows["etcd"][4]

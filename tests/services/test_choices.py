@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quartet.config import build
+from quartet.discovery.base import Role
 from quartet.engine.settings import EngineKind
 from quartet.errors import ConfigError
 from router.config import RouterConfig
@@ -89,6 +91,35 @@ def test_trtllm_takes_what_is_said_for_a_cpu_without_its_device() -> None:
 def test_the_engine_of_the_file_chosen_changes_nothing() -> None:
     chosen = choose({"workers": [{"role": "decode"}]}, Choices(engine=EngineKind.TORCH))
     assert (chosen.notes, chosen.topology.engine.dtype) == ([], "auto")
+
+
+MEDIA = sorted(path for path in CONFIGS.rglob("*.yaml") if "multimodal" in path.stem or "epd" in path.stem)
+
+
+@pytest.mark.parametrize("path", MEDIA, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_an_engine_that_computes_no_media_gets_none(path: Path) -> None:
+    settings = read_settings(path, [])
+    chosen = choose(settings, Choices(engine=EngineKind.MOCK, model=TINY))
+    roles = {plan.role for plan in plan_workers(chosen.topology, num_cores=1)}
+    assert roles
+    assert Role.ENCODE not in roles
+    groups: Any = settings["workers"]
+    for number, group in enumerate(groups):
+        is_told = f"workers[{number}]: left out, as the engine mock encodes no media" in chosen.notes
+        assert is_told is (group["role"] == "encode")
+
+
+def test_a_modality_that_an_engine_does_not_have_is_left_out() -> None:
+    engine = {"engine": {"modality": "multimodal"}}
+    settings = {**engine, "workers": [{"role": "decode", "overrides": engine}, {"role": "prefill"}]}
+    chosen = choose(settings, Choices(engine=EngineKind.MOCK))
+    assert all(config.engine.modality is None for config in worker_configs(chosen))
+    assert chosen.notes == [
+        "engine.modality: left out, as the engine mock does not have it",
+        "workers[0].overrides.engine.modality: left out, as the engine mock does not have it",
+    ]
+    settings = {"engine": {"modality": "text"}, "workers": [{"role": "decode"}]}
+    assert choose(settings, Choices(engine=EngineKind.MOCK)).notes == []
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "trtllm").glob("*.yaml")), ids=lambda path: path.stem)
