@@ -21,7 +21,8 @@ from tests.e2e.stack import REMOTE_PREFILL, Settings, Stack, StackConfig
 from tests.e2e.stand_in_worker import StandIn
 from tests.fakes.installation import DIRECTORY
 
-pytestmark = pytest.mark.timeout(150)
+# Five processes import PyTorch before the first test begins.
+pytestmark = pytest.mark.timeout(240)
 
 ENCODE, PREFILLS, DECODES = "encode-0", ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 # A prompt that nobody pulls is held by TensorRT-LLM for as long, whatever became of its request.
