@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quartet.engine.media.embeddings import EmbeddingPoolView
 from quartet.engine.running import ScheduledChunk
-from quartet.engine.torch.embeddings import EmbeddingPoolView
 from quartet.engine.torch.media_rows import MediaRows, media_rows
 from quartet.kvcache.layout import KvLayout
 

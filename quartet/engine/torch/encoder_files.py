@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from quartet.engine.encoder import ItemSize
-from quartet.engine.torch.encoder_rows import RowsHeader, read_rows, read_rows_header
+from quartet.engine.media.rows_file import RowsHeader, read_rows, read_rows_header
 from quartet.engine.torch.vision import Pixels
 from quartet.errors import InvalidMediaError, MediaTooLargeError
 from quartet.media.image_file import decode, read_header

@@ -13,7 +13,7 @@ import torch
 
 from quartet.engine.encoder import EncoderCapabilities
 from quartet.engine.fingerprint import model_fingerprint
-from quartet.engine.torch.embeddings import EmbeddingPoolView
+from quartet.engine.media.embeddings import EmbeddingPoolView
 from quartet.engine.torch.encoder_config import TorchEncoderConfig
 from quartet.engine.torch.encoder_files import FileReader, Vision
 from quartet.engine.torch.encoder_jobs import Passenger, RunTimes

@@ -11,12 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from quartet.engine.fingerprint import model_fingerprint
+from quartet.engine.media.embeddings import EmbeddingPoolView
 from quartet.engine.runner import SampledToken
 from quartet.engine.running import ScheduledChunk
 from quartet.engine.torch.attention import PagedStep
 from quartet.engine.torch.batch import FlatBatch, build_batch, probe_batch
 from quartet.engine.torch.config import TorchEngineConfig
-from quartet.engine.torch.embeddings import EmbeddingPoolView
 from quartet.engine.torch.fuse import fuse
 from quartet.engine.torch.loader import LoadedModel, load_model
 from quartet.engine.torch.pool import KvPool

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from quartet.engine.encoder import EncoderCapabilities, EncoderStats, EncodeTimes, ItemSize, StateEncoder
-from quartet.engine.torch.rows_encoder import RowsEncoder, RowsParts
+from quartet.engine.media.rows_encoder import RowsEncoder, RowsParts
 from quartet.engine.trtllm.arguments import Use, llm_arguments
 from quartet.engine.trtllm.encoder_thread import check_hands_over
 from quartet.engine.trtllm.media_model import MediaModel, kv_dtype, need_media_model

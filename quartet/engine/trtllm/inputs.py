@@ -14,9 +14,9 @@ from PIL import Image
 
 from quartet.discovery.host import host_identity
 from quartet.engine.base import EngineRequest, Generation
+from quartet.engine.media.rows_encoder import RowsReader
 from quartet.engine.media_validation import MediaLimits, check_media
 from quartet.engine.settings import Modality
-from quartet.engine.torch.rows_encoder import RowsReader
 from quartet.engine.trtllm.media_alignment import find_media
 from quartet.engine.trtllm.media_model import MediaModel, read_media_model
 from quartet.engine.trtllm.media_state import PictureState, read_state
@@ -216,7 +216,7 @@ class _ItemReader:
         return state
 
     def _pulled(self, span: MediaSpan, block_ids: Sequence[int]) -> Any:
-        from quartet.engine.torch.embeddings import EmbeddingPoolView
+        from quartet.engine.media.embeddings import EmbeddingPoolView
 
         memory, layout = self._embeddings.memory, self._embeddings.layout
         is_inside = min(block_ids) >= 0 and max(block_ids) < memory.num_blocks

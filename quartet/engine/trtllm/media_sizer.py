@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quartet.engine.encoder import EncoderCapabilities, ItemSize
-from quartet.engine.torch.rows_encoder import RowsReader
+from quartet.engine.media.rows_encoder import RowsReader
 from quartet.engine.trtllm.media_model import MediaModel, need_media_model
 from quartet.errors import MediaTooLargeError
 from quartet.media.image_file import read_header

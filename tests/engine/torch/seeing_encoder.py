@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 
 from quartet.engine.encoder import ItemSize
+from quartet.engine.media.embeddings import EmbeddingPoolView
 from quartet.engine.torch import TorchEncoderConfig
-from quartet.engine.torch.embeddings import EmbeddingPoolView
 from quartet.engine.torch.encoder import TorchEncoder
 from quartet.engine.torch.encoder_tower import LoadVision, load_tower
 from quartet.engine.torch.vision import Pixels, VisionModel, create_vision

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quartet.engine.torch.embeddings import EmbeddingPoolView
+from quartet.engine.media.embeddings import EmbeddingPoolView
 from quartet.kvcache.layout import EmbeddingLayout
 from quartet.transfer.base import EmbeddingMemory, PoolMemory
 

@@ -14,7 +14,7 @@ from safetensors.torch import save
 
 from quartet.engine.base import EngineRequest, Generation, RequestKind
 from quartet.engine.encoder import EncodedState
-from quartet.engine.torch.embeddings import EmbeddingPoolView
+from quartet.engine.media.embeddings import EmbeddingPoolView
 from quartet.engine.trtllm.encoder import TrtllmEncoder
 from quartet.engine.trtllm.inputs import InputBuilder
 from quartet.kvcache.block_hash import MediaSpan

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from quartet.engine.base import EngineRequest, Failed, Finished, Prefilled, RequestKind
+from quartet.engine.media.embeddings import EmbeddingPoolView
 from quartet.engine.settings import Modality
-from quartet.engine.torch.embeddings import EmbeddingPoolView
 from quartet.engine.trtllm.media_state import read_state
 from quartet.errors import InvalidRequestError, TransferError
 from quartet.kvcache.media_spans import expand_placeholders

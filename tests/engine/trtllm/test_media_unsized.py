@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from quartet.engine.base import EngineRequest, Failed, Finished, Prefilled, RequestKind
+from quartet.engine.media.embeddings import EmbeddingPoolView
 from quartet.engine.settings import Modality
-from quartet.engine.torch.embeddings import EmbeddingPoolView
 from quartet.engine.trtllm import media_model
 from quartet.errors import InvalidRequestError
 from quartet.media.items import MediaFile

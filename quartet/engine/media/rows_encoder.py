@@ -10,11 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from quartet.engine.encoder import EncoderCapabilities, EncoderStats, EncodeTimes, ItemSize
-from quartet.engine.fingerprint import model_fingerprint
-from quartet.engine.media_config import make_embedding_memory, read_media_config, shared_item_tokens
-from quartet.engine.torch.encoder_config import TorchEncoderConfig
-from quartet.errors import EngineError, InvalidMediaError, InvalidRequestError, ServingError, WorkerUnavailableError
-from quartet.kvcache.layout import EmbeddingLayout
+from quartet.errors import EngineError, InvalidMediaError, ServingError, WorkerUnavailableError
 from quartet.media.items import MediaFile, MediaKind
 from quartet.transfer.base import EmbeddingMemory
 
@@ -37,7 +33,7 @@ class RowsReader:
 
     def size(self, file: MediaFile) -> ItemSize:
         """What ``file`` fills. Raises ``InvalidMediaError`` or ``MediaTooLargeError``, field ``file``."""
-        from quartet.engine.torch.encoder_rows import read_rows_header
+        from quartet.engine.media.rows_file import read_rows_header
 
         header = read_rows_header(file.data, hidden_size=self.hidden_size, max_item_tokens=self.max_item_tokens)
         return ItemSize(header.num_tokens, None)
@@ -49,7 +45,7 @@ class RowsReader:
             InvalidMediaError: field ``file``; it is none, or does not fill as many blocks.
             MediaTooLargeError: field ``file``.
         """
-        from quartet.engine.torch.embeddings import EmbeddingPoolView
+        from quartet.engine.media.embeddings import EmbeddingPoolView
 
         rows = self.read(file, embeddings.layout.dtype)
         if -(-len(rows) // embeddings.layout.block_size) != len(block_ids):
@@ -59,7 +55,7 @@ class RowsReader:
 
     def read(self, file: MediaFile, dtype: str) -> torch.Tensor:
         """The tensor ``[num_tokens, hidden_size]`` of ``file``. Raises as ``size`` does."""
-        from quartet.engine.torch.encoder_rows import read_rows, read_rows_header
+        from quartet.engine.media.rows_file import read_rows, read_rows_header
 
         header = read_rows_header(file.data, hidden_size=self.hidden_size, max_item_tokens=self.max_item_tokens)
         return read_rows(file.data, header, dtype)
@@ -160,35 +156,6 @@ class RowsEncoder:
         )
 
 
-def make_rows_parts(config: TorchEncoderConfig) -> RowsParts:
-    """Of a checkpoint whose tower is not loaded: a pool as ``config`` says.
-
-    Raises:
-        ModelFilesError: a file is missing or malformed.
-        InvalidRequestError: field ``model``: it takes text only; ``dtype``: nothing says it.
-    """
-    media = read_media_config(config.model_path)
-    if media is None:
-        raise InvalidRequestError("config.json names no vision tower: the model takes text only", field="model")
-    dtype = media.dtype if config.dtype == "auto" else config.dtype
-    if dtype is None:
-        raise InvalidRequestError("config.json does not say the dtype of embeddings", field="dtype")
-    layout = EmbeddingLayout(
-        model_fingerprint=model_fingerprint(config.model_path, dtype),
-        dtype=dtype,
-        hidden_size=media.hidden_size,
-        block_size=config.block_size,
-    )
-    capabilities = EncoderCapabilities(
-        kinds=frozenset({MediaKind.EMBEDDINGS}),
-        model_fingerprint=layout.model_fingerprint,
-        preprocessing_fingerprint=media.preprocessing_fingerprint,
-        max_item_tokens=config.max_item_tokens
-        or shared_item_tokens(num_blocks=config.num_blocks, block_size=config.block_size),
-    )
-    return RowsParts(capabilities, make_embedding_memory(layout, config.num_blocks))
-
-
 async def _to_its_end(call: partial[None]) -> None:
     """Run ``call`` on a thread; also who cancels waits until it writes no more."""
     writing = asyncio.ensure_future(asyncio.to_thread(call))
@@ -206,6 +173,6 @@ async def _to_its_end(call: partial[None]) -> None:
 
 
 def _import_torch() -> None:
-    from quartet.engine.torch import embeddings, encoder_rows
+    from quartet.engine.media import embeddings, rows_file
 
-    del embeddings, encoder_rows
+    del embeddings, rows_file
