@@ -37,7 +37,7 @@ class LlmArguments:
         transfer_timeout_s: how long a hand-off waits to be fetched; ``None`` without a transceiver.
         num_ranks: attention-data-parallel ranks, 1 without them.
         has_events, has_stats, has_perf_metrics: whether it tells of its cache, of its steps, of each request's times.
-        kv_dtype: of the cache: ``auto``, ``fp8``, ...
+        kv_dtype: of the cache, as ``Arguments.kv_dtype``.
         has_chunked_prefill: whether prompts may be longer than ``max_num_tokens``.
         guided_backend: what guides decoding; ``None``: guided requests fail.
         has_lora: whether requests may name an adapter.
@@ -99,7 +99,7 @@ def llm_arguments(spec: EngineSpec, use: Use) -> LlmArguments:
         has_events=has_events,
         has_stats=has_stats,
         has_perf_metrics=has_perf_metrics,
-        kv_dtype=str(cache.get("dtype", "auto")),
+        kv_dtype=arguments.kv_dtype,
         has_chunked_prefill=bool(values.get("enable_chunked_prefill")),
         guided_backend=_str_or_none(values, "guided_decoding_backend"),
         has_lora=bool(values.get("enable_lora") or values.get("lora_config")),
@@ -131,7 +131,7 @@ def _autodeploy_arguments(spec: EngineSpec, use: Use, arguments: Arguments) -> L
         max_batch_size=_int(arguments.values, "max_batch_size", _AUTODEPLOY_MAX_BATCH_SIZE),
         max_seq_len=_int(arguments.values, "max_seq_len", _AUTODEPLOY_MAX_SEQ_LEN),
         has_events=has_events,
-        kv_dtype=str(cache.get("dtype", "auto")),
+        kv_dtype=arguments.kv_dtype,
     )
 
 

@@ -42,6 +42,12 @@ class Arguments:
         value = self.values.get(name)
         return dict(value) if isinstance(value, Mapping) else {}
 
+    @property
+    def kv_dtype(self) -> str:
+        """Of the KV cache: as it says, else as the weights are said to be; ``auto``: the checkpoint decides."""
+        own = self.section(KV_CACHE).get("dtype", "auto")
+        return str(self.values.get("dtype", "auto") if own == "auto" else own)
+
     def set_default(self, path: str, value: object) -> None:
         """Say ``value`` for the argument, or field of a sub-config, unless somebody said something."""
         name, _, below = path.partition(".")

@@ -13,7 +13,7 @@ from quartet.engine.media_config import (
     read_media_config,
     shared_item_tokens,
 )
-from quartet.engine.trtllm.layers import KV_CACHE, merge_layers
+from quartet.engine.trtllm.layers import merge_layers
 from quartet.engine.trtllm.picture_sizes import SIZED_MODEL_TYPES, PictureSizes, read_picture_sizes
 from quartet.errors import ConfigError, InvalidRequestError
 from quartet.kvcache.layout import DTYPE_SIZE_BYTES, EmbeddingLayout
@@ -123,7 +123,7 @@ def need_media_model(spec: EngineSpec) -> MediaModel:
 def kv_dtype(settings: EngineSettings) -> str:
     """Of the KV cache, as ``LlmArguments.kv_dtype``, which an encode worker has in its name and nowhere else."""
     arguments, _ = merge_layers(settings)
-    return str(arguments.section(KV_CACHE).get("dtype", "auto"))
+    return arguments.kv_dtype
 
 
 def _preprocessor(config: MediaConfig) -> Mapping[str, Any]:

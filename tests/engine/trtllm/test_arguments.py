@@ -246,7 +246,14 @@ def test_what_follows_for_requests_is_told() -> None:
     plain = arguments(tensor_parallel_size=4)
     assert not plain.has_chunked_prefill
     assert not plain.has_lora
-    assert (plain.guided_backend, plain.kv_dtype, plain.num_ranks) == (None, "auto", 1)
+    assert (plain.guided_backend, plain.kv_dtype, plain.num_ranks) == (None, "float32", 1)
+
+
+def test_caches_of_other_weights_dtypes_are_not_alike() -> None:
+    assert arguments(dtype="bfloat16").kv_dtype == "bfloat16"
+    assert arguments(dtype="bfloat16", override={"kv_cache_config": {"dtype": "auto"}}).kv_dtype == "bfloat16"
+    assert arguments(dtype="bfloat16", override={"kv_cache_config": {"dtype": "fp8"}}).kv_dtype == "fp8"
+    assert arguments(override={"dtype": "float16"}).kv_dtype == "float16"
 
 
 def test_an_encoder_is_given_what_the_vision_part_has_a_use_for(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_the_package_takes_each_file_in_its_role(file: Path) -> None:
         assert made.has_transceiver == bool(args.cache_transceiver_config and args.cache_transceiver_config.backend)
         assert made.has_events == args.kv_cache_config.enable_block_reuse
         assert args.kv_cache_config.tokens_per_block == made.block_size
-        assert args.kv_cache_config.dtype == made.kv_dtype
+        assert args.kv_cache_config.dtype in ("auto", made.kv_dtype)
         assert args.max_seq_len == made.max_seq_len
         assert args.disable_overlap_scheduler == (use is Use.PREFILL)
         assert args.enable_iter_perf_stats
