@@ -31,7 +31,6 @@ WORKER_IDS = {
     "agg": {"decode-0"},
     "agg_router": {"decode-0", "decode-1"},
     "disagg": {"prefill-0", "decode-0"},
-    "disagg_2p2d": {"prefill-0", "prefill-1", "decode-0", "decode-1"},
     "disagg_router": {"prefill-0", "prefill-1", "decode-0", "decode-1"},
     "gpt_oss_disagg": {"prefill-0", "decode-0"},
     "mock_fleet": {"prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2", "decode-3"},

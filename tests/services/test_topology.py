@@ -27,7 +27,6 @@ def write(directory: Path, text: str) -> Path:
     [
         ("agg", ["decode-0"]),
         ("disagg", ["prefill-0", "decode-0"]),
-        ("disagg_2p2d", ["prefill-0", "prefill-1", "decode-0", "decode-1"]),
         ("mock_fleet", ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2", "decode-3"]),
     ],
 )
