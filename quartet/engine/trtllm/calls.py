@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from quartet.engine.base import EngineRequest, Generation, RequestKind
 from quartet.engine.trtllm.hand_off import HandOffState
-from quartet.engine.trtllm.inputs import LlmInputs
+from quartet.engine.trtllm.inputs import LlmInputs, MediaItem
 from quartet.engine.trtllm.loading import LoadedLlm
 from quartet.engine.trtllm.sampling import (
     check_sampling_fields,
@@ -47,8 +48,18 @@ class CallBuilder:
         self._sampling_fields = sampling_fields
         self._adapter_ids = {name: number for number, name in enumerate(self._facts.adapters, start=1)}
 
-    def call(self, request: EngineRequest, state: HandOffState | None, num_blocks: int) -> Call:
-        """The call for ``request``, which goes on with ``state`` where there is a hand-off.
+    def check(self, request: EngineRequest, num_blocks: int) -> None:
+        """Raise what ``call`` would, whatever its media are."""
+        self._check(request, self._limits(num_blocks))
+
+    def call(
+        self,
+        request: EngineRequest,
+        state: HandOffState | None,
+        num_blocks: int,
+        media: Sequence[MediaItem] | None = None,
+    ) -> Call:
+        """The call for ``request``, which goes on with ``state`` where there is a hand-off, and has ``media``.
 
         Raises:
             ServingError: it can't be served by this engine, which has ``num_blocks`` KV blocks a rank.
@@ -59,7 +70,7 @@ class CallBuilder:
             return self._continuation(request, state, limits)
         generation = request.generation
         bounds = output_bounds(request, max_output_tokens(request, limits), len(generation.generated_token_ids))
-        inputs = self._loaded.inputs.build(request)
+        inputs = self._loaded.inputs.build(request, media)
         # The only token needs no decode, and nothing is held then that somebody would have to let go.
         is_handing_off = request.kind is RequestKind.PREFILL and bounds.max_tokens > 1
         request_type = "context_only" if is_handing_off else "context_and_generation"
@@ -120,6 +131,8 @@ class CallBuilder:
             stop_ids=stop_ids_of(generation.sampling, self._facts.eos_token_ids),
             num_top_logprobs=generation.output.logprobs,
         )
+        # Not every 1.2 does so because the engine was told to measure.
+        arguments["sampling_params"].return_perf_metrics = self._loaded.arguments.has_perf_metrics
         given = {name: value for name, value in arguments.items() if value is not None}
         return Call(arguments=given, cursor=cursor, is_handing_off=is_handing_off, inputs=built)
 

@@ -15,6 +15,7 @@ from quartet.engine.output_queue import OutputQueue
 from quartet.engine.trtllm.arguments import Use, llm_arguments
 from quartet.engine.trtllm.book import engine_stats
 from quartet.engine.trtllm.claims import Claims
+from quartet.engine.trtllm.errors import trace_of
 from quartet.engine.trtllm.hand_off import HandOffState
 from quartet.engine.trtllm.llm_thread import LlmThread
 from quartet.engine.trtllm.loading import LoadedLlm, loaded_llm
@@ -246,11 +247,14 @@ class TrtllmEngine:
             self._outputs.put(StepOutput(kv_events=events, kv_snapshot=snapshot))
 
     def _take_loss(self, error: Exception) -> None:
-        loss = EngineError(f"the engine is lost: {error!r}")
         if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(error if isinstance(error, ServingError | ConfigError) else loss)
+            # Nobody has asked for anything yet, that the text could quote.
+            is_plain = isinstance(error, ServingError | ConfigError)
+            self._ready.set_exception(error if is_plain else EngineError(f"the engine is lost: {error!r}"))
+        what = error.message if isinstance(error, ServingError) else type(error).__name__
+        loss = EngineError(f"the engine is lost: {what}")
         if self._end_error is None:
-            logger.error("the engine is lost: %r", error)
+            logger.error("the engine is lost: %s: %s", what, trace_of(error))
         self._end(loss)
         self._outputs.end(loss)
 

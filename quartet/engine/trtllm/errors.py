@@ -7,6 +7,7 @@ what a request asked for, so that they are not repeated to whoever can read logs
 from __future__ import annotations
 
 import re
+import traceback
 
 from quartet.engine.base import EngineRequest
 from quartet.errors import (
@@ -24,6 +25,7 @@ _TOO_LONG = re.compile(
 _TRANSFER = re.compile(r"transfer|transceiver|opaque_state|ctx_request_id|context phase", re.I)
 _GUIDE = re.compile(r"guided|grammar|regex|json.?schema|ebnf", re.I)
 _SHUTTING_DOWN = re.compile(r"shut(ting)? ?down", re.I)
+_MAX_TRACES = 5
 #: Words of a refusal, and the field that they are about.
 _FIELDS = (
     (_GUIDE, "sampling.guided"),
@@ -92,6 +94,17 @@ def failure(
         # Most likely who keeps them is gone; encoded again they are elsewhere.
         return TransferError("the embeddings of the prompt's media did not come over")
     return EngineError("the engine failed the request")
+
+
+def trace_of(error: BaseException) -> str:
+    """``error`` for a log: types and places of it and of what it came of, but nothing of what it says."""
+    parts: list[str] = []
+    link: BaseException | None = error
+    while link is not None and len(parts) < _MAX_TRACES:
+        places = "".join(traceback.format_tb(link.__traceback__)).rstrip()
+        parts.append(f"{type(link).__qualname__}\n{places}".rstrip())
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return "\nafter ".join(parts)
 
 
 def _too_long() -> PromptTooLongError:

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quartet.engine.trtllm.package import Package
-from quartet.errors import InvalidRequestError, LayoutMismatchError
+from quartet.errors import EngineError, InvalidRequestError, LayoutMismatchError
 
 _VERSION = 1
 _PREFIX = struct.Struct("<BI")
 # Said by each side for itself, or of no use to the other: pictures are in the KV by then.
 _NOT_CARRIED = frozenset({"request_type", "multimodal_embedding_handles", "multimodal_hashes"})
-_BYTES, _TUPLE = "$bytes", "$tuple"
+_BYTES, _TUPLE, _DTYPE = "$bytes", "$tuple", "$dtype"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class HandOffState:
         return package.DisaggregatedParams(request_type="generation_only", **known)
 
     def to_bytes(self) -> bytes:
-        """For the way."""
+        """For the way. Raises ``EngineError`` for a field that is no plain data."""
         blobs = bytearray()
         header = {
             "model": self.cache.model_fingerprint,
@@ -111,7 +111,11 @@ def _plain(value: Any, blobs: bytearray) -> Any:
         return [_plain(item, blobs) for item in value]
     if isinstance(value, Mapping):
         return {str(key): _plain(item, blobs) for key, item in value.items()}
-    return value
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return {_DTYPE: str(value).removeprefix("torch.")}
+    raise EngineError(f"the engine's hand-off has a {type(value).__name__} in it, which can't be sent")
 
 
 def _restored(value: Any, blobs: memoryview) -> Any:
@@ -126,4 +130,15 @@ def _restored(value: Any, blobs: memoryview) -> Any:
         return bytes(blobs[start : start + size])
     if _TUPLE in value:
         return tuple(_restored(item, blobs) for item in value[_TUPLE])
+    if _DTYPE in value:
+        return _dtype(value[_DTYPE])
     return {key: _restored(item, blobs) for key, item in value.items()}
+
+
+def _dtype(name: object) -> Any:
+    import torch
+
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError("not a dtype")
+    return dtype

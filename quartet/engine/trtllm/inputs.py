@@ -61,7 +61,7 @@ class LlmInputs:
 
 
 class InputBuilder:
-    """Of one model. ``build`` is called on one thread, that of the LLM's event loop.
+    """Of one model. ``build`` is called on one thread, that of the LLM's event loop; ``read_media`` takes its time.
 
     Attributes:
         embeddings: the pool with embeddings that were pulled; ``None``: it takes no media.
@@ -92,8 +92,18 @@ class InputBuilder:
         """As ``EngineCapabilities`` has it."""
         return None if self._model is None else self._model.config.placeholder_id
 
-    def build(self, request: EngineRequest) -> LlmInputs:
-        """What TensorRT-LLM is to be given of ``request``.
+    @staticmethod
+    def has_media(request: EngineRequest) -> bool:
+        """Whether there are media to be read before ``request`` can be given to TensorRT-LLM."""
+        return request.hand_off is None and _names_media(request)
+
+    def read_media(self, request: EngineRequest) -> Sequence[MediaItem]:
+        """The media of ``request``, decoded. Any thread may call. Raises as ``build`` does."""
+        self._check_media(request)
+        return self._reader.read(request)
+
+    def build(self, request: EngineRequest, media: Sequence[MediaItem] | None = None) -> LlmInputs:
+        """What TensorRT-LLM is to be given of ``request``, whose media are read here unless they were.
 
         Raises:
             UnsupportedFieldError: field ``media``; this engine takes none.
@@ -104,21 +114,15 @@ class InputBuilder:
         """
         generation = request.generation
         token_ids = [*map(int, generation.prompt_token_ids), *map(int, generation.generated_token_ids)]
-        if not generation.media and not request.media_inputs and not request.media_blocks:
+        if not _names_media(request):
             if self._limits is not None:
                 check_media(request, self._limits)
             return LlmInputs(inputs={"prompt_token_ids": token_ids})
-        # Blocks are here for some items only, and checked where they are read.
-        is_unread = self._limits is not None and not generation.media
-        if not is_unread:
-            check_media(replace(request, media_blocks=()), self._limits)
-        if self._model is None:
-            raise UnsupportedFieldError("this model takes text only", field="media")
         if request.hand_off is not None:
+            self._check_media(request)
             return LlmInputs(inputs={"prompt_token_ids": token_ids})
-        if is_unread:
-            check_placeholders(token_ids, self._model.config.placeholder_id, len(request.media_inputs))
-        items = self._reader.read(request)
+        items = self.read_media(request) if media is None else media
+        assert self._model is not None, "it has read media"
         text = read_prompt_text(self._model.tokenizer, token_ids, generation.media)
         inputs = _llm_inputs(text, items, token_ids)
         if self._model.sizes is not None:
@@ -141,6 +145,18 @@ class InputBuilder:
         if self.embeddings is not None:
             self.embeddings.memory.close()
 
+    def _check_media(self, request: EngineRequest) -> None:
+        generation = request.generation
+        # Blocks are here for some items only, and checked where they are read.
+        is_unread = self._limits is not None and not generation.media
+        if not is_unread:
+            check_media(replace(request, media_blocks=()), self._limits)
+        if self._model is None:
+            raise UnsupportedFieldError("this model takes text only", field="media")
+        if is_unread and request.hand_off is None:
+            token_ids = [*generation.prompt_token_ids, *generation.generated_token_ids]
+            check_placeholders(token_ids, self._model.config.placeholder_id, len(request.media_inputs))
+
 
 def create_input_builder(spec: EngineSpec, model_fingerprint: str) -> InputBuilder:
     """That of the model of ``spec``, which computes prompts.
@@ -158,8 +174,8 @@ def create_input_builder(spec: EngineSpec, model_fingerprint: str) -> InputBuild
 
 
 @dataclass(frozen=True)
-class _Item:
-    """One item of a prompt, in one of three forms.
+class MediaItem:
+    """One item of a prompt, read, in one of three forms.
 
     Attributes:
         rows: a tensor ``[num_tokens, hidden_size]``.
@@ -179,7 +195,7 @@ class _ItemReader:
         self._rows = RowsReader(model.config.hidden_size, model.max_item_tokens)
         self._host = host_name()
 
-    def read(self, request: EngineRequest) -> list[_Item]:
+    def read(self, request: EngineRequest) -> list[MediaItem]:
         """The items, in order. Raises as ``InputBuilder.build`` does."""
         spans: Sequence[MediaSpan | None] = request.generation.media or (None,) * len(request.media_inputs)
         inputs = request.media_inputs or (None,) * len(spans)
@@ -193,18 +209,23 @@ class _ItemReader:
             except ServingError as error:
                 error.field = f"media[{index}]" if error.field is None else f"media[{index}].{error.field}"
                 raise
+        if any(item.picture is not None for item in items):
+            _check_all_pictures(items)
+        elif not all(item.state is not None for item in items):
+            # Handles are for all items or none: beside embeddings, what is behind them becomes embeddings, too.
+            items = [item if item.state is None else MediaItem(rows=_take(item.state)) for item in items]
         return items
 
-    def _item(self, span: MediaSpan | None, given: MediaFile | bytes | None, block_ids: Sequence[int]) -> _Item:
+    def _item(self, span: MediaSpan | None, given: MediaFile | bytes | None, block_ids: Sequence[int]) -> MediaItem:
         if isinstance(given, bytes) and span is not None:
-            return _Item(state=self._state(span, given))
+            return MediaItem(state=self._state(span, given))
         if not isinstance(given, MediaFile):
             if not block_ids or span is None:
                 raise MediaLostError("the embeddings of the prompt's media are not here")
-            return _Item(rows=self._pulled(span, block_ids))
+            return MediaItem(rows=self._pulled(span, block_ids))
         if given.kind is MediaKind.IMAGE:
-            return _Item(picture=decode(given.data, max_pixels=self._model.max_pixels))
-        return _Item(rows=self._rows.read(given, self._model.dtype))
+            return MediaItem(picture=decode(given.data, max_pixels=self._model.max_pixels))
+        return MediaItem(rows=self._rows.read(given, self._model.dtype))
 
     def _state(self, span: MediaSpan, given: bytes) -> PictureState:
         state = read_state(given)
@@ -225,19 +246,22 @@ class _ItemReader:
         return EmbeddingPoolView(self._embeddings).read(block_ids, 0, span.num_tokens)
 
 
+def _names_media(request: EngineRequest) -> bool:
+    return bool(request.generation.media or request.media_inputs or request.media_blocks)
+
+
 def host_name() -> str:
     """Of this host, as far as its processes see each other's memory."""
     identity = host_identity()
     return f"{identity.boot_id} {identity.ipc_namespace}"
 
 
-def _llm_inputs(text: PromptText, items: Sequence[_Item], token_ids: Sequence[int]) -> LlmInputs:
+def _llm_inputs(text: PromptText, items: Sequence[MediaItem], token_ids: Sequence[int]) -> LlmInputs:
     inputs: dict[str, object] = {"prompt": text.text}
     disaggregated: dict[str, object] = {}
     states = [item.state for item in items if item.state is not None]
     pictures = [item.picture for item in items if item.picture is not None]
     if pictures:
-        _check_all_pictures(items)
         inputs["multi_modal_data"] = {"image": pictures}
     elif len(states) == len(items):
         # With handles these are looked at for their number and size alone: the inputs are to be those that the
@@ -247,9 +271,7 @@ def _llm_inputs(text: PromptText, items: Sequence[_Item], token_ids: Sequence[in
         disaggregated["multimodal_embedding_handles"] = [dict(state.handle) for state in states]
         disaggregated["multimodal_hashes"] = [list(state.hashes) for state in states]
     else:
-        # Handles are for all items or none: beside embeddings, what is behind them becomes embeddings, too.
-        rows = [item.rows if item.state is None else _take(item.state) for item in items]
-        inputs["multi_modal_embeddings"] = {"image": rows}
+        inputs["multi_modal_embeddings"] = {"image": [item.rows for item in items]}
     return LlmInputs(
         inputs=inputs,
         disaggregated=disaggregated,
@@ -258,7 +280,7 @@ def _llm_inputs(text: PromptText, items: Sequence[_Item], token_ids: Sequence[in
     )
 
 
-def _check_all_pictures(items: Sequence[_Item]) -> None:
+def _check_all_pictures(items: Sequence[MediaItem]) -> None:
     """TensorRT-LLM takes either in one prompt. Raises ``InvalidRequestError`` naming the first of the others."""
     for index, item in enumerate(items):
         if item.picture is None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from quartet.engine.trtllm.errors import trace_of
 from quartet.engine.trtllm.loading import LoadedLlm
 from quartet.engine.trtllm.session import LlmSession
 
@@ -76,8 +77,9 @@ class LlmThread:
     def _run(self, loaded: LoadedLlm) -> None:
         try:
             asyncio.run(self._serve(loaded))
-        except Exception as error:  # before it is closed, as that may hang with it
-            logger.exception("the LLM does not work")
+        except Exception as error:  # noqa: BLE001 - before it is closed, as that may hang with it
+            # Without its text, as it may have served by now: whoever still waits for the start is told that.
+            logger.error("the LLM does not work: %s", trace_of(error))
             self._on_lost(error)
 
     async def _serve(self, loaded: LoadedLlm) -> None:

@@ -1,7 +1,8 @@
 """TensorRT-LLM's own metrics, beside ours on one page: of its requests, and of its latest step.
 
-Requests: what ``tensorrt_llm.metrics.MetricsCollector`` measures, under the names it gives them, where the package has
-it and the engine was made with ``return_perf_metrics``. Steps, where it was made with ``enable_iter_perf_stats``:
+None of it is there without ``publish_events_and_metrics``: measuring costs the engine throughput. Requests: what
+``tensorrt_llm.metrics.MetricsCollector`` measures, under the names it gives them, where the package has it and the
+engine was made with ``return_perf_metrics``. Steps, where it was made with ``enable_iter_perf_stats``:
 
 - ``trtllm_kv_cache_blocks{state="used" | "free"}``: of KV on the device; what is only kept for reuse is free.
 - ``trtllm_kv_cache_blocks_reused_total``, ``..._missed_total``: prompts' blocks that were found, and that were not.
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 from prometheus_client import REGISTRY, Metric
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
+from quartet.engine.trtllm.errors import trace_of
 from quartet.engine.trtllm.stats import LlmRankStats
 
 logger = logging.getLogger(__name__)
@@ -53,16 +55,22 @@ class ResultMetrics:
 
     def __init__(self, model: str, feeds: Records | None) -> None:
         """Metrics of requests get a label ``model_name``."""
+        self._has_failed = False
         self._feeds = feeds
         self._collector = _upstream_collector(model)
         # Whatever it measures with; it has no list of it.
         self._families = [] if self._collector is None else _families_of(self._collector)
 
     def log(self, result: Any) -> None:
-        """Measure a request that ended: a ``RequestOutput`` or anything else with a ``metrics_dict``."""
-        values = getattr(result, "metrics_dict", None)
-        if self._collector is not None and values:
-            self._collector.log_metrics_dict(values)
+        """Measure a request that ended: a ``RequestOutput`` or anything else with a ``metrics_dict``. Never raises."""
+        try:
+            values = getattr(result, "metrics_dict", None)
+            if self._collector is not None and values:
+                self._collector.log_metrics_dict(values)
+        except Exception as error:  # noqa: BLE001 - what can't be measured is nobody's failure
+            if not self._has_failed:
+                self._has_failed = True
+                logger.warning("some of TensorRT-LLM's metrics of requests are missing: %s", trace_of(error))
 
     def collect(self) -> Iterable[Metric]:
         """All of it, now. Any thread may call."""

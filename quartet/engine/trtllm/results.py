@@ -92,6 +92,7 @@ class ResultReader:
         queue_s = min(_queue_s(result), total_s)
         state = self._state(output)
         generation = self._request.generation
+        opaque = None if state is None else state.to_bytes()
         self.is_handed_off = state is not None
         self._loaded.book.begin(self._request.id, result.cached_tokens)
         self._loaded.book.grow(self._request.id, 1)
@@ -104,7 +105,7 @@ class ResultReader:
                 compute_s=total_s - queue_s,
                 finished=None if state is not None else _FINISHED[output.finish_reason],
                 num_tokens=0 if state is None else state.num_tokens,
-                opaque=None if state is None else state.to_bytes(),
+                opaque=opaque,
                 logprobs=None if generation.output.logprobs is None else new.logprobs[0],
                 laid_out=self._laid_out,
             )

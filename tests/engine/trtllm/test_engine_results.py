@@ -47,8 +47,8 @@ async def test_a_decode_that_begins_with_another_token_than_prefill_gave_is_an_e
 async def test_a_prompt_that_became_another_one_is_refused(kind: RequestKind, monkeypatch: pytest.MonkeyPatch) -> None:
     build = InputBuilder.build
 
-    def expecting(self: InputBuilder, request: Any) -> LlmInputs:
-        return replace(build(self, request), expected_token_ids=[1, 2, 3])
+    def expecting(self: InputBuilder, *given: Any) -> LlmInputs:
+        return replace(build(self, *given), expected_token_ids=[1, 2, 3])
 
     monkeypatch.setattr(InputBuilder, "build", expecting)
     async with running(kind) as engine:

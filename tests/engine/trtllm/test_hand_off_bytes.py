@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from quartet.engine.trtllm.hand_off import CacheIdentity, HandOffState
 from quartet.engine.trtllm.package import Package
-from quartet.errors import InvalidRequestError, LayoutMismatchError
+from quartet.errors import EngineError, InvalidRequestError, LayoutMismatchError
 from tests.engine.trtllm.engines import stand_in
 
 CACHE = CacheIdentity(model_fingerprint="f" * 64, block_size=32)
@@ -36,6 +37,15 @@ def test_every_byte_and_type_comes_back(fields: dict[str, Any]) -> None:
     back = HandOffState.from_bytes(state.to_bytes())
     assert back == state
     assert back.fields["opaque_state"] == fields["opaque_state"]
+
+
+def test_types_of_tensors_come_back_and_what_is_no_plain_data_is_refused() -> None:
+    state = state_of(mrope_position_ids_handle={"dtype": torch.int64})
+    assert HandOffState.from_bytes(state.to_bytes()) == state
+    with pytest.raises(InvalidRequestError):
+        HandOffState.from_bytes(state.to_bytes().replace(b'"int64"', b'"nn"   '))
+    with pytest.raises(EngineError, match="a object"):
+        state_of(mrope_position_ids_handle={"dtype": object()}).to_bytes()
 
 
 def test_bytes_that_nothing_made_are_refused_by_their_field() -> None:
