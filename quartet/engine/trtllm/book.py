@@ -148,8 +148,8 @@ class RequestBook:
             book = self._book_of(id)
             if book is None:
                 return
+            # No step: a request that is refused, cancelled or timed out ends in an engine that hangs, too.
             entry = book.waiting.pop(id, None) or book.begun.pop(id, None)
-            book.has_moved |= entry is not None
             if entry is not None and is_held:
                 book.held[id] = entry
             elif id not in book.held:

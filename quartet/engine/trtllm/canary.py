@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 from quartet.engine.trtllm.loading import LoadedLlm
 from quartet.engine.trtllm.times import TrtllmTimes
@@ -13,6 +14,7 @@ from quartet.engine.trtllm.times import TrtllmTimes
 logger = logging.getLogger(__name__)
 
 _NUM_WARM_UP_TOKENS = 4
+_LOOKS_PER_TIMEOUT = 4
 
 
 class Canary:
@@ -24,15 +26,14 @@ class Canary:
         self._times = times
         self._progress = progress
         self._clock = time.monotonic
-        self._overdue_at: float | None = None
-        self._seen = 0
+        self._quiet_since: float | None = None
         self.num_ended = 0
 
     @property
     def is_overdue(self) -> bool:
-        """Whether a request of this kind has not come back in time, and nothing else has. Any thread may ask."""
-        overdue_at = self._overdue_at
-        return overdue_at is not None and self._clock() > overdue_at and self._progress() == self._seen
+        """Whether a request of this kind is out, and nothing has come for too long since. Any thread may ask."""
+        quiet_since = self._quiet_since
+        return quiet_since is not None and self._clock() - quiet_since > self._times.canary_timeout_s
 
     async def warm_up(self) -> None:
         """Have kernels made and memory reserved.
@@ -43,7 +44,7 @@ class Canary:
             await self._send(_NUM_WARM_UP_TOKENS)
 
     async def run(self) -> None:
-        """Send one whenever nothing has come out for a while. Raises what the engine's death raises."""
+        """Send one to each rank whenever nothing has come out for a while. Raises what the engine's death raises."""
         while True:
             seen = self._progress()
             await asyncio.sleep(self._times.canary_interval_s)
@@ -51,25 +52,48 @@ class Canary:
                 await self._prove(seen)
 
     async def _prove(self, seen: int) -> None:
-        """However long it takes: meanwhile it is overdue."""
-        self._seen = seen
-        self._overdue_at = self._clock() + self._times.canary_timeout_s
+        """However long it takes: meanwhile it is overdue, whenever nothing comes for too long."""
+        self._quiet_since = self._clock()
+        watching = asyncio.create_task(self._watch(seen))
         try:
             await self._send(1)
         except self._loaded.package.RequestError as error:
             logger.warning("the engine works, but failed a request for one token: %s", error)
         finally:
-            self._overdue_at = None
+            watching.cancel()
+            self._quiet_since = None
         self.num_ended += 1
 
+    async def _watch(self, seen: int) -> None:
+        """Count the time from the latest output, not from the request: a busy engine may take it up late."""
+        while True:
+            await asyncio.sleep(self._times.canary_timeout_s / _LOOKS_PER_TIMEOUT)
+            now, progress = self._clock(), self._progress()
+            if progress != seen:
+                seen, self._quiet_since = progress, now
+
     async def _send(self, num_tokens: int) -> None:
+        """One to each rank, at the same time. Raises what the first of them raises that fails."""
+        ranks = range(self._loaded.arguments.num_ranks)
+        sending = [asyncio.create_task(self._send_to(rank, num_tokens)) for rank in ranks]
+        try:
+            await asyncio.gather(*sending)
+        finally:
+            for task in sending:
+                task.cancel()
+            await asyncio.gather(*sending, return_exceptions=True)
+
+    async def _send_to(self, rank: int, num_tokens: int) -> None:
         facts, package = self._loaded.facts, self._loaded.package
         token_id = next(token_id for token_id in range(facts.vocab_size) if token_id not in facts.eos_token_ids)
         end_id = facts.eos_token_ids[0] if facts.eos_token_ids else None
         params = package.SamplingParams(
             max_tokens=num_tokens, temperature=0.0, end_id=end_id, pad_id=end_id, ignore_eos=True, detokenize=False
         )
-        handle = self._loaded.llm.generate_async({"prompt_token_ids": [token_id]}, sampling_params=params)
+        arguments: dict[str, Any] = {"sampling_params": params}
+        if self._loaded.arguments.num_ranks > 1:
+            arguments["scheduling_params"] = package.SchedulingParams(attention_dp_rank=rank, attention_dp_relax=False)
+        handle = self._loaded.llm.generate_async({"prompt_token_ids": [token_id]}, **arguments)
         self._loaded.feeds.begin()
         try:
             await handle

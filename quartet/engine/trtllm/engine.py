@@ -15,7 +15,7 @@ from quartet.engine.output_queue import OutputQueue
 from quartet.engine.trtllm.arguments import Use, llm_arguments
 from quartet.engine.trtllm.book import engine_stats
 from quartet.engine.trtllm.claims import Claims
-from quartet.engine.trtllm.errors import trace_of
+from quartet.engine.trtllm.errors import loss_of, start_error_of, trace_of
 from quartet.engine.trtllm.hand_off import HandOffState
 from quartet.engine.trtllm.llm_thread import LlmThread
 from quartet.engine.trtllm.loading import LoadedLlm, loaded_llm
@@ -23,7 +23,7 @@ from quartet.engine.trtllm.package import check_installed
 from quartet.engine.trtllm.sampling import sampling_fields
 from quartet.engine.trtllm.session import LlmSession, SessionListener
 from quartet.engine.trtllm.times import TrtllmTimes
-from quartet.errors import ConfigError, EngineError, ServingError, UnsupportedFieldError, WorkerUnavailableError
+from quartet.errors import ServingError, UnsupportedFieldError, WorkerUnavailableError
 from quartet.transfer.base import EmbeddingMemory, Puller
 
 if TYPE_CHECKING:
@@ -248,19 +248,16 @@ class TrtllmEngine:
 
     def _take_loss(self, error: Exception) -> None:
         if self._ready is not None and not self._ready.done():
-            # Nobody has asked for anything yet, that the text could quote.
-            is_plain = isinstance(error, ServingError | ConfigError)
-            self._ready.set_exception(error if is_plain else EngineError(f"the engine is lost: {error!r}"))
-        what = error.message if isinstance(error, ServingError) else type(error).__name__
-        loss = EngineError(f"the engine is lost: {what}")
+            self._ready.set_exception(start_error_of(error))
+        loss = loss_of(error)
         if self._end_error is None:
-            logger.error("the engine is lost: %s: %s", what, trace_of(error))
+            logger.error("%s: %s", loss.message, trace_of(error))
         self._end(loss)
         self._outputs.end(loss)
 
     def _check_alive(self) -> None:
-        if self._end_error is not None:
-            raise type(self._end_error)(self._end_error.message)
+        if error := self._end_error:
+            raise type(error)(error.message)
 
     def _end(self, error: ServingError) -> None:
         """Fail all that live; nothing that comes later is given out."""

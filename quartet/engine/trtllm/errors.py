@@ -11,6 +11,7 @@ import traceback
 
 from quartet.engine.base import EngineRequest
 from quartet.errors import (
+    ConfigError,
     EngineError,
     InvalidRequestError,
     PromptTooLongError,
@@ -94,6 +95,17 @@ def failure(
         # Most likely who keeps them is gone; encoded again they are elsewhere.
         return TransferError("the embeddings of the prompt's media did not come over")
     return EngineError("the engine failed the request")
+
+
+def start_error_of(error: Exception) -> ServingError | ConfigError:
+    """What whoever starts an engine is told: all, as nobody has asked for anything yet that it could quote."""
+    return error if isinstance(error, ServingError | ConfigError) else EngineError(f"the engine is lost: {error!r}")
+
+
+def loss_of(error: Exception) -> EngineError:
+    """What every request is told of an engine that ``error`` has ended: it may quote what one of them asked for."""
+    what = error.message if isinstance(error, ServingError) else type(error).__name__
+    return EngineError(f"the engine is lost: {what}")
 
 
 def trace_of(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from quartet.engine.base import EngineRequest, Failed, RequestKind
 from quartet.engine.trtllm.calls import Call, CallBuilder
-from quartet.engine.trtllm.errors import failure, is_foreseen, refusal, trace_of
+from quartet.engine.trtllm.errors import failure, is_foreseen, loss_of, refusal, trace_of
 from quartet.engine.trtllm.hand_off import HandOffState
 from quartet.engine.trtllm.inputs import MediaItem
 from quartet.engine.trtllm.loading import LoadedLlm
@@ -260,7 +260,7 @@ class LlmRequests:
         )
         if error is None:
             self._on_lost(raised)
-            return EngineError(f"the engine is lost: {type(raised).__name__}")
+            return loss_of(raised)
         if live.is_cancelled:
             return RequestCancelledError("the request was cancelled")
         if isinstance(error, EngineError):

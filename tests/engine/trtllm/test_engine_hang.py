@@ -1,0 +1,95 @@
+"""An engine that hangs is seen to, whatever ends meanwhile; one that moves is not taken for hanging."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from quartet.engine.base import EngineRequest, Failed
+from quartet.engine.sampling import Sampling
+from tests.engine.trtllm.engines import TIMES, WAIT_S, Running, asked, running, stand_in
+from tests.fakes.driving import STORY
+
+HASTY = replace(TIMES, canary_interval_s=0.02, canary_timeout_s=0.05, abort_timeout_s=0.02)
+
+
+@pytest.fixture(autouse=True)
+def _stand_in() -> Iterator[None]:
+    with stand_in():
+        yield
+
+
+async def until(condition: Any) -> None:
+    """Nothing tells of what is looked at here, as nothing does those who look at it in a worker."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110 - it says so itself
+            await asyncio.sleep(0.005)
+
+
+async def refuse(decode: Running, running_one: EngineRequest) -> EngineRequest:
+    request = asked(STORY, 8, sampling=Sampling(logit_bias={1: 2.0}))
+    decode.engine.submit(request)
+    return request
+
+
+async def cancel(decode: Running, running_one: EngineRequest) -> EngineRequest:
+    decode.engine.cancel(running_one.id)
+    return running_one
+
+
+@pytest.mark.parametrize("end", [refuse, cancel])
+async def test_what_ends_in_a_hang_is_no_step(end: Any) -> None:
+    async with running(times=HASTY, publish_events_and_metrics=False) as decode:
+        decode.control.steps.close()
+        request = asked(STORY, 8)
+        decode.engine.submit(request)
+        await until(lambda: not decode.engine.is_alive)
+        [before] = decode.engine.stats()
+        ended = await end(decode, request)
+        assert isinstance(await decode.consumer.wait_terminal(ended), Failed)
+        await decode.settle()
+        [after] = decode.engine.stats()
+        assert after.num_steps == before.num_steps
+        # For longer than whatever is looked at is given.
+        for _ in range(20):
+            await asyncio.sleep(HASTY.canary_timeout_s / 5)
+            assert not decode.engine.is_alive
+        decode.control.steps.open()
+        await until(lambda: decode.engine.is_alive)
+
+
+async def test_an_engine_that_moves_between_hangs_is_seen_to_hang_again() -> None:
+    async with running(times=HASTY, publish_events_and_metrics=False) as decode:
+        decode.control.steps.close()
+        request = asked(STORY, 64)
+        decode.engine.submit(request)
+        await until(lambda: not decode.engine.is_alive)
+        # The canary is owed still: none is sent for what hangs after this.
+        canary = decode.engine._session._canary  # type: ignore[union-attr]
+        owed_since, num_ended = canary._quiet_since, canary.num_ended
+        assert owed_since is not None
+        decode.engine._session.loaded.book.begin(request.id)  # type: ignore[union-attr]
+        decode.engine._session.loaded.book.finish_turn()  # type: ignore[union-attr]
+        await until(lambda: canary._quiet_since > owed_since)
+        await until(lambda: not decode.engine.is_alive)
+        assert canary.num_ended == num_ended
+        decode.control.steps.open()
+        await until(lambda: decode.engine.is_alive)
+
+
+async def test_every_rank_is_asked() -> None:
+    times = replace(TIMES, canary_interval_s=0.02)
+    settings = {"tensor_parallel_size": 2, "enable_attention_dp": True}
+    async with running(times=times, override_engine_args=settings) as decode:
+        assert _ranks_of(decode.control.calls) == [0, 1], "for its warm-up"
+        await until(lambda: decode.engine._session.num_canaries > 0)  # type: ignore[union-attr]
+        assert _ranks_of(decode.control.calls)[2:4] == [0, 1]
+        assert all(not call.arguments["scheduling_params"].attention_dp_relax for call in decode.control.calls)
+
+
+def _ranks_of(calls: Any) -> list[int]:
+    return [call.arguments["scheduling_params"].attention_dp_rank for call in calls]
