@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from quartet.engine.settings import Modality
 from quartet.errors import ConfigError
 from quartet.kvcache.embedding_pool import EmbeddingPool
@@ -32,7 +34,9 @@ class EncodeParts:
 
     async def start(self) -> None:
         """Load the vision tower."""
+        began = time.monotonic()
         await self._encoder.start()
+        self._surroundings.metrics.set_load_time(time.monotonic() - began)
 
     @property
     def memory(self) -> PoolMemory:

@@ -86,6 +86,7 @@ async def test_its_cache_and_load_are_told_like_any_workers(tmp_path: Path) -> N
         body = await asyncio.to_thread(lambda: urlopen(f"http://{worker.record.http_address}/metrics").read().decode())
         assert 'quartet_encode_items_total{outcome="encoded"} 2.0' in body
         assert "quartet_encode_batches_total 2.0" in body
+        assert "\nquartet_worker_model_load_seconds 0.0\n" not in body
 
 
 async def test_a_tower_that_stands_still_is_told_by_its_health(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from quartet.engine.trtllm.model_facts import pool_fingerprint
 from quartet.engine.trtllm.objects import build_objects
 from quartet.engine.trtllm.package import check_installed
 from quartet.engine.trtllm.picture_states import PictureStates
+from quartet.engine.trtllm.times import TrtllmTimes
 from quartet.media.items import MediaFile, MediaKind
 from quartet.transfer.base import EmbeddingMemory
 
@@ -34,13 +35,14 @@ _LOG = logging.getLogger(__name__)
 class TrtllmEncoder:
     """See ``MediaEncoder``. Loads nothing before ``start``."""
 
-    def __init__(self, spec: EngineSpec) -> None:
-        """Encode the files that ``spec`` says.
+    def __init__(self, spec: EngineSpec, times: TrtllmTimes | None = None) -> None:
+        """Encode the files that ``spec`` says; ``times`` bounds its waits.
 
         Raises:
             ConfigError: naming the setting that can't be.
         """
         self._spec = spec
+        self._times = times
         self._arguments = llm_arguments(spec, Use.ENCODE)
         self._states: PictureStates | None = None
         self._rows: RowsEncoder | None = None
@@ -89,7 +91,7 @@ class TrtllmEncoder:
         if MediaKind.IMAGE in kinds:
             check_installed()
             batch_size = self._arguments.max_batch_size or self._spec.encoder.max_batch_size
-            self._states = PictureStates(model, self._load, batch_size)
+            self._states = PictureStates(model, self._load, batch_size, self._times)
             await self._states.start()
 
     async def size(self, file: MediaFile) -> ItemSize:

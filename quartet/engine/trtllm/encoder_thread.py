@@ -6,17 +6,22 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from PIL import Image
+
 from quartet.engine.trtllm.media_state import num_handle_tokens
+from quartet.engine.trtllm.picture_handles import drop, read_handle
+from quartet.engine.trtllm.times import TrtllmTimes
 from quartet.errors import EngineError, InvalidMediaError, InvalidRequestError, ServingError
 from quartet.media.image_file import decode
 
 _LOG = logging.getLogger(__name__)
 
-_NUM_HASH_INTS = 8
+_BLANK_EDGE = 224
 
 
 @dataclass(eq=False, kw_only=True)
@@ -58,7 +63,7 @@ class EncoderListener:
     """Who hears of a thread; called on that thread.
 
     Attributes:
-        on_ready: it has loaded.
+        on_ready: it has loaded, and encoded a picture.
         on_begin: these jobs are begun, of which an ``on_outcomes`` follows.
         on_lost: it can't be loaded, or broke: nothing comes any more.
     """
@@ -70,7 +75,10 @@ class EncoderListener:
 
 
 class EncoderThread:
-    """Loads, encodes what is posted, at most ``max_batch_size`` at a time, and drops what nobody took."""
+    """Loads, encodes what is posted, at most ``max_batch_size`` at a time, and drops what nobody took.
+
+    When it was quiet for a while it encodes a blank picture, which proves that it can.
+    """
 
     def __init__(
         self,
@@ -80,6 +88,7 @@ class EncoderThread:
         placeholder: str,
         max_batch_size: int,
         max_pixels: int,
+        times: TrtllmTimes,
     ) -> None:
         """Begin. ``make`` loads a ``MultimodalEncoder``; ``placeholder`` is the text of the model's."""
         self._make = make
@@ -87,6 +96,10 @@ class EncoderThread:
         self._placeholder = placeholder
         self._max_batch_size = max_batch_size
         self._max_pixels = max_pixels
+        self._times = times
+        self._due_at: float | None = None
+        self._quiet_at = 0.0  # nothing was encoded for long enough by then
+        self._is_ready = False
         self._encoder: Any = None
         self._posted: queue.SimpleQueue[PictureJob | Mapping[str, object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="quartet-trtllm-encoder", daemon=True)
@@ -100,6 +113,12 @@ class EncoderThread:
             return False
         executor = getattr(encoder, "_executor", None)  # there is no public way to ask
         return executor is None or executor.is_shutdown()
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether what it is encoding takes longer than anything may. May be called on any thread."""
+        due_at = self._due_at
+        return due_at is not None and time.monotonic() > due_at
 
     def post(self, job: PictureJob) -> None:
         """Encode that, too."""
@@ -121,11 +140,14 @@ class EncoderThread:
     def _run(self) -> None:
         try:
             self._encoder = self._make()
+            self._encode_blank(self._times.warm_up_timeout_s)
+            self._is_ready = True
             self._listener.on_ready()
             while self._turn():
                 pass
         except Exception as error:  # noqa: BLE001 - the thread's end: whoever waits for it must hear
-            _LOG.exception("the encoder of TensorRT-LLM broke")
+            # Once there are pictures of others, what it says may quote them.
+            _LOG.error("the encoder of TensorRT-LLM broke: %s", type(error).__name__, exc_info=not self._is_ready)
             self._listener.on_lost(error)
         finally:
             encoder, self._encoder = self._encoder, None
@@ -133,37 +155,71 @@ class EncoderThread:
                 encoder.shutdown()
 
     def _turn(self) -> bool:
-        """Do what was posted, of pictures one batch. False: it is to end."""
+        """Do what was posted, of pictures one batch, or prove that it could. False: it is to end."""
         jobs: list[PictureJob] = []
-        goes_on = True
-        one = self._posted.get()
-        while True:
-            if one is None:
-                goes_on = False
-                break
-            if not isinstance(one, PictureJob):
-                _drop(one)
-            elif one.is_wanted:
-                jobs.append(one)
-            if len(jobs) >= self._max_batch_size:
-                break
-            try:
+        try:
+            one = self._posted.get(timeout=max(self._quiet_at - time.monotonic(), 0.0))
+            while one is not None:
+                if not isinstance(one, PictureJob):
+                    drop(one)
+                elif one.is_wanted:
+                    jobs.append(one)
+                if len(jobs) >= self._max_batch_size:
+                    break
                 one = self._posted.get_nowait()
-            except queue.Empty:
-                break
-        if jobs and goes_on:
+            else:
+                return False
+        except queue.Empty:
+            pass  # that was all
+        if jobs:
             self._encode(jobs)
-        return goes_on
+        elif time.monotonic() >= self._quiet_at:
+            self._prove()
+        return True
+
+    def _prove(self) -> None:
+        from tensorrt_llm.executor.utils import RequestError
+
+        try:
+            self._encode_blank(self._times.canary_timeout_s)
+        except (RequestError, ServingError) as error:
+            _LOG.warning("the encoder works, but failed a blank picture: %s", type(error).__name__)
+
+    def _encode_blank(self, timeout_s: float) -> None:
+        """Raises whatever the encoder raises, and ``TimeoutError``."""
+        with self._due_in(timeout_s):
+            blank = Image.new("RGB", (_BLANK_EDGE, _BLANK_EDGE), "white")
+            handle, _ = read_handle(self._result(self._encoder.generate_async(self._inputs(blank))))
+            drop(handle)
+
+    @contextmanager
+    def _due_in(self, timeout_s: float) -> Iterator[None]:
+        """While something is encoded. What hangs is overdue, whether it can be waited for with a bound or not."""
+        self._due_at = time.monotonic() + timeout_s
+        try:
+            yield
+        finally:
+            self._due_at = None
+            self._quiet_at = time.monotonic() + self._times.canary_interval_s
+
+    def _result(self, begun: Any) -> Any:
+        assert self._due_at is not None, "something is being encoded"
+        # Not every release of the package heeds it.
+        return begun.result(max(self._due_at - time.monotonic(), 0.0))
+
+    def _inputs(self, picture: Image.Image) -> dict[str, object]:
+        return {"prompt": self._placeholder, "multi_modal_data": {"image": [picture]}}
 
     def _encode(self, jobs: Sequence[PictureJob]) -> None:
         self._listener.on_begin(jobs)
         began_at = time.monotonic()
-        # All are on their way before the first is waited for; while one is decoded the others are computed.
-        begun = [self._attempt(self._begin, job) for job in jobs]
-        ended = [
-            first if isinstance(first, ServingError) else self._attempt(self._finish, job, *first)
-            for job, first in zip(jobs, begun, strict=True)
-        ]
+        with self._due_in(self._times.encode_timeout_s):
+            # All are on their way before the first is waited for; while one is decoded the others are computed.
+            begun = [self._attempt(self._begin, job) for job in jobs]
+            ended = [
+                first if isinstance(first, ServingError) else self._attempt(self._finish, job, *first)
+                for job, first in zip(jobs, begun, strict=True)
+            ]
         compute_s = time.monotonic() - began_at
         self._listener.on_outcomes(
             [
@@ -181,33 +237,40 @@ class EncoderThread:
         except ServingError as error:
             return error
         except RequestError as error:
-            _LOG.warning("TensorRT-LLM could not encode a picture: %s", error)
+            _LOG.warning("TensorRT-LLM could not encode a picture: %s", type(error).__name__)
             return EngineError("TensorRT-LLM could not encode the picture")
         except (ValueError, TypeError) as error:
-            _LOG.warning("TensorRT-LLM does not take a picture: %s", error)
+            _LOG.warning("TensorRT-LLM does not take a picture: %s", type(error).__name__)
             return InvalidMediaError("TensorRT-LLM does not take the picture", field="file")
 
     def _begin(self, job: PictureJob) -> tuple[Any, int, int]:
-        picture = decode(job.data, max_pixels=self._max_pixels)
-        inputs = {"prompt": self._placeholder, "multi_modal_data": {"image": [picture]}}
-        return self._encoder.generate_async(inputs), picture.width, picture.height
+        try:
+            picture = decode(job.data, max_pixels=self._max_pixels)
+        except ServingError:
+            raise
+        except Exception as error:  # whatever reading what strangers send raises: it is this picture's fault alone
+            raise EngineError(f"the picture could not be read: {type(error).__name__}") from error
+        return self._encoder.generate_async(self._inputs(picture)), picture.width, picture.height
 
     def _finish(self, job: PictureJob, begun: Any, width: int, height: int) -> EncodedPicture:
-        result = begun.result()
-        handles = _flat(getattr(result.disaggregated_params, "multimodal_embedding_handles", None))
-        hashes = getattr(result.disaggregated_params, "multimodal_hashes", None) or []
-        is_one = len(handles) == 1 and isinstance(handles[0], Mapping) and len(hashes) == 1
-        if not is_one or len(hashes[0]) != _NUM_HASH_INTS:
-            raise EngineError("the encoder of TensorRT-LLM did not give one handle for a picture")
-        picture = EncodedPicture(
-            width=width, height=height, handle=handles[0], hashes=tuple(int(part) for part in hashes[0])
-        )
-        num_tokens = num_handle_tokens(picture.handle)
-        if num_tokens != job.num_tokens:
-            _drop(picture.handle)
-            message = f"the picture became {num_tokens} tokens, not the {job.num_tokens} that it was said to fill"
-            raise EngineError(message)
-        return picture
+        result = self._result(begun)
+        try:
+            return _read(job, result, width, height)
+        except ServingError:
+            raise
+        except Exception as error:  # the encoder did its part: what we make of it is this picture's fault alone
+            message = f"what TensorRT-LLM made of a picture could not be read: {type(error).__name__}"
+            raise EngineError(message) from error
+
+
+def _read(job: PictureJob, result: Any, width: int, height: int) -> EncodedPicture:
+    handle, hashes = read_handle(result)
+    num_tokens = num_handle_tokens(handle)
+    if num_tokens != job.num_tokens:
+        drop(handle)
+        message = f"the picture became {num_tokens} tokens, not the {job.num_tokens} that it was said to fill"
+        raise EngineError(message)
+    return EncodedPicture(width=width, height=height, handle=handle, hashes=hashes)
 
 
 def check_hands_over(encoder: Any) -> None:
@@ -216,21 +279,3 @@ def check_hands_over(encoder: Any) -> None:
         encoder.shutdown()
         message = "TensorRT-LLM does not hand the embeddings of this model's pictures over to prefill"
         raise InvalidRequestError(message, field="model")
-
-
-def _flat(handles: Any) -> list[Any]:
-    """Some of the releases put the list into a tuple of one."""
-    flat: list[Any] = []
-    for handle in handles or ():
-        flat += handle if isinstance(handle, list | tuple) else [handle]
-    return flat
-
-
-def _drop(handle: Mapping[str, object]) -> None:
-    """Be the one taker: there is no other way to tell the encoder's memory that nobody will come."""
-    from tensorrt_llm._torch.shared_tensor import SharedTensorContainer
-
-    try:
-        SharedTensorContainer.from_dict(dict(handle)).get_local_view()
-    except Exception as error:  # noqa: BLE001 - it was taken after all: nothing is held, whatever CUDA says
-        _LOG.debug("a picture's embeddings were gone already: %s", type(error).__name__)

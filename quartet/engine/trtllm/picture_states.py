@@ -22,6 +22,7 @@ from quartet.engine.trtllm.inputs import host_name
 from quartet.engine.trtllm.media_model import MediaModel
 from quartet.engine.trtllm.media_sizer import FileSizes
 from quartet.engine.trtllm.media_state import PictureState, write_state
+from quartet.engine.trtllm.times import TrtllmTimes
 from quartet.errors import EngineError, ServingError, WorkerUnavailableError
 from quartet.media.items import MediaFile, MediaKind
 
@@ -35,11 +36,14 @@ class PictureStates:
 
     kinds = frozenset({MediaKind.IMAGE})
 
-    def __init__(self, model: MediaModel, make: Callable[[], Any], max_batch_size: int) -> None:
+    def __init__(
+        self, model: MediaModel, make: Callable[[], Any], max_batch_size: int, times: TrtllmTimes | None = None
+    ) -> None:
         """Load nothing yet; ``make`` loads a ``MultimodalEncoder``, on a thread of its own."""
         self._model = model
         self._make = make
         self._max_batch_size = max_batch_size
+        self._times = times or TrtllmTimes()
         self._sizes = FileSizes(model)
         self._host = host_name()
         self._stats = EncoderStats()
@@ -52,8 +56,9 @@ class PictureStates:
 
     @property
     def is_alive(self) -> bool:
-        """False once it has died."""
-        return self._lost is None and (self._thread is None or not self._thread.is_shut_down)
+        """False once it has died, or hangs."""
+        thread = self._thread
+        return self._lost is None and (thread is None or not (thread.is_shut_down or thread.is_overdue))
 
     @property
     def num_held(self) -> int:
@@ -66,7 +71,7 @@ class PictureStates:
         return self._stats
 
     async def start(self) -> None:
-        """Load. Raises ``ServingError`` naming what is wrong."""
+        """Load, and encode a picture. Raises ``ServingError`` naming what is wrong."""
         on_loop = _OnLoop(asyncio.get_running_loop())
         self._thread = EncoderThread(
             self._make,
@@ -79,8 +84,9 @@ class PictureStates:
             placeholder=self._model.placeholder,
             max_batch_size=self._max_batch_size,
             max_pixels=self._model.max_pixels,
+            times=self._times,
         )
-        await self._has_settled.wait()
+        await self._wait_settled(self._thread)
         if self._lost is not None:
             raise self._lost
 
@@ -125,8 +131,22 @@ class PictureStates:
         if self._thread is None:
             return
         self._thread.stop()
-        if self._has_settled.is_set() and not await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S):
-            _LOG.error("the encoder is still busy after %.0f s: its thread is left behind", _CLOSE_TIMEOUT_S)
+        if not await asyncio.to_thread(self._thread.join, self._close_timeout_s(self._thread)):
+            _LOG.error("the encoder of TensorRT-LLM could not be shut down: processes of it may hold the GPU's memory")
+
+    async def _wait_settled(self, thread: EncoderThread) -> None:
+        """However long it loads; its first picture is to come in time."""
+        while not self._has_settled.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._has_settled.wait(), self._times.look_interval_s)
+            if thread.is_overdue and not self._has_settled.is_set():
+                raise EngineError("the encoder of TensorRT-LLM loaded, but does not encode a picture")
+
+    def _close_timeout_s(self, thread: EncoderThread) -> float:
+        """A load takes its time, whoever waits; what hangs already has had its time."""
+        if not self._has_settled.is_set() or thread.is_overdue:
+            return 0.0
+        return _CLOSE_TIMEOUT_S if self._lost is None else self._times.close_timeout_s
 
     def _keep(self, holder: int, picture: EncodedPicture, outcome: PictureOutcome, queued_at: float) -> EncodedState:
         state = PictureState(

@@ -14,6 +14,7 @@ class TrtllmTimes:
         figures_timeout_s: for its first statistics, after that; without them the size of its cache is guessed.
         canary_interval_s: without anything coming out for so long, a request of the adapter's own is sent.
         canary_timeout_s: within which that has to come back, unless anything else does.
+        encode_timeout_s: for a batch of pictures; what takes longer hangs.
         look_interval_s: between looks at whether the engine has died without saying so.
         abort_timeout_s: for the end of a request that was aborted.
         transfer_timeout_s: for the KV blocks of a cancelled request to come, where the arguments name no time.
@@ -24,6 +25,7 @@ class TrtllmTimes:
     figures_timeout_s: float = 5.0
     canary_interval_s: float = 10.0
     canary_timeout_s: float = 30.0
+    encode_timeout_s: float = 120.0
     look_interval_s: float = 1.0
     abort_timeout_s: float = 30.0
     transfer_timeout_s: float = 60.0

@@ -17,6 +17,7 @@ from quartet.engine.encoder import EncodedState
 from quartet.engine.media.embeddings import EmbeddingPoolView
 from quartet.engine.trtllm.encoder import TrtllmEncoder
 from quartet.engine.trtllm.inputs import InputBuilder
+from quartet.engine.trtllm.times import TrtllmTimes
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.media_spans import expand_placeholders
 from quartet.media.items import MediaFile, MediaKind, MediaSize
@@ -71,8 +72,8 @@ def moved(request: EngineRequest, by: int) -> EngineRequest:
 
 
 @asynccontextmanager
-async def running_encoder(**changes: Any) -> AsyncIterator[TrtllmEncoder]:
-    encoder = TrtllmEncoder(spec_of(**changes))
+async def running_encoder(times: TrtllmTimes | None = None, **changes: Any) -> AsyncIterator[TrtllmEncoder]:
+    encoder = TrtllmEncoder(spec_of(**changes), times)
     try:
         await encoder.start()
         yield encoder
