@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from services.descendants import MARK_VARIABLE, kill_marked, new_mark
+
 _GUARD = Path(__file__).with_name("guard.py")
 _NUM_KEPT_LINES = 20
 _MAX_LINE_BYTES = 1 << 16
@@ -27,12 +29,13 @@ class Child:
         last_lines: the end of its output.
     """
 
-    def __init__(self, name: str, transport: asyncio.SubprocessTransport, output: _Output) -> None:
+    def __init__(self, name: str, transport: asyncio.SubprocessTransport, output: _Output, mark: str) -> None:
         """Made by ``start_child``."""
         self.name = name
         self.last_lines = output.last_lines
         self._transport = transport
         self._output = output
+        self._mark = mark
         self._ended = asyncio.create_task(self._follow(), name=f"child-{name}")
 
     @property
@@ -56,12 +59,16 @@ class Child:
                 os.killpg(self.pid, number)
 
     def kill_rest(self) -> None:
-        """SIGKILL what it started and did not end before it: such a one may hold a GPU's memory, or a port."""
+        """SIGKILL what it started and did not end before it: such a one may hold a GPU's memory, or a port.
+
+        Of its process group, and on Linux all that came of it, in sessions of their own, too.
+        """
         if not self.is_running:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 # Its id is free once its group is, too: then it may be somebody else's.
                 if not _exists(self.pid):
                     os.killpg(self.pid, signal.SIGKILL)
+            kill_marked(self._mark)
 
     def describe_end(self) -> str:
         """How it ended, and the last that it said."""
@@ -132,21 +139,22 @@ def _exists(pid: int) -> bool:
 async def start_child(
     name: str, command: Sequence[str], env: Mapping[str, str], on_line: Callable[[str], None]
 ) -> Child:
-    """Start ``command`` with exactly the environment ``env``; ``on_line`` is called for each line of its output.
+    """Start ``command`` with the environment ``env`` and a mark; ``on_line`` is called for each line of its output.
 
     Raises:
         OSError: the Python interpreter can't be started. A missing program is an exit code, as a shell has it.
     """
     guard = [sys.executable, "-S", "-E", str(_GUARD), str(os.getpid())]
+    mark = new_mark()
     loop = asyncio.get_running_loop()
     transport, output = await loop.subprocess_exec(
         lambda: _Output(on_line),
         *guard,
         *command,
-        env=env,
+        env={**env, MARK_VARIABLE: mark},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    return Child(name, transport, output)
+    return Child(name, transport, output, mark)

@@ -142,6 +142,8 @@ class LocalTopology:
         # Its own etcd holds nothing that is needed again.
         self.kill()
         await _wait_ended(self.children, _KILL_TIMEOUT_S)
+        for child in self.children:
+            child.kill_rest()  # of those that were killed just now, too
         shutil.rmtree(self._environment.run_dir, ignore_errors=True)
 
     def kill(self) -> None:

@@ -49,7 +49,8 @@ def _with_field(error: ConfigError | ServingError) -> str:
 
 
 def _leave(code: int) -> NoReturn:
-    # Everything of ours is closed. Unloading torch and a model, as an orderly exit does, takes a second of CPU.
+    # Everything of ours is closed. Unloading torch and a model, as an orderly exit does, takes a second of CPU. An
+    # engine that could not be closed in time has said so, and its processes are for whoever started this one to find.
     logging.shutdown()
     os._exit(code)
 

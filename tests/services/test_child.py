@@ -129,6 +129,38 @@ async def test_what_a_child_leaves_behind_can_be_killed(start_python: StartPytho
     child.kill_rest()
 
 
+OUT_OF_REACH = (
+    "import subprocess, sys, os\n"
+    "below = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
+    "print(below.pid)\n"
+)
+
+
+@pytest.mark.parametrize("end", ["os._exit(1)", "os.kill(os.getpid(), 9)"])
+async def test_what_left_its_session_can_be_killed_too(
+    start_python: StartPython, lines: asyncio.Queue[str], end: str
+) -> None:
+    other, child = await start_python(OUT_OF_REACH + "below.wait()"), await start_python(OUT_OF_REACH + end)
+    pids = {int(await next_line(lines)), int(await next_line(lines))}
+    await end_of(child)
+    assert other.is_running
+    [left] = [pid for pid in pids if _parent_of(pid) != other.pid]
+    [others] = pids - {left}
+    child.kill_rest()
+    wait_gone(left)
+    os.kill(others, 0)
+    other.kill_rest()
+    os.kill(others, 0)
+    other.send(signal.SIGKILL)
+    await end_of(other)
+    other.kill_rest()
+    wait_gone(others)
+
+
+def _parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 async def test_nothing_of_one_that_runs_is_a_rest(start_python: StartPython, lines: asyncio.Queue[str]) -> None:
     child = await start_python("import signal; print('up'); signal.pause()")
     await next_line(lines)
