@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 # That nobody took yet. Older ones are dropped, and what is told begins anew at the gap.
 _MAX_WAITING_EVENTS = 1 << 16
+# Feeds, by the names of their threads.
+_EVENTS, _STATS = "trtllm-kv-events", "trtllm-stats"
 
 
 class LlmFeeds(Protocol):
@@ -63,7 +65,8 @@ class Feeds:
             num_ranks: attention-data-parallel ranks.
             wants_events: it was made to keep KV events.
             wants_stats: it was made to keep statistics.
-            on_change: there are events to take, or ``failure`` is new; called on a feed's thread, once until they are.
+            on_change: there are events to take, or ``failure`` is another; called on a feed's thread, once until they
+                are.
             on_record: hears of every step's record, on a feed's thread.
             media_token_ids: tokens that stand for media: blocks with one are never told of.
             vocab_size: tokens from here on stand for something else than text.
@@ -82,14 +85,14 @@ class Feeds:
         self._latest_of_rank: dict[int, LlmRankStats] = {}
         self._num_busy_records = [0] * num_ranks
         self._num_prompt_records = [0] * num_ranks
-        self._failure: Exception | None = None
-        self._are_events_lost = False
+        self._failures: dict[str, Exception] = {}
+        self._has_gap = False
         self._pollers = self._make_pollers(llm, wants_stats)
 
     @property
     def failure(self) -> Exception | None:
-        """What ended a feed; ``None``: nothing did. Of lost events every rank's blocks are told as gone."""
-        return self._failure
+        """Why a feed can't be fetched now; ``None``: all can. After a break every rank's blocks are told as gone."""
+        return next(iter(list(self._failures.values())), None)
 
     def begin(self) -> None:
         """A request was submitted, the first or another one: there will be something to fetch."""
@@ -106,7 +109,7 @@ class Feeds:
         Returns:
             Its ``end`` is to be called when the last output of the request came.
         """
-        if not self._wants_events or self._are_events_lost:
+        if not self._wants_events:
             return PrivateTokens(lambda: None)  # nothing is told of at all
         return self._private.add(token_ids, first_position)
 
@@ -115,10 +118,11 @@ class Feeds:
         with self._mirror_lock:
             with self._lock:
                 waiting, self._waiting = self._waiting, deque(maxlen=_MAX_WAITING_EVENTS)
-                told_until, are_lost = self._told_until, self._are_events_lost
+                told_until, has_gap = self._told_until, self._has_gap
+                self._has_gap = False
             for event in waiting:
                 self._mirrors[event.rank].apply(event)
-            if are_lost:
+            if has_gap:
                 for mirror in self._mirrors:
                     mirror.distrust()
             self._private.forget(told_until)
@@ -161,6 +165,11 @@ class Feeds:
         """Of these, steps that computed prompt tokens."""
         return self._num_prompt_records[rank]
 
+    def stop(self) -> None:
+        """Fetch no more: the engine is dead. Never blocks; may be called twice."""
+        for poller in self._pollers:
+            poller.stop()
+
     def close(self) -> None:
         """End the threads. Bounded in time; may be called twice."""
         for poller in self._pollers:
@@ -170,12 +179,20 @@ class Feeds:
         pollers: list[Poller] = []
         if self._wants_events:
             listener = PollListener(
-                on_items=self._take_events_in, on_told=self._take_told_in, on_death=self._lose_events
+                on_items=self._take_events_in,
+                on_told=self._take_told_in,
+                on_break=self._lose_events,
+                on_mended=lambda: self._mend(_EVENTS),
             )
-            pollers.append(Poller("trtllm-kv-events", llm.get_kv_cache_events_async, listener))
+            pollers.append(Poller(_EVENTS, llm.get_kv_cache_events_async, listener))
         if wants_stats:
-            listener = PollListener(on_items=self._take_records_in, on_told=lambda _: None, on_death=self._lose_stats)
-            pollers.append(Poller("trtllm-stats", llm.get_stats_async, listener))
+            listener = PollListener(
+                on_items=self._take_records_in,
+                on_told=lambda _: None,
+                on_break=self._lose_stats,
+                on_mended=lambda: self._mend(_STATS),
+            )
+            pollers.append(Poller(_STATS, llm.get_stats_async, listener))
         return pollers
 
     def _take_events_in(self, items: Sequence[object]) -> None:
@@ -203,8 +220,8 @@ class Feeds:
 
     def _lose_events(self, error: Exception) -> None:
         with self._lock:
-            self._are_events_lost = True
-        self._fail(error)
+            self._has_gap = True
+        self._fail(_EVENTS, error)
 
     def _take_records_in(self, items: Sequence[object]) -> None:
         for item in items:
@@ -222,8 +239,12 @@ class Feeds:
     def _lose_stats(self, error: Exception) -> None:
         # What was last heard is not so for long.
         self._latest, self._latest_of_rank = None, {}
-        self._fail(error)
+        self._fail(_STATS, error)
 
-    def _fail(self, error: Exception) -> None:
-        self._failure = error
+    def _fail(self, name: str, error: Exception) -> None:
+        self._failures[name] = error
+        self._on_change()
+
+    def _mend(self, name: str) -> None:
+        self._failures.pop(name, None)
         self._on_change()

@@ -123,4 +123,5 @@ class LlmSession:
     def _lose(self, error: Exception) -> None:
         if not self._is_lost:
             self._is_lost = True
+            self.loaded.feeds.stop()
             self._listener.on_lost(error)

@@ -208,15 +208,60 @@ async def _items(items: list[object]) -> AsyncIterator[object]:
         yield item
 
 
-async def test_the_death_of_a_feed_is_told_and_so_is_the_end_of_all_that_was() -> None:
-    raw = RawEvents()
-    heard = Heard(Script([raw.created(), raw.stored(None, [(1, [1, 2, 3, 4])])], RuntimeError("gone")))
+async def test_a_feed_that_breaks_is_fetched_again_and_what_was_told_before_is_taken_back() -> None:
+    raw, may_go_on = RawEvents(), threading.Event()
+    first, second = raw.stored(None, [(1, [1, 2, 3, 4])]), raw.stored(None, [(2, [5, 6, 7, 8])])
+    script = Script([raw.created(), first], RuntimeError("gone"), KeyError("still"), may_go_on, [second])
+    heard = Heard(script)
     heard.feeds.begin()
     await heard.until(lambda: heard.feeds.failure is not None)
     assert isinstance(heard.feeds.failure, RuntimeError)
-    await heard.until(lambda: heard.named == set())
-    heard.feeds.note_private([1, 2, 3, 4]).end()
+    await heard.until(lambda: heard.has_cleared)
+    assert heard.named == set()
+    may_go_on.set()
+    await heard.until(lambda: bool(heard.named))
+    assert heard.named == set(sequence_hashes([5, 6, 7, 8], BLOCK_SIZE))
+    await heard.until(lambda: heard.feeds.failure is None)
     heard.feeds.close()
+
+
+async def test_a_feed_that_stays_broken_is_told_of_once_and_asked_ever_less_often(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits: list[float] = []
+    script = Script(*[RuntimeError("what somebody asked for")] * 12)
+    feeds = Feeds(script, block_size=4, num_ranks=1, wants_events=True, wants_stats=False, on_change=lambda: None)
+    [poller] = feeds._pollers
+    has_waited = threading.Semaphore(0)
+
+    def wait(timeout: float | None = None) -> bool:
+        waits.append(timeout or 0.0)
+        has_waited.release()
+        return False
+
+    monkeypatch.setattr(poller._closing, "wait", wait)
+    feeds.begin()
+    for _ in range(12):
+        assert await asyncio.to_thread(has_waited.acquire, timeout=WAIT_S)
+    feeds.close()
+    assert waits[:4] == [0.5, 1.0, 2.0, 4.0]
+    assert set(waits[7:]) == {30.0}
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 1
+    assert "RuntimeError" in told[0]
+    assert "asked for" not in told[0]
+
+
+async def test_a_dead_engine_s_feeds_end() -> None:
+    script = Script(RuntimeError("gone"))
+    feeds = Feeds(script, block_size=4, num_ranks=1, wants_events=True, wants_stats=False, on_change=lambda: None)
+    feeds.begin()
+    assert await asyncio.to_thread(script.has_fetched.acquire, timeout=WAIT_S)
+    feeds.stop()
+    [poller] = feeds._pollers
+    await asyncio.to_thread(poller._thread.join, WAIT_S)
+    assert not poller._thread.is_alive()
+    feeds.close()
 
 
 async def test_a_private_request_that_ended_is_remembered_for_events_that_lag() -> None:
@@ -232,7 +277,7 @@ async def test_a_private_request_that_ended_is_remembered_for_events_that_lag() 
     heard.feeds.close()
 
 
-async def test_the_death_of_statistics_leaves_none_behind() -> None:
+async def test_statistics_that_break_leave_none_behind() -> None:
     heard = Heard(Script([{"iter": 1}], RuntimeError("gone")), wants_events=False, wants_stats=True)
     heard.feeds.begin()
     await heard.until(lambda: heard.feeds.failure is not None)
@@ -294,7 +339,9 @@ def test_a_call_that_hangs_does_not_keep_close() -> None:
         is_open.wait(WAIT_S)
         return _items([])
 
-    listener = PollListener(on_items=lambda _: None, on_told=lambda _: None, on_death=lambda _: None)
+    listener = PollListener(
+        on_items=lambda _: None, on_told=lambda _: None, on_break=lambda _: None, on_mended=lambda: None
+    )
     poller = Poller("trtllm-hangs", fetch, listener)
     poller.begin()
     assert has_fetched.wait(WAIT_S)
