@@ -10,6 +10,16 @@ from quartet.engine.trtllm.api_configs import CONFIGS, ConfigTable
 from quartet.engine.trtllm.field_types import alternatives, fits, misfit
 from quartet.errors import ConfigError
 
+#: Types alone let these pass, and TensorRT-LLM may notice only once the model is loaded.
+_POSITIVE = frozenset(
+    """
+    max_batch_size max_num_tokens max_seq_len max_input_len max_beam_width gpus_per_node world_size
+    tensor_parallel_size pipeline_parallel_size context_parallel_size
+    kv_cache_config.tokens_per_block kv_cache_config.max_tokens cache_transceiver_config.max_tokens_in_buffer
+    lora_config.max_lora_rank lora_config.max_loras lora_config.max_cpu_loras
+    """.split()
+)
+
 
 def check_arguments(values: Mapping[str, object], table: ConfigTable) -> tuple[str, ...]:
     """Check ``values``, given by somebody, against ``table``; what that lacks is unknown.
@@ -30,6 +40,8 @@ def _check_names(values: Mapping[str, object], table: ConfigTable, prefix: str, 
         path = f"{prefix}{name}"
         if name in table.types:
             _check_value(table.types[name], value, path, warnings)
+            if path in _POSITIVE and isinstance(value, int) and value < 1:
+                raise ConfigError(f"{path}: must be at least 1, not {value}")
         elif name in table.uncertain:
             warnings.append(f"{path}: not in every TensorRT-LLM 1.2")
             _check_value(table.uncertain[name], value, path, warnings)
@@ -65,9 +77,6 @@ def _check_value(kind: str, value: object, path: str, warnings: list[str]) -> No
 def _check_rules(name: str, value: Mapping[str, object], path: str) -> None:
     if name == "CudaGraphConfig" and value.get("batch_sizes") and value.get("max_batch_size"):
         raise ConfigError(f"{path}.batch_sizes: set it or max_batch_size, not both")
-    block_size = value.get("tokens_per_block", 1)
-    if name == "KvCacheConfig" and isinstance(block_size, int) and block_size < 1:
-        raise ConfigError(f"{path}.tokens_per_block: must be at least 1, not {block_size}")
     if name == "PeftCacheConfig" and value.get("lora_prefetch_dir") is not None:
         raise ConfigError(f"{path}.lora_prefetch_dir: TensorRT-LLM 1.2 does not support it")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +22,16 @@ from quartet.engine.trtllm.model_facts import ModelFacts
 from quartet.engine.trtllm.objects import build_objects
 from quartet.engine.trtllm.package import Package
 from quartet.engine.trtllm.stats import LlmRankStats
+from quartet.errors import ConfigError
 from quartet.events.kv import RankEvents
 
 if TYPE_CHECKING:
     from quartet.engine.catalog import EngineSpec
 
 logger = logging.getLogger(__name__)
+
+# Of a request, where one step takes more.
+_USUAL_TOKENS = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +79,31 @@ class LoadedLlm:
         return events
 
     def num_blocks(self) -> int:
-        """KV blocks of a rank; where TensorRT-LLM doesn't say, those that nothing it computes at a time can exceed."""
+        """KV blocks of a rank; a guess where TensorRT-LLM doesn't say."""
         known = self.feeds.num_blocks(0)
-        if known is not None:
-            return known
-        blocks_of_longest = -(-self.facts.max_model_len // self.arguments.block_size)
-        return (self.arguments.max_batch_size or 1) * blocks_of_longest
+        return guess_num_blocks(self.arguments, self.facts.max_model_len) if known is None else known
+
+
+def guess_num_blocks(arguments: LlmArguments, max_model_len: int) -> int:
+    """KV blocks of a rank, of which TensorRT-LLM says nothing without statistics and events.
+
+    Routers fill them, and refuse what never fits. So the longest request has to fit, and as many of usual length as are
+    computed at a time; that of the longest that a model knows would be room for any number of requests, which would
+    queue here instead of with the router. A usual one is taken to be computed in one step. Nothing is beyond
+    ``kv_cache_config.max_tokens``, where that is given: the pool is at most so large.
+    """
+    usual_tokens = min(arguments.max_num_tokens or _USUAL_TOKENS, _USUAL_TOKENS, max_model_len)
+    num_tokens = max(max_model_len, (arguments.max_batch_size or 1) * usual_tokens)
+    cache = arguments.values.get("kv_cache_config")
+    max_tokens = cache.get("max_tokens") if isinstance(cache, Mapping) else None
+    if isinstance(max_tokens, int):
+        num_tokens = min(num_tokens, max_tokens)
+    return -(-num_tokens // arguments.block_size)
+
+
+def _check_tokenizer(arguments: LlmArguments, inputs: InputBuilder) -> None:
+    if inputs.reads_media and arguments.values.get("skip_tokenizer_init"):
+        raise ConfigError("skip_tokenizer_init: must be false, as this model takes media, which go with text")
 
 
 @contextmanager
@@ -96,6 +119,7 @@ def loaded_llm(
         # What media can't be read is told before the weights are loaded.
         inputs = create_input_builder(spec, facts.fingerprint)
         stack.callback(inputs.close)
+        _check_tokenizer(arguments, inputs)
         for warning in arguments.warnings:
             logger.warning("%s", warning)
         keywords = build_objects(arguments)

@@ -75,7 +75,7 @@ def test_a_field_of_ours_arrives_and_both_layers_win_over_it(
 
 def test_a_field_of_ours_at_its_default_says_nothing(tmp_path: Path) -> None:
     plain = arguments(dtype="auto", publish_events_and_metrics=False)
-    transceiver = {"backend": "NIXL", "kv_transfer_timeout_ms": 20_000}
+    transceiver = {"backend": "NIXL", "kv_transfer_timeout_ms": 60_000}
     assert plain.values == {"model": str(CHECKPOINT), "cache_transceiver_config": transceiver}
     path = written(tmp_path, {"kv_cache_config": {"tokens_per_block": 64}, "tensor_parallel_size": 2})
     said = arguments(extra_engine_args=path)
@@ -162,6 +162,12 @@ def api_required(argument: str) -> dict[str, object]:
         ({"world_size": 2}, "world_size: only the backend _autodeploy"),
         ({"model": "other"}, "model: is the worker's own"),
         ({"backend": "tensorrt"}, "backend: must be one of pytorch, _autodeploy, not 'tensorrt'"),
+        *(
+            ({name: value}, f"{name}: must be at least 1, not {value}")
+            for name in ("max_batch_size", "max_num_tokens", "max_seq_len", "max_beam_width", "pipeline_parallel_size")
+            for value in (-3, 0)
+        ),
+        ({"kv_cache_config": {"max_tokens": -1}}, "kv_cache_config.max_tokens: must be at least 1"),
         ({"max_batch_size": "8"}, "max_batch_size: must be int | None, not '8'"),
         ({"trust_remote_code": 1}, "trust_remote_code: must be bool, not 1"),
         ({"stream_interval": 0}, "stream_interval: must be int > 0, not 0"),

@@ -10,6 +10,7 @@ from quartet.engine.settings import Backend
 from quartet.engine.trtllm import api
 from quartet.engine.trtllm.arguments import Use
 from quartet.errors import ConfigError
+from quartet.transfer.config import TransferConfig
 from tests.engine.trtllm.specs import arguments
 
 AUTODEPLOY = {"backend": Backend.AUTODEPLOY, "dtype": "auto"}
@@ -22,10 +23,10 @@ def cache_of(made: Any) -> Any:
 @pytest.mark.parametrize("use", [Use.PREFILL, Use.DECODE])
 def test_blocks_are_handed_over_by_nixl_where_nobody_said_how(use: Use) -> None:
     made = arguments(use)
-    config = {"backend": "NIXL", "kv_transfer_timeout_ms": 20_000}
+    config = {"backend": "NIXL", "kv_transfer_timeout_ms": 60_000}
     assert made.values["cache_transceiver_config"] == config
     assert made.has_transceiver
-    assert made.transfer_timeout_s == 20.0
+    assert made.transfer_timeout_s == 60.0 > TransferConfig().lease_s, "nothing renews it, as decode does a lease"
 
 
 @pytest.mark.parametrize("use", [Use.PREFILL, Use.DECODE])
@@ -38,7 +39,7 @@ def test_what_was_said_of_handing_over_is_kept(use: Use) -> None:
     assert partly.values["cache_transceiver_config"] == {
         "backend": "NIXL",
         "max_tokens_in_buffer": 64,
-        "kv_transfer_timeout_ms": 20_000,
+        "kv_transfer_timeout_ms": 60_000,
     }
 
 
