@@ -1,9 +1,12 @@
-"""What a launcher refuses before it starts anything."""
+"""What a launcher refuses before it starts anything, and what is left when it has stopped."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,3 +122,36 @@ async def test_workers_of_one_gpu_start_one_after_the_other_and_each_sees_its_gp
         assert [child.name for child in local.children] == ["encode-0"]
     finally:
         await local.stop()
+
+
+class FirstLine(Silent):
+    """Hears what the worker says first."""
+
+    def __init__(self) -> None:
+        self.line: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def log_line(self, process: str, line: str) -> None:
+        if process == "decode-0" and not self.line.done():
+            self.line.set_result(line)
+
+
+async def test_what_a_worker_that_had_to_be_killed_started_ends_with_it(
+    tmp_path: Path, shared_etcd: EtcdServer
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    observer = FirstLine()
+    topology = load_topology(AGG, (f"model.path={tmp_path}", "router.port=0", "drain_timeout_s=0.1"))
+    environment = Environment(variables={}, num_cores=1, run_dir=tmp_path, etcd_endpoints=(shared_etcd.endpoint,))
+    local = LocalTopology(
+        topology, environment, observer, adapt=lambda plan: replace(plan, module="tests.services.stubborn_worker")
+    )
+    try:
+        async with asyncio.timeout(10):
+            await local.start()
+            line = await observer.line
+        assert line.startswith("started "), line
+        descriptor = os.pidfd_open(int(line.removeprefix("started ")))
+    finally:
+        await local.stop()
+    assert select.select([descriptor], [], [], 10)[0], "it still runs"
+    os.close(descriptor)
