@@ -92,6 +92,8 @@ async def test_what_an_engine_says_when_it_dies_is_told_to_nobody(caplog: pytest
             assert isinstance(end.error, EngineError)
             assert "AssertionError" in end.error.message
             assert SECRET not in end.error.message
+        with pytest.raises(EngineError):
+            await decode.consumer.wait_end()
         with pytest.raises(EngineError) as caught:
             decode.engine.submit(asked(STORY))
         assert SECRET not in str(caught.value)
