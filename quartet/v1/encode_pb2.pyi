@@ -258,7 +258,7 @@ class EncodedItem(_message.Message):
     """Which item, from 0. Always set."""
     @_builtins.property
     def hand_off(self) -> _types_pb2.HandOff:
-        """Where they lie. Always set."""
+        """Where they lie; opaque where the encoder's engine keeps them itself, for one prefill worker. Always set."""
 
     @_builtins.property
     def queue(self) -> _duration_pb2.Duration:

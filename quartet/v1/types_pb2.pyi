@@ -472,8 +472,8 @@ class MediaInput(_message.Message):
     """SHA-256 over the encoded bytes and the preprocessing fingerprint, 32 bytes. Required."""
     @_builtins.property
     def hand_off(self) -> Global___HandOff:
-        """They are pulled from an encode worker; `generation.media` says which positions of the prompt they fill, item by
-        item.
+        """They are pulled from an encode worker, or read by the engine itself where the hand-off is opaque;
+        `generation.media` says which positions of the prompt they fill, item by item.
         """
 
     @_builtins.property
