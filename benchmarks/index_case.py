@@ -10,10 +10,9 @@ from resource import getpagesize
 from typing import TypeVarTuple
 
 from benchmarks.index_work import Workload
-from quartet.discovery.place import Place
-from quartet.kvcache.events import Tier
-from router.prefix_index import PrefixIndex
-from router.prefix_match import Matches
+from quartet.discovery.base import Place
+from quartet.events.kv import Tier
+from router.kv_index.index import Matches, PrefixIndex
 
 _Given = TypeVarTuple("_Given")
 

@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from quartet.discovery.place import Place
-from quartet.kvcache.events import Tier
+from quartet.discovery.base import Place
+from quartet.events.kv import Tier
 from quartet.rpc.channels import create_channel
-from quartet.rpc.worker_client import WorkerClient
-from router.prefix_index import PrefixIndex
+from quartet.streams.worker_client import WorkerClient
+from router.kv_index.index import PrefixIndex
 
 _TIMEOUT_S = 120.0
 

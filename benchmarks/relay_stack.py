@@ -22,10 +22,9 @@ from benchmarks.paced_engine import PERIOD
 from quartet.config import build
 from quartet.rpc.channels import create_channel
 from quartet.v1 import router_pb2, router_pb2_grpc
-from services.child import Child, start_child
-from services.local_etcd import free_port
-from services.plan import ProcessPlan, plan_router, plan_workers
-from services.topology import Topology
+from services.topology.child import Child, start_child
+from services.topology.launch import free_port
+from services.topology.topology import ProcessPlan, Topology, plan_router, plan_workers
 
 ROUTER, DECODE = "router", "decode"
 

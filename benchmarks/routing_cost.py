@@ -21,22 +21,20 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.index_work import PROMPT_BLOCKS, Workload
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument, write_report
-from quartet.discovery.base import HostIdentity, Role, WorkerRecord
-from quartet.discovery.place import Place
+from benchmarks.report import Report, add_report_argument
+from quartet.discovery.base import HostIdentity, Place, Role, WorkerRecord
 from quartet.events.load import RankLoad, WorkerLoad
 from quartet.events.step_time import StepTime
 from quartet.kvcache.block_hash import sequence_hashes
+from quartet.telemetry.provenance import write_report
 from quartet.telemetry.routing_metrics import RoutingMetrics
-from router.admission import Admission, AdmissionConfig
+from router.admission import Admission
+from router.config import AdmissionConfig
+from router.kv_index.index import PrefixIndex, PromptMatches
 from router.policy.base import Pending, Policy
+from router.policy.greedy import LeastLoadedPolicy, RoundRobinPolicy
 from router.policy.kv_aware import KvAwarePolicy
-from router.policy.least_loaded import LeastLoadedPolicy
-from router.policy.round_robin import RoundRobinPolicy
-from router.prefix_index import PrefixIndex
-from router.prompt_matches import PromptMatches
-from router.worker import PoolKey
-from router.worker_table import WorkerTable
+from router.workers import PoolKey, WorkerTable
 
 _NUM_WORKERS, _BLOCK_SIZE, _PROMPT_TOKENS = 100, 32, 8192
 _NUM_BLOCKS, _SHORT_NUM_BLOCKS = 1_000_000, 100_000

@@ -27,7 +27,7 @@ from cli.options import (
 )
 from cli.prompt import ChatOption, FileOption, PromptArgument, SessionKeyOption, TokenIdsOption, read_prompt
 from quartet.client import Explanation, GenerateFields, PlaceOption, QuartetClient, Sampling
-from quartet.rpc.tls import TlsConfig
+from quartet.rpc.channels import TlsConfig
 
 # Not a terminal: whoever reads it wants whole lines.
 _PIPE_WIDTH = 240

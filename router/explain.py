@@ -8,19 +8,15 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
-from quartet.discovery.base import Role
-from quartet.discovery.place import Place
-from quartet.rpc.edge import GenerateStart
-from quartet.rpc.explanation import Explanation, PlaceOption
-from quartet.rpc.fleet import WorkerState
-from router.pending import make_pending
-from router.pipeline_tools import PipelineTools
+from quartet.api.fleet import Explanation, PlaceOption, WorkerState
+from quartet.api.request import GenerateStart
+from quartet.discovery.base import Place, Role
+from router.attempts import make_pending
+from router.context import PipelineTools
 from router.policy.base import Option
-from router.prepare import run_prepared
-from router.prepared import ArrivedRequest, PreparedRequest
+from router.prepare import ArrivedRequest, PreparedRequest, run_prepared
 from router.retry import RetryHints
-from router.worker import PoolKey
-from router.worker_table import WorkerTable
+from router.workers import PoolKey, WorkerTable
 
 _ROLES = frozenset({Role.PREFILL, Role.DECODE})
 

@@ -8,25 +8,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from quartet.api.output import ChoiceOutput, OutputSettings
+from quartet.api.placement import PlacedChoice, PlacedRequest
+from quartet.api.request import ChoicePlacement, Resume
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import ServingError, UnsupportedFieldError
-from quartet.rpc.choice_output import ChoiceOutput, OutputSettings
-from quartet.rpc.edge import ChoicePlacement, Resume
-from quartet.rpc.placement import PlacedChoice, PlacedRequest
 from quartet.text.text_stream import TextStream
 from router.admission import Ticket
-from router.attempts import ChoiceRun
-from router.media_run import RequestMedia
-from router.pending import draw_ticket
-from router.pipeline_tools import PipelineTools
+from router.attempts import ChoiceRun, draw_ticket
+from router.context import PipelineTools
+from router.media.request import RequestMedia
 from router.policy.base import Placement
-from router.prepare import run_prepared
-from router.prepared import ArrivedRequest, PreparedRequest
+from router.prepare import ArrivedRequest, PreparedRequest, run_prepared
 from router.request_log import RequestLog, first_error, outcome_of
-from router.sealing import SealedRun, Sealer
-from router.together import Together
-from router.worker import PoolKey
+from router.signing import SealedRun, Sealer, Together
+from router.workers import PoolKey
 
 
 class PlaceRun:

@@ -15,33 +15,29 @@ from prometheus_client import CollectorRegistry
 from quartet.discovery.create import create_registry
 from quartet.errors import DrainingError
 from quartet.events.curve import read_events_key
-from quartet.kvcache.events import Tier
-from quartet.rpc.seal_keys import SealKeys
-from quartet.rpc.server import RpcServer
-from quartet.rpc.stalled_calls import StalledCalls
+from quartet.events.kv import Tier
+from quartet.rpc.server import RpcServer, StalledCalls
+from quartet.streams.signed_start import SealKeys
 from quartet.telemetry.event_loop_lag import monitor_event_loop_lag
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics
 from quartet.telemetry.routing_metrics import RoutingMetrics
 from router.admission import Admission
-from router.attempt_tools import AttemptTools
 from router.config import RouterConfig
-from router.encoding import EncodeTools
+from router.context import AttemptTools, PipelineTools
 from router.fair_share import FairShare
-from router.fleet import Fleet
-from router.index_upkeep import keep_up
-from router.kv_join import KvJoins
-from router.media.fetcher import MediaFetcher
-from router.media_line import MediaLine, MediaLineConfig
-from router.media_run import MediaTools
-from router.model_texts import read_chat_template
-from router.pipeline import Pipeline
-from router.pipeline_tools import PipelineTools
+from router.fleet import Fleet, read_chat_template
+from router.generate import Pipeline
+from router.kv_index.feed import KvJoins
+from router.kv_index.index import PrefixIndex, keep_up
+from router.media.encode import EncodeTools
+from router.media.fetch import MediaFetcher
+from router.media.queue import MediaLine, MediaLineConfig
+from router.media.request import MediaTools
 from router.policy.create import create_policy
-from router.prefix_index import PrefixIndex
-from router.sealing import Sealer
 from router.servicer import RouterServicer, router_service
-from router.worker_table import WorkerTable
+from router.signing import Sealer
+from router.workers import WorkerTable
 
 logger = logging.getLogger(__name__)
 

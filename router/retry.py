@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from quartet import errors
-from quartet.discovery.place import Place
+from quartet.discovery.base import Place
 from quartet.errors import ServingError
-from quartet.rpc.retry import FINAL, pause_s
+from quartet.streams.client import FINAL, pause_s
 from router.policy.base import Placement
 
 #: Blocks or embeddings did not come over; who was to take them is fine.

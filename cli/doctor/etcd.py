@@ -13,9 +13,8 @@ import aiohttp
 
 from cli.doctor.finding import Finding, ok, warning, wrong
 from cli.doctor.program import run_program
-from quartet.discovery.etcd_config import EtcdConfig
-from services.local_etcd import etcd_answers
-from services.tools import find_etcd
+from quartet.discovery.etcd_client import EtcdConfig
+from services.topology.launch import etcd_answers, find_etcd
 
 _HTTP_TIMEOUT_S = 2.0
 _VERSION_TIMEOUT_S = 3.0

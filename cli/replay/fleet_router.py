@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from cli.replay.worker import EngineSettings, SimulatedWorker, WorkerState, measured
-from quartet.discovery.place import Place
-from quartet.kvcache.events import Cleared, KvEvent, Removed, Stored
+from quartet.discovery.base import Place
+from quartet.events.kv import Cleared, KvEvent, Removed, Stored
+from router.kv_index.index import PrefixIndex
 from router.policy.base import Candidate, Peers, Pending, Placement, Policy, Snapshot
-from router.prefix_index import PrefixIndex
 
 # Long after any request has been begun somewhere.
 _PREDICTION_LIFE_S = 600.0

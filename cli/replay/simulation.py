@@ -17,7 +17,7 @@ from cli.replay.prompts import Prompts
 from cli.replay.results import Objectives, PolicyResult, Recorder, Timeline
 from cli.replay.worker import OUTPUT_TOKEN_ID, EngineSettings, Progress, SimulatedWorker
 from cli.traces.format import BLOCK_SIZE, TraceRequest
-from quartet.discovery.place import Place
+from quartet.discovery.base import Place
 from quartet.engine.base import EngineRequest, Generation, RequestKind
 from quartet.engine.sampling import Sampling
 from quartet.kvcache.layout import BlocksPayload, HandOff, KvLayout

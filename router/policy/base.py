@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from quartet.discovery.place import Place
+from quartet.discovery.base import Place
 from quartet.events.step_time import StepTime
 
 #: Tokens that a step computes at most, where a worker does not say.
@@ -21,7 +21,7 @@ class Pending:
     Attributes:
         num_tokens: tokens to prefill: prompt and already generated ones.
         num_reserved_tokens: tokens that its decode place must have room for: ``num_tokens`` and what it may
-            generate soon (see ``router.attempt_tools.AttemptConfig.reserve_tokens``).
+            generate soon (see ``router.context.AttemptConfig.reserve_tokens``).
         num_most_tokens: tokens that its decode place must be able to hold at all, which are those of its longest
             possible sequence; at least ``num_reserved_tokens``.
         adapter: the adapter that it needs; empty: none.

@@ -8,10 +8,8 @@ from enum import StrEnum
 
 from quartet.errors import ConfigError
 from router.policy.base import Policy
+from router.policy.greedy import LeastLoadedPolicy, PowerOfTwoPolicy, RoundRobinPolicy
 from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy
-from router.policy.least_loaded import LeastLoadedPolicy
-from router.policy.power_of_two import PowerOfTwoPolicy
-from router.policy.round_robin import RoundRobinPolicy
 from router.policy.session_affinity import SessionAffinityPolicy
 from router.policy.split import SplitPolicy
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quartet.discovery.place import Place
+from quartet.discovery.base import Place
 from router.policy.base import Candidate, Decision, Option, Pending, Placement, Snapshot
-from router.policy.obstacle import JUST_FAILED, decode_obstacle, prefill_obstacle
-from router.policy.room import Tally, can_ever_hold, can_prefill, decode_choices, welcome
+from router.policy.room import (
+    JUST_FAILED,
+    Tally,
+    can_ever_hold,
+    can_prefill,
+    decode_choices,
+    decode_obstacle,
+    prefill_obstacle,
+    welcome,
+)
 
 
 @dataclass(frozen=True)
@@ -137,3 +146,119 @@ def _option(
         terms={} if weight is None else {weight.name: weight.value},
         obstacle=obstacle,
     )
+
+
+# The place with the least to do.
+
+# Costs this close count as equal. The choice among equals is random, so that several routers with the same
+# picture don't all send to the same place.
+_TIE = 1.05
+
+
+class LeastLoadedPolicy(GreedyPolicy):
+    """Prefills where the fewest tokens wait, decodes where the smallest share of the blocks is taken."""
+
+    def __init__(self, local_prefill_max_tokens: int, rng: random.Random) -> None:
+        """``rng`` breaks ties."""
+        super().__init__(local_prefill_max_tokens)
+        self._rng = rng
+
+    @property
+    def name(self) -> str:
+        """What its users know it by."""
+        return "least_loaded"
+
+    def choose_prefill(self, candidates: Sequence[Candidate], tally: Tally) -> Candidate:
+        """The one with the shortest queue, in tokens."""
+        return self._cheapest(candidates, [self.weigh_prefill(candidate, tally).value for candidate in candidates])
+
+    def choose_decode(self, candidates: Sequence[Candidate], tally: Tally) -> Candidate:
+        """The one with the smallest share of blocks used or promised."""
+        return self._cheapest(candidates, [self.weigh_decode(candidate, tally).value for candidate in candidates])
+
+    def weigh_prefill(self, candidate: Candidate, tally: Tally) -> Weight:
+        """Prompt tokens that wait there."""
+        return Weight("queued_tokens", "tokens", float(tally.num_queued_tokens(candidate)))
+
+    def weigh_decode(self, candidate: Candidate, tally: Tally) -> Weight:
+        """Share of its blocks that are used or promised."""
+        share = tally.num_taken(candidate) / max(candidate.num_total_blocks, 1)
+        return Weight("taken_share", "share", share)
+
+    def _cheapest(self, candidates: Sequence[Candidate], costs: Sequence[float]) -> Candidate:
+        limit = min(costs) * _TIE
+        return self._rng.choice([candidate for candidate, cost in zip(candidates, costs, strict=True) if cost <= limit])
+
+
+# Every place in turn.
+
+
+class RoundRobinPolicy(GreedyPolicy):
+    """Takes places in the order of their names, each after the one taken last; those without room are left out."""
+
+    def __init__(self, local_prefill_max_tokens: int) -> None:
+        super().__init__(local_prefill_max_tokens)
+        self._last_prefill: Place | None = None
+        self._last_decode: Place | None = None
+
+    @property
+    def name(self) -> str:
+        """What its users know it by."""
+        return "round_robin"
+
+    def choose_prefill(self, candidates: Sequence[Candidate], tally: Tally) -> Candidate:
+        """The next one."""
+        chosen = _after(candidates, self._last_prefill)
+        self._last_prefill = chosen.place
+        return chosen
+
+    def choose_decode(self, candidates: Sequence[Candidate], tally: Tally) -> Candidate:
+        """The next one."""
+        chosen = _after(candidates, self._last_decode)
+        self._last_decode = chosen.place
+        return chosen
+
+    def weigh_prefill(self, candidate: Candidate, tally: Tally) -> Weight | None:
+        """Nothing."""
+        return None
+
+    def weigh_decode(self, candidate: Candidate, tally: Tally) -> Weight | None:
+        """Nothing."""
+        return None
+
+
+def _after(candidates: Sequence[Candidate], last: Place | None) -> Candidate:
+    ordered = sorted(candidates, key=lambda candidate: candidate.place)
+    return next((candidate for candidate in ordered if last is None or candidate.place > last), ordered[0])
+
+
+# The better of two places that are drawn at random.
+#
+# It does almost as well as the best of all, and several routers that have the same old picture don't all go to the
+# same
+# place (Mitzenmacher, "The power of two choices in randomized load balancing", 2001).
+
+
+class PowerOfTwoPolicy(LeastLoadedPolicy):
+    """Weighs places as least_loaded does, but each time only two of them."""
+
+    def __init__(self, local_prefill_max_tokens: int, rng: random.Random) -> None:
+        """``rng`` draws the two."""
+        super().__init__(local_prefill_max_tokens, rng)
+        self._draws = rng
+
+    @property
+    def name(self) -> str:
+        """What its users know it by."""
+        return "power_of_two"
+
+    def choose_prefill(self, candidates: Sequence[Candidate], tally: Tally) -> Candidate:
+        """Of two, the one with the shorter queue, in tokens."""
+        return super().choose_prefill(self._two(candidates), tally)
+
+    def choose_decode(self, candidates: Sequence[Candidate], tally: Tally) -> Candidate:
+        """Of two, the one with the smaller share of blocks used or promised."""
+        return super().choose_decode(self._two(candidates), tally)
+
+    def _two(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        return candidates if len(candidates) <= 2 else self._draws.sample(candidates, 2)

@@ -2,7 +2,7 @@
 
 A request is bound to a place only when that place is about to run out of prompts to compute: until then it stays in the
 router's queue, where it can still be assigned otherwise when others come. Long ones wait a moment for those that come
-with them, and of several routers each leaves the others' places to them for a while (``router.policy.peers``). Places
+with them, and of several routers each leaves the others' places to them for a while. Places
 that have not told how long their steps take are bound to at once: nobody can say there when that moment is.
 """
 
@@ -10,22 +10,58 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
+from itertools import islice
 
-from router.policy.base import Candidate, Decision, Option, Pending, Placement, Snapshot
-from router.policy.fences import Planned, choose_planned
+from quartet.discovery.base import Place
+from router.policy.base import Candidate, Decision, Option, Peers, Pending, Placement, Snapshot
+from router.policy.forecast import AT_ONCE, CostWeights, Hold, Job, Lane, Turn
 from router.policy.joint import JointAssignment
-from router.policy.kv_aware_explain import explain_lanes
-from router.policy.lane import CostWeights, Job, Lane, Turn
-from router.policy.peers import PeerConfig, Turns
-from router.policy.room import Tally, can_ever_hold, can_prefill, can_prefill_here, decode_choices, welcome
-from router.policy.shortlist import shortlist
+from router.policy.room import (
+    JUST_FAILED,
+    Tally,
+    can_ever_hold,
+    can_prefill,
+    can_prefill_here,
+    decode_choices,
+    decode_obstacle,
+    prefill_obstacle,
+    welcome,
+)
 
 # Of seconds: waiting for others would be felt beside a prefill that takes no longer.
 _SHORT_PREFILL_S = 0.05
+
 # Timers count milliseconds, and forecasts are not better.
 _MIN_LOOK_S = 0.0005
+
+
+# What several routers leave to each other, who see each other's placements only when workers report them.
+#
+# Without it all of them send to the same free place at once. So each place is first one router's: it takes it as if it
+# were alone. Another router leaves a prompt to the place's own router, and then to those between the two in their
+# order,
+# for as long as it takes until their placements are reported; what is free then is free to take. A prompt that finds
+# much
+# more of itself at a place than elsewhere does not wait: computing it anew costs all more than meeting somebody there.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerConfig:
+    """How far routers keep out of each other's way.
+
+    Attributes:
+        report_s: after so long a placement is in the load that all routers know.
+        doubt_s: a place that is another router's is forecast to be free so much later than it looks.
+        saving_share: a prompt does not wait for another router's place that spares it at least this share of what the
+            best of the router's own places lacks.
+    """
+
+    report_s: float = 0.06
+    doubt_s: float = 0.15
+    saving_share: float = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +73,7 @@ class KvAwareConfig:
         num_planned_per_place: of the requests that wait, so many for each place are planned together,
         max_planned: but not more than that.
         shortlist_length: with more than twice as many places, only the most promising are planned for (see
-            ``router.policy.shortlist``).
+            ``router.policy.kv_aware``).
         local_prefill_max_tokens: longer prompts are not prefilled where they are decoded, while another place can
             prefill them; ``None``: that hangs on the cost alone.
         transfer_s_per_token: seconds that moving a token's KV from where it is prefilled to where it is decoded takes.
@@ -267,3 +303,163 @@ def _free_in_s(place: Candidate, now: float) -> float:
 def _added_cost(lane: Lane, turn: Turn, job: Job) -> float:
     """What ``job`` adds to the cost of its lane's ``turn``."""
     return turn.cost - lane.turn([other for group in turn.groups for other in group if other is not job]).cost
+
+
+# kv_aware's view of every place, told by the very lanes that it plans with.
+
+
+def explain_lanes(
+    pending: Pending, job: Job, prefill: Sequence[Lane], decode: Sequence[Lane], snapshot: Snapshot
+) -> list[Option]:
+    """How ``pending``, whose ``job`` it is, stands at each place of ``snapshot``, of which these are the lanes.
+
+    Terms in seconds add up to the cost. ``taken_share``, the share of a decode place's blocks that is spoken for, is no
+    part of that: it decides where a request is decoded that is prefilled elsewhere. A decode place without obstacle and
+    without cost is one that would only decode it.
+    """
+    tally = Tally()
+    can_decode = {place.place for place in decode_choices(snapshot.decode, pending, tally)}
+    options = []
+    for lane, place in zip(prefill, snapshot.prefill, strict=True):
+        is_able = job.num_missing[lane.number] is not None
+        obstacle = "" if is_able else prefill_obstacle(place, pending) or JUST_FAILED
+        options.append(_option(lane, job, pending, place, is_decode=False, obstacle=obstacle))
+    for lane, place in zip(decode, snapshot.decode, strict=True):
+        obstacle = "" if place.place in can_decode else decode_obstacle(place, pending, tally) or JUST_FAILED
+        options.append(_option(lane, job, pending, place, is_decode=True, obstacle=obstacle))
+    return options
+
+
+def _option(lane: Lane, job: Job, pending: Pending, place: Candidate, *, is_decode: bool, obstacle: str) -> Option:
+    is_weighed = not obstacle and job.num_missing[lane.number] is not None
+    terms = lane.terms(job) if is_weighed else {}
+    if is_decode and not obstacle:
+        terms["taken_share"] = Tally().num_taken(place) / max(place.num_total_blocks, 1)
+    return Option(
+        place=place.place,
+        is_decode=is_decode,
+        num_cached_tokens=pending.num_cached_tokens.get(place.place, 0),
+        cost=lane.turn([job]).cost if is_weighed else None,
+        cost_unit="s" if is_weighed else "",
+        terms=terms,
+        obstacle=obstacle,
+    )
+
+
+# Who is planned: those that find room, in the order of the queue, so that those that find none are not starved.
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A request that is planned.
+
+    Attributes:
+        index: its position among those that wait.
+        pending: what is known of it.
+        fenced: places that are kept for those ahead of it: it is not decoded there.
+    """
+
+    index: int
+    pending: Pending
+    fenced: frozenset[Place]
+
+
+def choose_planned(waiting: Sequence[Pending], snapshot: Snapshot, limit: int) -> list[Planned]:
+    """The first ``limit`` of ``waiting`` that find room now, and all those further back that bind at once.
+
+    Whoever finds none fences the place with the most room, for all behind it: the room there only grows.
+    """
+    tally, fenced = Tally(), frozenset[Place]()
+    found: list[Planned] = []
+    for index, pending in enumerate(waiting):
+        if len(found) >= limit and not pending.binds_at_once:
+            continue
+        if any(_can_go(place, pending, fenced) and tally.has_room(place, pending) for place in snapshot.decode):
+            found.append(Planned(index, pending, fenced))
+            continue
+        eligible = [place for place in snapshot.decode if _can_go(place, pending, fenced)]
+        if eligible:
+            fenced |= {max(eligible, key=tally.num_free).place}
+    return found
+
+
+def _can_go(place: Candidate, pending: Pending, fenced: frozenset[Place]) -> bool:
+    return place.place not in fenced and can_ever_hold(place, pending)
+
+
+# Of very many places, those worth planning for: forecasts for all of them would take longer than they gain.
+
+
+def shortlist(
+    pendings: Sequence[tuple[Pending, Callable[[int], bool]]],
+    places: Sequence[Candidate],
+    free_in_s: Sequence[float],
+    length: int,
+    first: int,
+) -> list[int]:
+    """Numbers of places, ascending.
+
+    Args:
+        pendings: what is to be planned, each with whether it can go to a place at all.
+        places: all of them; one is known by its position.
+        free_in_s: by place, when it has computed what it was given.
+        length: for each request, so many of those that are free first are taken, and half as many of those that have
+            some of it and would have computed the rest first.
+        first: where to begin among places that are free together: always the same would be sent everything.
+    """
+    by_freedom = sorted([*range(first, len(places)), *range(first)], key=free_in_s.__getitem__)
+    numbers = {place.place: number for number, place in enumerate(places)}
+    chosen: set[int] = set()
+    for pending, can_go in pendings:
+        able = (number for number in by_freedom if can_go(number))
+        chosen.update(islice(_welcome(able, places, pending), length))
+        known = [numbers[place] for place in pending.num_cached_tokens if place in numbers]
+        known = [number for number in known if number not in chosen and can_go(number)]
+        ends_in_s = {number: free_in_s[number] + _prefill_s(places[number], pending) for number in known}
+        chosen.update(nsmallest(length // 2, known, key=ends_in_s.__getitem__))
+    return sorted(chosen)
+
+
+def _prefill_s(place: Candidate, pending: Pending) -> float:
+    return place.step_time.prefill_s(pending.num_missing_tokens(place.place))
+
+
+def _welcome(numbers: Iterator[int], places: Sequence[Candidate], pending: Pending) -> Iterator[int]:
+    """Those that did not just fail ``pending``; if there are none, all."""
+    if not pending.avoid:
+        return numbers
+    able = list(numbers)
+    return iter([number for number in able if places[number].place.worker_id not in pending.avoid] or able)
+
+
+class Turns:
+    """For how long each place is left to others."""
+
+    def __init__(
+        self, places: Sequence[Candidate], everybody: Iterable[Candidate], peers: Peers, config: PeerConfig
+    ) -> None:
+        """``places`` are known by their position from here on; whose each is follows from all names.
+
+        These are ``peers.places``, or those of ``everybody`` where they are not given.
+        """
+        self._config = config
+        self._waits_s = [0.0] * len(places)
+        if peers.num_routers > 1:
+            order = peers.places or sorted(place.place for place in everybody)
+            ranks = {place: rank for rank, place in enumerate(order)}
+            distances = [(peers.number - ranks[place.place]) % peers.num_routers for place in places]
+            self._waits_s = [distance * config.report_s for distance in distances]
+        self._is_alone = not any(self._waits_s)
+
+    def hold(self, num_missing: Sequence[int | None], age_s: float, least_s: float) -> Hold:
+        """How a prompt is kept from places that has waited for ``age_s`` and goes nowhere for another ``least_s``."""
+        if self._is_alone:
+            return Hold([least_s] * len(num_missing), [least_s] * len(num_missing)) if least_s else AT_ONCE
+        own = [count for count, wait_s in zip(num_missing, self._waits_s, strict=True) if count and not wait_s]
+        num_spared = (1.0 - self._config.saving_share) * min(own, default=0)
+        until_s, starts_in_s = list[float](), list[float]()
+        for count, wait_s in zip(num_missing, self._waits_s, strict=True):
+            is_free = not wait_s or (count is not None and count <= num_spared)
+            until_s.append(least_s if is_free else max(wait_s - age_s, least_s))
+            starts_in_s.append(until_s[-1] if is_free else until_s[-1] + self._config.doubt_s)
+        return Hold(until_s, starts_in_s)

@@ -7,15 +7,16 @@ Mirrokni, Thorup and Zadimoghaddam, "Consistent hashing with bounded loads", 201
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 
-from quartet.discovery.place import Place
+from quartet.discovery.base import Place
 from router.policy.base import Candidate, Decision, Option, Pending, Placement, Policy, Snapshot
-from router.policy.remaining import Remaining
-from router.policy.rendezvous import rendezvous_order
 from router.policy.room import Tally, can_prefill, decode_choices, welcome
+from router.policy.split import Remaining
 
 # A place is never overloaded as long as less than this share of its blocks is spoken for.
 _FREE_SHARE = 0.5
@@ -149,3 +150,32 @@ def _elsewhere(option: Option, home: _Home) -> Option:
         return option
     at = home.decode if option.is_decode else home.prefill
     return replace(option, cost=None, cost_unit="", terms={}, obstacle=f"its session belongs to {at}")
+
+
+# Highest random weight: a key's order of places, in which one that comes or goes moves no other.
+#
+# Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.
+
+_MASK = 2**64 - 1
+
+
+def rendezvous_order(key: str, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """``candidates``, the one first where ``key`` belongs; every router orders them alike."""
+    seed = _hash(key)
+    return sorted(candidates, key=lambda candidate: _mix(seed ^ _hash_of(candidate.place)), reverse=True)
+
+
+@lru_cache(maxsize=4096)
+def _hash_of(place: Place) -> int:
+    return _hash(str(place))
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+def _mix(value: int) -> int:
+    """The finalizer of splitmix64: a hundred places are mixed in less time than ten are hashed."""
+    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK
+    return value ^ value >> 31

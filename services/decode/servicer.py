@@ -8,11 +8,11 @@ from typing import TypeAlias
 import grpc
 
 from quartet.rpc.audience import is_peer
-from quartet.rpc.inner_server import InnerStream, Seals, StreamLimits
 from quartet.rpc.server import Service
+from quartet.streams.server import InnerStream, Seals, StreamLimits
 from quartet.v1 import decode_pb2 as pb
 from quartet.v1 import decode_pb2_grpc
-from services.workers.dispatcher import DecodeDispatcher
+from services.workers.dispatch import DecodeDispatcher
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 

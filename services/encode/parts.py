@@ -10,14 +10,12 @@ from quartet.kvcache.embedding_pool import EmbeddingPool
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.transfer.base import PoolMemory
 from quartet.transfer.source import TransferSource
-from services.encode.desk import EncodeDesk
-from services.encode.reports import PoolReports
+from services.encode.encode import EncodeDesk, PoolReports
 from services.encode.servicer import encode_service
 from services.workers.embedding_store import EmbeddingStore
-from services.workers.engines import EncoderFactory
-from services.workers.file_encoder import FileEncoder
-from services.workers.media_backlog import MediaBacklog
-from services.workers.parts import Abilities, Serving, Surroundings
+from services.workers.files import FileEncoder
+from services.workers.media import MediaBacklog
+from services.workers.parts import Abilities, EncoderFactory, Serving, Surroundings
 
 
 class EncodeParts:

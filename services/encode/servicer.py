@@ -7,12 +7,12 @@ from typing import TypeAlias
 
 import grpc
 
-from quartet.rpc.encode_server import EncodeStream
-from quartet.rpc.inner_server import StreamLimits
 from quartet.rpc.server import Service
+from quartet.streams.encode_server import EncodeStream
+from quartet.streams.server import StreamLimits
 from quartet.v1 import encode_pb2 as pb
 from quartet.v1 import encode_pb2_grpc
-from services.encode.desk import EncodeDesk
+from services.encode.encode import EncodeDesk
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 

@@ -7,11 +7,11 @@ from typing import TypeAlias
 
 import grpc
 
-from quartet.rpc.inner_server import InnerStream, StreamLimits
 from quartet.rpc.server import Service
+from quartet.streams.server import InnerStream, StreamLimits
 from quartet.v1 import prefill_pb2 as pb
 from quartet.v1 import prefill_pb2_grpc
-from services.workers.dispatcher import PrefillDispatcher
+from services.workers.dispatch import PrefillDispatcher
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 

@@ -21,7 +21,7 @@ from benchmarks.encode_ttft import summarize as summarize_ttft
 from benchmarks.tables.encode import encode_tables
 from benchmarks.transfer import CpuPerGb, Figures, Run
 from quartet.kvcache.layout import EmbeddingLayout, EmbeddingsPayload, HandOff
-from quartet.rpc.encode import EncodedItem
+from quartet.streams.messages import EncodedItem
 
 LAYOUT = EmbeddingLayout(model_fingerprint="0" * 64, dtype="float32", hidden_size=4, block_size=32)
 HAND_OFF = HandOff(

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quartet.errors import ModelNotFoundError, ServingError
-from quartet.rpc.durations import to_duration
-from quartet.rpc.errors import to_failure
+from quartet.rpc.errors import to_duration, to_failure
 from quartet.rpc.server import Service
 from quartet.v1 import kv_events_pb2, router_pb2, router_pb2_grpc, transfer_pb2, types_pb2, worker_pb2
 from tests.client.fake_worker import FIRST_TOKEN_ID, WORDS, FakeSeal, FakeWorker

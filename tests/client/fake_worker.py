@@ -13,8 +13,7 @@ import tokenizers
 from tokenizers import decoders, models
 
 from quartet.errors import RequestCancelledError, ServingError
-from quartet.rpc.durations import to_duration
-from quartet.rpc.errors import to_failure
+from quartet.rpc.errors import to_duration, to_failure
 from quartet.rpc.server import Service
 from quartet.v1 import decode_pb2, decode_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 

@@ -24,8 +24,7 @@ from quartet.client import (
     Sampling,
     WorkerState,
 )
-from quartet.discovery.base import Role
-from quartet.discovery.place import Place
+from quartet.discovery.base import Place, Role
 from quartet.errors import (
     ConfigError,
     DrainingError,

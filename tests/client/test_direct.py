@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from quartet.client import Accepted, AnswerPart, ChoiceFinished, Completion, Delta, FinishReason, QuartetClient
-from quartet.client.retries import MAX_ATTEMPTS
+from quartet.client.direct import MAX_ATTEMPTS
 from quartet.client.routers import ClientClosedError
 from quartet.client.workers import DecodeWorkers
 from quartet.errors import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quartet.client.retries import MAX_ATTEMPTS, Retries
+from quartet.client.direct import MAX_ATTEMPTS, Retries
 from quartet.client.routers import ClientClosedError
 from quartet.errors import (
     InvalidRequestError,

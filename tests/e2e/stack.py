@@ -17,10 +17,9 @@ import grpc
 import yaml
 
 from quartet.config import override
-from quartet.rpc.tls import TlsConfig, channel_credentials
+from quartet.rpc.channels import TlsConfig, channel_credentials
 from quartet.v1 import kv_events_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
-from services.local_etcd import free_port
-from services.seal_key import draw_seal_key
+from services.topology.launch import draw_seal_key, free_port
 from tests import tiny
 from tests.e2e.process import Metrics, ServiceProcess, wait_until
 from tests.etcd_server import EtcdServer

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 import pytest
 
 from quartet.client import QuartetClient, Sampling
-from quartet.discovery.place import Place
+from quartet.discovery.base import Place
 from quartet.kvcache.block_hash import sequence_hashes
 from quartet.v1 import worker_pb2, worker_pb2_grpc
 from tests import tiny

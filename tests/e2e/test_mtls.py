@@ -16,7 +16,7 @@ import yaml
 
 from quartet.client import QuartetClient, RequestPath, Sampling
 from quartet.errors import PermissionDeniedError, ServingError
-from quartet.rpc.tls import TlsConfig
+from quartet.rpc.channels import TlsConfig
 from quartet.v1 import (
     decode_pb2,
     decode_pb2_grpc,

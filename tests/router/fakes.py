@@ -15,41 +15,30 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from quartet.discovery.place import Place
+from quartet.api.answer import Answer
+from quartet.api.request import Accepted, AnswerPart, ChoiceFinished, ChoicePlacement, GenerateStart, Placed, Resume
+from quartet.discovery.base import Place
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import RequestCancelledError, ServingError
 from quartet.kvcache.layout import HandOff, OpaquePayload
-from quartet.rpc.answer import Answer
-from quartet.rpc.edge import (
-    Accepted,
-    AnswerPart,
-    ChoiceFinished,
-    ChoicePlacement,
-    GenerateStart,
-    Placed,
-    Resume,
-)
-from quartet.rpc.encode import EncodeStart
-from quartet.rpc.inner import DecodeFinished, DecodeSink, DecodeStarted, InnerStart, PrefillOutcome
-from quartet.rpc.seal_keys import SealKey
+from quartet.streams.messages import DecodeFinished, DecodeSink, DecodeStarted, EncodeStart, InnerStart, PrefillOutcome
+from quartet.streams.signed_start import SealKey
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.telemetry.routing_metrics import RoutingMetrics
 from quartet.text.model_text import ModelText
-from router.admission import Admission, AdmissionConfig
-from router.attempt_tools import AttemptConfig, AttemptTools
-from router.encoding import EncodeTools
+from router.admission import Admission
+from router.config import AdmissionConfig, AttemptConfig
+from router.context import AttemptTools, PipelineTools
 from router.fair_share import FairShare
-from router.media_line import MediaLine, MediaLineConfig
-from router.media_run import MediaTools
-from router.media_sizes import KnownSizes
-from router.pipeline import Pipeline
-from router.pipeline_tools import PipelineTools
+from router.generate import Pipeline
+from router.kv_index.index import PrefixIndex
+from router.media.encode import EncodeTools, KnownSizes
+from router.media.queue import MediaLine, MediaLineConfig
+from router.media.request import MediaTools
 from router.policy.base import Policy
-from router.prefix_index import PrefixIndex
-from router.sealing import Sealer
-from router.worker import PoolKey
-from router.worker_table import WorkerTable
+from router.signing import Sealer
+from router.workers import PoolKey, WorkerTable
 from tests.router.media_fakes import FakeEncode, FakeMedia, LaidOut, expanded, told
 from tests.router.noting_policy import NotingPolicy
 from tests.router.records import make_load, make_record

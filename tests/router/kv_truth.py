@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from quartet.discovery.place import Place
+from quartet.discovery.base import Place
 from quartet.events.kv import Cleared, KvBatch, KvEvent, KvSnapshotPart, Removed, Stored, Tier
 
 Held: TypeAlias = dict[Place, set[tuple[Tier, int]]]

@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeAlias
 
-from quartet.discovery.place import Place
+from quartet.discovery.base import Place
 from quartet.errors import MediaFetchError, RequestCancelledError
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import EmbeddingLayout, EmbeddingsPayload, HandOff
 from quartet.kvcache.media_spans import expand_placeholders
 from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaPart, MediaSize, MediaUrl
 from quartet.media.media_id import media_id
-from quartet.rpc.encode import EncodeStart
-from quartet.rpc.inner import InnerStart
+from quartet.streams.messages import EncodeStart, InnerStart
 from quartet.text.model_text import MediaText
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from quartet.discovery.base import Role
 from quartet.discovery.create import DiscoveryConfig, DiscoveryKind
 from quartet.discovery.file import FileConfig
 from quartet.engine.base import Generation, RequestKind
-from quartet.engine.core import StepEngine
 from quartet.engine.sampling import Sampling
 from quartet.engine.scheduler import SchedulerConfig
+from quartet.engine.step_engine import StepEngine
 from quartet.rpc.server import ServerConfig
 from quartet.transfer.base import Puller
 from quartet.v1 import router_pb2 as pb

@@ -9,11 +9,11 @@ from itertools import pairwise
 
 import pytest
 
-from quartet.discovery.place import Place
+from quartet.discovery.base import Place
 from quartet.errors import QueueFullError, WorkerUnavailableError
 from router.admission import MAX_ASSIGNED_TOGETHER
 from router.policy.base import Decision, Pending, Snapshot
-from router.policy.round_robin import RoundRobinPolicy
+from router.policy.greedy import RoundRobinPolicy
 from tests.router.desk import POOL, RECORD, TIMEOUT_S, Desk
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.discovery.place import Place
+from quartet.discovery.base import Place
 from router.book import Booking, WorkerBook
 from router.policy.base import Pending, Placement
-from router.worker_table import WorkerTable
+from router.workers import WorkerTable
 from tests.router.records import make_load, make_record
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from quartet.discovery.place import Place
-from router.encode_choice import EncodeCandidate, choose_encode
+from quartet.discovery.base import Place
+from router.workers import EncodeCandidate, choose_encode
 
 BUSY, IDLE, OTHER = (Place(name) for name in ("busy", "idle", "other"))
 CANDIDATES = [EncodeCandidate(BUSY, 9), EncodeCandidate(IDLE, 0), EncodeCandidate(OTHER, 0)]

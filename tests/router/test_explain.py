@@ -10,16 +10,15 @@ from dataclasses import replace
 import pytest
 
 from quartet import errors
-from quartet.discovery.base import Role
-from quartet.discovery.place import Place
+from quartet.api.fleet import Explanation, PlaceOption
+from quartet.api.request import GenerateStart, TextPrompt, TokenPrompt
+from quartet.discovery.base import Place, Role
 from quartet.engine.sampling import Sampling
 from quartet.events.step_time import StepTime
-from quartet.rpc.edge import GenerateStart, TextPrompt, TokenPrompt
-from quartet.rpc.explanation import Explanation, PlaceOption
 from router.policy.kv_aware import KvAwarePolicy
 from tests.router.fakes import TIMEOUT_S, Fleet, Plan, collect
 from tests.router.records import make_load, make_record
-from tests.router.test_pipeline import make_start
+from tests.router.test_generate import make_start
 
 
 async def explain(fleet: Fleet, start: GenerateStart) -> Explanation:

@@ -14,26 +14,25 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from quartet.discovery.base import WorkerRecord
+from quartet.api.fleet import WorkerState
+from quartet.discovery.base import Place, WorkerRecord
 from quartet.discovery.create import create_registry
-from quartet.discovery.place import Place
 from quartet.events.curve import EventsKey, read_events_key
 from quartet.events.kv import Cleared, KvSnapshot, RankEvents, Removed, Stored, StoredBlocks, Tier
 from quartet.events.publisher import EventPublisher
 from quartet.events.subscriber import EventSubscriber
-from quartet.rpc.fleet import WorkerState
-from quartet.rpc.worker_client import WorkerClient
+from quartet.streams.worker_client import WorkerClient
 from quartet.telemetry.metrics import RouterMetrics
 from router.fleet import Fleet
-from router.kv_join import KvJoins
-from router.worker_table import WorkerTable
+from router.kv_index.feed import KvJoins
+from router.workers import WorkerTable
 from services.workers import process as worker_process
 from tests.router.kv_truth import Held, SetIndex
 from tests.router.records import make_load, make_record
 from tests.router.system import NUM_BLOCKS, System
-from tests.rpc.pulled import PulledDecode
 from tests.services.inner_workers import collect, make_start, until
 from tests.services.test_model_files import FakeWorker, serving
+from tests.streams.pulled import PulledDecode
 
 TIMEOUT_S = 20.0
 

@@ -12,7 +12,7 @@ import pytest
 
 from quartet import errors
 from quartet.rpc.errors import from_failure, from_rpc_error
-from quartet.rpc.seal_keys import SealKeys
+from quartet.streams.signed_start import SealKeys
 from quartet.transfer.config import TransferConfig
 from quartet.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from quartet.v1 import router_pb2 as pb
@@ -196,7 +196,7 @@ async def test_bad_input_is_refused_by_its_field(
 async def test_a_placement_that_nobody_takes_up_ends_with_its_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.sealing._MARGIN_S", 0.1)
+    monkeypatch.setattr("router.signing._MARGIN_S", 0.1)
     settings = {"transfer": TransferConfig(lease_s=1.0)}
     async with running_system(tmp_path, monkeypatch, "prefill-0", "decode-0", worker=settings, seal_ttl_s=20.0) as (
         system,
@@ -248,7 +248,7 @@ async def test_keys_rotate_while_starts_are_placed_and_taken_up(
     system, stub = served
     # The router sees a change at once, so the worker sees it late: only for the name that it does not know.
     monkeypatch.setattr(SealKeys, "sealing_key", property(lambda keys: next(iter(keys._current(0.0).values()))))
-    monkeypatch.setattr("quartet.rpc.seal_keys._UNKNOWN_LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("quartet.streams.signed_start._UNKNOWN_LOOK_INTERVAL_S", 0.0)
     old, new = f"test {'5e' * 32}\n", f"new {'6f' * 32}\n"
     [held] = (await place(stub)).choices
     for content, key_id in ((old + new, "test"), (new + old, "new"), (new, "new")):

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 
 from quartet import errors
+from quartet.api.placement import PlacedRequest
+from quartet.api.request import Resume, TokenPrompt
 from quartet.engine.sampling import Sampling
-from quartet.rpc.edge import Resume, TokenPrompt
-from quartet.rpc.inner import InnerStart
-from quartet.rpc.placement import PlacedRequest, SealedPlacement
+from quartet.streams.messages import InnerStart, SealedPlacement
 from quartet.v1 import decode_pb2
-from router.admission import AdmissionConfig
-from router.attempt_tools import AttemptConfig
+from router.config import AdmissionConfig, AttemptConfig
 from tests.router.fakes import TIMEOUT_S, Fleet, Plan, expected_tokens
-from tests.router.test_pipeline import make_start
+from tests.router.test_generate import make_start
 from tests.router.test_request_log import said_in, value
 
 GONE = errors.WorkerUnavailableError("gone")

@@ -6,8 +6,7 @@ import pytest
 
 from quartet.errors import UnsupportedFieldError, WorkerUnavailableError
 from quartet.media.items import MediaFile, MediaItem, MediaKind
-from router.pools import MediaWay, Pool, needs_of
-from router.worker_table import WorkerTable
+from router.workers import MediaWay, Pool, WorkerTable, needs_of
 from tests.router.records import make_load, make_record
 
 IMAGE = MediaItem(bytes(32), MediaFile(MediaKind.IMAGE, b"png"))

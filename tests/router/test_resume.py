@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from quartet.api.request import Accepted, ChoiceFinished, Delta, Resume, TextOptions
 from quartet.errors import InvalidRequestError, ServingError, WorkerUnavailableError
-from quartet.rpc.edge import Accepted, ChoiceFinished, Delta, Resume, TextOptions
 from tests.router.fakes import Fleet, collect, expected_tokens, text_of
-from tests.router.test_pipeline import make_start
+from tests.router.test_generate import make_start
 
 _REQUEST_ID = "00ff" * 8
 _OUTPUT = expected_tokens(5, 0, 20, 12)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quartet import errors
-from quartet.discovery.place import Place
+from quartet.discovery.base import Place
 from router.policy.base import Placement
 from router.retry import Hop, HopFailedError, RetryHints
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from quartet.events.step_time import StepTime
 from router.book import Booking
 from router.policy.base import DEFAULT_MAX_STEP_TOKENS
-from router.worker import KnownWorker
+from router.workers import KnownWorker
 from tests.router.records import make_load, make_record
 
 _RECORD = make_record(data_parallel_size=2)

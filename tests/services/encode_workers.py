@@ -16,27 +16,24 @@ from quartet.kvcache.hand_off import HandOffState
 from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile, MediaItem
 from quartet.rpc.channels import create_channel
-from quartet.rpc.context import RequestContext
-from quartet.rpc.convert.encode import from_encoded_item, to_encode_start
-from quartet.rpc.convert.media import from_media_size
-from quartet.rpc.encode import EncodedItem, EncodeStart
 from quartet.rpc.errors import from_rpc_error
-from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES
-from quartet.rpc.inner_server import StreamLimits
 from quartet.rpc.server import RpcServer, ServerConfig, Service
+from quartet.streams.convert.inner import from_encoded_item, to_encode_start
+from quartet.streams.convert.media import from_media_size
+from quartet.streams.messages import MAX_INNER_MESSAGE_BYTES, EncodedItem, EncodeStart, RequestContext
+from quartet.streams.server import StreamLimits
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.telemetry.metrics import WorkerMetrics
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.servicer import TransferServicer, add_transfer_servicer
-from quartet.transfer.shm_server import ShmServer
+from quartet.transfer.shm import ShmServer
 from quartet.transfer.source import TransferSource
 from quartet.v1 import encode_pb2, encode_pb2_grpc
-from services.encode.desk import EncodeDesk
-from services.encode.reports import PoolReports
+from services.encode.encode import EncodeDesk, PoolReports
 from services.encode.servicer import encode_service
 from services.workers.embedding_store import EmbeddingStore
-from services.workers.file_encoder import FileEncoder
-from services.workers.media_backlog import MediaBacklog
+from services.workers.files import FileEncoder
+from services.workers.media import MediaBacklog
 from tests.services.fake_encoder import FakeEncoder
 from tests.services.inner_workers import EPOCH
 

@@ -14,29 +14,28 @@ from prometheus_client import CollectorRegistry
 
 from quartet.discovery.host import host_identity
 from quartet.engine.base import EngineStats, FinishReason, Generation, RequestKind
-from quartet.engine.core import StepEngine
 from quartet.engine.sampling import OutputOptions, Sampling
 from quartet.engine.scheduler import SchedulerConfig
+from quartet.engine.step_engine import StepEngine
 from quartet.errors import ServingError
 from quartet.kvcache.layout import HandOff
 from quartet.rpc.channels import create_channel
-from quartet.rpc.context import RequestContext
-from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES, InnerStart
-from quartet.rpc.inner_client import DecodeClient, PrefillClient
-from quartet.rpc.inner_server import StreamLimits
 from quartet.rpc.server import RpcServer, ServerConfig, Service
+from quartet.streams.client import DecodeClient, PrefillClient
+from quartet.streams.messages import MAX_INNER_MESSAGE_BYTES, InnerStart, RequestContext
+from quartet.streams.server import StreamLimits
 from quartet.telemetry.metrics import WorkerMetrics
 from quartet.transfer.base import TransferWay
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.puller import TransferPuller
 from quartet.transfer.grpc.servicer import TransferServicer, add_transfer_servicer
-from quartet.transfer.shm_server import ShmServer
+from quartet.transfer.shm import ShmServer
 from quartet.transfer.source import HandOffTicket, TransferSource
 from services.decode.servicer import decode_service
 from services.prefill.servicer import prefill_service
-from services.workers.dispatcher import DecodeDispatcher, PrefillDispatcher
+from services.workers.dispatch import DecodeDispatcher, PrefillDispatcher
 from tests.engine.fakes import FakeRunner, expected_output
-from tests.rpc.pulled import DecodeProgress, PulledDecode, PullingDecodeClient
+from tests.streams.pulled import DecodeProgress, PulledDecode, PullingDecodeClient
 
 WAIT_S = 10.0
 EPOCH = 7

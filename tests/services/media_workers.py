@@ -17,21 +17,17 @@ from quartet.kvcache.embedding_pool import EmbeddingPool
 from quartet.kvcache.layout import EmbeddingsPayload, HandOff
 from quartet.media.items import MediaFile
 from quartet.rpc.channels import create_channel
-from quartet.rpc.context import RequestContext
-from quartet.rpc.inner import InnerStart, MediaInput
-from quartet.rpc.outbox import DecodeOutbox
-from quartet.rpc.prefill_outbox import PrefillOutbox
+from quartet.streams.messages import InnerStart, MediaInput, RequestContext
+from quartet.streams.outbox import DecodeOutbox, PrefillOutbox
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.telemetry.metrics import WorkerMetrics
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.puller import TransferPuller
 from quartet.v1 import decode_pb2
-from services.workers.dispatcher import DecodeDispatcher, PrefillDispatcher
+from services.workers.dispatch import DecodeDispatcher, PrefillDispatcher
 from services.workers.embedding_store import EmbeddingStore
-from services.workers.file_encoder import FileEncoder
-from services.workers.file_sizer import FileSizer
-from services.workers.media import MediaStage
-from services.workers.media_backlog import MediaBacklog
+from services.workers.files import FileEncoder, FileSizer
+from services.workers.media import MediaBacklog, MediaStage
 from tests.services.fake_encoder import FakeEncoder, embedding_memory, name_of
 from tests.services.inner_workers import until
 from tests.services.stub_engine import StubEngine

@@ -23,13 +23,13 @@ from quartet.errors import (
 )
 from quartet.kvcache.layout import EmbeddingsPayload, HandOff
 from quartet.media.items import MediaFile, MediaKind
-from quartet.rpc.chunked_starts import take_chunks
-from quartet.rpc.convert.encode import to_encode_start
 from quartet.rpc.errors import from_rpc_error
-from quartet.rpc.inner_server import StreamLimits
+from quartet.streams.chunks import take_chunks
+from quartet.streams.convert.inner import to_encode_start
+from quartet.streams.server import StreamLimits
 from quartet.transfer.source import HandOffTicket
 from quartet.v1 import encode_pb2, types_pb2
-from services.encode.desk import MAX_ITEMS
+from services.encode.encode import MAX_ITEMS
 from tests.services.encode_workers import encode_worker, make_encode_start
 from tests.services.fake_encoder import (
     PIXELS_PER_TOKEN,

@@ -17,18 +17,17 @@ from quartet.engine.base import RequestKind, StepLogprobs, StepOutput
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import MessageTooLargeError, ServingError
 from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload
-from quartet.rpc import convert
 from quartet.rpc.channels import create_channel
-from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES
-from quartet.rpc.inner_client import DecodeClient
-from quartet.rpc.inner_server import StreamLimits
 from quartet.rpc.server import RpcServer, ServerConfig
+from quartet.streams import convert
+from quartet.streams.client import DecodeClient
+from quartet.streams.messages import MAX_INNER_MESSAGE_BYTES
+from quartet.streams.server import StreamLimits
 from quartet.telemetry.metrics import WorkerMetrics
 from quartet.v1 import decode_pb2, types_pb2
 from services.decode.servicer import decode_service
-from services.workers.dispatcher import DecodeDispatcher
+from services.workers.dispatch import DecodeDispatcher
 from tests.engine.fakes import FakeRunner, fake_layout
-from tests.rpc.pulled import PullingDecodeClient
 from tests.services.inner_workers import (
     DECODE_METHOD,
     PREFILL_METHOD,
@@ -41,6 +40,7 @@ from tests.services.inner_workers import (
     until,
 )
 from tests.services.stub_engine import StubEngine
+from tests.streams.pulled import PullingDecodeClient
 
 PROMPT = tuple(range(1, 11))
 METHODS = {RequestKind.DECODE: DECODE_METHOD, RequestKind.PREFILL: PREFILL_METHOD}

@@ -14,8 +14,8 @@ from quartet.errors import ConfigError, InvalidRequestError, QueueFullError, Uns
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff, OpaquePayload
 from quartet.media.items import MediaFile, MediaKind
-from quartet.rpc import convert
-from quartet.rpc.inner import InnerStart
+from quartet.streams import convert
+from quartet.streams.messages import InnerStart
 from quartet.v1 import decode_pb2, prefill_pb2
 from router.media.config import MediaConfig
 from tests.services.fake_encoder import PIXELS_PER_TOKEN, FakeEncoder, name_of, picture, read, written

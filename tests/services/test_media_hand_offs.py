@@ -16,7 +16,7 @@ from quartet.errors import (
     UnsupportedFieldError,
 )
 from quartet.kvcache.layout import HandOff, OpaquePayload
-from quartet.rpc.inner import InnerStart, MediaInput
+from quartet.streams.messages import InnerStart, MediaInput
 from tests.services.encode_workers import EncodeWorker, encode_worker, make_encode_start
 from tests.services.fake_encoder import name_of, picture, read, written
 from tests.services.inner_workers import WAIT_S, until

@@ -19,18 +19,17 @@ from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.media_spans import expand_placeholders
 from quartet.media.items import MediaFile, MediaKind, MediaSize
 from quartet.media.media_id import MEDIA_ID_SIZE_BYTES, media_id, preprocessing_fingerprint
-from quartet.rpc.context import RequestContext
-from quartet.rpc.convert.encode import to_encode_start
-from quartet.rpc.inner import InnerStart, MediaInput
-from quartet.rpc.inner_client import DecodeClient, PrefillClient
+from quartet.streams.client import DecodeClient, PrefillClient
+from quartet.streams.convert.inner import to_encode_start
+from quartet.streams.messages import InnerStart, MediaInput, RequestContext
 from quartet.text.model_files import read_text_files
 from quartet.v1 import encode_pb2, encode_pb2_grpc
 from tests import tiny
 from tests.pictures import Look, make_look
-from tests.rpc.pulled import PullingDecodeClient
 from tests.services.encode_workers import Encoded, make_encode_start
 from tests.services.inner_workers import collect_all
 from tests.services.worker_processes import RunningWorker, worker_process
+from tests.streams.pulled import PullingDecodeClient
 
 PLACEHOLDER_ID = 7
 ENGINE = {"dtype": "float32", "num_blocks": 64, "num_threads": 1}

@@ -14,14 +14,14 @@ import pytest
 from quartet.discovery.base import Role
 from quartet.engine.sampling import Sampling
 from quartet.errors import EngineError, HandOffStateError, ServingError
-from quartet.rpc.inner import InnerStart
-from quartet.rpc.inner_client import DecodeClient, PrefillClient
-from quartet.rpc.worker_client import WorkerClient
+from quartet.streams.client import DecodeClient, PrefillClient
+from quartet.streams.messages import InnerStart
+from quartet.streams.worker_client import WorkerClient
 from tests.engine.trtllm.engines import stand_in
 from tests.fakes.driving import STORY, greedy, token_ids_of
-from tests.rpc.pulled import PullingDecodeClient
 from tests.services.inner_workers import WAIT_S, collect, make_start, until
 from tests.services.worker_processes import RunningWorker, worker_process
+from tests.streams.pulled import PullingDecodeClient
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,10 @@ import pytest
 from quartet.engine.base import RequestKind
 from quartet.errors import WorkerUnavailableError
 from quartet.kvcache.layout import HandOff
-from quartet.rpc import convert
-from quartet.rpc.inner_server import InnerStream, StreamLimits
+from quartet.streams import convert
+from quartet.streams.server import InnerStream, StreamLimits
 from quartet.v1 import prefill_pb2, types_pb2
-from services.workers.dispatcher import PrefillDispatcher
+from services.workers.dispatch import PrefillDispatcher
 from tests.engine.fakes import FakeRunner
 from tests.services.inner_workers import (
     WAIT_S,

@@ -19,9 +19,8 @@ from quartet.engine.scheduler import SchedulerConfig
 from quartet.errors import DrainingError, RequestCancelledError
 from quartet.events.publisher import PromptQueue
 from quartet.telemetry.http import Probes, TelemetryServer
-from services.workers.health import ProgressWatch
 from services.workers.kv_events import KvEvents
-from services.workers.worker import Worker
+from services.workers.worker import ProgressWatch, Worker
 from tests.engine.fakes import FakeRunner
 from tests.router.records import make_record
 from tests.services.fake_kv import FakeKvPublisher

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from cli.replay.dynamo import DynamoPolicy
-from quartet.discovery.place import Place
+from quartet.discovery.base import Place
 from router.policy.base import Candidate, Pending, Snapshot
 
 A, B = Place("a"), Place("b")

@@ -17,7 +17,7 @@ from cli.replay.worker import EngineSettings, SimulatedWorker
 from cli.traces.arrivals import Arrivals
 from cli.traces.format import TraceRequest
 from cli.traces.generate import TraceConfig, generate
-from quartet.discovery.place import Place
+from quartet.discovery.base import Place
 from quartet.engine.base import EngineRequest, Generation, RequestKind
 from quartet.engine.sampling import Sampling
 from quartet.kvcache.sequence import Sequence as TokenSequence
