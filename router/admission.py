@@ -1,4 +1,4 @@
-"""The router's one queue: requests wait here, by priority and fair share, until a policy finds them a place."""
+"""The router's one queue: requests wait here, by priority and fair share, until a policy finds them a rank."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Admission:
         num_choices: int = 1,
         deadline: float = float("inf"),
     ) -> Ticket:
-        """Draw a place in the queue, for ``num_choices`` choices of ``num_tokens`` tokens of work each."""
+        """Draw a rank in the queue, for ``num_choices`` choices of ``num_tokens`` tokens of work each."""
         self._num_tickets += 1
         return Ticket(
             pool=pool,
@@ -115,7 +115,7 @@ class Admission:
     async def admit(
         self, ticket: Ticket, pending: Pending, *, is_retry: bool = False, together: Together | None = None
     ) -> Reservation:
-        """Wait for a place; the caller must release the reservation. Leaves nothing behind when cancelled.
+        """Wait for a rank; the caller must release the reservation. Leaves nothing behind when cancelled.
 
         One of several that are ``together`` does not wait while another one of them holds room.
 
@@ -238,7 +238,7 @@ class Admission:
     def _assign(self, pool: PoolKey, line: WaitingLine, now: float) -> float | None:
         """Place those of one pool; returns ``Decision.look_again_in_s``."""
         snapshot = self._table.snapshot(pool, now)
-        adapters = frozenset[str]().union(*(place.adapters for place in snapshot.decode))
+        adapters = frozenset[str]().union(*(candidate.adapters for candidate in snapshot.decode))
         head = line.head(MAX_ASSIGNED_TOGETHER, adapters)
         if not head:
             return None

@@ -19,7 +19,7 @@ from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile
 from quartet.streams.client import outcome_in_time
-from quartet.streams.messages import DecodeStarted, InnerStart, MediaInput, PrefillOutcome, RequestContext
+from quartet.streams.messages import DecodeStarted, MediaInput, PrefillOutcome, RequestContext, WorkerStart
 from router.admission import Ticket
 from router.book import Booking, Reservation, numbering
 from router.config import AttemptConfig
@@ -28,7 +28,7 @@ from router.media.encode import ReadyInputs
 from router.policy.base import Pending, Placement
 from router.prepare import PreparedRequest, max_sequence_tokens
 from router.retry import TRANSFER, Hop, HopFailedError, RetryHints
-from router.signing import SealedRun, Sealer, SealTerms, Together
+from router.signing import SignedRun, Signer, SigningTerms, Together
 
 ResultT = TypeVar("ResultT")
 
@@ -69,18 +69,18 @@ class ChoiceRun:
         """
         return await self._repeat(self._attempt)
 
-    async def place(self, sealer: Sealer, together: Together) -> SealedRun | FinishReason:
+    async def place(self, signer: Signer, together: Together) -> SignedRun | FinishReason:
         """Go as far as a client needs to go on by itself, or to the end if that comes first; raises as ``run`` does.
 
-        It is sealed when all that are placed ``together`` with it can be. Whoever gets a ``SealedRun`` and does not
+        It is signed when all that are placed ``together`` with it can be. Whoever gets a ``SignedRun`` and does not
         give it to the client lets go of it.
 
         Raises:
             PlaceTooLargeError: there is no room for it beside the others.
         """
         self._together = together
-        end = await self._repeat(partial(self._place_attempt, sealer, together))
-        if not isinstance(end, SealedRun):
+        end = await self._repeat(partial(self._place_attempt, signer, together))
+        if not isinstance(end, SignedRun):
             together.leave()
         return end
 
@@ -143,16 +143,16 @@ class ChoiceRun:
         return hand_off if isinstance(hand_off, FinishReason) else await self._hops.decode(reservation, hand_off)
 
     async def _place_attempt(
-        self, sealer: Sealer, together: Together, reservation: Reservation
-    ) -> SealedRun | FinishReason:
+        self, signer: Signer, together: Together, reservation: Reservation
+    ) -> SignedRun | FinishReason:
         """Raises ``HopFailedError``."""
-        sealer.check_size(len(self._hops.request.prompt_token_ids) + len(self._output.token_ids))
+        signer.check_size(len(self._hops.request.prompt_token_ids) + len(self._output.token_ids))
         hand_off = await self._hops.hand_off(reservation)
         if isinstance(hand_off, FinishReason):
             return hand_off
         rank = reservation.placement.decode.data_parallel_rank
         num_tokens = len(self._hops.request.prompt_token_ids) + len(self._output.token_ids)
-        terms = SealTerms(
+        terms = SigningTerms(
             request_id=self._hops.request.request_id,
             choice=self._choice,
             hand_off=hand_off,
@@ -162,8 +162,8 @@ class ChoiceRun:
         )
         try:
             with together.kept(hand_off, self._tools.hops):
-                return await together.seal(
-                    lambda: sealer.seal(
+                return await together.sign(
+                    lambda: signer.sign(
                         reservation, terms, lambda number: self._hops.start(reservation.decode, number, rank, hand_off)
                     )
                 )
@@ -194,7 +194,7 @@ class ChoiceHops:
 
     @asynccontextmanager
     async def media_ready(self) -> AsyncIterator[None]:
-        """Has one attempt's media encoded, and keeps them for it. A place is asked for within.
+        """Has one attempt's media encoded, and keeps them for it. A rank is asked for within.
 
         Raises:
             ServingError: they can't be encoded, or with them the prompt is too long.
@@ -235,22 +235,22 @@ class ChoiceHops:
 
     async def decode(self, reservation: Reservation, hand_off: HandOff | None) -> FinishReason:
         """Decode to the end, from ``hand_off`` if there is one, and say what that was. Raises ``HopFailedError``."""
-        place, booking = reservation.placement.decode, reservation.decode
+        rank, booking = reservation.placement.decode, reservation.decode
         media = self._media() if hand_off is None else ()
         sink = BookedSink(
             self._output, booking, self.request.num_prompt_tokens, hand_off is not None, self._learn_length
         )
         call = None
         try:
-            start = self.start(booking, booking.send(), place.data_parallel_rank, hand_off, media)
-            call = self._tools.hops.decode(place, start, sink)
+            start = self.start(booking, booking.send(), rank.data_parallel_rank, hand_off, media)
+            call = self._tools.hops.decode(rank, start, sink)
             finished = await outcome_in_time(
                 call,
                 start_timeout_s=self._tools.config.decode_start_timeout_s,
                 stall_timeout_s=self._tools.config.decode_stall_timeout_s,
             )
         except TimeoutError as error:
-            silent = WorkerUnavailableError(f"worker {place.worker_id} gave no token in time")
+            silent = WorkerUnavailableError(f"worker {rank.worker_id} gave no token in time")
             raise HopFailedError(Hop.DECODE, silent) from error
         except ServingError as error:
             raise self._hop_error(Hop.DECODE, error, media) from error
@@ -269,7 +269,7 @@ class ChoiceHops:
         rank: int,
         hand_off: HandOff | None = None,
         media: Sequence[MediaInput] = (),
-    ) -> InnerStart:
+    ) -> WorkerStart:
         """What a worker is told to begin with; ``number`` is that of the start among the router's to it."""
         order = StartOrder(
             choice=self._choice,
@@ -281,7 +281,7 @@ class ChoiceHops:
             hand_off=hand_off,
             media=media,
         )
-        return make_inner_start(self.request, order, self._tools.router_id)
+        return make_worker_start(self.request, order, self._tools.router_id)
 
     def drop(self, hand_off: HandOff | None) -> None:
         """Nobody will take ``hand_off``."""
@@ -289,15 +289,15 @@ class ChoiceHops:
             self._tools.hops.drop(hand_off)
 
     async def _prefill(self, reservation: Reservation, booking: Booking, media: Sequence[MediaInput]) -> PrefillOutcome:
-        place, config = reservation.placement.prefill, self._tools.config
-        assert place is not None
+        rank, config = reservation.placement.prefill, self._tools.config
+        assert rank is not None
         began, outcome = time.monotonic(), None
         try:
             async with asyncio.timeout(config.prefill_timeout_s):
-                start = self.start(booking, booking.send(), place.data_parallel_rank, media=media)
-                outcome = await self._tools.hops.prefill(place, start).outcome()
+                start = self.start(booking, booking.send(), rank.data_parallel_rank, media=media)
+                outcome = await self._tools.hops.prefill(rank, start).outcome()
         except TimeoutError as error:
-            silent = WorkerUnavailableError(f"worker {place.worker_id} did not prefill in time")
+            silent = WorkerUnavailableError(f"worker {rank.worker_id} did not prefill in time")
             raise HopFailedError(Hop.PREFILL, silent) from error
         except ServingError as error:
             raise self._hop_error(Hop.PREFILL, error, media) from error
@@ -388,7 +388,7 @@ class StartOrder:
     media: Sequence[MediaInput] = ()
 
 
-def make_inner_start(request: PreparedRequest, order: StartOrder, router_id: str) -> InnerStart:
+def make_worker_start(request: PreparedRequest, order: StartOrder, router_id: str) -> WorkerStart:
     """The start of ``order``, by the router of that id."""
     start = request.start
     context = RequestContext(
@@ -419,7 +419,7 @@ def make_inner_start(request: PreparedRequest, order: StartOrder, router_id: str
         media=spans,
         output=start.output,
     )
-    return InnerStart(context=context, generation=generation, hand_off=order.hand_off, media=tuple(order.media))
+    return WorkerStart(context=context, generation=generation, hand_off=order.hand_off, media=tuple(order.media))
 
 
 # Where a choice's tokens go that pass the router: to its output, and to the book.
@@ -520,7 +520,7 @@ def make_pending(
         num_most_tokens=num_most_tokens,
         adapter=request.start.adapter,
         needs_media=_NO_MEDIA if request.media is None else request.media.needs,
-        # A seal protects no media: they are not held for as long as a client may take.
+        # A signature protects no media: they are not held for as long as a client may take.
         is_remote=is_placed and request.media is not None,
         avoid=frozenset(hints.avoid),
         prefer_prefill=hints.prefer_prefill,
@@ -532,7 +532,7 @@ def make_pending(
 
 
 def _cap_unknown(request: PreparedRequest, num_generated: int, num_most_tokens: int) -> int:
-    """Tokens to prefill at most: of a prompt that may be too long for every place, those of one that is not."""
+    """Tokens to prefill at most: of a prompt that may be too long for every rank, those of one that is not."""
     pool, num_least_tokens = request.pool, len(request.prompt_token_ids) + num_generated
     num_tokens = min(request.num_prompt_tokens + num_generated, num_most_tokens)
     if pool.num_prefill_tokens:

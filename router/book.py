@@ -26,11 +26,11 @@ def numbering(router_id: str, epoch: int) -> str:
 
 @dataclass
 class RankAccount:
-    """Running sums over the bookings at one place.
+    """Running sums over the bookings at one rank.
 
     Attributes:
-        num_promised_blocks: blocks that the bookings may take beyond what the place reports as used.
-        num_unreported_tokens: tokens to prefill of bookings that have not arrived, as far as the place's reports tell.
+        num_promised_blocks: blocks that the bookings may take beyond what the rank reports as used.
+        num_unreported_tokens: tokens to prefill of bookings that have not arrived, as far as the rank's reports tell.
         num_placed_tokens: of starts that clients may bring at any time, or never.
     """
 
@@ -116,7 +116,7 @@ class WorkerBook:
 
 
 class Booking:
-    """One request's share of one place, from placement to release."""
+    """One request's share of one rank, from placement to release."""
 
     def __init__(
         self, book: WorkerBook, account: RankAccount, block_size: int, num_blocks: int, num_queued_tokens: int
@@ -167,7 +167,7 @@ class Booking:
         return self._book.placed.add(share, self._account)
 
     def hold(self, num_tokens: int) -> int:
-        """The place now has the KV of ``num_tokens`` tokens of the request.
+        """The rank now has the KV of ``num_tokens`` tokens of the request.
 
         Returns:
             Up to so many there is nothing new to say.
@@ -193,12 +193,12 @@ class Booking:
         self._promise()
 
     def arrive(self) -> None:
-        """The place's reports have its tokens to prefill from now on."""
+        """The rank's reports have its tokens to prefill from now on."""
         self._account.num_unreported_tokens -= self._num_queued_tokens
         self._num_queued_tokens = 0
 
     def count_in(self) -> None:
-        """The place's reports hold its blocks from now on."""
+        """The rank's reports hold its blocks from now on."""
         self._is_reported = True
         self._promise()
 
@@ -223,7 +223,7 @@ class Booking:
 
 @dataclass(frozen=True)
 class Reservation:
-    """A placed request's bookings; ``prefill`` is ``None`` where the decode place prefills itself."""
+    """A placed request's bookings; ``prefill`` is ``None`` where the decode rank prefills itself."""
 
     placement: Placement
     prefill: Booking | None
@@ -232,7 +232,7 @@ class Reservation:
 
     @property
     def is_released(self) -> bool:
-        """Whether its room at the decode place was let go of."""
+        """Whether its room at the decode rank was let go of."""
         return self.decode.is_released
 
     def release(self) -> None:
@@ -246,7 +246,7 @@ class Reservation:
 
 
 class Account(Protocol):
-    """The sums of one place (``router.book.RankAccount``)."""
+    """The sums of one rank (``router.book.RankAccount``)."""
 
     num_promised_blocks: int
     num_placed_tokens: int
@@ -257,7 +257,7 @@ class PlacedState(Enum):
 
     WAITING = auto()  # nobody brought it yet, or it waits for the running batch
     STARTED = auto()  # it is in the worker's load
-    LAPSED = auto()  # its seal has expired; only one that still waits for the batch may come yet
+    LAPSED = auto()  # its signature has expired; only one that still waits for the batch may come yet
     ENDED = auto()
 
 
@@ -269,7 +269,7 @@ class PlacedShare:
         request_id, choice: whose it is.
         num_reserved_blocks: blocks that it may take in all.
         num_first_blocks: blocks that it has from its first step on.
-        num_queued_tokens: tokens to prefill at the place itself.
+        num_queued_tokens: tokens to prefill at the rank itself.
         lapses_at: nobody can bring it any more.
         ends_at: by then it has ended in any case.
     """
@@ -284,7 +284,7 @@ class PlacedShare:
 
 
 class PlacedBooking:
-    """One placed start's share of one place.
+    """One placed start's share of one rank.
 
     It counts in full until a report says that it started. From then on it counts with what it may still take beyond
     its first blocks, until it ends: its tokens don't pass the router, so nobody tells what of that it has taken.
@@ -310,7 +310,7 @@ class PlacedBooking:
 
     @property
     def is_booked(self) -> bool:
-        """Whether it counts as a request at its place."""
+        """Whether it counts as a request at its rank."""
         return self.state in (PlacedState.WAITING, PlacedState.STARTED)
 
     def is_for(self, request_id: str, choice: int) -> bool:

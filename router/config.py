@@ -10,7 +10,7 @@ from quartet.api.request import SessionLimits
 from quartet.discovery.create import DiscoveryConfig
 from quartet.errors import ConfigError
 from quartet.rpc.server import ServerConfig
-from quartet.streams.signed_start import MAX_SEAL_TTL_S
+from quartet.streams.signed_start import MAX_SIGNED_START_TTL_S
 from quartet.telemetry.logging import LogConfig
 from router.fair_share import check_weights
 from router.media.config import MediaConfig
@@ -23,7 +23,7 @@ class AttemptConfig:
 
     Attributes:
         max_attempts: attempts in all; the last one's error is the choice's.
-        reserve_tokens: a decode place must have room for the prompt, what was generated, and so many tokens more
+        reserve_tokens: a decode rank must have room for the prompt, what was generated, and so many tokens more
             (or what is left to generate, if less).
         encode_timeout_s: longest encode of a request's media at one worker, that one's queue included.
         prefill_timeout_s: longest prefill hop, the worker's queue included.
@@ -94,8 +94,8 @@ class RouterConfig:
         heartbeat_timeout_s: a worker silent for longer gets nothing new.
         stall_timeout_s: a client that takes nothing for so long loses its request, or its session.
         session: bounds of each session.
-        seal_keys_file: keys that seal placements (``quartet.streams.signed_start``); ``None``: Place is not offered.
-        seal_ttl_s: a placement must be taken up within it. Less where a hand-off's lease is shorter.
+        signing_keys_file: keys that sign placements (``quartet.streams.signed_start``); ``None``: Place is not offered.
+        signed_start_ttl_s: a placement must be taken up within it. Less where a hand-off's lease is shorter.
         events_key_file: the key that workers serve their events with (see ``quartet.events.curve``); ``None``: they are
             listened to in the clear.
         custom_chat_template: a Jinja file that lays out the chats of every model here, in place of the model's own.
@@ -115,8 +115,8 @@ class RouterConfig:
     heartbeat_timeout_s: float = 30.0
     stall_timeout_s: float = 30.0
     session: SessionLimits = field(default_factory=SessionLimits)
-    seal_keys_file: Path | None = None
-    seal_ttl_s: float = 20.0
+    signing_keys_file: Path | None = None
+    signed_start_ttl_s: float = 20.0
     events_key_file: Path | None = None
     custom_chat_template: Path | None = None
     trusted_gateways: tuple[str, ...] = ()
@@ -128,6 +128,6 @@ class RouterConfig:
         for name in ("max_request_timeout_s", "heartbeat_timeout_s", "stall_timeout_s", "drain_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
-        if not 0 < self.seal_ttl_s < MAX_SEAL_TTL_S:
-            raise ConfigError(f"seal_ttl_s: must be above 0 and below {MAX_SEAL_TTL_S:g}")
+        if not 0 < self.signed_start_ttl_s < MAX_SIGNED_START_TTL_S:
+            raise ConfigError(f"signed_start_ttl_s: must be above 0 and below {MAX_SIGNED_START_TTL_S:g}")
         self.server.check_beside(self.http_address, "http_address")

@@ -11,7 +11,7 @@ from router.admission import Admission
 from router.config import AttemptConfig
 from router.fleet import Hops, ModelTexts
 from router.media.request import MediaTools
-from router.signing import Sealer
+from router.signing import Signer
 from router.workers import WorkerTable
 
 
@@ -21,7 +21,7 @@ class PipelineTools:
 
     Attributes:
         max_timeout_s: caps the time of each.
-        sealer: seals what is placed for clients; ``None``: nothing is.
+        signer: signs what is placed for clients; ``None``: nothing is.
     """
 
     table: WorkerTable
@@ -29,7 +29,7 @@ class PipelineTools:
     attempts: AttemptTools
     media: MediaTools
     max_timeout_s: float
-    sealer: Sealer | None = None
+    signer: Signer | None = None
 
 
 # Bounds of attempts, and what they are made with.

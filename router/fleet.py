@@ -13,7 +13,7 @@ from typing import Protocol
 from quartet.api.fleet import WorkerState
 from quartet.api.text_cache import MAX_FILES_BYTES, TextCache
 from quartet.discovery.base import (
-    Place,
+    Rank,
     Role,
     Synchronised,
     Watch,
@@ -41,7 +41,7 @@ from quartet.media.items import MediaSize
 from quartet.rpc.channels import TlsConfig, create_channel, watch_connection
 from quartet.streams.client import DecodeCall, DecodeClient, PrefillCall, PrefillClient
 from quartet.streams.encode_client import EncodeCall, EncodeClient
-from quartet.streams.messages import DecodeFinished, DecodeSink, EncodeStart, InnerStart, PrefillOutcome
+from quartet.streams.messages import DecodeFinished, DecodeSink, EncodeStart, PrefillOutcome, WorkerStart
 from quartet.streams.worker_client import WorkerClient
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.text.chat_template import read_template_file
@@ -112,17 +112,17 @@ class Fleet:
 
     # Hops.
 
-    def encode(self, place: Place, start: EncodeStart, on_encoded: Callable[[HandOff], None]) -> EncodeCall:
+    def encode(self, rank: Rank, start: EncodeStart, on_encoded: Callable[[HandOff], None]) -> EncodeCall:
         """Start to encode. Raises ``WorkerUnavailableError`` when the worker is gone."""
-        return self._connection(Role.ENCODE, place).encode(start, on_encoded)
+        return self._connection(Role.ENCODE, rank).encode(start, on_encoded)
 
-    def prefill(self, place: Place, start: InnerStart) -> PrefillCall:
+    def prefill(self, rank: Rank, start: WorkerStart) -> PrefillCall:
         """Start a prefill. Raises ``WorkerUnavailableError`` when the worker is gone."""
-        return self._connection(Role.PREFILL, place).prefill(start)
+        return self._connection(Role.PREFILL, rank).prefill(start)
 
-    def decode(self, place: Place, start: InnerStart, sink: DecodeSink) -> DecodeCall:
+    def decode(self, rank: Rank, start: WorkerStart, sink: DecodeSink) -> DecodeCall:
         """Start a decode. Raises ``WorkerUnavailableError`` when the worker is gone."""
-        return self._connection(Role.DECODE, place).decode(start, sink)
+        return self._connection(Role.DECODE, rank).decode(start, sink)
 
     def keep(self, hand_off: HandOff) -> HandOffLease:
         """Renew the lease of ``hand_off`` until told to stop. Raises ``TransferError`` when closing."""
@@ -290,10 +290,10 @@ class Fleet:
                 last = error
         raise last
 
-    def _connection(self, role: Role, place: Place) -> WorkerConnection:
-        connection = self._connections.get(WorkerKey(role=role, worker_id=place.worker_id))
+    def _connection(self, role: Role, rank: Rank) -> WorkerConnection:
+        connection = self._connections.get(WorkerKey(role=role, worker_id=rank.worker_id))
         if connection is None:
-            raise WorkerUnavailableError(f"worker {place.worker_id} is gone")
+            raise WorkerUnavailableError(f"worker {rank.worker_id} is gone")
         return connection
 
     def _show_states(self, now: float) -> None:
@@ -312,7 +312,7 @@ class Fleet:
 
 
 class WorkerConnection:
-    """One channel, with the worker's inner stream on it once it is needed.
+    """One channel, with the worker's worker stream on it once it is needed.
 
     Attributes:
         record: of the life that this connects to.
@@ -351,7 +351,7 @@ class WorkerConnection:
         elif record.role is Role.ENCODE:
             self._encode = EncodeClient(record.worker_id, self._channel, drop)
 
-    def decode(self, start: InnerStart, sink: DecodeSink) -> DecodeCall:
+    def decode(self, start: WorkerStart, sink: DecodeSink) -> DecodeCall:
         """Start a decode, whose outputs go to ``sink``.
 
         Raises ``WorkerUnavailableError`` when this is closed, or to no decode worker.
@@ -360,7 +360,7 @@ class WorkerConnection:
             raise WorkerUnavailableError(f"worker {self.record.worker_id} is gone")
         return self._decode.start(start, sink)
 
-    def prefill(self, start: InnerStart) -> PrefillCall:
+    def prefill(self, start: WorkerStart) -> PrefillCall:
         """Start a prefill. Raises ``WorkerUnavailableError`` when this is closed, or to no prefill worker."""
         if self._prefill is None or self._is_closed:
             raise WorkerUnavailableError(f"worker {self.record.worker_id} is gone")
@@ -456,18 +456,18 @@ class KeptHandOff(Protocol):
 class Hops(Protocol):
     """The ways to workers. Nothing here waits."""
 
-    def encode(self, place: Place, start: EncodeStart, on_encoded: Callable[[HandOff], None]) -> EncodeHop:
+    def encode(self, rank: Rank, start: EncodeStart, on_encoded: Callable[[HandOff], None]) -> EncodeHop:
         """Start to encode; ``on_encoded`` hears of each hand-off as it comes.
 
         Raises ``WorkerUnavailableError`` when the worker is gone.
         """
         ...
 
-    def prefill(self, place: Place, start: InnerStart) -> PrefillHop:
+    def prefill(self, rank: Rank, start: WorkerStart) -> PrefillHop:
         """Start a prefill. Raises ``WorkerUnavailableError`` when the worker is gone."""
         ...
 
-    def decode(self, place: Place, start: InnerStart, sink: DecodeSink) -> DecodeHop:
+    def decode(self, rank: Rank, start: WorkerStart, sink: DecodeSink) -> DecodeHop:
         """Start a decode, whose outputs go to ``sink``. Raises ``WorkerUnavailableError`` when the worker is gone."""
         ...
 

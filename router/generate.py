@@ -13,7 +13,7 @@ from quartet.api.output import ChoiceOutput, OutputSettings
 from quartet.api.placement import PlacedRequest
 from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement, GenerateStart, Resume, TimeBreakdown, Usage
 from quartet.engine.base import FinishReason
-from quartet.errors import NoSealKeyError, RequestCancelledError, ServingError
+from quartet.errors import NoSigningKeyError, RequestCancelledError, ServingError
 from quartet.text.text_stream import TextStream
 from router.attempts import ChoiceRun, draw_ticket
 from router.context import PipelineTools
@@ -53,13 +53,13 @@ class Pipeline:
         """Run a request as far as its prefill, for a client that fetches the tokens itself.
 
         Raises:
-            NoSealKeyError: this router has no key.
+            NoSigningKeyError: this router has no key.
             ServingError: it failed, and nothing is left of it.
         """
         tools = self._tools
-        if tools.sealer is None:
-            raise NoSealKeyError("this router has no key to seal placements with")
-        run = PlaceRun(ArrivedRequest.now(start, resume, traceparent), tools, tools.sealer)
+        if tools.signer is None:
+            raise NoSigningKeyError("this router has no key to sign placements with")
+        run = PlaceRun(ArrivedRequest.now(start, resume, traceparent), tools, tools.signer)
         self._begun(run)
         try:
             return await run.run()
@@ -218,7 +218,7 @@ class GenerateRun:
             num_prompt_tokens=self._num_prompt_tokens,
             seed=self._seed,
             model_fingerprint=self._model_fingerprint,
-            encode=None if self._media is None else self._media.encode_place,
+            encode=None if self._media is None else self._media.encode_rank,
         )
         self._sink.accept(accepted)
 

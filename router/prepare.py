@@ -265,8 +265,8 @@ class PreparedRequest:
     @property
     def encode_worker(self) -> str:
         """The encode worker that has its media; empty: none has."""
-        place = None if self.media is None else self.media.encode_place
-        return "" if place is None else place.worker_id
+        rank = None if self.media is None else self.media.encode_rank
+        return "" if rank is None else rank.worker_id
 
     @property
     def num_placeholders(self) -> int:
@@ -415,7 +415,7 @@ def valid_traceparent(header: str) -> str:
 
 
 def max_sequence_tokens(pool: Pool) -> int:
-    """Tokens of the longest sequence that the pool's largest decode place can end."""
+    """Tokens of the longest sequence that the pool's largest decode rank can end."""
     # The last token needs no room, as nothing attends to it.
     return min(pool.max_model_len, pool.num_place_tokens + 1) if pool.num_place_tokens else pool.max_model_len
 

@@ -1,4 +1,4 @@
-"""Seals what a choice has come to, so that its client may go on alone, and books it for as long as it may."""
+"""Signs what a choice has come to, so that its client may go on alone, and books it for as long as it may."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 from quartet.errors import ServingError
 from quartet.kvcache.layout import HandOff
-from quartet.streams.messages import InnerStart, SealedPlacement
-from quartet.streams.signed_start import Keys, check_sealed_size, seal
+from quartet.streams.messages import SignedPlacement, WorkerStart
+from quartet.streams.signed_start import Keys, check_signed_size, sign
 from router.book import PlacedBooking, Reservation
 from router.fleet import Hops
 from router.workers import WorkerTable
 
-# A seal ends well before the lease of the blocks that it leads to: they are still to be asked for.
+# A signature ends well before the lease of the blocks that it leads to: they are still to be asked for.
 _LEASE_SHARE = 0.8
 
 # Of one that was renewed meanwhile: each third of it, and once more a ninth later where that failed.
@@ -29,12 +29,12 @@ _TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class SealTerms:
-    """What a sealed start hangs on.
+class SigningTerms:
+    """What a signed start hangs on.
 
     Attributes:
         request_id, choice: whose it is.
-        hand_off: what it decodes from; ``None``: the decode place prefills it itself.
+        hand_off: what it decodes from; ``None``: the decode rank prefills it itself.
         is_kept: the lease of ``hand_off`` did not begin just now, but was renewed up to now.
         deadline: of its request, monotonic seconds.
         num_first_tokens: tokens whose KV it has from its first step on.
@@ -49,10 +49,10 @@ class SealTerms:
 
 
 @dataclass(frozen=True)
-class SealedRun:
+class SignedRun:
     """One choice that its client is to go on with."""
 
-    sealed: SealedPlacement
+    signed: SignedPlacement
     hand_off: HandOff | None = field(repr=False)
     booking: PlacedBooking
 
@@ -63,46 +63,48 @@ class SealedRun:
             hops.drop(self.hand_off)
 
 
-class Sealer:
-    """Seals starts with the router's first key."""
+class Signer:
+    """Signs starts with the router's first key."""
 
     def __init__(
         self, keys: Keys, table: WorkerTable, *, ttl_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """A seal is good for ``ttl_s`` seconds, or less: the blocks behind it are not held for longer."""
+        """A signature is good for ``ttl_s`` seconds, or less: the blocks behind it are not held for longer."""
         self._keys = keys
         self._table = table
         self._ttl_s = ttl_s
         self._clock = clock
 
     def check_size(self, num_tokens: int) -> None:
-        """Refuse early what is certainly too long to be sealed. Raises ``MessageTooLargeError``."""
-        check_sealed_size(_TOKEN_BYTES * num_tokens)
+        """Refuse early what is certainly too long to be signed. Raises ``MessageTooLargeError``."""
+        check_signed_size(_TOKEN_BYTES * num_tokens)
 
-    def seal(self, reservation: Reservation, terms: SealTerms, make_start: Callable[[int], InnerStart]) -> SealedRun:
-        """Seal what ``make_start`` gives for the number of the placement, for the reservation's decode place.
+    def sign(
+        self, reservation: Reservation, terms: SigningTerms, make_start: Callable[[int], WorkerStart]
+    ) -> SignedRun:
+        """Sign what ``make_start`` gives for the number of the placement, for the reservation's decode rank.
 
         The reservation is released as ever; what is booked for the client is apart from it.
 
         Raises:
-            WorkerUnavailableError: the place takes nothing any more.
+            WorkerUnavailableError: the rank takes nothing any more.
             MessageTooLargeError: the start is too long.
         """
-        now, place, epoch = self._clock(), reservation.placement.decode, reservation.decode.epoch
-        record = self._table.ready_decode(place, epoch, now)
+        now, rank, epoch = self._clock(), reservation.placement.decode, reservation.decode.epoch
+        record = self._table.ready_decode(rank, epoch, now)
         ttl_s = self._time_to_live_s(terms, now)
         booking = reservation.decode.place(
             terms.request_id,
             terms.choice,
             num_first_tokens=terms.num_first_tokens,
             lapses_at=now + ttl_s + _MARGIN_S,
-            # Its time begins anew when it is brought, which is the seal's time later at most.
+            # Its time begins anew when it is brought, which is the signature's time later at most.
             ends_at=terms.deadline + ttl_s + _MARGIN_S,
         )
         try:
-            sealed = seal(
+            signed = sign(
                 make_start(booking.number),
-                self._keys.sealing_key,
+                self._keys.signing_key,
                 address=record.grpc_address,
                 worker_id=record.worker_id,
                 epoch=epoch,
@@ -111,9 +113,9 @@ class Sealer:
         except ServingError:
             booking.release()
             raise
-        return SealedRun(sealed, terms.hand_off, booking)
+        return SignedRun(signed, terms.hand_off, booking)
 
-    def _time_to_live_s(self, terms: SealTerms, now: float) -> float:
+    def _time_to_live_s(self, terms: SigningTerms, now: float) -> float:
         ttl_s = min(self._ttl_s, terms.deadline - now)
         if terms.hand_off is not None:
             share = _KEPT_LEASE_SHARE if terms.is_kept else _LEASE_SHARE
@@ -126,14 +128,14 @@ class Sealer:
 
 @dataclass(frozen=True, eq=False)
 class _Ready:
-    """A choice that could be sealed now."""
+    """A choice that could be signed now."""
 
-    seal: Callable[[], SealedRun]
-    sealed: asyncio.Future[SealedRun]
+    sign: Callable[[], SignedRun]
+    signed: asyncio.Future[SignedRun]
 
 
 class Together:
-    """Has choices wait for each other before they are sealed: one answer tells of them all, and seals soon expire.
+    """Has choices wait for each other before they are signed: one answer tells of them all, and signatures soon expire.
 
     A choice that waited for room while others hold some might wait for theirs; so might two requests for each other's.
     """
@@ -174,44 +176,44 @@ class Together:
     def leave(self) -> None:
         """One choice has ended: the others wait for it no more."""
         self._num_open -= 1
-        self._seal_all()
+        self._sign_all()
 
-    async def seal(self, seal: Callable[[], SealedRun]) -> SealedRun:
-        """What ``seal`` gives once all others could be sealed too. Cancelled, it leaves nothing booked.
+    async def sign(self, sign: Callable[[], SignedRun]) -> SignedRun:
+        """What ``sign`` gives once all others could be signed too. Cancelled, it leaves nothing booked.
 
-        ``seal`` may be called several times, as others' seals may fail; what it gave then is let go of.
+        ``sign`` may be called several times, as others' signatures may fail; what it gave then is let go of.
 
         Raises:
-            ServingError: as ``seal`` raised; the others go on waiting for this choice.
+            ServingError: as ``sign`` raised; the others go on waiting for this choice.
         """
-        ready = _Ready(seal, asyncio.get_running_loop().create_future())
+        ready = _Ready(sign, asyncio.get_running_loop().create_future())
         self._ready.append(ready)
-        self._seal_all()
+        self._sign_all()
         try:
-            return await ready.sealed
+            return await ready.signed
         except asyncio.CancelledError:
-            # Sealed in the very moment in which it was cancelled.
-            if ready.sealed.done() and not ready.sealed.cancelled() and ready.sealed.exception() is None:
-                ready.sealed.result().booking.release()
+            # Signed in the very moment in which it was cancelled.
+            if ready.signed.done() and not ready.signed.cancelled() and ready.signed.exception() is None:
+                ready.signed.result().booking.release()
             raise
         finally:
             if ready in self._ready:
                 self._ready.remove(ready)
 
-    def _seal_all(self) -> None:
+    def _sign_all(self) -> None:
         if len(self._ready) < self._num_open:
             return
-        sealed: dict[_Ready, SealedRun] = {}
+        signed: dict[_Ready, SignedRun] = {}
         for ready in tuple(self._ready):
             try:
-                sealed[ready] = ready.seal()
+                signed[ready] = ready.sign()
             except ServingError as error:
                 self._ready.remove(ready)
-                ready.sealed.set_exception(error)
-        if len(sealed) < self._num_open:
-            for run in sealed.values():
+                ready.signed.set_exception(error)
+        if len(signed) < self._num_open:
+            for run in signed.values():
                 run.booking.release()
             return
         self._ready.clear()
-        for ready, run in sealed.items():
-            ready.sealed.set_result(run)
+        for ready, run in signed.items():
+            ready.signed.set_result(run)

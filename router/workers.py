@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from quartet.api.fleet import WorkerState, WorkerStatus
-from quartet.discovery.base import Place, Role, WorkerKey, WorkerRecord
+from quartet.discovery.base import Rank, Role, WorkerKey, WorkerRecord
 from quartet.errors import UnsupportedFieldError, WorkerUnavailableError
 from quartet.events.load import PlacementProgress, RankLoad, WorkerLoad
 from quartet.events.step_time import StepTime
@@ -159,13 +159,13 @@ class WorkerTable:
         return next((known.block_size for known in self.pools(now) if known.key == pool), 0)
 
     def snapshot(self, pool: PoolKey, now: float) -> Snapshot:
-        """The places of ``pool`` that take requests now."""
+        """The ranks of ``pool`` that take requests now."""
         ready = self._ready_of(pool, now)
-        prefill = [place for worker in ready.prefill for place in worker.candidates()]
-        decode = [place for worker in ready.decode for place in worker.candidates()]
+        prefill = [candidate for worker in ready.prefill for candidate in worker.candidates()]
+        decode = [candidate for worker in ready.decode for candidate in worker.candidates()]
         peers = self._peers.peers
         if peers.num_routers > 1:
-            peers = replace(peers, places=sorted([place.place for place in (*prefill, *decode)]))
+            peers = replace(peers, ranks=sorted([candidate.rank for candidate in (*prefill, *decode)]))
         return Snapshot(
             prefill=with_step_times(prefill, decode), decode=with_step_times(decode, prefill), now=now, peers=peers
         )
@@ -180,32 +180,32 @@ class WorkerTable:
         ready = self._ready_of(pool, now).encode
         return sum(worker.record.num_blocks * worker.record.block_size for worker in ready)
 
-    def book_encode(self, place: Place, num_items: int) -> Booking:
+    def book_encode(self, rank: Rank, num_items: int) -> Booking:
         """Count ``num_items`` to encode at an encode worker that was seen just now."""
-        key = WorkerKey(role=Role.ENCODE, worker_id=place.worker_id)
-        return self._workers[key].book.book(place.data_parallel_rank, num_queued_tokens=num_items)
+        key = WorkerKey(role=Role.ENCODE, worker_id=rank.worker_id)
+        return self._workers[key].book.book(rank.data_parallel_rank, num_queued_tokens=num_items)
 
     def book(self, placement: Placement, pending: Pending, *, waited_s: float = 0.0) -> Reservation:
         """Enter ``placement`` of ``pending``, which was made on a snapshot of just now."""
         is_local = placement.prefill is None
         prefill: Booking | None = None
         if placement.prefill is not None:
-            place = placement.prefill
-            book = self._workers[WorkerKey(role=Role.PREFILL, worker_id=place.worker_id)].book
-            prefill = book.book(place.data_parallel_rank, num_queued_tokens=pending.num_missing_tokens(place))
-        place = placement.decode
-        decode = self._workers[WorkerKey(role=Role.DECODE, worker_id=place.worker_id)].book.book(
-            place.data_parallel_rank,
+            rank = placement.prefill
+            book = self._workers[WorkerKey(role=Role.PREFILL, worker_id=rank.worker_id)].book
+            prefill = book.book(rank.data_parallel_rank, num_queued_tokens=pending.num_missing_tokens(rank))
+        rank = placement.decode
+        decode = self._workers[WorkerKey(role=Role.DECODE, worker_id=rank.worker_id)].book.book(
+            rank.data_parallel_rank,
             num_reserved_tokens=pending.num_reserved_tokens,
-            num_queued_tokens=pending.num_missing_tokens(place) if is_local else 0,
+            num_queued_tokens=pending.num_missing_tokens(rank) if is_local else 0,
         )
         return Reservation(placement, prefill, decode, waited_s=waited_s)
 
-    def ready_decode(self, place: Place, epoch: int, now: float) -> WorkerRecord:
+    def ready_decode(self, rank: Rank, epoch: int, now: float) -> WorkerRecord:
         """The record of that life of a decode worker. Raises ``WorkerUnavailableError`` unless it is ready."""
-        worker = self._life(WorkerKey(role=Role.DECODE, worker_id=place.worker_id), epoch)
+        worker = self._life(WorkerKey(role=Role.DECODE, worker_id=rank.worker_id), epoch)
         if worker is None or not self._is_ready(worker, now):
-            raise WorkerUnavailableError(f"worker {place.worker_id} takes nothing any more")
+            raise WorkerUnavailableError(f"worker {rank.worker_id} takes nothing any more")
         return worker.record
 
     def placed_at(self, request_id: str, choice: int) -> frozenset[str]:
@@ -332,9 +332,9 @@ class KnownWorker:
         self.record = record
         # Here, as every snapshot of its pool asks for them.
         self.pool = PoolKey(record.model_name, record.model_fingerprint)
-        self._places = [Place(record.worker_id, rank) for rank in range(record.data_parallel_size)]
+        self._ranks = [Rank(record.worker_id, rank) for rank in range(record.data_parallel_size)]
         self._adapters, self._media = frozenset(record.adapters), frozenset(record.media)
-        # What each place was shown as, and from what: most pumps find most places as they were.
+        # What each rank was shown as, and from what: most pumps find most places as they were.
         self._candidates = [self._candidate(rank) for rank in range(record.data_parallel_size)]
         self._shown_load: WorkerLoad | None = None
         self._shown_booked = [(0, 0, 0)] * record.data_parallel_size
@@ -372,7 +372,7 @@ class KnownWorker:
         )
 
     def candidates(self) -> Sequence[Candidate]:
-        """Its places, for a policy; the same ones again until something changes."""
+        """Its ranks, for a policy; the same ones again until something changes."""
         for rank in range(self.record.data_parallel_size):
             account = self.book.account(rank)
             booked = (account.num_promised_blocks, account.num_unreported_tokens, account.num_placed_tokens)
@@ -386,15 +386,15 @@ class KnownWorker:
         """It as one that encodes."""
         load = self._rank_load(0)
         num_reported = 0 if self._is_quiet else load.num_running + load.num_waiting
-        return EncodeCandidate(self._places[0], num_reported + self.book.account(0).num_unreported_tokens)
+        return EncodeCandidate(self._ranks[0], num_reported + self.book.account(0).num_unreported_tokens)
 
     def num_total_blocks(self, rank: int) -> int:
-        """Blocks of one place: as last reported, else as announced."""
+        """Blocks of one rank: as last reported, else as announced."""
         return self._rank_load(rank).num_total_blocks or self.record.num_blocks
 
     @property
     def num_place_tokens(self) -> int:
-        """Tokens whose KV its largest place holds."""
+        """Tokens whose KV its largest rank holds."""
         return max(map(self.num_total_blocks, range(self.record.data_parallel_size))) * self.record.block_size
 
     def _rank_load(self, rank: int) -> RankLoad:
@@ -407,7 +407,7 @@ class KnownWorker:
         num_queued_tokens = 0 if self._is_quiet else load.num_queued_prefill_tokens
         num_unbegun_tokens = 0 if self._is_quiet else load.num_unbegun_prefill_tokens
         return Candidate(
-            place=self._places[rank],
+            rank=self._ranks[rank],
             num_total_blocks=self.num_total_blocks(rank),
             block_size=max(self.record.block_size, 1),
             num_used_blocks=load.num_used_blocks,
@@ -483,7 +483,7 @@ class PoolMedia:
 
 
 def needs_of(way: MediaWay, items: Iterable[MediaItem]) -> frozenset[str]:
-    """What a place has to take to compute a prompt with ``items``."""
+    """What a rank has to take to compute a prompt with ``items``."""
     return _HAND_OFF if way is MediaWay.ENCODE else frozenset(item.file.kind.value for item in items)
 
 
@@ -493,7 +493,7 @@ class Pool:
 
     Attributes:
         max_model_len: tokens of prompt and output together.
-        num_place_tokens: tokens whose KV the largest decode place holds.
+        num_place_tokens: tokens whose KV the largest decode rank holds.
         num_prefill_tokens: tokens whose KV every prefill worker has a place for; 0: there are none.
         block_size: tokens of a block; 0: places differ, so that none has what another one has.
         sampling_fields: fields of ``Sampling`` and ``OutputOptions`` that are honoured.
@@ -623,27 +623,27 @@ class EncodeCandidate:
         num_items: that wait or run there, those included that this router sent and no report tells of yet.
     """
 
-    place: Place
+    rank: Rank
     num_items: int
 
 
 def choose_encode(
     candidates: Sequence[EncodeCandidate],
-    num_cached: Mapping[Place, int],
+    num_cached: Mapping[Rank, int],
     avoid: frozenset[str],
     rng: random.Random,
-) -> Place | None:
-    """The place to encode at; ``None``: there is none.
+) -> Rank | None:
+    """The rank to encode at; ``None``: there is none.
 
     Args:
         candidates: those that can.
-        num_cached: by place, how many of the request's items it has already.
+        num_cached: by rank, how many of the request's items it has already.
         avoid: ids of workers that just failed it; taken only where no other is left.
         rng: breaks ties, so that several routers with the same picture don't all send to the same worker.
     """
-    able = [candidate for candidate in candidates if candidate.place.worker_id not in avoid] or candidates
+    able = [candidate for candidate in candidates if candidate.rank.worker_id not in avoid] or candidates
     if not able:
         return None
-    ranks = [(-num_cached.get(candidate.place, 0), candidate.num_items) for candidate in able]
+    ranks = [(-num_cached.get(candidate.rank, 0), candidate.num_items) for candidate in able]
     best = min(ranks)
-    return rng.choice([candidate.place for candidate, rank in zip(able, ranks, strict=True) if rank == best])
+    return rng.choice([candidate.rank for candidate, rank in zip(able, ranks, strict=True) if rank == best])

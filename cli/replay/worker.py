@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.engine.base import EngineRequest
 from quartet.engine.mock.model import FULL_CONTEXT_TOKENS, StepTiming
 from quartet.engine.mock.runner import num_quiet_steps, take_quiet_steps
@@ -102,9 +102,9 @@ class SimulatedWorker:
         num_computed_tokens: prompt tokens computed, ever.
     """
 
-    def __init__(self, place: Place, settings: EngineSettings) -> None:
+    def __init__(self, rank: Rank, settings: EngineSettings) -> None:
         """Idle, with an empty cache."""
-        self.place = place
+        self.rank = rank
         self.next_at = inf
         self.num_computed_tokens = 0
         self._settings = settings

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from quartet.discovery.base import Place, Role, WorkerRecord
+from quartet.discovery.base import Rank, Role, WorkerRecord
 from quartet.events.load import WorkerLoad
 
 
@@ -64,11 +64,11 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlaceOption:
-    """One place, as a router's policy sees it for one request.
+class RankOption:
+    """One rank, as a router's policy sees it for one request.
 
     Attributes:
-        role: of its worker; a decode place may prefill itself.
+        role: of its worker; a decode rank may prefill itself.
         is_chosen: the request would go there, as things stand.
         num_matched_tokens: prompt tokens that are cached there.
         cost: what it would cost, in ``cost_unit``; ``None``: the policy weighs nothing, or the request can't go there.
@@ -76,7 +76,7 @@ class PlaceOption:
         obstacle: why the request can't go there now; empty: it can.
     """
 
-    place: Place
+    rank: Rank
     role: Role
     is_chosen: bool = False
     num_matched_tokens: int = 0
@@ -104,5 +104,5 @@ class Explanation:
     model_fingerprint: str
     num_prompt_tokens: int
     num_waiting: int
-    options: tuple[PlaceOption, ...]
+    options: tuple[RankOption, ...]
     wait_s: float | None = None

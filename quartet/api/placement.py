@@ -1,4 +1,4 @@
-"""What Place answers, in domain terms: where each choice goes on, and under which seal."""
+"""What Place answers, in domain terms: where each choice goes on, and under which sign."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from quartet.api.request import ChoiceFinished, ChoicePlacement
 from quartet.engine.sampling import TokenLogprobs
-from quartet.streams.messages import SealedPlacement
+from quartet.streams.messages import SignedPlacement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class PlacedChoice:
     placement: ChoicePlacement | None
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
-    next: SealedPlacement | ChoiceFinished
+    next: SignedPlacement | ChoiceFinished
     num_cached_tokens: int
     num_attempts: int
     router_queue_s: float | None = None

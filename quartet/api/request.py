@@ -1,4 +1,4 @@
-"""The edge in domain terms: what a client asks of the router, and what it is told."""
+"""The API in domain terms: what a client asks of the router, and what it is told."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
 from quartet.errors import ConfigError, InvalidRequestError, ServingError
@@ -120,15 +120,15 @@ class ChoicePlacement:
     """Where one choice runs.
 
     Attributes:
-        prefill: where the prompt is prefilled; ``None``: at the decode place.
+        prefill: where the prompt is prefilled; ``None``: at the decode rank.
         num_matched_tokens: prompt tokens that the router expects to be cached where it is prefilled.
         cost: what the router's policy took it to cost there, in the unit that Explain tells; ``None``: it weighs
             nothing.
     """
 
     choice: int
-    prefill: Place | None
-    decode: Place
+    prefill: Rank | None
+    decode: Rank
     num_matched_tokens: int = 0
     cost: float | None = None
 
@@ -150,7 +150,7 @@ class Accepted:
     num_prompt_tokens: int
     seed: int
     model_fingerprint: str = ""
-    encode: Place | None = None
+    encode: Rank | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The Python client of Quartet: ``QuartetClient`` for asyncio, ``quartet.client.sync.SyncClient`` for the rest."""
 
-from quartet.api.fleet import Explanation, Model, PlaceOption, WorkerState, WorkerStatus
+from quartet.api.fleet import Explanation, Model, RankOption, WorkerState, WorkerStatus
 from quartet.api.request import (
     Accepted,
     AnswerPart,
@@ -14,7 +14,7 @@ from quartet.api.request import (
 from quartet.client.client import QuartetClient
 from quartet.client.request import GenerateFields, RequestPath, read_media
 from quartet.client.stream import CompletedChoice, Completion, GenerateStream
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import Sampling, TokenLogprobs
 from quartet.media.items import MediaFile, MediaKind, MediaPart, MediaUrl
@@ -38,10 +38,10 @@ __all__ = [
     "MediaPart",
     "MediaUrl",
     "Model",
-    "Place",
-    "PlaceOption",
     "Placed",
     "QuartetClient",
+    "Rank",
+    "RankOption",
     "RequestPath",
     "Sampling",
     "TimeBreakdown",

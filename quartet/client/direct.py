@@ -47,7 +47,7 @@ from quartet.errors import (
 from quartet.rpc.channels import TlsConfig
 from quartet.streams import client
 from quartet.streams.client import outcome_in_time
-from quartet.streams.messages import DecodeStarted, SealedPlacement
+from quartet.streams.messages import DecodeStarted, SignedPlacement
 from quartet.text.model_text import ModelText
 from quartet.text.text_stream import TextStream
 from quartet.text.tokenizer import Tokenizer
@@ -129,7 +129,7 @@ class DirectRequest:
         try:
             request, tokenizer = await self._placer.place()
         except (MessageTooLargeError, PlaceTooLargeError, NoTextError):
-            # Too long to be sealed, no room for all choices at once, or nobody is there to give the tokenizer.
+            # Too long to be signed, no room for all choices at once, or nobody is there to give the tokenizer.
             await self._generate_by_router()
             return
         self._accept(request)
@@ -279,10 +279,10 @@ class DirectChoice:
         if placed.token_ids:
             output.take(len(output.token_ids), placed.token_ids, placed.logprobs, time.monotonic())
 
-    async def _decode(self, placement: SealedPlacement, sink: _Sink) -> FinishReason:
+    async def _decode(self, placement: SignedPlacement, sink: _Sink) -> FinishReason:
         with self._workers.use(placement.address) as worker:
             # Also of a choice that its first token ended: so the worker lets go of what is handed off to it.
-            call = worker.decode.start_sealed(placement, sink)
+            call = worker.decode.start_signed(placement, sink)
             try:
                 if self._output.has_stopped:
                     return FinishReason.STOP_STRING
@@ -457,7 +457,7 @@ class Placer:
         if self._start.text_options.omit_text:
             return None
         fingerprint = request.model_fingerprint
-        addresses = [choice.next.address for choice in request.choices if isinstance(choice.next, SealedPlacement)]
+        addresses = [choice.next.address for choice in request.choices if isinstance(choice.next, SignedPlacement)]
         if not addresses and self._tools.known_text(fingerprint) is None:
             raise NoTextError
         text = await self._tools.model_text(fingerprint, addresses)
@@ -472,8 +472,8 @@ MAX_ATTEMPTS = 5
 _FINAL = (
     *client.FINAL,
     errors.StalledStreamError,
-    errors.SealError,
-    errors.NoSealKeyError,
+    errors.SignedStartError,
+    errors.NoSigningKeyError,
     errors.ModelFilesError,
     ClientClosedError,
 )

@@ -13,7 +13,7 @@ from quartet.api.request import ChatPrompt, GenerateStart, Prompt, TextOptions, 
 from quartet.engine.sampling import OutputOptions, Sampling
 from quartet.errors import InvalidRequestError, MediaTooLargeError
 from quartet.media.items import MediaFile, MediaKind, MediaPart
-from quartet.rpc.channels import MAX_EDGE_MESSAGE_BYTES
+from quartet.rpc.channels import MAX_API_MESSAGE_BYTES
 from quartet.text.chat_message import ChatMessage, media_of
 
 _DEFAULT_SAMPLING = Sampling()
@@ -120,8 +120,8 @@ def check_size(start: GenerateStart, message: Message) -> None:
     """
     in_chat = isinstance(start.prompt, ChatPrompt) and any(media_of(start.prompt.messages))
     # Without any nobody pays for the measuring, which is writing the message.
-    if (start.media or in_chat) and message.ByteSize() > MAX_EDGE_MESSAGE_BYTES - _WRAPPING_BYTES:
-        reason = f"with its media the request is longer than {MAX_EDGE_MESSAGE_BYTES >> 20} MiB"
+    if (start.media or in_chat) and message.ByteSize() > MAX_API_MESSAGE_BYTES - _WRAPPING_BYTES:
+        reason = f"with its media the request is longer than {MAX_API_MESSAGE_BYTES >> 20} MiB"
         raise MediaTooLargeError(reason, field="chat.messages" if in_chat else "media")
 
 
@@ -179,7 +179,7 @@ def read_media(path: str | Path) -> MediaFile:
     kind = MediaKind.EMBEDDINGS if path.suffix.lower() == _EMBEDDINGS_SUFFIX else MediaKind.IMAGE
     with path.open("rb") as file:
         # Not by its size: that of a pipe or a device says nothing.
-        data = file.read(MAX_EDGE_MESSAGE_BYTES + 1)
-    if len(data) > MAX_EDGE_MESSAGE_BYTES:
-        raise MediaTooLargeError(f"the file is longer than the {MAX_EDGE_MESSAGE_BYTES >> 20} MiB of a request")
+        data = file.read(MAX_API_MESSAGE_BYTES + 1)
+    if len(data) > MAX_API_MESSAGE_BYTES:
+        raise MediaTooLargeError(f"the file is longer than the {MAX_API_MESSAGE_BYTES >> 20} MiB of a request")
     return MediaFile(kind, data)

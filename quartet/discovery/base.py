@@ -216,7 +216,7 @@ def check_name(field: str, name: str) -> None:
 # Where a request can run.
 
 
-class Place(NamedTuple):
+class Rank(NamedTuple):
     """One data-parallel rank of one worker: what requests are routed to, everywhere.
 
     A tuple, as routers look places up hundreds of times a request: a dataclass takes four times as long.

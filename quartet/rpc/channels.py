@@ -17,8 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quartet.errors import ConfigError
 
-#: Bytes of the largest message at the edge; inner streams keep theirs to 1 MiB by themselves.
-MAX_EDGE_MESSAGE_BYTES = 64 * 1024 * 1024
+#: Bytes of the largest message in the API; worker streams keep theirs to 1 MiB by themselves.
+MAX_API_MESSAGE_BYTES = 64 * 1024 * 1024
 
 #: A host that answers no ping for ``KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS`` is dead.
 KEEPALIVE_TIME_MS = 10_000
@@ -67,7 +67,7 @@ def _options() -> list[tuple[str, int | str]]:
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.max_receive_message_length", MAX_EDGE_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MAX_API_MESSAGE_BYTES),
         ("grpc.max_send_message_length", -1),
         # The default backs off to two minutes: far longer than a worker takes to restart.
         ("grpc.initial_reconnect_backoff_ms", 200),
@@ -90,7 +90,7 @@ class TlsConfig:
         cert_file: the own certificate chain; its URI SAN says who this process is (see ``quartet.rpc.audience``).
         key_file: the own private key.
         require_client_cert: callers must show a certificate. Without it none is asked for and every caller is a client
-            (see ``Audience``): good for a router's edge, useless for a worker, whom only peers call.
+            (see ``Audience``): good for a router's API, useless for a worker, whom only peers call.
         server_name: what a dialled server's certificate must be made out to. ``None``: the host that is dialled.
     """
 

@@ -22,7 +22,7 @@ from quartet.rpc.audience import Gate
 from quartet.rpc.channels import (
     KEEPALIVE_TIME_MS,
     KEEPALIVE_TIMEOUT_MS,
-    MAX_EDGE_MESSAGE_BYTES,
+    MAX_API_MESSAGE_BYTES,
     ListenAddress,
     TlsConfig,
     server_credentials,
@@ -65,7 +65,7 @@ class ServerConfig:
     namespace: str = "default"
     reflection: bool | None = None
     channelz: bool | None = None
-    max_receive_message_bytes: int = MAX_EDGE_MESSAGE_BYTES
+    max_receive_message_bytes: int = MAX_API_MESSAGE_BYTES
 
     def __post_init__(self) -> None:
         address = ListenAddress.parse(self.address, "address")

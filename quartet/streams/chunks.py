@@ -16,7 +16,7 @@ from quartet.errors import (
     RequestTimeoutError,
     ServingError,
 )
-from quartet.streams.messages import MAX_INNER_MESSAGE_BYTES
+from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES
 from quartet.v1 import decode_pb2, encode_pb2, prefill_pb2, types_pb2
 
 #: What has a slot on a stream of many.
@@ -29,7 +29,7 @@ StartT = TypeVar("StartT", bound=StartMessage | encode_pb2.EncodeStart)
 MAX_START_MEDIA_BYTES = 64 << 20
 
 # Room for the frame around a start or a chunk.
-_MAX_PART_BYTES = MAX_INNER_MESSAGE_BYTES - 64
+_MAX_PART_BYTES = MAX_WORKER_MESSAGE_BYTES - 64
 # Callers send the chunks of one start without others between; so many incomplete ones are nonsense.
 _MAX_INCOMPLETE = 8
 _TOKEN_FIELDS = {

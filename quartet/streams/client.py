@@ -19,15 +19,15 @@ from quartet.media.items import MediaFile
 from quartet.rpc.errors import from_failure
 from quartet.streams import convert
 from quartet.streams.chunks import StartRest, take_chunks
-from quartet.streams.convert.inner import put_decode_start, put_prefill_start, to_sealed_decode_start
+from quartet.streams.convert.inner import put_decode_start, put_prefill_start, to_signed_decode_start
 from quartet.streams.messages import (
-    MAX_INNER_MESSAGE_BYTES,
+    MAX_WORKER_MESSAGE_BYTES,
     DecodeFinished,
     DecodeSink,
     DecodeStarted,
-    InnerStart,
     PrefillOutcome,
-    SealedPlacement,
+    SignedPlacement,
+    WorkerStart,
 )
 from quartet.streams.slots import SlotClient
 from quartet.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
@@ -37,10 +37,10 @@ from quartet.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grp
 _LAST_WORDS_S, _MAX_ALONE_S = 5.0, 3600.0
 
 
-# Requests on an inner stream as the router's side sees them: from the start to the terminal output.
+# Requests on a worker stream as the router's side sees them: from the start to the terminal output.
 
 
-class InnerCall:
+class WorkerCall:
     """What both kinds share. ``is_over``: nothing that still comes for it matters."""
 
     # There are thousands, and each token touches one after long: without a dictionary they lie closer together.
@@ -82,7 +82,7 @@ class InnerCall:
             self._waiter.set_result(None)
 
 
-class DecodeCall(InnerCall):
+class DecodeCall(WorkerCall):
     """One decode: what it gives goes to its sink, and ``outcome`` waits for its end.
 
     Attributes:
@@ -164,7 +164,7 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
         # While one runs its task holds it; then nobody does.
         self._own: WeakSet[DecodeClient] = WeakSet()
 
-    def start(self, start: InnerStart, sink: DecodeSink) -> DecodeCall:
+    def start(self, start: WorkerStart, sink: DecodeSink) -> DecodeCall:
         """Start a decode, whose outputs go to ``sink``; never waits or raises: what is wrong comes out of the call.
 
         One with media files has a stream of its own.
@@ -177,10 +177,10 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
             lambda send_cancel: DecodeCall(send_cancel, sink), lambda slot: _decode_messages(slot, start)
         )
 
-    def start_sealed(self, placement: SealedPlacement, sink: DecodeSink) -> DecodeCall:
-        """Start a decode that a router sealed for this worker; else as ``start``."""
+    def start_signed(self, placement: SignedPlacement, sink: DecodeSink) -> DecodeCall:
+        """Start a decode that a router signed for this worker; else as ``start``."""
         return self._begin(
-            lambda send_cancel: DecodeCall(send_cancel, sink), lambda slot: [_sealed_message(slot, placement)]
+            lambda send_cancel: DecodeCall(send_cancel, sink), lambda slot: [_signed_message(slot, placement)]
         )
 
     async def close(self) -> None:
@@ -220,7 +220,7 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
         return decode_pb2.DecodeRequest(cancel=types_pb2.Cancel(slot=slot))
 
 
-class PrefillCall(InnerCall):
+class PrefillCall(WorkerCall):
     """One prefill: ``outcome`` gives its one output. A hand-off that nobody took goes to ``drop``."""
 
     __slots__ = ("_drop", "_is_taken", "_outcome")
@@ -300,7 +300,7 @@ class PrefillClient(SlotClient[prefill_pb2.PrefillRequest, prefill_pb2.PrefillRe
         # While one runs its task holds it; then nobody does.
         self._own: WeakSet[PrefillClient] = WeakSet()
 
-    def start(self, start: InnerStart) -> PrefillCall:
+    def start(self, start: WorkerStart) -> PrefillCall:
         """Start a prefill; never waits or raises: what is wrong comes out of the call.
 
         One with media files has a stream of its own.
@@ -332,32 +332,32 @@ class PrefillClient(SlotClient[prefill_pb2.PrefillRequest, prefill_pb2.PrefillRe
         return prefill_pb2.PrefillRequest(cancel=types_pb2.Cancel(slot=slot))
 
 
-def has_files(start: InnerStart) -> bool:
+def has_files(start: WorkerStart) -> bool:
     """Whether ``start`` brings media files: these never ride a stream with others."""
     return any(isinstance(item.source, MediaFile) for item in start.media)
 
 
-def _alone_for_s(start: InnerStart) -> float:
+def _alone_for_s(start: WorkerStart) -> float:
     timeout_s = start.context.timeout_s
     return _MAX_ALONE_S if timeout_s is None else timeout_s + _LAST_WORDS_S
 
 
-def _decode_messages(slot: int, start: InnerStart) -> list[decode_pb2.DecodeRequest]:
+def _decode_messages(slot: int, start: WorkerStart) -> list[decode_pb2.DecodeRequest]:
     message = decode_pb2.DecodeRequest()
     put_decode_start(message.start, slot, start)
     return [message, *map(_decode_rest, take_chunks(message.start))]
 
 
-def _prefill_messages(slot: int, start: InnerStart) -> list[prefill_pb2.PrefillRequest]:
+def _prefill_messages(slot: int, start: WorkerStart) -> list[prefill_pb2.PrefillRequest]:
     message = prefill_pb2.PrefillRequest()
     put_prefill_start(message.start, slot, start)
     return [message, *map(_prefill_rest, take_chunks(message.start))]
 
 
-def _sealed_message(slot: int, placement: SealedPlacement) -> decode_pb2.DecodeRequest:
-    message = decode_pb2.DecodeRequest(sealed_start=to_sealed_decode_start(slot, placement))
-    if message.ByteSize() > MAX_INNER_MESSAGE_BYTES:
-        raise MessageTooLargeError("a sealed start exceeds 1 MiB")
+def _signed_message(slot: int, placement: SignedPlacement) -> decode_pb2.DecodeRequest:
+    message = decode_pb2.DecodeRequest(signed_start=to_signed_decode_start(slot, placement))
+    if message.ByteSize() > MAX_WORKER_MESSAGE_BYTES:
+        raise MessageTooLargeError("a signed start exceeds 1 MiB")
     return message
 
 

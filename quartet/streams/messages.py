@@ -1,4 +1,4 @@
-"""The inner plane in domain terms: what the router starts on a worker, and what comes back for one slot."""
+"""The worker streams in domain terms: what the router starts on a worker, and what comes back for one slot."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from quartet.media.items import MediaFile, MediaItem
 
 
 @dataclass(frozen=True, kw_only=True)
-class SealedPlacement:
+class SignedPlacement:
     """A way to a decode worker, good for once and for a short time.
 
     Attributes:
         address: ``host:port`` of the worker.
-        sealed_start: a serialized ``SealedStart``; it holds the prompt and the hand-off's secret.
+        signed_start: a serialized ``SignedStart``; it holds the prompt and the hand-off's secret.
         key_id: names the key of ``mac``.
-        mac: HMAC-SHA256 over exactly the bytes of ``sealed_start``.
+        mac: HMAC-SHA256 over exactly the bytes of ``signed_start``.
     """
 
     address: str
-    sealed_start: bytes = field(repr=False)
+    signed_start: bytes = field(repr=False)
     key_id: str
     mac: bytes = field(repr=False)
 
 
-#: Inner messages are at most this long: one 5 MiB message ends a whole shared stream.
-MAX_INNER_MESSAGE_BYTES = 1 << 20
+#: A worker stream's messages are at most this long: one 5 MiB message ends a whole shared stream.
+MAX_WORKER_MESSAGE_BYTES = 1 << 20
 
 #: An engine's own state has to fit into a start beside all that isn't sent in chunks.
-MAX_OPAQUE_STATE_BYTES = MAX_INNER_MESSAGE_BYTES - (128 << 10)
+MAX_OPAQUE_STATE_BYTES = MAX_WORKER_MESSAGE_BYTES - (128 << 10)
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,19 @@ class MediaInput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InnerStart:
-    """One answer to prefill or decode on a worker; ``hand_off`` and ``is_sealed`` only for decode.
+class WorkerStart:
+    """One answer to prefill or decode on a worker; ``hand_off`` and ``is_signed`` only for decode.
 
     Attributes:
         media: hand-offs, aligned with ``generation.media``; or files, one for each placeholder of the prompt, whose
             ``generation.media`` is empty.
-        is_sealed: it came from a client, under a router's seal: its number is that of a placement.
+        is_signed: it came from a client, under a router's sign: its number is that of a placement.
     """
 
     context: RequestContext
     generation: Generation
     hand_off: HandOff | None = None
-    is_sealed: bool = False
+    is_signed: bool = False
     media: tuple[MediaInput, ...] = ()
 
 

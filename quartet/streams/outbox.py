@@ -1,4 +1,4 @@
-"""What a worker owes one inner stream: pending outputs by slot, merged until the stream takes them.
+"""What a worker owes one worker stream: pending outputs by slot, merged until the stream takes them.
 
 The engine never waits for a stream. Whatever gathers while a message is being written goes into the next one, so
 a slow stream gets fewer, larger messages, and memory stays bounded by the answers themselves.
@@ -20,7 +20,7 @@ from quartet.errors import RequestCancelledError, ServingError
 from quartet.kvcache.layout import HandOff
 from quartet.rpc.errors import to_failure
 from quartet.streams import convert
-from quartet.streams.messages import MAX_INNER_MESSAGE_BYTES
+from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES
 from quartet.v1 import decode_pb2, prefill_pb2
 
 ResponseT_co = TypeVar("ResponseT_co", bound=Message, covariant=True)
@@ -28,7 +28,7 @@ ResponseT_co = TypeVar("ResponseT_co", bound=Message, covariant=True)
 EndT = TypeVar("EndT", decode_pb2.SlotStarted, decode_pb2.SlotFinished, decode_pb2.SlotFailure)
 
 # Upper bounds of serialized sizes; a varint of 32 bits has at most 5 bytes.
-ROOM_BYTES = MAX_INNER_MESSAGE_BYTES - 64  # less tags and lengths of the four packed columns
+ROOM_BYTES = MAX_WORKER_MESSAGE_BYTES - 64  # less tags and lengths of the four packed columns
 
 ENTRY_BYTES = 4  # tag and length of an entry of a repeated message, up to 2 MiB
 

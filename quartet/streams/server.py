@@ -1,4 +1,4 @@
-"""A worker's side of an inner stream: many requests by slot, one writer, exactly one terminal output a start."""
+"""A worker's side of a worker stream: many requests by slot, one writer, exactly one terminal output a start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from quartet.errors import (
     ConfigError,
-    NoSealKeyError,
+    NoSigningKeyError,
     PermissionDeniedError,
     ProtocolError,
     RequestCancelledError,
@@ -22,7 +22,7 @@ from quartet.errors import (
 )
 from quartet.streams import convert
 from quartet.streams.chunks import MAX_START_MEDIA_BYTES, ChunkedStarts, StartMessage
-from quartet.streams.messages import InnerStart
+from quartet.streams.messages import WorkerStart
 from quartet.streams.outbox import Outbox
 from quartet.v1 import decode_pb2, prefill_pb2
 
@@ -39,7 +39,7 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 class Work(Protocol[OutboxT_contra]):
     """What runs the requests of streams."""
 
-    def submit(self, start: InnerStart, outbox: OutboxT_contra, slot: int, on_end: Callable[[], None]) -> int:
+    def submit(self, start: WorkerStart, outbox: OutboxT_contra, slot: int, on_end: Callable[[], None]) -> int:
         """Run ``start``; its outputs go to ``outbox`` under ``slot``, and ``on_end`` is called at the terminal one.
 
         Returns:
@@ -61,7 +61,7 @@ class Work(Protocol[OutboxT_contra]):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamLimits:
-    """Bounds of one inner stream.
+    """Bounds of one worker stream.
 
     Attributes:
         stall_timeout_s: a reader that takes nothing for so long loses its requests.
@@ -84,15 +84,15 @@ class StreamLimits:
                 raise ConfigError(f"{name}: must be above 0")
 
 
-class Seals(Protocol):
-    """Opens sealed starts (``quartet.streams.signed_start.SealOpener``)."""
+class StartVerifier(Protocol):
+    """Opens signed starts (``quartet.streams.signed_start.SignedStartVerifier``)."""
 
-    def open(self, message: decode_pb2.SealedDecodeStart) -> decode_pb2.DecodeStart:
+    def open(self, message: decode_pb2.SignedDecodeStart) -> decode_pb2.DecodeStart:
         """The start inside, in the message's slot. Raises ``ServingError``: it is refused."""
         ...
 
 
-class InnerStream(Generic[OutboxT]):
+class WorkerStream(Generic[OutboxT]):
     """Serves one call of Decode or Prefill until both sides are done."""
 
     def __init__(
@@ -101,18 +101,18 @@ class InnerStream(Generic[OutboxT]):
         outbox: OutboxT,
         limits: StreamLimits,
         *,
-        seals: Seals | None = None,
-        takes_unsealed: bool = True,
+        verifier: StartVerifier | None = None,
+        takes_unsigned: bool = True,
     ) -> None:
         """Serve with ``work``, which brings its outputs to ``outbox``.
 
-        ``seals`` opens sealed starts. ``takes_unsealed``: this caller may start whatever it likes.
+        ``verifier`` opens signed starts. ``takes_unsigned``: this caller may start whatever it likes.
         """
         self._work = work
         self._outbox = outbox
         self._limits = limits
-        self._seals = seals
-        self._takes_unsealed = takes_unsealed
+        self._verifier = verifier
+        self._takes_unsigned = takes_unsigned
         self._ids: dict[int, int] = {}
         self._chunked: ChunkedStarts[StartMessage] = ChunkedStarts(
             timeout_s=limits.chunks_timeout_s,
@@ -169,9 +169,9 @@ class InnerStream(Generic[OutboxT]):
                 self._complete(request.start_done.slot)
             case "cancel":
                 self._cancel(request.cancel.slot)
-            case "sealed_start":
+            case "signed_start":
                 assert isinstance(request, decode_pb2.DecodeRequest), "only Decode has it"
-                self._start_sealed(request.sealed_start)
+                self._start_signed(request.signed_start)
             case _:
                 raise ProtocolError("a message must hold a start, chunk, start_done or cancel", field="message")
 
@@ -182,37 +182,37 @@ class InnerStream(Generic[OutboxT]):
 
     def _start(self, start: StartMessage) -> None:
         self._check_unused(start.slot)
-        if not self._takes_unsealed:
+        if not self._takes_unsigned:
             # Chunks that follow are for a slot that is unknown by then: they are ignored like all such.
-            error = PermissionDeniedError("a start that no router sealed takes a router's or worker's identity")
+            error = PermissionDeniedError("a start that no router signed takes a router's or worker's identity")
             self._outbox.failed(start.slot, error)
         elif start.chunked:
             self._chunked.begin(start)
         else:
             self._submit(start)
 
-    def _start_sealed(self, sealed: decode_pb2.SealedDecodeStart) -> None:
-        self._check_unused(sealed.slot)
+    def _start_signed(self, signed: decode_pb2.SignedDecodeStart) -> None:
+        self._check_unused(signed.slot)
         try:
-            if self._seals is None:
-                raise NoSealKeyError("this worker has no key for sealed starts")
-            start = self._seals.open(sealed)
+            if self._verifier is None:
+                raise NoSigningKeyError("this worker has no key for signed starts")
+            start = self._verifier.open(signed)
         except ServingError as error:
-            self._outbox.failed(sealed.slot, error)
+            self._outbox.failed(signed.slot, error)
         else:
-            self._submit(start, is_sealed=True)
+            self._submit(start, is_signed=True)
 
     def _complete(self, slot: int) -> None:
         start = self._chunked.complete(slot)
         if start is not None:
             self._submit(start)
 
-    def _submit(self, start: StartMessage, *, is_sealed: bool = False) -> None:
+    def _submit(self, start: StartMessage, *, is_signed: bool = False) -> None:
         slot = start.slot
         try:
             parsed = _parse(start)
-            if is_sealed:
-                parsed = replace(parsed, is_sealed=True)
+            if is_signed:
+                parsed = replace(parsed, is_signed=True)
             id = self._work.submit(parsed, self._outbox, slot, lambda: self._ended(slot))
         except ServingError as error:
             self._outbox.failed(slot, error)
@@ -254,7 +254,7 @@ class InnerStream(Generic[OutboxT]):
         self._outbox.close()
 
 
-def _parse(start: StartMessage) -> InnerStart:
+def _parse(start: StartMessage) -> WorkerStart:
     if isinstance(start, decode_pb2.DecodeStart):
         return convert.from_decode_start(start)
     return convert.from_prefill_start(start)

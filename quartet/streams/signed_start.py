@@ -1,4 +1,4 @@
-"""Sealed starts: what a router lets a client start at one worker, once, for a short time."""
+"""Signed starts: what a router lets a client start at one worker, once, for a short time."""
 
 from __future__ import annotations
 
@@ -19,69 +19,69 @@ from google.protobuf.message import DecodeError
 from quartet.errors import (
     ConfigError,
     MessageTooLargeError,
-    NoSealKeyError,
+    NoSigningKeyError,
     ProtocolError,
     QueueFullError,
-    SealError,
-    SealExpiredError,
-    SealForeignError,
-    SealKeyUnknownError,
-    SealUsedError,
     ServingError,
+    SignedStartError,
+    SignedStartExpiredError,
+    SignedStartForeignError,
+    SignedStartUsedError,
+    SigningKeyUnknownError,
 )
 from quartet.streams.convert.inner import put_decode_start
-from quartet.streams.messages import MAX_INNER_MESSAGE_BYTES, InnerStart, SealedPlacement
+from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES, SignedPlacement, WorkerStart
 from quartet.v1 import decode_pb2
 
-#: A seal that is good for longer than this was made by a clock that is wrong.
-MAX_SEAL_TTL_S = 300.0
+#: A signature that is good for longer than this was made by a clock that is wrong.
+MAX_SIGNED_START_TTL_S = 300.0
 
-#: Bytes of a sealed start at most; the rest of an inner message is for the frame, the key's name and the MAC.
-MAX_SEALED_START_BYTES = MAX_INNER_MESSAGE_BYTES - 512
+#: Bytes of a signed start at most; the rest of a worker stream's message is for the frame, the key's name and the MAC.
+MAX_SIGNED_START_BYTES = MAX_WORKER_MESSAGE_BYTES - 512
 
-# Some 32 MB. At 20 s a seal it stands for 6500 placements a second at one worker.
+# Some 32 MB. At 20 s a signature it stands for 6500 placements a second at one worker.
 _MAX_REMEMBERED = 1 << 17
 
 
 class Keys(Protocol):
-    """Where keys are looked up (``quartet.streams.signed_start.SealKeys``)."""
+    """Where keys are looked up (``quartet.streams.signed_start.SigningKeys``)."""
 
     @property
-    def sealing_key(self) -> SealKey:
-        """The key that seals."""
+    def signing_key(self) -> SigningKey:
+        """The key that signs."""
         ...
 
-    def find(self, key_id: str) -> SealKey | None:
+    def find(self, key_id: str) -> SigningKey | None:
         """The key of that name, if it verifies."""
         ...
 
 
-def seal(
-    start: InnerStart, key: SealKey, *, address: str, worker_id: str, epoch: int, expires_at_unix_s: float
-) -> SealedPlacement:
+def sign(
+    start: WorkerStart, key: SigningKey, *, address: str, worker_id: str, epoch: int, expires_at_unix_s: float
+) -> SignedPlacement:
     """Let whoever holds the result run ``start`` at that life of the worker at ``address``, once, until it expires.
 
     Raises:
-        MessageTooLargeError: a decode worker would not take so long a message, and no chunks are sealed.
+        MessageTooLargeError: a decode worker would not take so long a message, and no chunks are signed.
     """
-    message = decode_pb2.SealedStart(worker_id=worker_id, epoch=epoch, expires_at_unix_ms=int(expires_at_unix_s * 1000))
+    message = decode_pb2.SignedStart(worker_id=worker_id, epoch=epoch, expires_at_unix_ms=int(expires_at_unix_s * 1000))
     put_decode_start(message.start, 0, start)
-    sealed = message.SerializeToString()
-    check_sealed_size(len(sealed))
-    return SealedPlacement(address=address, sealed_start=sealed, key_id=key.key_id, mac=key.mac(sealed))
+    signed = message.SerializeToString()
+    check_signed_size(len(signed))
+    return SignedPlacement(address=address, signed_start=signed, key_id=key.key_id, mac=key.mac(signed))
 
 
-def check_sealed_size(size_bytes: int) -> None:
-    """Refuse a sealed start of so many bytes if no worker would take it. Raises ``MessageTooLargeError``."""
-    if size_bytes > MAX_SEALED_START_BYTES:
-        message = f"a sealed start has {MAX_SEALED_START_BYTES} bytes at most: use Generate or Session"
+def check_signed_size(size_bytes: int) -> None:
+    """Refuse a signed start of so many bytes if no worker would take it. Raises ``MessageTooLargeError``."""
+    if size_bytes > MAX_SIGNED_START_BYTES:
+        message = f"a signed start has {MAX_SIGNED_START_BYTES} bytes at most: use Generate or Session"
         raise MessageTooLargeError(message)
 
 
-class SealOpener:
-    """Opens sealed starts at one life of one worker.
+class SignedStartVerifier:
+    """Opens signed starts at one life of one worker.
 
-    The MAC comes first: of bytes that no router sealed, nothing is read. MACs of what was opened are remembered until
+    The MAC comes first: of bytes that no router signed, nothing is read. MACs of what was opened are remembered until
     they expire, and then the clock refuses them.
     """
 
@@ -114,15 +114,15 @@ class SealOpener:
         """MACs remembered as used."""
         return len(self._used)
 
-    def open(self, message: decode_pb2.SealedDecodeStart) -> decode_pb2.DecodeStart:
+    def open(self, message: decode_pb2.SignedDecodeStart) -> decode_pb2.DecodeStart:
         """The start inside, in the slot that the caller chose; from now on it is used up.
 
         Raises:
-            NoSealKeyError, SealKeyUnknownError: there is nothing to verify it with.
-            SealError: it was altered, or made up.
-            SealForeignError, SealExpiredError, SealUsedError: not here, not now, not again.
+            NoSigningKeyError, SigningKeyUnknownError: there is nothing to verify it with.
+            SignedStartError: it was altered, or made up.
+            SignedStartForeignError, SignedStartExpiredError, SignedStartUsedError: not here, not now, not again.
             QueueFullError: too many are remembered.
-            ProtocolError: it was sealed by a router that knows another contract.
+            ProtocolError: it was signed by a router that knows another contract.
         """
         try:
             start = self._open(message)
@@ -132,38 +132,38 @@ class SealOpener:
         self._on_outcome("opened")
         return start
 
-    def _open(self, message: decode_pb2.SealedDecodeStart) -> decode_pb2.DecodeStart:
+    def _open(self, message: decode_pb2.SignedDecodeStart) -> decode_pb2.DecodeStart:
         self._verify(message)
-        sealed = _parse(message.sealed_start)
-        if sealed.worker_id != self._worker_id or sealed.epoch != self._epoch:
-            raise SealForeignError("this start was sealed for another worker, or for another life of this one")
-        self._use(message.mac, sealed.expires_at_unix_ms)
-        start = sealed.start
+        signed = _parse(message.signed_start)
+        if signed.worker_id != self._worker_id or signed.epoch != self._epoch:
+            raise SignedStartForeignError("this start was signed for another worker, or for another life of this one")
+        self._use(message.mac, signed.expires_at_unix_ms)
+        start = signed.start
         start.slot = message.slot
         return start
 
-    def _verify(self, message: decode_pb2.SealedDecodeStart) -> None:
+    def _verify(self, message: decode_pb2.SignedDecodeStart) -> None:
         if self._keys is None:
-            raise NoSealKeyError("this worker has no key for sealed starts")
+            raise NoSigningKeyError("this worker has no key for signed starts")
         key = self._keys.find(message.key_id)
         if key is None:
-            raise SealKeyUnknownError("this worker has no such key", field="sealed_start.key_id")
-        if len(message.mac) != MAC_SIZE_BYTES or not hmac.compare_digest(key.mac(message.sealed_start), message.mac):
-            raise SealError("these bytes were not sealed with this key", field="sealed_start.mac")
+            raise SigningKeyUnknownError("this worker has no such key", field="signed_start.key_id")
+        if len(message.mac) != MAC_SIZE_BYTES or not hmac.compare_digest(key.mac(message.signed_start), message.mac):
+            raise SignedStartError("these bytes were not signed with this key", field="signed_start.mac")
 
     def _use(self, mac: bytes, expires_at_unix_ms: int) -> None:
         # A clock that was set back must not bring back what has expired, and is forgotten.
         now_ms = self._now_ms = max(self._now_ms, int(self._clock() * 1000))
         if now_ms > expires_at_unix_ms:
-            raise SealExpiredError("this start has expired: ask the router for another placement")
-        if expires_at_unix_ms - now_ms > MAX_SEAL_TTL_S * 1000:
-            raise SealExpiredError("this start expires too late: the clocks of router and worker disagree")
+            raise SignedStartExpiredError("this start has expired: ask the router for another placement")
+        if expires_at_unix_ms - now_ms > MAX_SIGNED_START_TTL_S * 1000:
+            raise SignedStartExpiredError("this start expires too late: the clocks of router and worker disagree")
         self._forget_expired(now_ms)
         if mac in self._used:
-            raise SealUsedError("this start was used before: ask the router for another placement")
+            raise SignedStartUsedError("this start was used before: ask the router for another placement")
         if len(self._used) >= self._max_remembered:
             # What can't be remembered could come again.
-            raise QueueFullError("too many sealed starts came at once", retry_delay_s=1.0)
+            raise QueueFullError("too many signed starts came at once", retry_delay_s=1.0)
         self._used.add(mac)
         heapq.heappush(self._expiries, (expires_at_unix_ms, mac))
 
@@ -172,24 +172,24 @@ class SealOpener:
             self._used.discard(heapq.heappop(self._expiries)[1])
 
 
-def _parse(sealed_start: bytes) -> decode_pb2.SealedStart:
+def _parse(signed_start: bytes) -> decode_pb2.SignedStart:
     try:
-        sealed = decode_pb2.SealedStart.FromString(sealed_start)
+        signed = decode_pb2.SignedStart.FromString(signed_start)
     except DecodeError as error:
-        raise ProtocolError("the sealed bytes are no start", field="sealed_start.sealed_start") from error
-    if sealed.start.chunked:
-        raise ProtocolError("a sealed start is whole", field="sealed_start.sealed_start")
-    return sealed
+        raise ProtocolError("the signed bytes are no start", field="signed_start.signed_start") from error
+    if signed.start.chunked:
+        raise ProtocolError("a signed start is whole", field="signed_start.signed_start")
+    return signed
 
 
-# The secrets that seal and verify starts: a file of keys, followed while it changes.
+# The secrets that sign and verify starts: a file of keys, followed while it changes.
 
 logger = logging.getLogger(__name__)
 
 #: Bytes of a MAC.
 MAC_SIZE_BYTES = 32
 
-_SETTING = "seal_keys_file"
+_SETTING = "signing_keys_file"
 
 _KEY_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -208,23 +208,23 @@ _Signature: TypeAlias = "tuple[int, int, int] | None"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SealKey:
+class SigningKey:
     """One secret, by its public name."""
 
     key_id: str
     secret: bytes = field(repr=False)
 
-    def mac(self, sealed: bytes) -> bytes:
+    def mac(self, signed: bytes) -> bytes:
         """HMAC-SHA256 over exactly these bytes."""
-        return hmac.digest(self.secret, sealed, "sha256")
+        return hmac.digest(self.secret, signed, "sha256")
 
 
-class SealKeys:
+class SigningKeys:
     """The keys of one file, which is read again when it has changed.
 
     One key a line: ``key_id hex-secret``, the secret of 32 bytes or more; empty lines and lines that begin with ``#``
-    are left out. The first key seals, all verify. So a new key is given to every process below the old one, then put
-    first, and the old one taken out once nothing is under way that it sealed: no start is ever refused.
+    are left out. The first key signs, all verify. So a new key is given to every process below the old one, then put
+    first, and the old one taken out once nothing is under way that it signed: no start is ever refused.
 
     A changed file that can't be used changes nothing but the log. Nothing here ever tells a secret.
     """
@@ -241,15 +241,15 @@ class SealKeys:
         self._signature, self._keys = _read(path)
 
     @property
-    def sealing_key(self) -> SealKey:
-        """The key that seals."""
+    def signing_key(self) -> SigningKey:
+        """The key that signs."""
         return next(iter(self._current().values()))
 
-    def find(self, key_id: str) -> SealKey | None:
+    def find(self, key_id: str) -> SigningKey | None:
         """The key of that name, if it verifies; for one that is not known the file is looked at sooner."""
         return self._current().get(key_id) or self._current(_UNKNOWN_LOOK_INTERVAL_S).get(key_id)
 
-    def _current(self, look_interval_s: float = _LOOK_INTERVAL_S) -> dict[str, SealKey]:
+    def _current(self, look_interval_s: float = _LOOK_INTERVAL_S) -> dict[str, SigningKey]:
         now = self._clock()
         if now - self._looked_at >= look_interval_s:
             self._looked_at = now
@@ -266,7 +266,7 @@ class SealKeys:
             self._signature = signature
             logger.warning("the keys stay as they were: %s", error)
         else:
-            logger.info("keys for sealed starts: %s", ", ".join(self._keys))
+            logger.info("keys for signed starts: %s", ", ".join(self._keys))
 
 
 def _look(path: Path) -> _Signature:
@@ -280,7 +280,7 @@ def _signature_of(found: os.stat_result) -> _Signature:
     return found.st_mtime_ns, found.st_ino, found.st_size
 
 
-def _read(path: Path) -> tuple[_Signature, dict[str, SealKey]]:
+def _read(path: Path) -> tuple[_Signature, dict[str, SigningKey]]:
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
@@ -297,8 +297,8 @@ def _read(path: Path) -> tuple[_Signature, dict[str, SealKey]]:
     return _signature_of(found), _parse_keys(content, path)
 
 
-def _parse_keys(content: bytes, path: Path) -> dict[str, SealKey]:
-    keys: dict[str, SealKey] = {}
+def _parse_keys(content: bytes, path: Path) -> dict[str, SigningKey]:
+    keys: dict[str, SigningKey] = {}
     for number, line in enumerate(content.decode("utf-8", "replace").splitlines(), start=1):
         if not line.strip() or line.startswith("#"):
             continue
@@ -315,7 +315,7 @@ def _parse_keys(content: bytes, path: Path) -> dict[str, SealKey]:
     return keys
 
 
-def _parse_line(line: str) -> SealKey:
+def _parse_line(line: str) -> SigningKey:
     key_id, _, digits = line.strip().partition(" ")
     if not _KEY_ID.fullmatch(key_id):
         raise ValueError("a key's name has 1 to 64 letters, digits, dots, dashes or underscores")
@@ -325,4 +325,4 @@ def _parse_line(line: str) -> SealKey:
         raise ValueError("a key's secret must be hexadecimal") from None
     if len(secret) < _MIN_SECRET_BYTES:
         raise ValueError(f"a key's secret must have {_MIN_SECRET_BYTES} bytes or more")
-    return SealKey(key_id=key_id, secret=secret)
+    return SigningKey(key_id=key_id, secret=secret)

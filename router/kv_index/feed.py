@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
-from quartet.discovery.base import Place, WorkerRecord
+from quartet.discovery.base import Rank, WorkerRecord
 from quartet.errors import ServingError
 from quartet.events.kv import Cleared, KvBatch, KvEvent, KvSnapshotPart, Removed, Stored, Tier
 from quartet.events.load import NumberedLoad
@@ -26,18 +26,18 @@ MAX_WAITING_BATCHES = 4096
 
 
 class KvIndex(Protocol):
-    """Which place has which blocks (``router.kv_index.index.PrefixIndex``)."""
+    """Which rank has which blocks (``router.kv_index.index.PrefixIndex``)."""
 
-    def store(self, place: Place, parent_hash: int | None, sequence_hashes: Sequence[int], tier: Tier) -> object:
-        """``place`` has these blocks on ``tier``, each after the one before it, the first after ``parent_hash``."""
+    def store(self, rank: Rank, parent_hash: int | None, sequence_hashes: Sequence[int], tier: Tier) -> object:
+        """``rank`` has these blocks on ``tier``, each after the one before it, the first after ``parent_hash``."""
         ...
 
-    def remove(self, place: Place, sequence_hashes: Sequence[int], tier: Tier) -> None:
-        """``place`` has these blocks on ``tier`` no more."""
+    def remove(self, rank: Rank, sequence_hashes: Sequence[int], tier: Tier) -> None:
+        """``rank`` has these blocks on ``tier`` no more."""
         ...
 
-    def clear(self, place: Place) -> None:
-        """``place`` has nothing any more."""
+    def clear(self, rank: Rank) -> None:
+        """``rank`` has nothing any more."""
         ...
 
 
@@ -50,7 +50,7 @@ class FeedState(Enum):
 
 
 class KvFeed:
-    """Brings the batches and snapshots of one life of a worker to an index, of which it alone changes those places."""
+    """Brings the batches and snapshots of one life of a worker to an index, of which it alone changes those ranks."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class KvFeed:
     ) -> None:
         """Know nothing yet; ``index`` has nothing of the worker's places."""
         self.epoch = epoch
-        self._places = [Place(worker_id, rank) for rank in range(data_parallel_size)]
+        self._ranks = [Rank(worker_id, rank) for rank in range(data_parallel_size)]
         self._index = index
         self._max_waiting_batches = max_waiting_batches
         self._state = FeedState.LISTENING
@@ -108,8 +108,8 @@ class KvFeed:
         if self._loading is None:
             self._loading = part.number
             self._clear()
-        if part.data_parallel_rank < len(self._places):
-            self._tell(self._places[part.data_parallel_rank], part.stored)
+        if part.data_parallel_rank < len(self._ranks):
+            self._tell(self._ranks[part.data_parallel_rank], part.stored)
         return True
 
     def finish(self) -> bool:
@@ -133,7 +133,7 @@ class KvFeed:
         self._loading = None
 
     def close(self) -> None:
-        """The life is over: its places have nothing any more."""
+        """The life is over: its ranks have nothing any more."""
         self._state = FeedState.LISTENING
         self._waiting.clear()
         self._clear()
@@ -159,22 +159,22 @@ class KvFeed:
 
     def _apply(self, batch: KvBatch) -> None:
         self._number = batch.number
-        if batch.data_parallel_rank < len(self._places):
-            self._tell(self._places[batch.data_parallel_rank], batch.events)
+        if batch.data_parallel_rank < len(self._ranks):
+            self._tell(self._ranks[batch.data_parallel_rank], batch.events)
 
-    def _tell(self, place: Place, events: Iterable[KvEvent]) -> None:
+    def _tell(self, rank: Rank, events: Iterable[KvEvent]) -> None:
         for event in events:
             match event:
                 case Stored(parent_hash, sequence_hashes, tier):
-                    self._index.store(place, parent_hash, sequence_hashes, tier)
+                    self._index.store(rank, parent_hash, sequence_hashes, tier)
                 case Removed(sequence_hashes, tier):
-                    self._index.remove(place, sequence_hashes, tier)
+                    self._index.remove(rank, sequence_hashes, tier)
                 case Cleared():
-                    self._index.clear(place)
+                    self._index.clear(rank)
 
     def _clear(self) -> None:
-        for place in self._places:
-            self._index.clear(place)
+        for rank in self._ranks:
+            self._index.clear(rank)
 
 
 # The feeds of all workers: what is heard goes to the right one, and each gets its snapshots when it wants them.
@@ -218,7 +218,7 @@ class KvJoins:
         *,
         count: Callable[[SnapshotOutcome], None] = lambda _outcome: None,
     ) -> None:
-        """Know of nobody yet; nobody else changes ``index`` for the places of those that enter.
+        """Know of nobody yet; nobody else changes ``index`` for the ranks of those that enter.
 
         ``count`` hears what became of each snapshot.
         """

@@ -1,6 +1,6 @@
-"""Which place has which KV blocks: the router's copy of what workers tell in KV events.
+"""Which rank has which KV blocks: the router's copy of what workers tell in KV events.
 
-One flat map a tier, from sequence hash to the bit mask of the places that have the block. A sequence hash names a
+One flat map a tier, from sequence hash to the bit mask of the ranks that have the block. A sequence hash names a
 block with all before it, so no tree is needed: see ``router.kv_index.walk`` for how a prompt is looked up.
 
 Pure code without locks or clock: one thread calls, and times are whatever the caller means by them.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
 
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.events.kv import Tier
 from router.kv_index.walk import Group, MaskMap, Sweep, Walker, walk
 
@@ -25,9 +25,9 @@ _MAX_PREDICTED_BLOCKS = 1 << 20
 
 
 class PrefixIndex:
-    """What all places have, as of the last event of each.
+    """What all ranks have, as of the last event of each.
 
-    What is said of a place may run behind the truth, as events do, but is exact otherwise, as long as the place never
+    What is said of a rank may run behind the truth, as events do, but is exact otherwise, as long as the rank never
     lacks a block of whose followers it has some. If it does, each count of its ``Match`` still ends at a block that the
     place has, with the next one missing, and is not less than what it has before the first gap.
     """
@@ -36,7 +36,7 @@ class PrefixIndex:
         """Start empty.
 
         Args:
-            max_predicted_blocks: that are kept, over all places; past it the earliest to expire are dropped.
+            max_predicted_blocks: that are kept, over all ranks; past it the earliest to expire are dropped.
         """
         self._numbers = PlaceNumbers()
         self._device, self._host, self._disk = MaskMap(), MaskMap(), MaskMap()
@@ -48,24 +48,24 @@ class PrefixIndex:
         self._sweep: Sweep | None = None
 
     def num_blocks(self, tier: Tier) -> int:
-        """Different blocks that places have on that tier; those of cleared places count until they are swept."""
+        """Different blocks that ranks have on that tier; those of cleared places count until they are swept."""
         return len(self._tiers[tier].masks)
 
     @property
     def num_predicted_blocks(self) -> int:
-        """Different blocks that are predicted for any place; those of cleared places count until they are swept."""
+        """Different blocks that are predicted for any rank; those of cleared places count until they are swept."""
         return len(self._predicted.masks)
 
     def store(
-        self, place: Place, parent_hash: int | None, sequence_hashes: Sequence[int], tier: Tier = Tier.DEVICE
+        self, rank: Rank, parent_hash: int | None, sequence_hashes: Sequence[int], tier: Tier = Tier.DEVICE
     ) -> bool:
-        """``place`` has these blocks, each of which follows the one before it; the first one follows ``parent_hash``.
+        """``rank`` has these blocks, each of which follows the one before it; the first one follows ``parent_hash``.
 
         Returns:
             Whether it is known to have that parent, on whatever tier, or there is none. If not, an event was missed,
-            or this one came before its time: then the place may be said to have more than it has.
+            or this one came before its time: then the rank may be said to have more than it has.
         """
-        number = self._numbers.number(place)
+        number = self._numbers.number(rank)
         bit = self._numbers.bit(number)
         has_parent = parent_hash is None or any(masks.mask_of(parent_hash, 0) & bit for masks in self._tiers.values())
         self._tiers[tier].add(bit, sequence_hashes)
@@ -73,18 +73,18 @@ class PrefixIndex:
             self._predictions.confirm(number, bit, sequence_hashes)
         return has_parent
 
-    def remove(self, place: Place, sequence_hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
-        """``place`` no longer has these blocks on that tier; those that it never had there are ignored."""
-        number = self._numbers.current.numbers.get(place)
+    def remove(self, rank: Rank, sequence_hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
+        """``rank`` no longer has these blocks on that tier; those that it never had there are ignored."""
+        number = self._numbers.current.numbers.get(rank)
         if number is not None:
             self._tiers[tier].discard(self._numbers.bit(number), sequence_hashes)
 
-    def clear(self, place: Place) -> None:
-        """``place`` has nothing any more, and nothing is predicted for it; it may store again at once.
+    def clear(self, rank: Rank) -> None:
+        """``rank`` has nothing any more, and nothing is predicted for it; it may store again at once.
 
         That takes no time for each block: memory is given back by ``sweep``.
         """
-        number = self._numbers.retire(place)
+        number = self._numbers.retire(rank)
         if number is not None:
             self._predictions.forget(number)
 
@@ -94,7 +94,7 @@ class PrefixIndex:
         The first call after a ``clear`` also copies the list of all hashes: some 15 ms for each million.
 
         Returns:
-            Whether there is more to sweep. Each place that is cleared makes every entry be looked at again, but for
+            Whether there is more to sweep. Each rank that is cleared makes every entry be looked at again, but for
             those that are cleared before one sweep begins, which share it.
 
         Raises:
@@ -112,12 +112,12 @@ class PrefixIndex:
         self._sweep = None
         return bool(self._numbers.dead)
 
-    def predict(self, place: Place, sequence_hashes: Sequence[int], expires_at: float) -> None:
-        """A request with this chain of blocks was sent to ``place``: it will have them on the device.
+    def predict(self, rank: Rank, sequence_hashes: Sequence[int], expires_at: float) -> None:
+        """A request with this chain of blocks was sent to ``rank``: it will have them on the device.
 
-        Blocks count as predicted from the first one that the place lacks, each until it is stored or ``expires_at``.
+        Blocks count as predicted from the first one that the rank lacks, each until it is stored or ``expires_at``.
         """
-        number = self._numbers.number(place)
+        number = self._numbers.number(rank)
         bit = self._numbers.bit(number)
         groups = walk(self._device.mask_of, sequence_hashes, 0, bit) if sequence_hashes else []
         num_held = groups[0][0] if groups else 0
@@ -128,7 +128,7 @@ class PrefixIndex:
         self._predictions.expire(now)
 
     def match(self, sequence_hashes: Sequence[int]) -> Matches:
-        """How many leading blocks of a prompt each place has."""
+        """How many leading blocks of a prompt each rank has."""
         numbering = self._numbers.current
         if not sequence_hashes:
             return Matches(numbering, (), ())
@@ -157,7 +157,7 @@ def _extend(reaches: list[Reach], maps: Sequence[MaskMap], sequence_hashes: Sequ
         further = mask & mask_of(sequence_hashes[depth], 0) if depth < len(sequence_hashes) else 0
         if further:
             groups = walk(mask_of, sequence_hashes, depth, further)
-            extended += [((*depths, end), places) for end, places in _go_on(groups, maps, sequence_hashes)]
+            extended += [((*depths, end), ranks) for end, ranks in _go_on(groups, maps, sequence_hashes)]
         if depth and mask != further:
             extended.append(((*depths, depth), mask ^ further))
     return extended
@@ -177,11 +177,11 @@ def _go_on(groups: list[Group], maps: Sequence[MaskMap], sequence_hashes: Sequen
     return ended
 
 
-# What the places have of one prompt.
+# What the ranks have of one prompt.
 
 
 class Kind(IntEnum):
-    """Where a place has a block, in the order of the fields of ``Match``."""
+    """Where a rank has a block, in the order of the fields of ``Match``."""
 
     DEVICE = 0
     PREDICTED = 1
@@ -195,7 +195,7 @@ Reach: TypeAlias = tuple[tuple[int, ...], int]
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Leading blocks of a prompt that one place has, by the dearest place where one has to look for them.
+    """Leading blocks of a prompt that one rank has, by the dearest place where one has to look for them.
 
     Attributes:
         num_device_blocks: from the first on, on the device.
@@ -216,10 +216,10 @@ class Match:
         return self.num_device_blocks + self.num_predicted_blocks + self.num_host_blocks + self.num_disk_blocks
 
 
-class Matches(Mapping[Place, Match]):
-    """The places that have at least the first block of a prompt, those that have most blocks first.
+class Matches(Mapping[Rank, Match]):
+    """The ranks that have at least the first block of a prompt, those that have most blocks first.
 
-    It stays as it was when it was made. Making it takes no time for each place, going through all of it does.
+    It stays as it was when it was made. Making it takes no time for each rank, going through all of it does.
     """
 
     __slots__ = ("_kinds", "_numbering", "_reaches")
@@ -230,28 +230,28 @@ class Matches(Mapping[Place, Match]):
         self._kinds = kinds
         self._reaches = reaches
 
-    def __getitem__(self, place: Place) -> Match:
-        number = self._numbering.numbers[place]
+    def __getitem__(self, rank: Rank) -> Match:
+        number = self._numbering.numbers[rank]
         for depths, mask in self._reaches:
             if mask >> number & 1:
                 return self._match(depths)
-        raise KeyError(place)
+        raise KeyError(rank)
 
-    def __iter__(self) -> Iterator[Place]:
-        return (place for place, _ in self._ranked())
+    def __iter__(self) -> Iterator[Rank]:
+        return (rank for rank, _ in self._ranked())
 
     def __len__(self) -> int:
         return sum(mask.bit_count() for _, mask in self._reaches)
 
-    def items(self) -> ItemsView[Place, Match]:
+    def items(self) -> ItemsView[Rank, Match]:
         """Places and what they have, those that have most blocks first."""
         return _Items(self)
 
-    def _ranked(self) -> Iterator[tuple[Place, Match]]:
+    def _ranked(self) -> Iterator[tuple[Rank, Match]]:
         for depths, mask in sorted(self._reaches, key=_num_blocks, reverse=True):
             match = self._match(depths)
             for number in numbers_in(mask):
-                yield self._numbering.places[number], match
+                yield self._numbering.ranks[number], match
 
     def _match(self, depths: tuple[int, ...]) -> Match:
         counts = [0] * len(Kind)
@@ -262,12 +262,12 @@ class Matches(Mapping[Place, Match]):
         return Match(*counts)
 
 
-class _Items(ItemsView[Place, Match]):
-    """Spares looking up each place again."""
+class _Items(ItemsView[Rank, Match]):
+    """Spares looking up each rank again."""
 
     _mapping: Matches
 
-    def __iter__(self) -> Iterator[tuple[Place, Match]]:
+    def __iter__(self) -> Iterator[tuple[Rank, Match]]:
         return self._mapping._ranked()
 
 
@@ -275,7 +275,7 @@ def _num_blocks(reach: Reach) -> int:
     return reach[0][-1]
 
 
-# Which bit of a mask stands for which place, and which places are gone but not swept yet.
+# Which bit of a mask stands for which rank, and which ranks are gone but not swept yet.
 
 
 @dataclass(frozen=True)
@@ -286,8 +286,8 @@ class Numbering:
         alive: the bits of all of them.
     """
 
-    numbers: Mapping[Place, int]
-    places: Mapping[int, Place]
+    numbers: Mapping[Rank, int]
+    ranks: Mapping[int, Rank]
     alive: int
 
 
@@ -299,18 +299,18 @@ class PlaceNumbers:
 
     def __init__(self) -> None:
         self.current = Numbering({}, {}, 0)
-        #: Bits of places that are gone and may still be in masks.
+        #: Bits of ranks that are gone and may still be in masks.
         self.dead = 0
         self._bits: list[int] = []
         self._free: list[int] = []  # a heap
 
     def bit(self, number: int) -> int:
-        """``1 << number``, always the same object: a mask of one place then needs no memory of its own."""
+        """``1 << number``, always the same object: a mask of one rank then needs no memory of its own."""
         return self._bits[number]
 
-    def number(self, place: Place) -> int:
-        """The number of ``place``, which gets one if it has none."""
-        known = self.current.numbers.get(place)
+    def number(self, rank: Rank) -> int:
+        """The number of ``rank``, which gets one if it has none."""
+        known = self.current.numbers.get(rank)
         if known is not None:
             return known
         if self._free:
@@ -319,19 +319,19 @@ class PlaceNumbers:
             number = len(self._bits)
             self._bits.append(1 << number)
         self.current = Numbering(
-            {**self.current.numbers, place: number},
-            {**self.current.places, number: place},
+            {**self.current.numbers, rank: number},
+            {**self.current.ranks, number: rank},
             self.current.alive | self._bits[number],
         )
         return number
 
-    def retire(self, place: Place) -> int | None:
-        """``place`` is gone: its bit counts no more. Returns its number; ``None`` where it has none."""
-        number = self.current.numbers.get(place)
+    def retire(self, rank: Rank) -> int | None:
+        """``rank`` is gone: its bit counts no more. Returns its number; ``None`` where it has none."""
+        number = self.current.numbers.get(rank)
         if number is not None:
-            numbers, places = dict(self.current.numbers), dict(self.current.places)
-            del numbers[place], places[number]
-            self.current = Numbering(numbers, places, self.current.alive ^ self._bits[number])
+            numbers, ranks = dict(self.current.numbers), dict(self.current.ranks)
+            del numbers[rank], ranks[number]
+            self.current = Numbering(numbers, ranks, self.current.alive ^ self._bits[number])
             self.dead |= self._bits[number]
         return number
 
@@ -350,11 +350,11 @@ def numbers_in(mask: int) -> Iterator[int]:
         mask ^= lowest
 
 
-# Blocks that places will have soon, because requests that compute them were just sent there.
+# Blocks that ranks will have soon, because requests that compute them were just sent there.
 
 
 class Predictions:
-    """Each holds until its place stores the block, or until a time; the one that ends first gives way to a new one.
+    """Each holds until its rank stores the block, or until a time; the one that ends first gives way to a new one.
 
     Places are known by number and bit, as in ``router.kv_index.index``.
     """
@@ -366,13 +366,13 @@ class Predictions:
         self._num_queued_blocks = 0
         self._num_added = 0
         self._last_end = -math.inf  # of all predictions so far
-        # Of each place: when the last prediction of a block ends. In the queue, by that time: what was predicted;
+        # Of each rank: when the last prediction of a block ends. In the queue, by that time: what was predicted;
         # of these, what is confirmed or predicted anew for longer is no longer theirs to end.
         self._ends: dict[int, dict[int, float]] = {}
         self._queue: list[tuple[float, int, int, int, Sequence[int]]] = []
 
     def add(self, number: int, bit: int, sequence_hashes: Sequence[int], expires_at: float) -> None:
-        """The place will have these blocks; of more than fit, the first ones count."""
+        """The rank will have these blocks; of more than fit, the first ones count."""
         sequence_hashes = sequence_hashes[: self._max_blocks]
         if not sequence_hashes:
             return
@@ -390,12 +390,12 @@ class Predictions:
         heapq.heappush(self._queue, (expires_at, self._num_added, number, bit, sequence_hashes))
 
     def confirm(self, number: int, bit: int, sequence_hashes: Sequence[int]) -> None:
-        """The place has these blocks: they are predicted no more."""
+        """The rank has these blocks: they are predicted no more."""
         if ends := self._ends.get(number):
             self.masks.discard(bit, [known for known in sequence_hashes if ends.pop(known, None) is not None])
 
     def forget(self, number: int) -> None:
-        """The place is gone. Its bit is still in ``masks``, until it is swept."""
+        """The rank is gone. Its bit is still in ``masks``, until it is swept."""
         self._ends.pop(number, None)
 
     def expire(self, now: float) -> None:
@@ -418,8 +418,8 @@ class Predictions:
 # What places have of one prompt, looked up when a policy asks.
 
 
-class PromptMatches(Mapping[Place, int]):
-    """Leading tokens of a prompt by place, as of the last ``renew``; places that have none are left out.
+class PromptMatches(Mapping[Rank, int]):
+    """Leading tokens of a prompt by rank, as of the last ``renew``; places that have none are left out.
 
     A request that waits is shown to its policy again and again, and most times the policy does not get as far as to
     look at it: so the index is asked at the first look after each ``renew``.
@@ -432,29 +432,29 @@ class PromptMatches(Mapping[Place, int]):
         self._index = index
         self._sequence_hashes = sequence_hashes
         self._block_size = block_size
-        self._num_tokens: Mapping[Place, int] | None = None
+        self._num_tokens: Mapping[Rank, int] | None = None
 
     def renew(self) -> None:
         """Forget what was looked up."""
         self._num_tokens = None
 
-    def __getitem__(self, place: Place) -> int:
-        return self._known()[place]
+    def __getitem__(self, rank: Rank) -> int:
+        return self._known()[rank]
 
-    def __iter__(self) -> Iterator[Place]:
+    def __iter__(self) -> Iterator[Rank]:
         return iter(self._known())
 
     def __len__(self) -> int:
         return len(self._known())
 
-    def get(self, place: Place, default: int = 0) -> int:  # type: ignore[override]
-        """As of any mapping, without the exception that the default one catches for each place that has nothing."""
-        return self._known().get(place, default)
+    def get(self, rank: Rank, default: int = 0) -> int:  # type: ignore[override]
+        """As of any mapping, without the exception that the default one catches for each rank that has nothing."""
+        return self._known().get(rank, default)
 
-    def _known(self) -> Mapping[Place, int]:
+    def _known(self) -> Mapping[Rank, int]:
         if self._num_tokens is None:
             matches = self._index.match(self._sequence_hashes)
-            self._num_tokens = {place: match.num_blocks * self._block_size for place, match in matches.items()}
+            self._num_tokens = {rank: match.num_blocks * self._block_size for rank, match in matches.items()}
         return self._num_tokens
 
 

@@ -1,10 +1,10 @@
-"""How far down a prompt's chain of blocks which places have them, with a few probes instead of one a block.
+"""How far down a prompt's chain of blocks which ranks have them, with a few probes instead of one a block.
 
-A place that has a block of a chain normally has all before it: they are computed in order, and evicted last one first.
+A rank that has a block of a chain normally has all before it: they are computed in order, and evicted last one first.
 So masks only lose bits along the chain. Walking jumps ahead and, where the mask has lost bits, bisects for where it
 lost which. The structure is that of the jumping search of ai-dynamo/dynamo's router (``lib/kv-router``).
 
-Where a place has holes in its chain, each probe still tells the truth about its block. What comes out for a place is
+Where a rank has holes in its chain, each probe still tells the truth about its block. What comes out for a rank is
 then a depth ``n`` such that it has block ``n - 1`` and not block ``n``: never less than its blocks before the first
 hole, and possibly more.
 """
@@ -17,7 +17,7 @@ from typing import TypeAlias
 #: Places, as a mask, whose first ``depth`` blocks are there and whose next one is not: (depth, mask).
 Group: TypeAlias = tuple[int, int]
 
-#: A block that was looked at: (position, mask of all places, who of those that are followed counts as there).
+#: A block that was looked at: (position, mask of all ranks, who of those that are followed counts as there).
 _Probe: TypeAlias = tuple[int, int, int]
 
 # Of 16 to 256, measured: longer ones save probes where much matches, shorter ones where little does.
@@ -39,20 +39,20 @@ class Walker:
         self._mask_of = mask_of
         self._forks: dict[int, int] = {}  # by first block: the first one that some places lacked
 
-    def walk(self, sequence_hashes: Sequence[int], places: int) -> list[Group]:
+    def walk(self, sequence_hashes: Sequence[int], ranks: int) -> list[Group]:
         """As ``walk`` from block 0, of at least one."""
         first = sequence_hashes[0]
         fork = self._forks.get(first)
         if fork is not None and fork < len(sequence_hashes):
             first_mask = self._mask_of(first, 0)
-            alive = first_mask & places
+            alive = first_mask & ranks
             mask = self._mask_of(sequence_hashes[fork - 1], 0)
             if alive and (mask is first_mask or mask & alive == alive):
                 left = self._mask_of(sequence_hashes[fork], 0) & alive
                 if left != alive:
                     group = (fork, alive ^ left)
                     return [group, *walk(self._mask_of, sequence_hashes, fork, left)] if left else [group]
-        groups = walk(self._mask_of, sequence_hashes, 0, places)
+        groups = walk(self._mask_of, sequence_hashes, 0, ranks)
         if len(groups) > 1:
             if len(self._forks) >= _MAX_FORKS:
                 self._forks.clear()
@@ -60,15 +60,15 @@ class Walker:
         return groups
 
 
-def walk(mask_of: MaskOf, sequence_hashes: Sequence[int], start: int, places: int) -> list[Group]:
-    """Groups of those of ``places`` that have block ``start``, by ascending depth; masks are disjoint, not zero.
+def walk(mask_of: MaskOf, sequence_hashes: Sequence[int], start: int, ranks: int) -> list[Group]:
+    """Groups of those of ``ranks`` that have block ``start``, by ascending depth; masks are disjoint, not zero.
 
-    ``places`` are known, or taken, to have the blocks before ``start``, which is less than the number of blocks.
+    ``ranks`` are known, or taken, to have the blocks before ``start``, which is less than the number of blocks.
     """
     groups: list[Group] = []
     low, last = start, len(sequence_hashes) - 1
     low_mask = mask_of(sequence_hashes[low], 0)
-    alive = low_mask & places
+    alive = low_mask & ranks
     while alive:
         if low == last:
             groups.append((last + 1, alive))
@@ -114,9 +114,9 @@ def _split(groups: list[Group], mask_of: MaskOf, sequence_hashes: Sequence[int],
         high, high_mask, left = ahead.pop()
 
 
-# A flat map from sequence hash to the bit mask of the places that have the block.
+# A flat map from sequence hash to the bit mask of the ranks that have the block.
 
-#: Mask of the places that have a block; 0 where nobody does.
+#: Mask of the ranks that have a block; 0 where nobody does.
 MaskOf: TypeAlias = Callable[[int, int], int]
 
 # Masks remembered for sharing: at 1000 places some 15 MB.
@@ -154,7 +154,7 @@ class MaskMap:
                 after = masks[sequence_hash] = self._share(mask | bit)
 
     def discard(self, bits: int, sequence_hashes: Iterable[int]) -> None:
-        """The places of ``bits`` do not have these blocks, or no longer."""
+        """The ranks of ``bits`` do not have these blocks, or no longer."""
         masks = self._masks
         get = masks.get
         before, after = bits, 0

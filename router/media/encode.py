@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.errors import ServingError, WorkerUnavailableError
 from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaItem, MediaSize
@@ -129,7 +129,7 @@ class Encoding:
     """Runs from the moment it is made. Whoever made it closes it; what nobody took by then is let go of.
 
     Attributes:
-        place: where it is encoded now, or was last.
+        rank: where it is encoded now, or was last.
         duration_s: how long it took; 0 before its end.
         told_sizes: of the items, as the worker that encodes them says; that may be other than ``sizes`` gave. Empty:
             it has said nothing yet.
@@ -143,7 +143,7 @@ class Encoding:
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """``sizes`` of the items, where they are known; ``on_end`` is told when it has ended, well or badly."""
-        self.place: Place | None = None
+        self.rank: Rank | None = None
         self.duration_s = 0.0
         self.told_sizes: Sequence[MediaSize] = ()
         self._order = order
@@ -198,26 +198,26 @@ class Encoding:
             await self._tools.sleep(pause)
 
     async def _attempt(self) -> None:
-        place = self._choose()
+        rank = self._choose()
         tools, order = self._tools, self._order
-        booking = tools.table.book_encode(place, len(order.items))
+        booking = tools.table.book_encode(rank, len(order.items))
         kept: list[KeptHandOff] = []
-        call, self.place = None, place
+        call, self.rank = None, rank
         try:
             async with asyncio.timeout(tools.timeout_s):
                 call = tools.hops.encode(
-                    place, self._start(booking), lambda hand_off: kept.append(tools.hops.keep(hand_off))
+                    rank, self._start(booking), lambda hand_off: kept.append(tools.hops.keep(hand_off))
                 )
                 for item_hash in self._hashes:
-                    tools.index.predict(place, (item_hash,), time.monotonic() + _PREDICTION_LIFE_S)
+                    tools.index.predict(rank, (item_hash,), time.monotonic() + _PREDICTION_LIFE_S)
                 self._tell(await call.sizes())
                 self._hand_offs = await call.hand_offs()
                 self._kept, kept = kept, []
         except TimeoutError as error:
-            order.avoid.add(place.worker_id)
-            raise WorkerUnavailableError(f"worker {place.worker_id} did not encode in time") from error
+            order.avoid.add(rank.worker_id)
+            raise WorkerUnavailableError(f"worker {rank.worker_id} did not encode in time") from error
         except ServingError:
-            order.avoid.add(place.worker_id)
+            order.avoid.add(rank.worker_id)
             raise
         finally:
             booking.release()
@@ -226,15 +226,15 @@ class Encoding:
             for one in kept:
                 one.stop()
 
-    def _choose(self) -> Place:
+    def _choose(self) -> Rank:
         order, tools = self._order, self._tools
         kinds = frozenset(item.file.kind.value for item in order.items)
         candidates = tools.table.encode_candidates(order.pool, kinds, time.monotonic())
-        num_cached = Counter(place for item_hash in self._hashes for place in tools.index.match((item_hash,)))
-        place = choose_encode(candidates, num_cached, frozenset(order.avoid), tools.rng)
-        if place is None:
+        num_cached = Counter(rank for item_hash in self._hashes for rank in tools.index.match((item_hash,)))
+        rank = choose_encode(candidates, num_cached, frozenset(order.avoid), tools.rng)
+        if rank is None:
             raise WorkerUnavailableError("no encode worker of this model is ready")
-        return place
+        return rank
 
     def _start(self, booking: Booking) -> EncodeStart:
         order = self._order

@@ -42,7 +42,7 @@ _NUM_THREADS = 4
 
 
 class MediaFetcher:
-    """The one place that follows a client's URLs. Serves all requests of a router, on one event loop."""
+    """The one rank that follows a client's URLs. Serves all requests of a router, on one event loop."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Protocol
 
 from quartet.api.request import ChatPrompt, GenerateStart
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.errors import InvalidRequestError, MediaTooLargeError, ServingError, UnsupportedFieldError
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff
@@ -82,7 +82,7 @@ class RequestMedia:
     Attributes:
         items: in the order of the prompt.
         field: of the request, the one that the first item is in.
-        needs: what a place has to take that computes the prompt.
+        needs: what a rank has to take that computes the prompt.
         token_ids: the prompt with one placeholder an item.
         placeholder_id: their token.
         fetch_s: seconds that it took to get the files.
@@ -113,7 +113,7 @@ class RequestMedia:
         self._order: EncodeOrder | None = None
         self._tools: EncodeTools | None = None
         self._unused: Encoding | None = None
-        self._encode_place: Place | None = None
+        self._encode_rank: Rank | None = None
         self._has_encoded = asyncio.Event()
 
     @property
@@ -122,9 +122,9 @@ class RequestMedia:
         return self._order is not None
 
     @property
-    def encode_place(self) -> Place | None:
+    def encode_rank(self) -> Rank | None:
         """Where the items are encoded; ``None``: who computes the prompt does it."""
-        return self._encode_place if self._unused is None else self._unused.place
+        return self._encode_rank if self._unused is None else self._unused.rank
 
     def begin(self, order: EncodeOrder, tools: EncodeTools) -> Encoding:
         """Encode at once; the first attempt that asks is given these."""
@@ -137,7 +137,7 @@ class RequestMedia:
         """What one prefill needs, from the moment on when it is encoded; what was not taken in the end is let go of.
 
         A hand-off is good for one pull, so each attempt of each choice has its own. Nobody who has a place may wait
-        for this: pools of embeddings may be full of what waits for a place.
+        for this: pools of embeddings may be full of what waits for a rank.
 
         Raises:
             ServingError: they can't be encoded.
@@ -152,11 +152,11 @@ class RequestMedia:
                 await self._has_encoded.wait()
                 encoding = Encoding(self._order, self._tools)
             await encoding.ended()
-            self._encode_place = encoding.place
+            self._encode_rank = encoding.rank
             yield ReadyInputs(self.items, encoding.told_sizes, encoding, self._taken)
         finally:
             if encoding is not None:
-                self._encode_place = encoding.place
+                self._encode_rank = encoding.rank
                 encoding.close()
 
     def lay_out(self, sizes: Sequence[MediaSize]) -> tuple[Sequence[int], tuple[MediaSpan, ...]]:
@@ -356,15 +356,15 @@ def check_items(start: GenerateStart, token_ids: Sequence[int], media: MediaText
     """Refuse a prompt without exactly one placeholder for each item, of which ``fields`` are.
 
     Raises:
-        InvalidRequestError: naming the first item that has no place, where that can be told.
+        InvalidRequestError: naming the first item that has no rank, where that can be told.
     """
     try:
         check_placeholders(token_ids, media.placeholder_id, len(fields))
     except InvalidRequestError as error:
-        num_places, is_chat = token_ids.count(media.placeholder_id), isinstance(start.prompt, ChatPrompt)
+        num_ranks, is_chat = token_ids.count(media.placeholder_id), isinstance(start.prompt, ChatPrompt)
         # Which of its items a chat's template left out can't be told, unless it is all of them.
-        if num_places < len(fields) and not (is_chat and num_places):
-            field = item_field(fields[num_places])
+        if num_ranks < len(fields) and not (is_chat and num_ranks):
+            field = item_field(fields[num_ranks])
         else:
             field = "chat.messages" if is_chat else "media"
         raise InvalidRequestError(error.message, field=field) from error

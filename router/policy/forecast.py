@@ -1,4 +1,4 @@
-"""One place's turn of prefills: in which order, which of them share a step, and what that costs everybody."""
+"""One rank's turn of prefills: in which order, which of them share a step, and what that costs everybody."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class CostWeights:
     """What a second of each kind is worth; the unit of cost is a second of one request's time to first token.
 
     Attributes:
-        work: per second of prefill computed, whoever waits for it: the price of a place kept busy and of a copy in
+        work: per second of prefill computed, whoever waits for it: the price of a rank kept busy and of a copy in
             one more cache.
         impatience_per_s: how much more a second costs a request for each second that it will have waited; it keeps
             long prompts from waiting for ever behind short ones.
-        decode_delay: per second by which one request's decoding is held up: by a prefill at its place, or by the
+        decode_delay: per second by which one request's decoding is held up: by a prefill at its rank, or by the
             transfer of its own blocks.
     """
 
@@ -48,7 +48,7 @@ AT_ONCE = Hold()
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A request that waits for a place to prefill it.
+    """A request that waits for a rank to prefill it.
 
     Attributes:
         number: its position among those that are planned together.
@@ -90,7 +90,7 @@ _NO_TURN = Turn(0.0)
 
 
 class Lane:
-    """One place that prefills."""
+    """One rank that prefills."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Lane:
         weights: CostWeights,
         transfer_s_per_token: float = 0.0,
     ) -> None:
-        """A place that has computed all that it was given in ``free_in_s`` seconds, while ``num_decoding`` decode.
+        """A rank that has computed all that it was given in ``free_in_s`` seconds, while ``num_decoding`` decode.
 
         ``transfer_s_per_token``: seconds of moving what is prefilled here to where it is decoded.
         """

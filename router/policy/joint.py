@@ -1,4 +1,4 @@
-"""All that wait at once, over all places: a local search for the assignment that costs everybody the least."""
+"""All that wait at once, over all ranks: a local search for the assignment that costs everybody the least."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class _Running:
     times: dict[int, EncodeTimes] = field(default_factory=dict)
 
 
-class EncodeDesk(NoPlacements):
+class EncodeDispatcher(NoPlacements):
     """Runs the requests of Encode streams. Lives on the event loop."""
 
     def __init__(

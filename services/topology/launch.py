@@ -117,8 +117,8 @@ class LocalTopology:
         _check_models({plan.model for plan in plans if plan.model is not None})
         if self._topology.discovery.kind is DiscoveryKind.ETCD:
             await self._provide_etcd()
-        if self._topology.seal_keys_file is None:
-            self._topology = self._topology.with_seal_keys(draw_seal_key(self._environment.run_dir))
+        if self._topology.signing_keys_file is None:
+            self._topology = self._topology.with_signing_keys(draw_signing_key(self._environment.run_dir))
         # Planned again: now it is known where etcd and the keys are.
         plans = [*self._plan_workers(), plan_router(self._topology)]
         self._observer.progress(f"starting {', '.join(plan.name for plan in plans)}")
@@ -308,18 +308,18 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-# A key for the sealed starts of one running topology.
+# A key for the signed starts of one running topology.
 
 _SECRET_BYTES = 32
 
 
-def draw_seal_key(directory: Path) -> Path:
+def draw_signing_key(directory: Path) -> Path:
     """Write a new key to a file in ``directory`` that only its owner can read, and return the path.
 
     Raises:
         OSError: there is such a file already, or it can't be written.
     """
-    path = directory / "seal_keys"
+    path = directory / "signing_keys"
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(f"{secrets.token_hex(4)} {secrets.token_hex(_SECRET_BYTES)}\n")
     return path

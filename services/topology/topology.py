@@ -121,7 +121,7 @@ class Topology:
         share_gpus: several workers may be given one GPU. Those are started one after the other, in their order here,
             as an engine takes a share of the memory that it finds free.
         discovery: the topology's namespace replaces the one in it.
-        seal_keys_file: keys for Place, for the router and the decode workers, unless their overrides say otherwise;
+        signing_keys_file: keys for Place, for the router and the decode workers, unless their overrides say otherwise;
             ``None``: one is drawn at each start.
         drain_timeout_s: running requests get this long to end when the topology is stopped.
         start_timeout_s: everything must serve within it.
@@ -135,7 +135,7 @@ class Topology:
     workers: tuple[WorkerGroup, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     share_gpus: bool = False
-    seal_keys_file: Path | None = None
+    signing_keys_file: Path | None = None
     drain_timeout_s: float = 3.0
     start_timeout_s: float = 120.0
 
@@ -171,9 +171,9 @@ class Topology:
         """The same with another etcd."""
         return replace(self, discovery=replace(self.discovery, etcd=etcd))
 
-    def with_seal_keys(self, file: Path) -> Topology:
+    def with_signing_keys(self, file: Path) -> Topology:
         """The same with these keys."""
-        return replace(self, seal_keys_file=file)
+        return replace(self, signing_keys_file=file)
 
     def with_router_port(self, port: int) -> Topology:
         """The same with the router at ``port``. Raises ``ConfigError``."""
@@ -420,7 +420,7 @@ def plan_router(topology: Topology) -> ProcessPlan:
     base = {
         "server": {"address": f"{_LOOPBACK}:{topology.router.port}", "namespace": topology.namespace},
         "discovery": to_settings(topology.namespaced_discovery),
-        "seal_keys_file": to_settings(topology.seal_keys_file),
+        "signing_keys_file": to_settings(topology.signing_keys_file),
         "drain_timeout_s": topology.drain_timeout_s,
     }
     return ProcessPlan(
@@ -462,7 +462,7 @@ def _group_config(topology: Topology, number: int) -> WorkerConfig:
         engine=topology.engine,
         server=ServerConfig(namespace=topology.namespace),
         discovery=topology.namespaced_discovery,
-        seal_keys_file=topology.seal_keys_file if group.role is Role.DECODE else None,
+        signing_keys_file=topology.signing_keys_file if group.role is Role.DECODE else None,
         drain_timeout_s=topology.drain_timeout_s,
     )
     settings = to_settings(base)

@@ -36,8 +36,8 @@ class WorkerConfig:
         max_file_size_mb: one media file, at most, in MB of 10**6 bytes.
         events_key_file: the key that events are served with (see ``quartet.events.curve``); ``None``: in the clear,
             which takes loopback, or ``server.insecure``.
-        seal_keys_file: keys that verify sealed starts, for decode workers (``quartet.streams.signed_start``); ``None``:
-            none is taken.
+        signing_keys_file: keys that verify signed starts, for decode workers (``quartet.streams.signed_start``);
+            ``None``: none is taken.
         drain_timeout_s: running requests get this long to end after SIGTERM.
         stall_timeout_s: work in flight and no step for so long is NOT_SERVING.
     """
@@ -59,7 +59,7 @@ class WorkerConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     streams: StreamLimits = field(default_factory=StreamLimits)
     log: LogConfig = field(default_factory=LogConfig)
-    seal_keys_file: Path | None = None
+    signing_keys_file: Path | None = None
     drain_timeout_s: float = 30.0
     stall_timeout_s: float = 30.0
 

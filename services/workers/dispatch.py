@@ -36,7 +36,7 @@ from quartet.errors import (
 from quartet.events.load import PlacementProgress
 from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload, Payload
 from quartet.streams.convert import to_engine_request
-from quartet.streams.messages import MAX_OPAQUE_STATE_BYTES, InnerStart, RequestContext
+from quartet.streams.messages import MAX_OPAQUE_STATE_BYTES, RequestContext, WorkerStart
 from quartet.streams.outbox import DecodeOutbox, PrefillOutbox
 from quartet.telemetry.logging import FinishedRequest, log_request
 from quartet.telemetry.metrics import WorkerMetrics
@@ -116,7 +116,7 @@ class Dispatcher(Generic[OutboxT]):
     def new_outbox(self) -> OutboxT:
         """An outbox for a new stream."""
 
-    def submit(self, start: InnerStart, outbox: OutboxT, slot: int, on_end: Callable[[], None]) -> int:
+    def submit(self, start: WorkerStart, outbox: OutboxT, slot: int, on_end: Callable[[], None]) -> int:
         """Run ``start``; see ``quartet.streams.server.Work``.
 
         Raises:
@@ -125,13 +125,13 @@ class Dispatcher(Generic[OutboxT]):
             EngineError, WorkerUnavailableError: the engine is dead or closed.
         """
         context = start.context
-        if not start.is_sealed:
+        if not start.is_signed:
             self._counted.arrive(context.router_id, context.router_request_number)
         try:
             id = self._submit(_named(context), start, outbox, slot, on_end)
         except ServingError:
             # Also what is refused is counted in, and has ended: the router must not keep it booked.
-            self._count_end(context, is_sealed=start.is_sealed)
+            self._count_end(context, is_signed=start.is_signed)
             raise
         if self._kind is RequestKind.PREFILL:
             # Nobody books blocks for a prefill, and the load has its tokens from the first moment on.
@@ -189,7 +189,7 @@ class Dispatcher(Generic[OutboxT]):
             running.outbox.failed(running.slot, error)
 
     def _submit(
-        self, context: RequestContext, start: InnerStart, outbox: OutboxT, slot: int, on_end: Callable[[], None]
+        self, context: RequestContext, start: WorkerStart, outbox: OutboxT, slot: int, on_end: Callable[[], None]
     ) -> int:
         self._check_takes()
         key = _key(context)
@@ -198,7 +198,7 @@ class Dispatcher(Generic[OutboxT]):
         id = next(self._next_id)
         request = to_engine_request(id, self._kind, start)
         num_prompt_tokens = len(start.generation.prompt_token_ids)
-        running = Running(context, num_prompt_tokens, start.is_sealed, slot, outbox, on_end)
+        running = Running(context, num_prompt_tokens, start.is_signed, slot, outbox, on_end)
         if start.media:
             self._media.begin(id, start)
             running.has_media, running.request = True, request
@@ -238,11 +238,11 @@ class Dispatcher(Generic[OutboxT]):
 
     def _count_in(self, running: Running[OutboxT]) -> None:
         """The load shows it from now on."""
-        counted_in = self._placements.start if running.is_sealed else self._counted.count_in
+        counted_in = self._placements.start if running.is_signed else self._counted.count_in
         counted_in(running.context.router_id, running.context.router_request_number)
 
-    def _count_end(self, context: RequestContext, *, is_sealed: bool) -> None:
-        counted_end = self._placements.end if is_sealed else self._counted.count_in
+    def _count_end(self, context: RequestContext, *, is_signed: bool) -> None:
+        counted_end = self._placements.end if is_signed else self._counted.count_in
         counted_end(context.router_id, context.router_request_number)
 
     def _end(self, id: int, outcome: str, *, has_ended_well: bool = True) -> Running[OutboxT] | None:
@@ -252,7 +252,7 @@ class Dispatcher(Generic[OutboxT]):
         self._keys.discard(_key(running.context))
         if running.has_media:
             self._media.end(id, has_ended_well=has_ended_well)
-        self._count_end(running.context, is_sealed=running.is_sealed)
+        self._count_end(running.context, is_signed=running.is_signed)
         if running.timer is not None:
             running.timer.cancel()
         if not self._running:
@@ -450,7 +450,7 @@ class Running(Generic[OutboxT]):
 
     context: RequestContext
     num_prompt_tokens: int
-    is_sealed: bool
+    is_signed: bool
     slot: int
     outbox: OutboxT | None
     on_end: Callable[[], None]

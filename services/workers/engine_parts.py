@@ -13,7 +13,7 @@ from quartet.errors import ConfigError
 from quartet.kvcache.embedding_pool import EmbeddingPool
 from quartet.media.items import TAKES_HAND_OFF
 from quartet.rpc.server import Service
-from quartet.streams.signed_start import SealKeys, SealOpener
+from quartet.streams.signed_start import SignedStartVerifier, SigningKeys
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.transfer.base import EmbeddingMemory, PoolMemory
 from quartet.transfer.grpc.puller import TransferPuller
@@ -45,11 +45,11 @@ class EngineParts:
         self._surroundings = surroundings
         self._config = config = surroundings.config
         # What is wrong with the keys is told before a model is loaded.
-        self._seals = SealOpener(
-            None if config.seal_keys_file is None else SealKeys(config.seal_keys_file),
+        self._verifier = SignedStartVerifier(
+            None if config.signing_keys_file is None else SigningKeys(config.signing_keys_file),
             worker_id=surroundings.worker_id,
             epoch=surroundings.epoch,
-            on_outcome=surroundings.metrics.count_sealed_start,
+            on_outcome=surroundings.metrics.count_signed_start,
         )
         kind = RequestKind.PREFILL if surroundings.role is Role.PREFILL else RequestKind.DECODE
         self._puller = surroundings.puller()
@@ -122,7 +122,7 @@ class EngineParts:
         if isinstance(dispatcher, PrefillDispatcher):
             return prefill_service(dispatcher, self._config.streams)
         has_tls = self._config.server.tls is not None
-        return decode_service(dispatcher, self._config.streams, self._seals, has_tls=has_tls)
+        return decode_service(dispatcher, self._config.streams, self._verifier, has_tls=has_tls)
 
 
 # The media of a Prefill or Decode worker: its pool of embeddings, what fills it, and the stage of starts there.

@@ -28,7 +28,7 @@ from quartet.kvcache.layout import EmbeddingsPayload, HandOff, OpaquePayload
 from quartet.kvcache.media_spans import check_placeholders, expand_placeholders
 from quartet.media.items import MediaFile, MediaItem
 from quartet.rpc.errors import public_error
-from quartet.streams.messages import MAX_INNER_MESSAGE_BYTES, InnerStart
+from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES, WorkerStart
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.transfer.base import Claim, PieceCopy, Puller
 from services.workers.embedding_store import EmbeddingStore, Lease, Want
@@ -37,7 +37,7 @@ from services.workers.files import FileEncoder, FileSizer, SizedItem
 _LOG = logging.getLogger(__name__)
 
 # A prompt that came with files is told back in one message, 4 bytes a token, with room for all else in it.
-_MAX_TOLD_TOKENS = (MAX_INNER_MESSAGE_BYTES - (128 << 10)) // 4
+_MAX_TOLD_TOKENS = (MAX_WORKER_MESSAGE_BYTES - (128 << 10)) // 4
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class MediaStage:
         """What moves here: batches encoded and items pulled, ever."""
         return self.num_pulls + (0 if self.files is None else self.files.num_steps)
 
-    def open(self, start: InnerStart) -> MediaUse:
+    def open(self, start: WorkerStart) -> MediaUse:
         """Accept the media of ``start``: its hand-offs' leases are renewed from now on.
 
         Raises:
@@ -135,13 +135,13 @@ class MediaStage:
         while self._endings:
             await asyncio.wait(self._endings)
 
-    def _check_files(self, start: InnerStart) -> None:
+    def _check_files(self, start: WorkerStart) -> None:
         if self.files is None and self.read_files is None:
             raise UnsupportedFieldError("this worker has no vision tower for media files", field="media")
         if start.hand_off is not None:
             raise InvalidRequestError("the media of a prompt whose KV is handed off are in it", field="media")
 
-    def _checked_hand_off(self, start: InnerStart, index: int) -> HandOff:
+    def _checked_hand_off(self, start: WorkerStart, index: int) -> HandOff:
         """That of an item, which says the same of it as the prompt's span. Raises ``ServingError``."""
         item, span, field = start.media[index], start.generation.media[index], f"media[{index}]"
         payload = item.source.payload if isinstance(item.source, HandOff) else None
@@ -162,7 +162,7 @@ class MediaUse:
     """The media of one request, from its arrival until the engine has ended it."""
 
     def __init__(
-        self, stage: MediaStage, start: InnerStart, claims: dict[int, Claim], waiting: WaitingMedia | None = None
+        self, stage: MediaStage, start: WorkerStart, claims: dict[int, Claim], waiting: WaitingMedia | None = None
     ) -> None:
         """Made by ``MediaStage.open``: ``claims`` of hand-offs that are not taken over yet, ``waiting`` of files."""
         self.claims = claims
@@ -318,7 +318,7 @@ class MediaGate:
         """What moves here: grows with every item that comes to be here."""
         return 0 if self._stage is None else self._stage.num_steps
 
-    def begin(self, id: int, start: InnerStart) -> None:
+    def begin(self, id: int, start: WorkerStart) -> None:
         """Have the media of request ``id`` here; ``end`` is to follow. Raises as ``MediaStage.open`` does."""
         if self._stage is None:
             raise UnsupportedFieldError("the engine of this worker takes no media", field="media")

@@ -105,7 +105,7 @@ class Parts(Protocol):
         ...
 
 
-# What a worker's configuration says of its engine and encoder, and how tests put others in their place.
+# What a worker's configuration says of its engine and encoder, and how tests put others in their rank.
 
 #: Makes an engine, not started yet, that runs requests of one kind and pulls hand-offs by the puller.
 EngineFactory: TypeAlias = Callable[[WorkerConfig, RequestKind, Puller], Engine]

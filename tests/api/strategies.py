@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from hypothesis import strategies as st
 
-from quartet.api.fleet import Explanation, Model, PlaceOption, WorkerState, WorkerStatus
+from quartet.api.fleet import Explanation, Model, RankOption, WorkerState, WorkerStatus
 from quartet.api.request import (
     Accepted,
     ChatPrompt,
@@ -21,7 +21,7 @@ from quartet.api.request import (
     TokenPrompt,
     Usage,
 )
-from quartet.discovery.base import Place, Role
+from quartet.discovery.base import Rank, Role
 from quartet.engine.base import FinishReason
 from quartet.media.items import MediaUrl
 from quartet.text.chat_message import ChatMessage
@@ -81,7 +81,7 @@ GENERATE_STARTS = st.builds(
     client_request_id=TEXT,
     media=st.lists(MEDIA_PARTS, max_size=3).map(tuple),
 )
-PLACES = st.builds(Place, TEXT, U32)
+PLACES = st.builds(Rank, TEXT, U32)
 COSTS = st.floats(allow_nan=False)
 PLACEMENTS = st.builds(
     ChoicePlacement,
@@ -100,8 +100,8 @@ EXPLANATIONS = st.builds(
     num_waiting=U32,
     options=st.lists(
         st.builds(
-            PlaceOption,
-            place=PLACES,
+            RankOption,
+            rank=PLACES,
             role=st.sampled_from([Role.PREFILL, Role.DECODE]),
             is_chosen=st.booleans(),
             num_matched_tokens=U32,

@@ -8,7 +8,7 @@ import pytest
 
 from quartet.api.answer import Answer
 from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement, Delta, Placed, TimeBreakdown, Usage
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.errors import StalledStreamError, WorkerUnavailableError
 
@@ -17,7 +17,7 @@ ACCEPTED = Accepted(request_id="0" * 32, choices=(), num_prompt_tokens=1, seed=0
 
 
 def placement(choice: int) -> ChoicePlacement:
-    return ChoicePlacement(choice=choice, prefill=None, decode=Place("decode-0"))
+    return ChoicePlacement(choice=choice, prefill=None, decode=Rank("decode-0"))
 
 
 def finished(choice: int) -> ChoiceFinished:

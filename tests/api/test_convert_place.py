@@ -10,8 +10,8 @@ from quartet.api.convert.answer import from_place_request, from_place_response, 
 from quartet.api.placement import PlacedChoice, PlacedRequest
 from quartet.api.request import GenerateStart, Resume
 from quartet.errors import InvalidRequestError, ProtocolError
-from quartet.streams.convert.inner import to_sealed_decode_start
-from quartet.streams.messages import SealedPlacement
+from quartet.streams.convert.inner import to_signed_decode_start
+from quartet.streams.messages import SignedPlacement
 from quartet.v1 import router_pb2
 from tests.api.strategies import FINISHED, GENERATE_STARTS, PLACEMENTS, SECONDS
 from tests.streams.strategies import LOGPROBS, TEXT, U32
@@ -29,14 +29,14 @@ RESUMES = st.builds(
     num_text_bytes=U64,
     model_fingerprint=TEXT,
 )
-SEALED = st.builds(SealedPlacement, address=TEXT, sealed_start=st.binary(), key_id=TEXT, mac=st.binary())
+SIGNED = st.builds(SignedPlacement, address=TEXT, signed_start=st.binary(), key_id=TEXT, mac=st.binary())
 CHOICES = st.builds(
     PlacedChoice,
     choice=U32,
     placement=st.none() | PLACEMENTS,
     token_ids=IDS,
     logprobs=st.lists(LOGPROBS, max_size=2).map(tuple),
-    next=SEALED | FINISHED,
+    next=SIGNED | FINISHED,
     num_cached_tokens=U32,
     num_attempts=U32,
     router_queue_s=st.none() | SECONDS,
@@ -67,11 +67,11 @@ def test_a_placement_survives(placed: PlacedRequest) -> None:
     assert from_place_response(over_the_wire(to_place_response(placed))) == placed
 
 
-@given(sealed=SEALED, slot=U32)
-def test_a_sealed_start_is_forwarded_untouched(sealed: SealedPlacement, slot: int) -> None:
-    message = over_the_wire(to_sealed_decode_start(slot, sealed))
+@given(signed=SIGNED, slot=U32)
+def test_a_sealed_start_is_forwarded_untouched(signed: SignedPlacement, slot: int) -> None:
+    message = over_the_wire(to_signed_decode_start(slot, signed))
     assert message.slot == slot
-    assert (message.sealed_start, message.key_id, message.mac) == (sealed.sealed_start, sealed.key_id, sealed.mac)
+    assert (message.signed_start, message.key_id, message.mac) == (signed.signed_start, signed.key_id, signed.mac)
 
 
 def test_a_request_without_a_start_is_refused() -> None:

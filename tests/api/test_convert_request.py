@@ -61,7 +61,7 @@ def test_nothing_to_explain_and_places_of_no_kind_are_refused() -> None:
         from_explain_request(router_pb2.ExplainRequest())
     assert caught.value.field == "start"
     with pytest.raises(ProtocolError):
-        from_explain_response(router_pb2.ExplainResponse(options=[router_pb2.PlaceOption()]))
+        from_explain_response(router_pb2.ExplainResponse(options=[router_pb2.RankOption()]))
 
 
 @given(strategies.MODELS)

@@ -20,7 +20,7 @@ from quartet.api.request import (
     TimeBreakdown,
     Usage,
 )
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import RequestCancelledError
@@ -30,7 +30,7 @@ _TIMEOUT_S = 10.0
 
 
 def _placement(choice: int) -> ChoicePlacement:
-    return ChoicePlacement(choice=choice, prefill=None, decode=Place("d", 0))
+    return ChoicePlacement(choice=choice, prefill=None, decode=Rank("d", 0))
 
 
 def _finished(choice: int) -> ChoiceFinished:

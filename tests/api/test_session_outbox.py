@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement, SessionLimits, TimeBreakdown, Usage
 from quartet.api.session_columns import Entry, SessionBacklog
 from quartet.api.session_server import MAX_SESSION_MESSAGE_BYTES, SessionOutbox
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import ConfigError, InvalidRequestError, ServingError, SlowReaderError
 from quartet.v1 import router_pb2 as pb
 
-PLACEMENT = ChoicePlacement(choice=1, prefill=None, decode=Place("decode-0", 0))
+PLACEMENT = ChoicePlacement(choice=1, prefill=None, decode=Rank("decode-0", 0))
 ACCEPTED = Accepted(request_id="0" * 32, choices=(PLACEMENT,), num_prompt_tokens=3, seed=1)
 USAGE = Usage(num_prompt_tokens=3, num_cached_tokens=0, num_output_tokens=1, num_attempts=1)
 

@@ -8,7 +8,7 @@ from contextlib import aclosing
 import pytest
 
 from quartet.api.request import Delta, GenerateStart, TextOptions, TextPrompt, TokenPrompt
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import OutputOptions, Sampling
 from tests.router.fakes import EOS_ID, TIMEOUT_S, Collected, Fleet, Plan, collect, expected_tokens, text_of
@@ -25,7 +25,7 @@ async def test_a_long_prompt_is_prefilled_and_decoded_in_two_places() -> None:
     fleet = Fleet("prefill-0", "decode-0")
     answer = await collect(fleet.generate(make_start()))
     [placement] = answer.accepted.choices
-    assert (placement.prefill, placement.decode) == (Place("prefill-0"), Place("decode-0"))
+    assert (placement.prefill, placement.decode) == (Rank("prefill-0"), Rank("decode-0"))
     assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
     assert answer.texts[0] == text_of(answer.token_ids[0])
     assert [call.kind for call in fleet.hops.calls] == ["prefill", "decode"]

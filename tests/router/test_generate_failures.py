@@ -38,7 +38,7 @@ by_reason = {"ids": lambda error: error.reason if isinstance(error, ServingError
 
 
 def places(fleet: Fleet, kind: str) -> list[str]:
-    return [call.place.worker_id for call in fleet.hops.calls if call.kind == kind]
+    return [call.rank.worker_id for call in fleet.hops.calls if call.kind == kind]
 
 
 @pytest.mark.parametrize("error", PASSING_ERRORS, **by_reason)

@@ -1,4 +1,4 @@
-"""Choices of one Place: sealed together at the end, kept alive until then, and never waiting for each other's room."""
+"""Choices of one rank: signed together at the end, kept alive until then, and never waiting for each other's room."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quartet import errors
 from quartet.api.placement import PlacedRequest
 from quartet.api.request import TokenPrompt
 from quartet.engine.sampling import Sampling
-from quartet.streams.messages import SealedPlacement
+from quartet.streams.messages import SignedPlacement
 from quartet.transfer.config import TransferConfig
 from quartet.v1 import types_pb2
 from router.config import AdmissionConfig, AttemptConfig
@@ -30,8 +30,8 @@ async def settle(placing: asyncio.Task[PlacedRequest]) -> PlacedRequest:
         return await placing
 
 
-def sealed_for(fleet: Fleet, choice: int) -> frozenset[str]:
-    """Workers for which that choice of the only request was sealed."""
+def signed_for(fleet: Fleet, choice: int) -> frozenset[str]:
+    """Workers for which that choice of the only request was signed."""
     return fleet.table.placed_at(fleet.hops.calls[0].start.context.request_id, choice)
 
 
@@ -43,11 +43,11 @@ async def test_a_choice_that_is_ready_is_kept_alive_and_sealed_only_with_the_las
         await fleet.hops.hung.wait()
         await fleet.hops.keeping.wait()
     assert len(fleet.hops.kept) == 1
-    assert sealed_for(fleet, 0) == frozenset()
+    assert signed_for(fleet, 0) == frozenset()
     gate.set()
     placed = await settle(placing)
-    assert all(isinstance(choice.next, SealedPlacement) for choice in placed.choices)
-    assert sealed_for(fleet, 0) == sealed_for(fleet, 1) == {"decode-0"}
+    assert all(isinstance(choice.next, SignedPlacement) for choice in placed.choices)
+    assert signed_for(fleet, 0) == signed_for(fleet, 1) == {"decode-0"}
     # What is left is the client's: nobody renews it any more.
     assert (len(fleet.hops.held), fleet.hops.kept, num_booked(fleet)) == (2, set(), 2)
 
@@ -109,7 +109,7 @@ async def test_a_choice_that_ends_with_its_first_token_is_not_waited_for() -> No
     fleet.hops.eos_at = 0
     gate.set()
     placed = await settle(placing)
-    assert [isinstance(choice.next, SealedPlacement) for choice in placed.choices] == [False, True]
+    assert [isinstance(choice.next, SignedPlacement) for choice in placed.choices] == [False, True]
     assert num_booked(fleet) == 1
 
 

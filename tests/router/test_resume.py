@@ -124,7 +124,7 @@ async def test_only_the_model_that_gave_its_tokens_goes_on_with_a_request(model:
     parts = [part async for part in fleet.generate(make_start(model=model), resume=resume).parts()]
     assert isinstance(parts[0], Accepted)
     assert parts[0].model_fingerprint == _OLD
-    assert [call.place.worker_id for call in fleet.hops.calls][1:] == ["decode-0"]
+    assert [call.rank.worker_id for call in fleet.hops.calls][1:] == ["decode-0"]
 
 
 @pytest.mark.parametrize(

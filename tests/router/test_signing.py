@@ -1,4 +1,4 @@
-"""How long a seal is good for, and what is booked meanwhile."""
+"""How long a signature is good for, and what is booked meanwhile."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from datetime import timedelta
 
 import pytest
 
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.engine.base import Generation
 from quartet.errors import MessageTooLargeError, WorkerUnavailableError
-from quartet.streams.messages import InnerStart, RequestContext
+from quartet.streams.messages import RequestContext, WorkerStart
 from quartet.v1 import decode_pb2
 from router.policy.base import Pending, Placement
-from router.signing import SealedRun, Sealer, SealTerms
+from router.signing import SignedRun, Signer, SigningTerms
 from router.workers import WorkerTable
 from tests.router.fakes import OneKey
 from tests.router.records import make_load, make_record
@@ -31,14 +31,14 @@ class Scene:
         self.record = make_record("decode-0")
         self.table.put(self.record, NOW)
         self.table.connected(self.record.key, make_load(self.record), NOW)
-        self.sealer = Sealer(OneKey(), self.table, ttl_s=TTL_S, clock=lambda: NOW)
+        self.signer = Signer(OneKey(), self.table, ttl_s=TTL_S, clock=lambda: NOW)
         self.num_starts = 0
 
-    def seal(self, *, lease_s: float | None, left_s: float, num_tokens: int = 5, is_kept: bool = False) -> SealedRun:
+    def sign(self, *, lease_s: float | None, left_s: float, num_tokens: int = 5, is_kept: bool = False) -> SignedRun:
         pending = Pending(num_tokens=50, num_reserved_tokens=100, num_most_tokens=100)
-        reservation = self.table.book(Placement(None, Place("decode-0", 0)), pending)
+        reservation = self.table.book(Placement(None, Rank("decode-0", 0)), pending)
         hand_off = None if lease_s is None else replace(make_hand_off(1), lease=timedelta(seconds=lease_s))
-        terms = SealTerms(
+        terms = SigningTerms(
             request_id="ab" * 16,
             choice=0,
             hand_off=hand_off,
@@ -47,7 +47,7 @@ class Scene:
             is_kept=is_kept,
         )
         try:
-            return self.sealer.seal(reservation, terms, lambda number: self._start(number, num_tokens))
+            return self.signer.sign(reservation, terms, lambda number: self._start(number, num_tokens))
         finally:
             reservation.release()
 
@@ -55,10 +55,10 @@ class Scene:
         [decode] = self.table.snapshot(self.table.pools(NOW)[0].key, NOW).decode
         return decode.num_promised_blocks
 
-    def _start(self, number: int, num_tokens: int) -> InnerStart:
+    def _start(self, number: int, num_tokens: int) -> WorkerStart:
         self.num_starts += 1
         context = RequestContext(router_request_number=number)
-        return InnerStart(context=context, generation=Generation(prompt_token_ids=[1] * num_tokens))
+        return WorkerStart(context=context, generation=Generation(prompt_token_ids=[1] * num_tokens))
 
 
 @pytest.mark.parametrize(
@@ -80,16 +80,16 @@ def test_a_seal_ends_before_the_lease_and_with_the_request(
 ) -> None:
     scene = Scene()
     before = time.time()
-    run = scene.seal(lease_s=lease_s, left_s=left_s, is_kept=is_kept)
-    sealed = decode_pb2.SealedStart.FromString(run.sealed.sealed_start)
-    assert before - 0.001 <= sealed.expires_at_unix_ms / 1000 - expected_s <= time.time() + 0.001
-    assert (sealed.worker_id, sealed.epoch) == ("decode-0", scene.record.epoch)
+    run = scene.sign(lease_s=lease_s, left_s=left_s, is_kept=is_kept)
+    signed = decode_pb2.SignedStart.FromString(run.signed.signed_start)
+    assert before - 0.001 <= signed.expires_at_unix_ms / 1000 - expected_s <= time.time() + 0.001
+    assert (signed.worker_id, signed.epoch) == ("decode-0", scene.record.epoch)
 
 
 def test_its_room_is_booked_a_little_longer_than_the_seal_is_good_for() -> None:
     scene = Scene()
-    run = scene.seal(lease_s=10.0, left_s=600)
-    assert run.sealed.address == scene.record.grpc_address
+    run = scene.sign(lease_s=10.0, left_s=600)
+    assert run.signed.address == scene.record.grpc_address
     scene.table.tick(NOW + 8)
     assert scene.num_promised_blocks() == 10
     scene.table.tick(NOW + 13)
@@ -100,12 +100,12 @@ def test_a_worker_that_is_not_ready_is_not_sealed_for() -> None:
     scene = Scene()
     scene.table.broken(scene.record.key, scene.record.epoch)
     with pytest.raises(WorkerUnavailableError):
-        scene.seal(lease_s=None, left_s=600)
+        scene.sign(lease_s=None, left_s=600)
     assert scene.num_starts == 0
 
 
 def test_what_is_too_long_after_all_is_booked_no_more() -> None:
     scene = Scene()
     with pytest.raises(MessageTooLargeError):
-        scene.seal(lease_s=None, left_s=600, num_tokens=1 << 18)
+        scene.sign(lease_s=None, left_s=600, num_tokens=1 << 18)
     assert scene.num_promised_blocks() == 0

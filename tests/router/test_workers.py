@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quartet.api.fleet import WorkerState
-from quartet.discovery.base import Place, Role, WorkerKey, WorkerRecord
+from quartet.discovery.base import Rank, Role, WorkerKey, WorkerRecord
 from quartet.errors import WorkerUnavailableError
 from quartet.events.load import PlacementProgress
 from router.book import numbering
@@ -31,13 +31,13 @@ class Scene:
     def state(self, worker_id: str = "decode-0") -> WorkerState:
         return {status.record.worker_id: status.state for status in self.table.statuses(self.now)}[worker_id]
 
-    def places(self, pool: PoolKey) -> tuple[set[Place], set[Place]]:
+    def places(self, pool: PoolKey) -> tuple[set[Rank], set[Rank]]:
         snapshot = self.table.snapshot(pool, self.now)
-        return {c.place for c in snapshot.prefill}, {c.place for c in snapshot.decode}
+        return {c.rank for c in snapshot.prefill}, {c.rank for c in snapshot.decode}
 
     def candidate(self, record: WorkerRecord):
         snapshot = self.table.snapshot(PoolKey(record.model_name, record.model_fingerprint), self.now)
-        [found] = [c for c in [*snapshot.prefill, *snapshot.decode] if c.place.worker_id == record.worker_id]
+        [found] = [c for c in [*snapshot.prefill, *snapshot.decode] if c.rank.worker_id == record.worker_id]
         return found
 
 
@@ -90,21 +90,21 @@ def test_a_lost_connection_makes_a_worker_suspect_until_it_is_heard_again(scene:
 def test_only_a_ready_life_of_a_decode_worker_is_placed_at(scene: Scene) -> None:
     record = make_record()
     scene.join(record)
-    place = Place("decode-0", 0)
-    assert scene.table.ready_decode(place, record.epoch, scene.now) == record
-    for epoch, other in ((record.epoch + 1, place), (record.epoch, Place("decode-1", 0))):
+    rank = Rank("decode-0", 0)
+    assert scene.table.ready_decode(rank, record.epoch, scene.now) == record
+    for epoch, other in ((record.epoch + 1, rank), (record.epoch, Rank("decode-1", 0))):
         with pytest.raises(WorkerUnavailableError):
             scene.table.ready_decode(other, epoch, scene.now)
     scene.table.broken(record.key, record.epoch)
     with pytest.raises(WorkerUnavailableError):
-        scene.table.ready_decode(place, record.epoch, scene.now)
+        scene.table.ready_decode(rank, record.epoch, scene.now)
 
 
 def test_a_placement_lapses_as_time_goes_by(scene: Scene) -> None:
     record = make_record()
     scene.join(record)
     pending = Pending(num_tokens=50, num_reserved_tokens=100, num_most_tokens=100)
-    reservation = scene.table.book(Placement(None, Place("decode-0", 0)), pending)
+    reservation = scene.table.book(Placement(None, Rank("decode-0", 0)), pending)
     placed = reservation.decode.place(
         "ab" * 16, 0, num_first_tokens=50, lapses_at=scene.now + 5, ends_at=scene.now + 60
     )
@@ -193,13 +193,13 @@ def test_draining_and_unwell_workers_get_nothing(scene: Scene) -> None:
     scene.table.report(make_load(record, is_healthy=False), scene.now)
     assert scene.state() is WorkerState.SUSPECT
     scene.table.report(make_load(record), scene.now)
-    assert scene.places(pool) == (set(), {Place("decode-0")})
+    assert scene.places(pool) == (set(), {Rank("decode-0")})
 
 
 def test_a_new_epoch_is_a_new_life(scene: Scene) -> None:
     old, new = make_record(epoch=1), make_record(epoch=2)
     scene.join(old)
-    reservation = scene.table.book(Placement(None, Place("decode-0")), _pending(100))
+    reservation = scene.table.book(Placement(None, Rank("decode-0")), _pending(100))
     assert scene.table.put(new, scene.now)
     assert scene.state() is WorkerState.JOINING
     # What the old life still says changes nothing.
@@ -217,7 +217,7 @@ def test_a_start_placed_at_an_old_life_counts_nothing_in_at_the_new_one(scene: S
     old, new = make_record(epoch=10), make_record(epoch=11)
     scene.join(old)
     scene.join(new)
-    reservation = scene.table.book(Placement(None, Place("decode-0")), _pending(100))
+    reservation = scene.table.book(Placement(None, Rank("decode-0")), _pending(100))
     reservation.decode.send()
     # What was placed at the old life reached the new one, which counts it in under its old number.
     scene.table.report(make_load(new, router_progress={numbering("router-a", 10): 1000}), scene.now)
@@ -230,8 +230,8 @@ def test_pools_of_one_name_are_never_mixed(scene: Scene) -> None:
     old = [make_record(f"decode-{i}", model_fingerprint="aa" * 32) for i in range(2)]
     new = [make_record("prefill-9", model_fingerprint="bb" * 32), make_record("decode-9", model_fingerprint="bb" * 32)]
     scene.join(*old, *new)
-    assert scene.places(PoolKey("tiny", "aa" * 32)) == (set(), {Place("decode-0"), Place("decode-1")})
-    assert scene.places(PoolKey("tiny", "bb" * 32)) == ({Place("prefill-9")}, {Place("decode-9")})
+    assert scene.places(PoolKey("tiny", "aa" * 32)) == (set(), {Rank("decode-0"), Rank("decode-1")})
+    assert scene.places(PoolKey("tiny", "bb" * 32)) == ({Rank("prefill-9")}, {Rank("decode-9")})
 
 
 def test_of_two_pools_of_one_name_the_one_with_more_ready_decode_workers_serves(scene: Scene) -> None:
@@ -296,7 +296,7 @@ def test_a_status_names_load_age_and_requests(scene: Scene) -> None:
     record = make_record()
     scene.join(record)
     scene.now += 2
-    reservation = scene.table.book(Placement(None, Place("decode-0")), _pending(100))
+    reservation = scene.table.book(Placement(None, Rank("decode-0")), _pending(100))
     [status] = scene.table.statuses(scene.now)
     assert (status.load_age_s, status.num_requests) == (2, 1)
     reservation.release()

@@ -26,7 +26,7 @@ from quartet.v1 import encode_pb2, encode_pb2_grpc
 from tests.kvcache.replica import Replica
 from tests.services.encode_workers import Encoded, make_encode_start
 from tests.services.fake_encoder import BLOCK_SIZE, FakeEncoder, embedding_memory, name_of, picture
-from tests.services.inner_workers import until
+from tests.services.stream_workers import until
 from tests.services.worker_processes import WAIT_S, RunningWorker, worker_process
 
 CAT, DOG = picture("cat", 5), picture("dog", 9)

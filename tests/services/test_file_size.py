@@ -16,8 +16,8 @@ from quartet.v1 import encode_pb2, encode_pb2_grpc
 from services.workers.config import WorkerConfig
 from tests.services.encode_workers import encode_worker, make_encode_start
 from tests.services.fake_encoder import FakeEncoder, picture
-from tests.services.inner_workers import until
 from tests.services.media_workers import PLACEHOLDER_ID, media_worker, start_with_files
+from tests.services.stream_workers import until
 from tests.services.worker_processes import worker_process
 
 SMALL, LARGE = picture("cat"), picture("c" * 40)

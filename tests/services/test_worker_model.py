@@ -16,7 +16,7 @@ from quartet.engine.model_source import Repository
 from quartet.engine.sampling import Sampling
 from quartet.errors import ConfigError, ModelMismatchError
 from quartet.streams.client import DecodeClient, PrefillClient
-from quartet.streams.messages import InnerStart, RequestContext
+from quartet.streams.messages import RequestContext, WorkerStart
 from quartet.streams.worker_client import WorkerClient
 from quartet.text.model_files import CHAT_TEMPLATE, TEXT_FILE_NAMES, read_text_files
 from router.workers import PoolKey
@@ -24,7 +24,7 @@ from services.workers import model
 from services.workers.config import WorkerConfig
 from services.workers.process import WorkerProcess
 from tests import tiny
-from tests.services.inner_workers import collect_all, make_start
+from tests.services.stream_workers import collect_all, make_start
 from tests.services.worker_processes import WAIT_S, RunningWorker, worker_process
 from tests.streams.pulled import PullingDecodeClient
 
@@ -87,7 +87,7 @@ async def test_workers_with_one_template_are_one_pool_and_exchange_blocks(tmp_pa
             await PrefillClient("prefill", prefill.channel, lambda _: None, lambda _: None).start(start).outcome()
         )
         assert prefilled.hand_off is not None
-        rest = InnerStart(
+        rest = WorkerStart(
             context=RequestContext(),
             generation=Generation(
                 prompt_token_ids=start.generation.prompt_token_ids,

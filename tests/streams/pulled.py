@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import WorkerUnavailableError
 from quartet.streams.client import DecodeCall, DecodeClient
-from quartet.streams.messages import DecodeFinished, DecodeStarted, InnerStart
+from quartet.streams.messages import DecodeFinished, DecodeStarted, WorkerStart
 
 
 @dataclass(kw_only=True)
@@ -85,7 +85,7 @@ class PullingDecodeClient:
     def __init__(self, client: DecodeClient) -> None:
         self.client = client
 
-    def start(self, start: InnerStart) -> PulledDecode:
+    def start(self, start: WorkerStart) -> PulledDecode:
         """Start a decode."""
         pulled = PulledDecode()
         pulled.call = self.client.start(start, pulled)

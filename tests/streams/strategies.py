@@ -24,7 +24,7 @@ from quartet.kvcache.layout import (
     Payload,
 )
 from quartet.media.items import MediaFile, MediaKind
-from quartet.streams.messages import InnerStart, MediaInput, RequestContext
+from quartet.streams.messages import MediaInput, RequestContext, WorkerStart
 from quartet.transfer.base import TransferWay
 
 U32 = st.integers(0, 2**32 - 1)
@@ -133,7 +133,7 @@ LOGPROBS = st.lists(st.tuples(U32, LOGPROB), max_size=5).flatmap(
 
 
 @st.composite
-def _inner_starts(draw: st.DrawFn) -> InnerStart:
+def _worker_starts(draw: st.DrawFn) -> WorkerStart:
     context, generation = draw(CONTEXTS), draw(GENERATIONS)
     # The choice is said once on the wire, in the context.
     generation = replace(generation, choice=context.choice)
@@ -144,10 +144,10 @@ def _inner_starts(draw: st.DrawFn) -> InnerStart:
         case "files":
             generation = replace(generation, media=())
             media = tuple(draw(st.lists(st.builds(MediaInput, MEDIA_IDS, MEDIA_FILES), max_size=3)))
-    return InnerStart(context=context, generation=generation, hand_off=draw(st.none() | HAND_OFFS), media=media)
+    return WorkerStart(context=context, generation=generation, hand_off=draw(st.none() | HAND_OFFS), media=media)
 
 
-INNER_STARTS = _inner_starts()
+WORKER_STARTS = _worker_starts()
 STARTED = st.builds(Started, st.just(3), U32, SECONDS, SECONDS, U64)
 PREFILLED = st.builds(
     Prefilled,

@@ -9,7 +9,7 @@ import pytest
 
 from quartet.errors import MediaTooLargeError, ProtocolError, ServingError
 from quartet.streams.chunks import ChunkedStarts, StartRest, take_chunks
-from quartet.streams.messages import MAX_INNER_MESSAGE_BYTES
+from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES
 from quartet.v1 import decode_pb2, encode_pb2, prefill_pb2, types_pb2
 
 SIZES = (3, 2_500_000, 0, 1_048_576)
@@ -24,7 +24,7 @@ def encode_start() -> encode_pb2.EncodeStart:
     return encode_pb2.EncodeStart(context=types_pb2.RequestContext(tenant="acme"), items=items)
 
 
-def inner_start(kind: type[prefill_pb2.PrefillStart] | type[decode_pb2.DecodeStart], slot: int) -> object:
+def worker_start(kind: type[prefill_pb2.PrefillStart] | type[decode_pb2.DecodeStart], slot: int) -> object:
     return kind(
         slot=slot,
         generation=types_pb2.Generation(prompt_token_ids=bytes(1_500_000), generated_token_ids=b"\1\0\0\0", seed=7),
@@ -45,14 +45,14 @@ class Receiver(ChunkedStarts[object]):  # type: ignore[type-var]
     def take(self, start: object, rest: Sequence[StartRest]) -> object:
         self.begin(start)
         for part in rest[:-1]:
-            assert isinstance(part, types_pb2.StartChunk) and part.ByteSize() < MAX_INNER_MESSAGE_BYTES
+            assert isinstance(part, types_pb2.StartChunk) and part.ByteSize() < MAX_WORKER_MESSAGE_BYTES
             self.append(part)
         assert isinstance(rest[-1], types_pb2.StartDone)
         return self.complete(rest[-1].slot)
 
 
 @pytest.mark.parametrize(
-    "whole", [encode_start(), inner_start(prefill_pb2.PrefillStart, 4), inner_start(decode_pb2.DecodeStart, 4)]
+    "whole", [encode_start(), worker_start(prefill_pb2.PrefillStart, 4), worker_start(decode_pb2.DecodeStart, 4)]
 )
 async def test_what_is_taken_apart_comes_together_again(whole: object) -> None:
     start = type(whole).FromString(whole.SerializeToString())

@@ -1,4 +1,4 @@
-"""The router's end of inner streams against workers that misbehave."""
+"""The router's end of worker streams against workers that misbehave."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from quartet.rpc.channels import create_channel
 from quartet.rpc.errors import to_failure
 from quartet.streams import convert
 from quartet.streams.client import DecodeCall, DecodeClient, PrefillCall
-from quartet.streams.messages import DecodeFinished, InnerStart, MediaInput, PrefillOutcome, RequestContext
+from quartet.streams.messages import DecodeFinished, MediaInput, PrefillOutcome, RequestContext, WorkerStart
 from quartet.v1 import decode_pb2, types_pb2
 from tests.rpc.conftest import StartServer
 from tests.rpc.services import generic_service
 from tests.streams.pulled import PulledDecode, PullingDecodeClient
 
 WAIT_S = 10.0
-START = InnerStart(context=RequestContext(), generation=Generation(prompt_token_ids=[1, 2, 3]))
+START = WorkerStart(context=RequestContext(), generation=Generation(prompt_token_ids=[1, 2, 3]))
 HAND_OFF = HandOff(
     hand_off_id=bytes(16),
     secret=bytes(16),

@@ -19,7 +19,7 @@ from quartet.engine.sampling import GrammarKind, GuidedDecoding, OutputOptions, 
 from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.kvcache.layout import BlocksPayload, HandOff, KvLayout
 from quartet.streams import convert
-from quartet.streams.messages import InnerStart, MediaInput, RequestContext
+from quartet.streams.messages import MediaInput, RequestContext, WorkerStart
 from quartet.v1 import decode_pb2, prefill_pb2, types_pb2, worker_pb2
 from tests.streams import strategies
 
@@ -64,8 +64,8 @@ def test_a_layout_survives(layout: KvLayout) -> None:
     assert convert.from_kv_layout(over_the_wire(convert.to_kv_layout(layout))) == layout
 
 
-@given(strategies.INNER_STARTS, st.integers(0, 2**32 - 1))
-def test_a_decode_start_survives(start: InnerStart, slot: int) -> None:
+@given(strategies.WORKER_STARTS, st.integers(0, 2**32 - 1))
+def test_a_decode_start_survives(start: WorkerStart, slot: int) -> None:
     message = over_the_wire(convert.to_decode_start(slot, start))
     rebuilt = convert.from_decode_start(message)
     assert message.slot == slot
@@ -75,8 +75,8 @@ def test_a_decode_start_survives(start: InnerStart, slot: int) -> None:
     assert (rebuilt.hand_off is None) == (start.hand_off is None)
 
 
-@given(strategies.INNER_STARTS, st.integers(0, 2**32 - 1))
-def test_a_prefill_start_survives(start: InnerStart, slot: int) -> None:
+@given(strategies.WORKER_STARTS, st.integers(0, 2**32 - 1))
+def test_a_prefill_start_survives(start: WorkerStart, slot: int) -> None:
     message = over_the_wire(convert.to_prefill_start(slot, start))
     rebuilt = convert.from_prefill_start(message)
     assert (message.slot, rebuilt.generation, rebuilt.hand_off) == (slot, start.generation, None)
@@ -142,7 +142,7 @@ def test_a_steps_end_is_told_in_seconds_from_now(ends_at: float, ends_in_s: floa
 
 def test_the_engine_is_asked_for_what_the_start_says() -> None:
     generation = Generation(prompt_token_ids=[1])
-    start = InnerStart(context=RequestContext(priority=4), generation=generation)
+    start = WorkerStart(context=RequestContext(priority=4), generation=generation)
     request = convert.to_engine_request(7, RequestKind.DECODE, start)
     assert (request.id, request.kind, request.priority) == (7, RequestKind.DECODE, 4)
     assert request.generation is generation
@@ -289,7 +289,7 @@ def test_a_host_survives() -> None:
 
 
 def test_secrets_do_not_show_in_reprs() -> None:
-    start = InnerStart(
+    start = WorkerStart(
         context=RequestContext(session_key="hush"), generation=Generation(prompt_token_ids=[77777], cache_salt="hush")
     )
     assert "hush" not in repr(start) and "77777" not in repr(start)

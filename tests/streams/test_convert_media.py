@@ -1,4 +1,4 @@
-"""Media items of inner starts: where their embeddings come from, and what no worker is given."""
+"""Media items of worker starts: where their embeddings come from, and what no worker is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's side of an inner stream, in memory: whatever comes in whatever order, one terminal output a start."""
+"""A worker's side of a worker stream, in memory: whatever comes in whatever order, one terminal output a start."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet.engine.base import Finished, FinishReason
-from quartet.errors import ConfigError, EngineError, RequestCancelledError, SealError, ServingError
+from quartet.errors import ConfigError, EngineError, RequestCancelledError, ServingError, SignedStartError
 from quartet.streams import convert, server
-from quartet.streams.messages import InnerStart
+from quartet.streams.messages import WorkerStart
 from quartet.streams.outbox import DecodeOutbox
-from quartet.streams.server import InnerStream, Seals, StreamLimits
+from quartet.streams.server import StartVerifier, StreamLimits, WorkerStream
 from quartet.v1 import decode_pb2, types_pb2
-from tests.streams.strategies import INNER_STARTS
+from tests.streams.strategies import WORKER_STARTS
 
 WAIT_S = 10.0
 NUM_SLOTS = 4
@@ -68,12 +68,12 @@ class FakeWork:
     """Runs nothing: the test ends what was submitted."""
 
     running: dict[int, _Run] = field(default_factory=dict)
-    starts: list[InnerStart] = field(default_factory=list)
+    starts: list[WorkerStart] = field(default_factory=list)
     abandoned: list[int] = field(default_factory=list)
     refusal: ServingError | None = None
     num_submits: int = 0
 
-    def submit(self, start: InnerStart, outbox: DecodeOutbox, slot: int, on_end: Callable[[], None]) -> int:
+    def submit(self, start: WorkerStart, outbox: DecodeOutbox, slot: int, on_end: Callable[[], None]) -> int:
         if self.refusal is not None:
             raise self.refusal
         self.num_submits += 1
@@ -123,11 +123,11 @@ class Serving:
     """A stream being served."""
 
     def __init__(
-        self, limits: StreamLimits | None = None, *, seals: Seals | None = None, takes_unsealed: bool = True
+        self, limits: StreamLimits | None = None, *, verifier: StartVerifier | None = None, takes_unsigned: bool = True
     ) -> None:
         self.work, self.context = FakeWork(), FakeContext()
-        stream = InnerStream(
-            self.work, DecodeOutbox(), limits or StreamLimits(), seals=seals, takes_unsealed=takes_unsealed
+        stream = WorkerStream(
+            self.work, DecodeOutbox(), limits or StreamLimits(), verifier=verifier, takes_unsigned=takes_unsigned
         )
         self.task = asyncio.create_task(stream.serve(self.context))  # type: ignore[arg-type]
 
@@ -297,34 +297,34 @@ async def test_chunks_are_bounded_in_size_number_and_time() -> None:
     await serving.end()
 
 
-def sealed(slot: int, prompt: bytes = b"\1\0\0\0") -> decode_pb2.DecodeRequest:
-    """A start that `FakeSeals` opens."""
+def signed(slot: int, prompt: bytes = b"\1\0\0\0") -> decode_pb2.DecodeRequest:
+    """A start that `FakeVerifier` opens."""
     content = start_message(0, prompt).start.SerializeToString()
-    return decode_pb2.DecodeRequest(sealed_start=decode_pb2.SealedDecodeStart(slot=slot, sealed_start=content))
+    return decode_pb2.DecodeRequest(signed_start=decode_pb2.SignedDecodeStart(slot=slot, signed_start=content))
 
 
-class FakeSeals:
+class FakeVerifier:
     """Opens what is not empty."""
 
-    def open(self, message: decode_pb2.SealedDecodeStart) -> decode_pb2.DecodeStart:
-        if not message.sealed_start:
-            raise SealError("altered")
-        start = decode_pb2.DecodeStart.FromString(message.sealed_start)
+    def open(self, message: decode_pb2.SignedDecodeStart) -> decode_pb2.DecodeStart:
+        if not message.signed_start:
+            raise SignedStartError("altered")
+        start = decode_pb2.DecodeStart.FromString(message.signed_start)
         start.slot = message.slot
         return start
 
 
 async def test_without_a_key_a_sealed_start_fails_in_its_slot() -> None:
     serving = Serving()
-    await serving.send(sealed(5))
+    await serving.send(signed(5))
     await serving.end()
-    assert serving.context.terminals == {5: ["NO_SEAL_KEY"]}
+    assert serving.context.terminals == {5: ["NO_SIGNING_KEY"]}
 
 
 async def test_a_sealed_start_runs_as_such_in_the_slot_of_its_message() -> None:
-    serving = Serving(seals=FakeSeals())
-    await serving.send(sealed(5), start_message(6))
-    assert [start.is_sealed for start in serving.work.starts] == [True, False]
+    serving = Serving(verifier=FakeVerifier())
+    await serving.send(signed(5), start_message(6))
+    assert [start.is_signed for start in serving.work.starts] == [True, False]
     serving.work.finish(5)
     serving.work.finish(6)
     await serving.end()
@@ -332,24 +332,24 @@ async def test_a_sealed_start_runs_as_such_in_the_slot_of_its_message() -> None:
 
 
 async def test_refused_seals_fail_in_their_slots_alone() -> None:
-    serving = Serving(seals=FakeSeals())
-    refused = decode_pb2.DecodeRequest(sealed_start=decode_pb2.SealedDecodeStart(slot=1))
-    await serving.send(refused, sealed(2), sealed(3, b"\1\0"))
+    serving = Serving(verifier=FakeVerifier())
+    refused = decode_pb2.DecodeRequest(signed_start=decode_pb2.SignedDecodeStart(slot=1))
+    await serving.send(refused, signed(2), signed(3, b"\1\0"))
     serving.work.finish(2)
     await serving.end()
-    assert serving.context.terminals == {1: ["SEAL_INVALID"], 2: ["finished"], 3: ["INVALID_FIELD"]}
+    assert serving.context.terminals == {1: ["SIGNED_START_INVALID"], 2: ["finished"], 3: ["INVALID_FIELD"]}
 
 
 async def test_a_sealed_start_in_a_used_slot_ends_the_stream() -> None:
-    serving = Serving(seals=FakeSeals())
-    await serving.send(start_message(1), sealed(1))
+    serving = Serving(verifier=FakeVerifier())
+    await serving.send(start_message(1), signed(1))
     assert (await serving.error()).field == "start.slot"
 
 
 async def test_who_is_no_peer_starts_only_what_is_sealed_and_may_cancel() -> None:
-    serving = Serving(seals=FakeSeals(), takes_unsealed=False)
+    serving = Serving(verifier=FakeVerifier(), takes_unsigned=False)
     await serving.send(start_message(1), start_message(2, chunked=True), chunk(2, b"\2\0\0\0"), done(2))
-    await serving.send(sealed(3), sealed(4), cancel(3), cancel(9))
+    await serving.send(signed(3), signed(4), cancel(3), cancel(9))
     serving.work.finish(4)
     await serving.end()
     assert serving.context.terminals == {
@@ -358,7 +358,7 @@ async def test_who_is_no_peer_starts_only_what_is_sealed_and_may_cancel() -> Non
         3: ["CANCELLED"],
         4: ["finished"],
     }
-    assert all(start.is_sealed for start in serving.work.starts)
+    assert all(start.is_signed for start in serving.work.starts)
 
 
 async def test_a_reader_that_takes_nothing_loses_its_requests() -> None:
@@ -372,7 +372,7 @@ async def test_a_reader_that_takes_nothing_loses_its_requests() -> None:
 
 async def test_who_takes_no_ends_starts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_MAX_OWED_ENDS", 3)
-    serving = Serving(takes_unsealed=False)
+    serving = Serving(takes_unsigned=False)
     serving.context.may_write.clear()
     await serving.send(start_message(0))  # the writer is stuck with this one
     await serving.send(*(start_message(slot) for slot in range(1, 21)))
@@ -386,7 +386,7 @@ async def test_who_takes_no_ends_starts_no_more(monkeypatch: pytest.MonkeyPatch)
 
 async def test_who_takes_no_ends_at_all_loses_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_MAX_OWED_ENDS", 3)
-    serving = Serving(StreamLimits(stall_timeout_s=0.1), takes_unsealed=False)
+    serving = Serving(StreamLimits(stall_timeout_s=0.1), takes_unsigned=False)
     serving.context.may_write.clear()
     await serving.send(*(start_message(slot) for slot in range(21)))
     assert (await serving.error()).reason == "STREAM_STALLED"
@@ -400,12 +400,12 @@ def test_impossible_limits_are_refused_by_name(name: str) -> None:
 
 
 @given(
-    start=INNER_STARTS,
+    start=WORKER_STARTS,
     edits=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 3), st.binary(max_size=4)), min_size=1, max_size=4),
 )
 @settings(max_examples=100)
 def test_a_start_that_parses_fails_as_a_serving_error_or_makes_sense(
-    start: InnerStart, edits: list[tuple[int, int, bytes]]
+    start: WorkerStart, edits: list[tuple[int, int, bytes]]
 ) -> None:
     packed = convert.to_decode_start(1, start).SerializeToString()
     for place, num_removed, inserted in edits:

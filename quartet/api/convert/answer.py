@@ -21,12 +21,12 @@ from quartet.api.request import (
     Usage,
 )
 from quartet.api.session_columns import Columns
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.rpc.errors import put_duration, to_duration, to_failure, to_seconds
 from quartet.streams.convert.inner import from_finish_reason, from_token_logprobs, to_finish_reason, to_token_logprobs
-from quartet.streams.messages import SealedPlacement
+from quartet.streams.messages import SignedPlacement
 from quartet.v1 import router_pb2, types_pb2
 from quartet.v1 import router_pb2 as pb
 
@@ -73,7 +73,7 @@ def put_accepted(into: router_pb2.Accepted, accepted: Accepted) -> None:
     into.seed = accepted.seed
     into.model_fingerprint = accepted.model_fingerprint
     if accepted.encode is not None:
-        put_place(into.encode, accepted.encode)
+        put_rank(into.encode, accepted.encode)
 
 
 def from_accepted(message: router_pb2.Accepted) -> Accepted:
@@ -84,7 +84,7 @@ def from_accepted(message: router_pb2.Accepted) -> Accepted:
         num_prompt_tokens=message.num_prompt_tokens,
         seed=message.seed,
         model_fingerprint=message.model_fingerprint,
-        encode=from_place(message.encode) if message.HasField("encode") else None,
+        encode=from_rank(message.encode) if message.HasField("encode") else None,
     )
 
 
@@ -92,8 +92,8 @@ def put_choice_placement(into: router_pb2.ChoicePlacement, placement: ChoicePlac
     """Set ``into``, which is empty."""
     into.choice = placement.choice
     if placement.prefill is not None:
-        put_place(into.prefill, placement.prefill)
-    put_place(into.decode, placement.decode)
+        put_rank(into.prefill, placement.prefill)
+    put_rank(into.decode, placement.decode)
     into.num_matched_tokens = placement.num_matched_tokens
     if placement.cost is not None:
         into.cost = placement.cost
@@ -103,22 +103,22 @@ def from_choice_placement(message: router_pb2.ChoicePlacement) -> ChoicePlacemen
     """Where a choice runs."""
     return ChoicePlacement(
         choice=message.choice,
-        prefill=from_place(message.prefill) if message.HasField("prefill") else None,
-        decode=from_place(message.decode),
+        prefill=from_rank(message.prefill) if message.HasField("prefill") else None,
+        decode=from_rank(message.decode),
         num_matched_tokens=message.num_matched_tokens,
         cost=message.cost if message.HasField("cost") else None,
     )
 
 
-def put_place(into: types_pb2.Place, place: Place) -> None:
+def put_rank(into: types_pb2.Rank, rank: Rank) -> None:
     """Set ``into``, which is empty."""
-    into.worker_id = place.worker_id
-    into.data_parallel_rank = place.data_parallel_rank
+    into.worker_id = rank.worker_id
+    into.data_parallel_rank = rank.data_parallel_rank
 
 
-def from_place(message: types_pb2.Place) -> Place:
+def from_rank(message: types_pb2.Rank) -> Rank:
     """Where something runs."""
-    return Place(message.worker_id, message.data_parallel_rank)
+    return Rank(message.worker_id, message.data_parallel_rank)
 
 
 def put_delta(into: router_pb2.Delta, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]) -> None:
@@ -333,7 +333,7 @@ def _to_placed_choice(placed: PlacedChoice) -> router_pb2.PlacedChoice:
         put_choice_finished(message.finished, placed.next)
     else:
         message.stream.address = placed.next.address
-        message.stream.sealed_start = placed.next.sealed_start
+        message.stream.signed_start = placed.next.signed_start
         message.stream.key_id = placed.next.key_id
         message.stream.mac = placed.next.mac
     return message
@@ -354,12 +354,12 @@ def _from_placed_choice(message: router_pb2.PlacedChoice) -> PlacedChoice:
     )
 
 
-def _from_next(message: router_pb2.PlacedChoice) -> SealedPlacement | ChoiceFinished:
+def _from_next(message: router_pb2.PlacedChoice) -> SignedPlacement | ChoiceFinished:
     match message.WhichOneof("next"):
         case "stream":
             stream = message.stream
-            return SealedPlacement(
-                address=stream.address, sealed_start=stream.sealed_start, key_id=stream.key_id, mac=stream.mac
+            return SignedPlacement(
+                address=stream.address, signed_start=stream.signed_start, key_id=stream.key_id, mac=stream.mac
             )
         case "finished":
             return from_choice_finished(message.finished)

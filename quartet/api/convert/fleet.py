@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quartet.api.convert.answer import from_place, put_place
+from quartet.api.convert.answer import from_rank, put_rank
 from quartet.api.convert.request import from_generate_start, to_generate_start
-from quartet.api.fleet import Explanation, Model, PlaceOption, WorkerState, WorkerStatus
+from quartet.api.fleet import Explanation, Model, RankOption, WorkerState, WorkerStatus
 from quartet.api.request import GenerateStart
 from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.events.wire import from_worker_load, to_worker_load
@@ -100,7 +100,7 @@ def to_explain_response(explanation: Explanation) -> router_pb2.ExplainResponse:
         model_fingerprint=explanation.model_fingerprint,
         num_prompt_tokens=explanation.num_prompt_tokens,
         num_waiting=explanation.num_waiting,
-        options=map(_to_place_option, explanation.options),
+        options=map(_to_rank_option, explanation.options),
         wait=None if explanation.wait_s is None else to_duration(explanation.wait_s),
     )
 
@@ -113,13 +113,13 @@ def from_explain_response(message: router_pb2.ExplainResponse) -> Explanation:
         model_fingerprint=message.model_fingerprint,
         num_prompt_tokens=message.num_prompt_tokens,
         num_waiting=message.num_waiting,
-        options=tuple(map(_from_place_option, message.options)),
+        options=tuple(map(_from_rank_option, message.options)),
         wait_s=to_seconds(message.wait) if message.HasField("wait") else None,
     )
 
 
-def _to_place_option(option: PlaceOption) -> router_pb2.PlaceOption:
-    message = router_pb2.PlaceOption(
+def _to_rank_option(option: RankOption) -> router_pb2.RankOption:
+    message = router_pb2.RankOption(
         role=to_worker_role(option.role),
         is_chosen=option.is_chosen,
         num_matched_tokens=option.num_matched_tokens,
@@ -128,13 +128,13 @@ def _to_place_option(option: PlaceOption) -> router_pb2.PlaceOption:
         terms=option.terms,
         obstacle=option.obstacle,
     )
-    put_place(message.place, option.place)
+    put_rank(message.rank, option.rank)
     return message
 
 
-def _from_place_option(message: router_pb2.PlaceOption) -> PlaceOption:
-    return PlaceOption(
-        place=from_place(message.place),
+def _from_rank_option(message: router_pb2.RankOption) -> RankOption:
+    return RankOption(
+        rank=from_rank(message.rank),
         role=from_worker_role(message.role),
         is_chosen=message.is_chosen,
         num_matched_tokens=message.num_matched_tokens,

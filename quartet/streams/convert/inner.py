@@ -28,19 +28,19 @@ from quartet.streams.messages import (
     DecodeStarted,
     EncodedItem,
     EncodeStart,
-    InnerStart,
     MediaInput,
     PrefillOutcome,
     RequestContext,
-    SealedPlacement,
+    SignedPlacement,
+    WorkerStart,
 )
 from quartet.v1 import decode_pb2, encode_pb2, prefill_pb2, types_pb2
 
 
-def to_sealed_decode_start(slot: int, sealed: SealedPlacement) -> decode_pb2.SealedDecodeStart:
+def to_signed_decode_start(slot: int, signed: SignedPlacement) -> decode_pb2.SignedDecodeStart:
     """The message that starts at the decode worker what was placed there."""
-    return decode_pb2.SealedDecodeStart(
-        slot=slot, sealed_start=sealed.sealed_start, key_id=sealed.key_id, mac=sealed.mac
+    return decode_pb2.SignedDecodeStart(
+        slot=slot, signed_start=signed.signed_start, key_id=signed.key_id, mac=signed.mac
     )
 
 
@@ -200,7 +200,7 @@ def from_finish_reason(value: types_pb2.FinishReason.ValueType) -> FinishReason:
 
 
 def from_engine_finish_reason(value: types_pb2.FinishReason.ValueType) -> FinishReason:
-    """Why an engine ended a generation. Raises ``ProtocolError`` also for what only the edge can say."""
+    """Why an engine ended a generation. Raises ``ProtocolError`` also for what only the API can say."""
     reason = from_finish_reason(value)
     if reason not in _ENGINE_FINISH_REASONS:
         raise ProtocolError(f"{reason} is no reason for which an engine ends a generation")
@@ -235,7 +235,7 @@ def _from_guided(message: types_pb2.GuidedDecoding) -> GuidedDecoding:
     return GuidedDecoding(GrammarKind(kind), getattr(message, kind))
 
 
-# Starts of the inner plane: who asks for what, from which hand-off.
+# Starts of the worker streams: who asks for what, from which hand-off.
 
 
 def to_request_context(context: RequestContext) -> types_pb2.RequestContext:
@@ -262,14 +262,14 @@ def from_request_context(message: types_pb2.RequestContext) -> RequestContext:
     )
 
 
-def to_prefill_start(slot: int, start: InnerStart) -> prefill_pb2.PrefillStart:
+def to_prefill_start(slot: int, start: WorkerStart) -> prefill_pb2.PrefillStart:
     """The message, whole; ``hand_off`` is not part of it."""
     message = prefill_pb2.PrefillStart()
     put_prefill_start(message, slot, start)
     return message
 
 
-def put_prefill_start(into: prefill_pb2.PrefillStart, slot: int, start: InnerStart) -> None:
+def put_prefill_start(into: prefill_pb2.PrefillStart, slot: int, start: WorkerStart) -> None:
     """Set ``into``, which is empty, as ``to_prefill_start`` would: a message given to another one is copied."""
     into.slot = slot
     _put_request_context(into.context, start.context)
@@ -277,22 +277,22 @@ def put_prefill_start(into: prefill_pb2.PrefillStart, slot: int, start: InnerSta
     into.media.extend(map(to_media_input, start.media))
 
 
-def from_prefill_start(message: prefill_pb2.PrefillStart) -> InnerStart:
+def from_prefill_start(message: prefill_pb2.PrefillStart) -> WorkerStart:
     """A complete start. Raises ``InvalidRequestError``, ``UnsupportedFieldError``."""
     context = from_request_context(message.context)
-    return InnerStart(
+    return WorkerStart(
         context=context, generation=_required_generation(message, context.choice), media=_media_inputs(message)
     )
 
 
-def to_decode_start(slot: int, start: InnerStart) -> decode_pb2.DecodeStart:
+def to_decode_start(slot: int, start: WorkerStart) -> decode_pb2.DecodeStart:
     """The message, whole."""
     message = decode_pb2.DecodeStart()
     put_decode_start(message, slot, start)
     return message
 
 
-def put_decode_start(into: decode_pb2.DecodeStart, slot: int, start: InnerStart) -> None:
+def put_decode_start(into: decode_pb2.DecodeStart, slot: int, start: WorkerStart) -> None:
     """Set ``into``, which is empty, as ``to_decode_start`` would: a message given to another one is copied."""
     into.slot = slot
     _put_request_context(into.context, start.context)
@@ -302,10 +302,10 @@ def put_decode_start(into: decode_pb2.DecodeStart, slot: int, start: InnerStart)
     into.media.extend(map(to_media_input, start.media))
 
 
-def from_decode_start(message: decode_pb2.DecodeStart) -> InnerStart:
+def from_decode_start(message: decode_pb2.DecodeStart) -> WorkerStart:
     """A complete start. Raises ``InvalidRequestError``, ``UnsupportedFieldError``."""
     context = from_request_context(message.context)
-    return InnerStart(
+    return WorkerStart(
         context=context,
         generation=_required_generation(message, context.choice),
         hand_off=from_hand_off(message.hand_off) if message.HasField("hand_off") else None,
@@ -313,7 +313,7 @@ def from_decode_start(message: decode_pb2.DecodeStart) -> InnerStart:
     )
 
 
-def to_engine_request(id: int, kind: RequestKind, start: InnerStart) -> EngineRequest:
+def to_engine_request(id: int, kind: RequestKind, start: WorkerStart) -> EngineRequest:
     """What the engine is asked for; ``id`` is the caller's, unique in the life of the engine."""
     return EngineRequest(
         id=id, kind=kind, generation=start.generation, hand_off=start.hand_off, priority=start.context.priority
@@ -351,7 +351,7 @@ def _required_generation(message: prefill_pb2.PrefillStart | decode_pb2.DecodeSt
     return from_generation(message.generation, choice=choice)
 
 
-# Outputs of the inner plane beside the tokens themselves.
+# Outputs of the worker streams beside the tokens themselves.
 
 
 def to_slot_started(slot: int, started: Started, num_prompt_tokens: int = 0) -> decode_pb2.SlotStarted:

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.events.kv import KvBatch, KvSnapshotPart, Removed, Stored, Tier
 from router.kv_index.feed import FeedState, KvFeed
 from tests.router.kv_truth import SetIndex, TruthfulWorker
@@ -208,7 +208,7 @@ def make_feed(index: SetIndex, **settings_: int) -> KvFeed:
 
 
 def known(index: SetIndex) -> set[int]:
-    return {named for _, named in index.held.get(Place(WORKER), set())}
+    return {named for _, named in index.held.get(Rank(WORKER), set())}
 
 
 def live_feed(index: SetIndex, number: int, *stored: int) -> KvFeed:

@@ -15,7 +15,7 @@ from quartet.telemetry.routing_metrics import SnapshotOutcome
 from router.kv_index.feed import JoinTimes, KvJoins
 from tests.router.kv_truth import SetIndex, TruthfulWorker
 from tests.router.records import make_load, make_record
-from tests.services.inner_workers import until
+from tests.services.stream_workers import until
 
 TIMES = JoinTimes(timeout_s=5.0, min_pause_s=0.001, max_pause_s=0.002)
 

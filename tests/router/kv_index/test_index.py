@@ -7,21 +7,21 @@ from itertools import pairwise
 
 import pytest
 
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.events.kv import Tier
 from router.kv_index.index import Match, PlaceNumbers, PrefixIndex
 
-A, B, C = Place("a"), Place("b"), Place("c")
+A, B, C = Rank("a"), Rank("b"), Rank("c")
 PROMPT = list(range(1000, 1256))
 
 
 def test_every_place_is_told_with_the_blocks_that_it_has_the_most_first() -> None:
     index = PrefixIndex()
-    for place, num_blocks in [(A, 3), (B, 200), (C, 100)]:
-        index.store(place, None, PROMPT[:num_blocks])
+    for rank, num_blocks in [(A, 3), (B, 200), (C, 100)]:
+        index.store(rank, None, PROMPT[:num_blocks])
     index.store(A, None, [7, 8, 9])
     matches = index.match(PROMPT)
-    assert [(place, match.num_device_blocks) for place, match in matches.items()] == [(B, 200), (C, 100), (A, 3)]
+    assert [(rank, match.num_device_blocks) for rank, match in matches.items()] == [(B, 200), (C, 100), (A, 3)]
     assert len(matches) == 3
     assert list(index.match([7, 8, 10, 11])) == [A]
 
@@ -41,11 +41,11 @@ def test_any_depths_of_many_places_are_found() -> None:
     for _ in range(200):
         index = PrefixIndex()
         prompt = PROMPT[: rng.randint(1, 256)]
-        depths = {Place(f"w{number}"): rng.randint(0, len(prompt)) for number in range(rng.choice([1, 3, 100]))}
-        for place, depth in depths.items():
-            index.store(place, None, prompt[:depth])
-        found = {place: match.num_blocks for place, match in index.match(prompt).items()}
-        assert found == {place: depth for place, depth in depths.items() if depth}
+        depths = {Rank(f"w{number}"): rng.randint(0, len(prompt)) for number in range(rng.choice([1, 3, 100]))}
+        for rank, depth in depths.items():
+            index.store(rank, None, prompt[:depth])
+        found = {rank: match.num_blocks for rank, match in index.match(prompt).items()}
+        assert found == {rank: depth for rank, depth in depths.items() if depth}
 
 
 def test_where_a_prompt_leaves_what_is_known_is_found_at_every_position() -> None:
@@ -61,8 +61,8 @@ def test_where_a_prompt_leaves_what_is_known_is_found_at_every_position() -> Non
 
 def test_a_removed_block_is_gone_from_that_place_and_tier_alone() -> None:
     index = PrefixIndex()
-    for place in (A, B):
-        index.store(place, None, PROMPT[:4])
+    for rank in (A, B):
+        index.store(rank, None, PROMPT[:4])
     index.store(A, None, PROMPT[:4], Tier.HOST)
     index.remove(A, [PROMPT[3], PROMPT[2]])
     index.remove(A, [99])
@@ -95,8 +95,8 @@ def test_a_block_whose_parent_the_place_is_not_known_to_have_is_told() -> None:
 
 def test_a_cleared_place_is_forgotten_at_once_and_can_store_again_before_it_is_swept() -> None:
     index = PrefixIndex()
-    for place in (A, B):
-        index.store(place, None, PROMPT[:10])
+    for rank in (A, B):
+        index.store(rank, None, PROMPT[:10])
     index.predict(A, PROMPT[:20], 5)
     index.clear(A)
     index.clear(C)
@@ -180,7 +180,7 @@ def test_a_prediction_ends_at_its_time_unless_a_later_one_has_the_block_too() ->
     counts = []
     for now in (4, 5, 7, 9):
         index.expire(now)
-        counts.append({place: match.num_predicted_blocks for place, match in index.match(PROMPT).items()})
+        counts.append({rank: match.num_predicted_blocks for rank, match in index.match(PROMPT).items()})
     assert counts == [{A: 10, B: 2}, {A: 6, B: 2}, {A: 4}, {}]
     assert index.num_predicted_blocks == 0
 
@@ -190,9 +190,9 @@ def test_predictions_are_bounded_and_the_first_to_expire_give_way() -> None:
     index.predict(A, PROMPT[:6], 9)
     index.predict(B, PROMPT[:4], 5)
     index.predict(C, PROMPT[:3], 7)
-    assert {place: match.num_blocks for place, match in index.match(PROMPT).items()} == {A: 6, C: 3}
+    assert {rank: match.num_blocks for rank, match in index.match(PROMPT).items()} == {A: 6, C: 3}
     index.predict(B, PROMPT, 1)
-    assert {place: match.num_blocks for place, match in index.match(PROMPT).items()} == {B: 10}
+    assert {rank: match.num_blocks for rank, match in index.match(PROMPT).items()} == {B: 10}
     assert index.num_predicted_blocks == 10
 
 
@@ -213,7 +213,7 @@ def test_what_was_predicted_for_an_old_life_changes_nothing_of_the_next_one_s(ol
 
 def test_numbers_are_used_again_once_swept_so_masks_stay_short() -> None:
     numbers = PlaceNumbers()
-    assert [numbers.number(place) for place in (A, B, C, A)] == [0, 1, 2, 0]
+    assert [numbers.number(rank) for rank in (A, B, C, A)] == [0, 1, 2, 0]
     assert numbers.retire(A) == 0
     assert numbers.retire(A) is None
     assert numbers.number(A) == 3
@@ -221,7 +221,7 @@ def test_numbers_are_used_again_once_swept_so_masks_stay_short() -> None:
     assert (numbers.dead, numbers.current.alive) == (0b0011, 0b1100)
     numbers.free(0b0011)
     assert numbers.dead == 0
-    assert [numbers.number(Place("d")), numbers.number(Place("e")), numbers.number(Place("f"))] == [0, 1, 4]
+    assert [numbers.number(Rank("d")), numbers.number(Rank("e")), numbers.number(Rank("f"))] == [0, 1, 4]
 
 
 def test_restarts_without_end_take_no_more_numbers() -> None:
@@ -238,8 +238,8 @@ def test_restarts_without_end_take_no_more_numbers() -> None:
 
 def test_blocks_of_one_event_share_their_mask() -> None:
     index = PrefixIndex()
-    for place in (A, B, C):
-        index.store(place, None, PROMPT)
+    for rank in (A, B, C):
+        index.store(rank, None, PROMPT)
     index.remove(B, PROMPT[100:])
     masks = [index._device.mask_of(sequence_hash, 0) for sequence_hash in PROMPT]
     assert all(one is other for one, other in pairwise(masks[:100]))

@@ -1,6 +1,6 @@
 """The prefix index against sets of hashes, in any order of calls, holes in chains included.
 
-For every place and kind of block the reported count must end at a block that is there, before one that is not, and
+For every rank and kind of block the reported count must end at a block that is there, before one that is not, and
 not stop before the first gap. For a chain without gaps that leaves one number: the right one.
 """
 
@@ -13,12 +13,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.events.kv import Tier
 from router.kv_index.index import Match, PrefixIndex
 
 NUM_BLOCKS = 100  # of a chain: more than one jump of a walk
-PLACES = [Place("a"), Place("a", 1), Place("b"), Place("c")]
+PLACES = [Rank("a"), Rank("a", 1), Rank("b"), Rank("c")]
 #: Where chains leave each other.
 FORKS = {(): 0, (0,): 5, (1,): 64, (0, 0): 40, (0, 1): 80}
 
@@ -36,7 +36,7 @@ def chain(path: tuple[int, ...]) -> list[int]:
 
 CHAINS = [chain(path) for path in [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0), (1, 1)]]
 
-places = st.sampled_from(PLACES)
+ranks = st.sampled_from(PLACES)
 chains = st.sampled_from(CHAINS)
 tiers = st.sampled_from([Tier.DEVICE, Tier.DEVICE, Tier.HOST, Tier.DISK])
 lengths = st.integers(0, NUM_BLOCKS)
@@ -47,50 +47,50 @@ class IndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.index = PrefixIndex()
         self.now = 0
-        self.held: dict[Place, dict[Tier, set[int]]] = {place: {tier: set() for tier in Tier} for place in PLACES}
-        self.predicted: dict[Place, dict[int, int]] = {place: {} for place in PLACES}
+        self.held: dict[Rank, dict[Tier, set[int]]] = {rank: {tier: set() for tier in Tier} for rank in PLACES}
+        self.predicted: dict[Rank, dict[int, int]] = {rank: {} for rank in PLACES}
         self.swept = True
 
-    @rule(place=places, chain=chains, length=lengths, tier=tiers)
-    def store_what_is_missing(self, place: Place, chain: list[int], length: int, tier: Tier) -> None:
+    @rule(rank=ranks, chain=chains, length=lengths, tier=tiers)
+    def store_what_is_missing(self, rank: Rank, chain: list[int], length: int, tier: Tier) -> None:
         """As workers do, so that nothing has a gap."""
-        first = leading(chain, self.held[place][tier])
-        self.store(place, chain, first, max(first, length), tier)
+        first = leading(chain, self.held[rank][tier])
+        self.store(rank, chain, first, max(first, length), tier)
 
-    @rule(place=places, chain=chains, first=lengths, last=lengths, tier=tiers)
-    def store_anything(self, place: Place, chain: list[int], first: int, last: int, tier: Tier) -> None:
-        self.store(place, chain, first, last, tier)
+    @rule(rank=ranks, chain=chains, first=lengths, last=lengths, tier=tiers)
+    def store_anything(self, rank: Rank, chain: list[int], first: int, last: int, tier: Tier) -> None:
+        self.store(rank, chain, first, last, tier)
 
-    def store(self, place: Place, chain: list[int], first: int, last: int, tier: Tier) -> None:
+    def store(self, rank: Rank, chain: list[int], first: int, last: int, tier: Tier) -> None:
         parent = chain[first - 1] if first else None
-        known = parent is None or any(parent in held for held in self.held[place].values())
-        assert self.index.store(place, parent, chain[first:last], tier) == known
-        self.held[place][tier].update(chain[first:last])
+        known = parent is None or any(parent in held for held in self.held[rank].values())
+        assert self.index.store(rank, parent, chain[first:last], tier) == known
+        self.held[rank][tier].update(chain[first:last])
         if tier is Tier.DEVICE:
             for block in chain[first:last]:
-                self.predicted[place].pop(block, None)
+                self.predicted[rank].pop(block, None)
 
-    @rule(place=places, chain=chains, length=lengths, tier=tiers)
-    def evict_the_end(self, place: Place, chain: list[int], length: int, tier: Tier) -> None:
+    @rule(rank=ranks, chain=chains, length=lengths, tier=tiers)
+    def evict_the_end(self, rank: Rank, chain: list[int], length: int, tier: Tier) -> None:
         """All that follows a block, on any chain."""
         if length == NUM_BLOCKS:
             return
         after = {block for other in CHAINS if other[length] == chain[length] for block in other[length:]}
-        self.remove(place, sorted(after, reverse=True), tier)
+        self.remove(rank, sorted(after, reverse=True), tier)
 
-    @rule(place=places, chain=chains, first=lengths, last=lengths, tier=tiers)
-    def remove_anything(self, place: Place, chain: list[int], first: int, last: int, tier: Tier) -> None:
-        self.remove(place, chain[first:last], tier)
+    @rule(rank=ranks, chain=chains, first=lengths, last=lengths, tier=tiers)
+    def remove_anything(self, rank: Rank, chain: list[int], first: int, last: int, tier: Tier) -> None:
+        self.remove(rank, chain[first:last], tier)
 
-    def remove(self, place: Place, blocks: list[int], tier: Tier) -> None:
-        self.index.remove(place, blocks, tier)
-        self.held[place][tier].difference_update(blocks)
+    def remove(self, rank: Rank, blocks: list[int], tier: Tier) -> None:
+        self.index.remove(rank, blocks, tier)
+        self.held[rank][tier].difference_update(blocks)
 
-    @rule(place=places)
-    def clear(self, place: Place) -> None:
-        self.index.clear(place)
-        self.held[place] = {tier: set() for tier in Tier}
-        self.predicted[place] = {}
+    @rule(rank=ranks)
+    def clear(self, rank: Rank) -> None:
+        self.index.clear(rank)
+        self.held[rank] = {tier: set() for tier in Tier}
+        self.predicted[rank] = {}
         self.swept = False
 
     @rule(max_entries=st.integers(1, 400))
@@ -104,20 +104,20 @@ class IndexMachine(RuleBasedStateMachine):
             pass
         self.swept = True
 
-    @rule(place=places, chain=chains, length=lengths, lasts=st.integers(0, 4))
-    def predict(self, place: Place, chain: list[int], length: int, lasts: int) -> None:
+    @rule(rank=ranks, chain=chains, length=lengths, lasts=st.integers(0, 4))
+    def predict(self, rank: Rank, chain: list[int], length: int, lasts: int) -> None:
         prompt = chain[:length]
-        first = self.index.match(prompt).get(place, Match()).num_device_blocks
-        self.index.predict(place, prompt, self.now + lasts)
+        first = self.index.match(prompt).get(rank, Match()).num_device_blocks
+        self.index.predict(rank, prompt, self.now + lasts)
         for block in prompt[first:]:
-            self.predicted[place][block] = max(self.predicted[place].get(block, 0), self.now + lasts)
+            self.predicted[rank][block] = max(self.predicted[rank].get(block, 0), self.now + lasts)
 
     @rule(elapsed=st.integers(0, 3))
     def expire(self, elapsed: int) -> None:
         self.now += elapsed
         self.index.expire(self.now)
-        for place, ends in self.predicted.items():
-            self.predicted[place] = {block: end for block, end in ends.items() if end > self.now}
+        for rank, ends in self.predicted.items():
+            self.predicted[rank] = {block: end for block, end in ends.items() if end > self.now}
 
     @rule(chain=chains, length=lengths)
     def match_a_part(self, chain: list[int], length: int) -> None:
@@ -128,16 +128,16 @@ class IndexMachine(RuleBasedStateMachine):
         self.check(*CHAINS)
 
     def check(self, *prompts: list[int]) -> None:
-        levels = {place: list(self.levels(place)) for place in PLACES}
+        levels = {rank: list(self.levels(rank)) for rank in PLACES}
         for prompt in prompts:
             self.check_prompt(prompt, levels)
 
-    def check_prompt(self, prompt: list[int], levels: Mapping[Place, list[set[int]]]) -> None:
+    def check_prompt(self, prompt: list[int], levels: Mapping[Rank, list[set[int]]]) -> None:
         matches = self.index.match(prompt)
-        for place in PLACES:
-            match = matches.get(place)
+        for rank in PLACES:
+            match = matches.get(rank)
             assert match is None or match.num_blocks > 0
-            for count, blocks in zip(reaches(match or Match()), levels[place], strict=True):
+            for count, blocks in zip(reaches(match or Match()), levels[rank], strict=True):
                 assert count >= leading(prompt, blocks)
                 assert count == 0 or prompt[count - 1] in blocks
                 assert count == len(prompt) or prompt[count] not in blocks
@@ -145,10 +145,10 @@ class IndexMachine(RuleBasedStateMachine):
         assert in_order == sorted(in_order, reverse=True)
         assert len(in_order) == len(matches) == len(set(matches))
 
-    def levels(self, place: Place) -> Iterator[set[int]]:
+    def levels(self, rank: Rank) -> Iterator[set[int]]:
         """What is on the device, what is there or predicted, what is in host memory too, and what on disk."""
-        held = self.held[place]
-        parts = [held[Tier.DEVICE], set(self.predicted[place]), held[Tier.HOST], held[Tier.DISK]]
+        held = self.held[rank]
+        parts = [held[Tier.DEVICE], set(self.predicted[rank]), held[Tier.HOST], held[Tier.DISK]]
         for num_parts in range(1, len(parts) + 1):
             yield reduce(set.union, parts[:num_parts], set())
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.events.kv import Tier
 from router.kv_index import index as index_upkeep
 from router.kv_index.index import PrefixIndex, keep_up
@@ -19,10 +19,10 @@ async def test_predictions_end_and_gone_workers_are_swept_out_a_little_at_a_time
 ) -> None:
     monkeypatch.setattr(index_upkeep, "_SWEPT_AT_ONCE", 10)
     index = PrefixIndex()
-    index.store(Place("gone"), None, range(1, 101))
-    index.store(Place("here"), None, range(1000, 1010))
-    index.predict(Place("here"), [7, 8], 0.0)
-    index.clear(Place("gone"))
+    index.store(Rank("gone"), None, range(1, 101))
+    index.store(Rank("here"), None, range(1000, 1010))
+    index.predict(Rank("here"), [7, 8], 0.0)
+    index.clear(Rank("gone"))
     assert (index.num_blocks(Tier.DEVICE), index.num_predicted_blocks) == (110, 2)
     task = asyncio.create_task(keep_up(index))
     async with asyncio.timeout(_TIMEOUT_S):

@@ -1,4 +1,4 @@
-"""A walk tells the truth about each place, also where chains have gaps."""
+"""A walk tells the truth about each rank, also where chains have gaps."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from hypothesis import strategies as st
 
 from router.kv_index.walk import Group, Walker, walk
 
-NUM_PLACES = 4
-#: Runs of blocks that the same places have; long ones make the walk jump.
-RUNS = st.lists(st.tuples(st.integers(0, 2**NUM_PLACES - 1), st.integers(1, 30)), min_size=1, max_size=12)
+NUM_RANKS = 4
+#: Runs of blocks that the same ranks have; long ones make the walk jump.
+RUNS = st.lists(st.tuples(st.integers(0, 2**NUM_RANKS - 1), st.integers(1, 30)), min_size=1, max_size=12)
 
 
-@given(runs=RUNS, places=st.integers(0, 2**NUM_PLACES - 1), data=st.data())
+@given(runs=RUNS, ranks=st.integers(0, 2**NUM_RANKS - 1), data=st.data())
 def test_each_place_is_in_one_group_that_ends_where_it_lacks_a_block(
-    runs: list[tuple[int, int]], places: int, data: st.DataObject
+    runs: list[tuple[int, int]], ranks: int, data: st.DataObject
 ) -> None:
     masks = [mask for mask, length in runs for _ in range(length)]
     start = data.draw(st.integers(0, len(masks) - 1))
-    check(walk(lambda block, _: masks[block], range(len(masks)), start, places), masks, start, places)
+    check(walk(lambda block, _: masks[block], range(len(masks)), start, ranks), masks, start, ranks)
 
 
-@given(walks=st.lists(st.tuples(RUNS, st.integers(0, 2**NUM_PLACES - 1)), min_size=2, max_size=5))
+@given(walks=st.lists(st.tuples(RUNS, st.integers(0, 2**NUM_RANKS - 1)), min_size=2, max_size=5))
 def test_a_walker_that_remembers_other_walks_finds_what_is_there_now(
     walks: list[tuple[list[tuple[int, int]], int]],
 ) -> None:
     masks: list[int] = []
     walker = Walker(lambda block, _: masks[block])
-    for runs, places in walks:
+    for runs, ranks in walks:
         masks[:] = [mask for mask, length in runs for _ in range(length)]
-        check(walker.walk(range(len(masks)), places), masks, 0, places)
+        check(walker.walk(range(len(masks)), ranks), masks, 0, ranks)
 
 
 def test_a_walker_looks_first_where_places_dropped_out_before() -> None:
@@ -48,12 +48,12 @@ def test_a_walker_looks_first_where_places_dropped_out_before() -> None:
     assert walker.walk(range(40), 0b11) == [(40, 0b11)]
 
 
-def check(groups: list[Group], masks: list[int], start: int, places: int) -> None:
+def check(groups: list[Group], masks: list[int], start: int, ranks: int) -> None:
     assert [depth for depth, _ in groups] == sorted(depth for depth, _ in groups)
-    assert sum(mask.bit_count() for _, mask in groups) == (masks[start] & places).bit_count()
-    for number in range(NUM_PLACES):
+    assert sum(mask.bit_count() for _, mask in groups) == (masks[start] & ranks).bit_count()
+    for number in range(NUM_RANKS):
         depths = [depth for depth, mask in groups if mask >> number & 1]
-        assert bool(depths) == bool(masks[start] & places & 1 << number)
+        assert bool(depths) == bool(masks[start] & ranks & 1 << number)
         for depth in depths:
             assert masks[depth - 1] >> number & 1
             assert depth == len(masks) or not masks[depth] >> number & 1

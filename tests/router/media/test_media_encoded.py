@@ -1,4 +1,4 @@
-"""Media that encode workers turn into embeddings, for requests that then wait for a place."""
+"""Media that encode workers turn into embeddings, for requests that then wait for a rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from quartet import errors
 from quartet.api.request import GenerateStart, TokenPrompt
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.kvcache.block_hash import MediaSpan, sequence_hashes
 from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile, MediaKind
@@ -90,7 +90,7 @@ async def test_pictures_are_encoded_pulled_by_the_prefill_and_only_named_to_the_
 async def test_the_client_is_told_where_it_was_encoded_and_what_it_took() -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0")
     answer = await collect(fleet.generate(media_start()))
-    assert (answer.accepted.encode, answer.accepted.num_prompt_tokens) == (Place("encode-0"), len(EXPANDED))
+    assert (answer.accepted.encode, answer.accepted.num_prompt_tokens) == (Rank("encode-0"), len(EXPANDED))
     usage, time = answer.finished[0].usage, answer.finished[0].time
     assert (usage.num_prompt_tokens, usage.num_media_tokens) == (len(EXPANDED), 45)
     assert time.media_s is not None and time.media_s > 0
@@ -112,7 +112,7 @@ async def test_blocks_are_named_with_the_media_in_them() -> None:
     names = sequence_hashes(EXPANDED, 10, media=SPANS)
     await collect(fleet.generate(media_start()))
     [first] = calls_of(fleet, "prefill")
-    assert {place: match.num_blocks for place, match in fleet.index.match(names).items()} == {first.place: len(names)}
+    assert {rank: match.num_blocks for rank, match in fleet.index.match(names).items()} == {first.rank: len(names)}
     assert not fleet.index.match(sequence_hashes(EXPANDED, 10)[1:2])
 
 
@@ -166,17 +166,17 @@ async def test_hand_offs_are_kept_while_a_request_waits_for_room() -> None:
 
 async def test_who_has_most_of_the_pictures_is_asked_then_who_has_least_to_do() -> None:
     fleet = media_fleet("encode-0", "encode-1", "encode-2", "prefill-0", "decode-0", num_blocks=1000)
-    fleet.index.store(Place("encode-1"), None, [media_hash(item_of(A).media_id)])
-    fleet.index.store(Place("encode-2"), None, [media_hash(item_of(A).media_id)])
-    fleet.index.store(Place("encode-2"), None, [media_hash(item_of(B).media_id)])
+    fleet.index.store(Rank("encode-1"), None, [media_hash(item_of(A).media_id)])
+    fleet.index.store(Rank("encode-2"), None, [media_hash(item_of(A).media_id)])
+    fleet.index.store(Rank("encode-2"), None, [media_hash(item_of(B).media_id)])
     await collect(fleet.generate(media_start()))
-    assert calls_of(fleet, "encode")[0].place == Place("encode-2")
+    assert calls_of(fleet, "encode")[0].rank == Rank("encode-2")
     # Of those that have nothing of it, the one that was not sent anything yet.
     fleet.hops.plan("encode", *[Plan(hang_after=0)] * 3)
     runs = [fleet.generate(media_start(media=(picture(8, name), picture(9, name)))) for name in "xyz"]
     reads = [asyncio.create_task(collect(run)) for run in runs]
     await until(lambda: len(calls_of(fleet, "encode")) == 4)
-    assert {call.place.worker_id for call in calls_of(fleet, "encode")[1:]} == {"encode-0", "encode-1", "encode-2"}
+    assert {call.rank.worker_id for call in calls_of(fleet, "encode")[1:]} == {"encode-0", "encode-1", "encode-2"}
     for run in runs:
         run.cancel()
     await asyncio.gather(*reads)
@@ -187,7 +187,7 @@ async def test_a_picture_goes_again_to_where_it_was_sent_before_that_was_told() 
     fleet = media_fleet("encode-0", "encode-1", "encode-2", "prefill-0", "decode-0")
     for _ in range(5):
         await collect(fleet.generate(media_start()))
-    assert len({call.place for call in calls_of(fleet, "encode")}) == 1
+    assert len({call.rank for call in calls_of(fleet, "encode")}) == 1
 
 
 async def test_a_known_picture_waits_for_no_size() -> None:
@@ -209,7 +209,7 @@ async def test_each_choice_pulls_hand_offs_of_its_own() -> None:
         assert answer.token_ids[choice] == expected_tokens(5, choice, len(EXPANDED), 12)
     pulled = [item.source.hand_off_id for call in calls_of(fleet, "prefill") for item in call.start.media]
     assert len(set(pulled)) == len(pulled) == 6
-    assert {call.place for call in calls_of(fleet, "encode")} == {calls_of(fleet, "encode")[0].place}
+    assert {call.rank for call in calls_of(fleet, "encode")} == {calls_of(fleet, "encode")[0].rank}
     assert sorted(call.start.context.attempt for call in calls_of(fleet, "encode")) == [0, 1, 2]
     fleet.assert_nothing_left()
 
@@ -230,7 +230,7 @@ async def test_only_places_that_take_embeddings_compute_the_prompt() -> None:
         fleet.join(f"prefill-{number}")
     for _ in range(6):
         await collect(fleet.generate(media_start()))
-    assert {call.place.worker_id for call in calls_of(fleet, "prefill")} == {"prefill-0"}
+    assert {call.rank.worker_id for call in calls_of(fleet, "prefill")} == {"prefill-0"}
 
 
 @pytest.mark.parametrize("fail_after", [0, 1])
@@ -243,7 +243,7 @@ async def test_an_encode_worker_that_fails_is_replaced_by_another(error: errors.
     answer = await collect(fleet.generate(media_start()))
     assert answer.token_ids[0] == expected_tokens(5, 0, len(EXPANDED), 12)
     first, second = calls_of(fleet, "encode")
-    assert first.place != second.place == answer.accepted.encode
+    assert first.rank != second.rank == answer.accepted.encode
     fleet.assert_nothing_left()
 
 
@@ -261,7 +261,7 @@ async def test_a_silent_encode_worker_is_left() -> None:
     fleet.hops.plan("encode", Plan(hang_after=1))
     answer = await collect(fleet.generate(media_start()))
     assert len(answer.token_ids[0]) == 12
-    assert len({call.place for call in calls_of(fleet, "encode")}) == 2
+    assert len({call.rank for call in calls_of(fleet, "encode")}) == 2
     fleet.assert_nothing_left()
 
 
@@ -284,7 +284,7 @@ async def test_embeddings_that_can_not_be_pulled_are_encoded_elsewhere(error: er
     answer = await collect(fleet.generate(media_start()))
     assert answer.token_ids[0] == expected_tokens(5, 0, len(EXPANDED), 12)
     first, second = calls_of(fleet, "encode")
-    assert first.place != second.place
+    assert first.rank != second.rank
     fleet.assert_nothing_left()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from quartet import errors
 from quartet.api.request import TokenPrompt
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.engine.sampling import Sampling
 from quartet.kvcache.block_hash import sequence_hashes
 from quartet.kvcache.layout import HandOff
@@ -61,7 +61,7 @@ async def test_it_is_routed_by_the_text_before_the_first_item() -> None:
     await collect(fleet.generate(media_start(prompt=TokenPrompt((*text, PLACEHOLDER, *text)), media=(A,))))
     [prefill] = calls_of(fleet, "prefill")
     names = sequence_hashes([*text, PLACEHOLDER, *text], 10)
-    assert {place: match.num_blocks for place, match in fleet.index.match(names).items()} == {prefill.place: 2}
+    assert {rank: match.num_blocks for rank, match in fleet.index.match(names).items()} == {prefill.rank: 2}
 
 
 @pytest.mark.parametrize(("takes", "kind"), [(TOWERS, "prefill"), (AGGREGATED, "decode")])
@@ -74,12 +74,12 @@ async def test_a_known_picture_is_routed_by_its_blocks_and_sent_as_a_file(
     first = await collect(fleet.generate(start))
     assert not fleet.index.match(names), "nobody knew where its blocks end"
     assert first.accepted.num_prompt_tokens == len(ONE.token_ids)
-    held = Place(f"{kind}-1")
+    held = Rank(f"{kind}-1")
     fleet.index.store(held, None, names)
     for _ in range(4):
         again = await collect(fleet.generate(start))
         call = calls_of(fleet, kind)[-1]
-        assert call.place == held
+        assert call.rank == held
         assert (tuple(call.start.generation.prompt_token_ids), call.start.generation.media) == (ONE.token_ids, ())
         assert [item.source for item in call.start.media] == [A]
         assert again.accepted.choices[0].num_matched_tokens == 30
@@ -183,7 +183,7 @@ async def test_a_prefill_that_does_not_tell_the_prompt_is_not_gone_on_with(monke
     monkeypatch.setattr(FakePrefill, "outcome", forget)
     answer = await collect(fleet.generate(media_start()))
     assert answer.token_ids[0] == expected_tokens(5, 0, len(EXPANDED), 12)
-    assert len({call.place for call in calls_of(fleet, "prefill")}) == 2
+    assert len({call.rank for call in calls_of(fleet, "prefill")}) == 2
     fleet.assert_nothing_left()
 
 
@@ -214,11 +214,11 @@ async def test_decode_places_without_a_tower_are_left_out_only_where_they_would_
         fleet.join(f"decode-{number}")
     for _ in range(6):
         await collect(fleet.generate(media_start()))
-    assert {call.place for call in calls_of(fleet, "decode")} == {Place("decode-0")}
+    assert {call.rank for call in calls_of(fleet, "decode")} == {Rank("decode-0")}
     fleet.join("prefill-0", media=("image",), max_media_tokens=64)
     fleet.break_worker("decode-0")
     answer = await collect(fleet.generate(media_start()))
-    assert answer.accepted.choices[0].prefill == Place("prefill-0")
+    assert answer.accepted.choices[0].prefill == Rank("prefill-0")
 
 
 async def test_what_a_worker_refuses_has_the_clients_field() -> None:
@@ -242,7 +242,7 @@ async def test_an_encode_worker_that_comes_takes_over_from_towers() -> None:
     fleet.join("prefill-1", media=("image", "embeddings"), max_media_tokens=64)
     file = MediaFile(MediaKind.EMBEDDINGS, b"tensors")
     await collect(fleet.generate(media_start(prompt=TokenPrompt((1, PLACEHOLDER)), media=(file,))))
-    assert calls_of(fleet, "prefill")[-1].place == Place("prefill-1")
+    assert calls_of(fleet, "prefill")[-1].rank == Rank("prefill-1")
     fleet.assert_nothing_left()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from router.policy.base import Candidate, Pending, Snapshot
 from router.policy.room import with_way
 from tests.router.policy.test_policies import candidate, each_policy, pending, route
@@ -63,13 +63,13 @@ def test_one_that_must_not_be_prefilled_where_it_is_decoded_is_not(make_policy) 
 @each_policy
 def test_what_stands_in_its_way_is_said(make_policy) -> None:
     snapshot = Snapshot([candidate("p0"), taking("p1")], [candidate("d")])
-    options = {option.place: option for option in make_policy().explain(needy(snapshot), snapshot)}
-    assert options[Place("p0")].obstacle == "does not take media as hand_off"
-    assert not options[Place("p1")].obstacle and not options[Place("d")].obstacle
+    options = {option.rank: option for option in make_policy().explain(needy(snapshot), snapshot)}
+    assert options[Rank("p0")].obstacle == "does not take media as hand_off"
+    assert not options[Rank("p1")].obstacle and not options[Rank("d")].obstacle
     local = Snapshot([candidate("p0")], [candidate("d0"), taking("d1")])
-    options = {option.place: option for option in make_policy().explain(needy(local), local)}
-    assert options[Place("d0")].obstacle == "does not take media as hand_off"
-    assert not options[Place("d1")].obstacle
+    options = {option.rank: option for option in make_policy().explain(needy(local), local)}
+    assert options[Rank("d0")].obstacle == "does not take media as hand_off"
+    assert not options[Rank("d1")].obstacle
 
 
 def test_text_has_no_way_to_find() -> None:

@@ -12,12 +12,12 @@ import pytest
 from quartet import errors
 from quartet.api.placement import PlacedRequest
 from quartet.api.request import ChatPrompt, GenerateStart, Resume, TokenPrompt
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.engine.sampling import Sampling
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.media.items import MediaFile, MediaKind, MediaSize, MediaUrl
 from quartet.streams.chunks import MAX_START_MEDIA_BYTES
-from quartet.streams.messages import SealedPlacement
+from quartet.streams.messages import SignedPlacement
 from quartet.text.chat_message import ChatMessage
 from quartet.text.model_text import ModelText
 from quartet.v1 import decode_pb2
@@ -105,7 +105,7 @@ async def test_of_files_what_could_be_too_long_is_for_the_worker_to_refuse(
         assert (type(error), error.field) == (errors.PromptTooLongError, "sampling.max_tokens"), (
             "one token each at least"
         )
-    # 6 tokens, of which two may become 64 each; a place holds 70, and with the answer they are 61.
+    # 6 tokens, of which two may become 64 each; a rank holds 70, and with the answer they are 61.
     answer = await collect(fleet.generate(media_start()))
     assert answer.token_ids[0] == expected_tokens(5, 0, len(EXPANDED), 12)
     fleet.assert_nothing_left()
@@ -147,7 +147,7 @@ async def test_a_chat_has_its_media_in_its_messages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("contents", "num_places", "field"),
+    ("contents", "num_ranks", "field"),
     [
         (["Look: ", ("Here: ", MediaUrl("http://nowhere/"))], 1, "chat.messages[1].parts[1].media.url"),
         ([(A, MediaUrl("http://nowhere/"))], 2, "chat.messages[0].parts[1].media.url"),
@@ -160,10 +160,10 @@ async def test_a_chat_has_its_media_in_its_messages() -> None:
     ],
 )
 async def test_what_is_wrong_with_one_item_of_a_chat_names_its_message_and_part(
-    contents: list[Any], num_places: int, field: str
+    contents: list[Any], num_ranks: int, field: str
 ) -> None:
     fleet = media_fleet("encode-0", "prefill-0", "decode-0", takes={"encode": ("image",), "prefill": ("hand_off",)})
-    fleet.texts.text = chat_text(num_places)
+    fleet.texts.text = chat_text(num_ranks)
     chat = ChatPrompt(tuple(ChatMessage("user", content) for content in contents))
     assert await refused_field(fleet, make_start(prompt=chat)) == field
     fleet.assert_nothing_left()
@@ -183,12 +183,12 @@ async def refused_field(fleet: Fleet, start: GenerateStart) -> str | None:
     return raised.value.field
 
 
-def chat_text(num_places: int) -> ModelText:
-    """A model whose template lays out so many places for media, whatever the chat."""
+def chat_text(num_ranks: int) -> ModelText:
+    """A model whose template lays out so many ranks for media, whatever the chat."""
 
     class ChatText(ModelText):
         def encode_messages(self, messages: object, add_generation_prompt: bool = True, **extra: Any) -> list[int]:
-            return [10, *[PLACEHOLDER] * num_places, 11]
+            return [10, *[PLACEHOLDER] * num_ranks, 11]
 
     return ChatText(**vars(replace(MODEL_TEXT, media=MEDIA_TEXT)))
 
@@ -220,9 +220,9 @@ async def place(fleet: Fleet, *, resume: Resume | None = None, **changes: Any) -
         return await fleet.pipeline.place(media_start(**changes), resume=resume)
 
 
-def spans_of(sealed: object) -> list[MediaSpan]:
-    assert isinstance(sealed, SealedPlacement)
-    start = decode_pb2.SealedStart.FromString(sealed.sealed_start).start
+def spans_of(signed: object) -> list[MediaSpan]:
+    assert isinstance(signed, SignedPlacement)
+    start = decode_pb2.SignedStart.FromString(signed.signed_start).start
     assert not start.media
     return [MediaSpan(span.media_id, span.first_position, span.num_tokens) for span in start.generation.media]
 
@@ -245,7 +245,7 @@ async def test_a_placed_request_is_never_prefilled_where_it_is_decoded() -> None
     fleet = media_fleet("encode-0", "prefill-0", "decode-0", takes=takes)
     placed = await place(fleet, prompt=TokenPrompt((PLACEHOLDER,)), media=(picture(1),))
     assert placed.choices[0].placement is not None
-    assert placed.choices[0].placement.prefill == Place("prefill-0")
+    assert placed.choices[0].placement.prefill == Rank("prefill-0")
 
 
 @pytest.mark.parametrize("takes", [AGGREGATED, {"encode": ("image",), "decode": ("hand_off",)}])

@@ -47,7 +47,7 @@ class TinySystem(System):
         config = replace(
             build(WorkerConfig, settings),
             discovery=self.discovery,
-            seal_keys_file=self.seal_keys_file,
+            signing_keys_file=self.signing_keys_file,
             drain_timeout_s=2.0,
         )
         stop = asyncio.Event()
@@ -97,7 +97,7 @@ async def ask(stub: Stub, start: pb.GenerateStart) -> tuple[pb.Accepted, str, pb
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    ("engines", "place"),
+    ("engines", "rank"),
     [
         ({"encode": ENGINE, "prefill": ENGINE, "decode": ENGINE}, "encode-0"),
         ({"prefill": TOWER, "decode": ENGINE}, ""),
@@ -106,13 +106,13 @@ async def ask(stub: Stub, start: pb.GenerateStart) -> tuple[pb.Accepted, str, pb
     ids=["encode workers", "prefill workers", "decode workers"],
 )
 async def test_every_way_gives_the_right_answer(
-    tmp_path: Path, engines: dict[str, dict[str, object]], place: str
+    tmp_path: Path, engines: dict[str, dict[str, object]], rank: str
 ) -> None:
     async with serving(tmp_path, **engines) as (system, stub):
         for look in LOOKS:
             accepted, text, finished = await ask(stub, start_about(look))
             assert text.strip() == look.answer, look.question
-            assert accepted.encode.worker_id == place
+            assert accepted.encode.worker_id == rank
             assert finished.usage.num_media_tokens == 64
             assert finished.usage.num_prompt_tokens > 64
             assert finished.time.HasField("media")

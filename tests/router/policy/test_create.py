@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.config import build
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.errors import ConfigError
 from router.policy.base import Pending, Policy, Snapshot
 from router.policy.create import PolicyConfig, PolicyName, create_policy
@@ -28,7 +28,7 @@ configs = st.builds(
 )
 waitings = st.lists(
     st.builds(
-        lambda size, key, cached: pending(size, session_key=key, num_cached_tokens={Place("d0"): min(cached, size)}),
+        lambda size, key, cached: pending(size, session_key=key, num_cached_tokens={Rank("d0"): min(cached, size)}),
         st.integers(1, 900),
         st.sampled_from(["", "a", "b"]),
         st.integers(0, 300),
@@ -99,15 +99,15 @@ def test_whatever_the_policy_no_place_is_overbooked_and_the_same_chance_gives_th
     assert decisions[0] == decisions[1]
     placements = decisions[0].placements
     assert len(placements) == len(waiting)
-    prefill, decode = ({place.place for place in kind} for kind in (snapshot.prefill, snapshot.decode))
-    taken = Counter[Place]()
+    prefill, decode = ({candidate.rank for candidate in kind} for kind in (snapshot.prefill, snapshot.decode))
+    taken = Counter[Rank]()
     for request, placement in zip(waiting, placements, strict=True):
         if placement is not None:
             assert placement.prefill is None or placement.prefill in prefill
             assert placement.decode in decode
             assert placement.num_cached_tokens == request.num_cached_tokens.get(placement.prefills_at, 0)
             taken[placement.decode] += -(-request.num_reserved_tokens // 10)
-    assert all(taken[place.place] <= max(place.num_free_for_booking, 0) for place in snapshot.decode)
+    assert all(taken[candidate.rank] <= max(candidate.num_free_for_booking, 0) for candidate in snapshot.decode)
 
 
 def test_each_of_two_policies_has_its_own_places() -> None:
@@ -115,15 +115,15 @@ def test_each_of_two_policies_has_its_own_places() -> None:
     prefill = [candidate("p0", num_queued_tokens=50), candidate("p1")]
     decode = [candidate("d0"), candidate("d1", num_used_blocks=50)]
     placements = policy.assign([pending(10)] * 4, Snapshot(prefill, decode)).placements
-    assert [placement and placement.prefill for placement in placements] == [Place("p1")] * 4
-    assert [placement and placement.decode for placement in placements] == [Place("d0"), Place("d1")] * 2
+    assert [placement and placement.prefill for placement in placements] == [Rank("p1")] * 4
+    assert [placement and placement.decode for placement in placements] == [Rank("d0"), Rank("d1")] * 2
 
 
 def test_where_a_prompt_is_prefilled_with_its_decode_place_the_first_policy_chooses_that() -> None:
     policy = create(prefill_name="least_loaded", decode_name="round_robin")
     decode = [candidate("d0", num_used_blocks=50), candidate("d1")]
     placements = policy.assign([pending(10)] * 3, Snapshot([], decode)).placements
-    assert [placement and placement.decode for placement in placements] == [Place("d1")] * 3
+    assert [placement and placement.decode for placement in placements] == [Rank("d1")] * 3
 
 
 def test_prompts_that_wait_at_a_decode_place_do_not_hold_up_what_is_handed_off_to_it() -> None:
@@ -131,4 +131,4 @@ def test_prompts_that_wait_at_a_decode_place_do_not_hold_up_what_is_handed_off_t
     busy = candidate("d", num_unbegun_tokens=10_000)
     [placement] = policy.assign([pending()], Snapshot([candidate("p")], [busy])).placements
     assert placement is not None
-    assert placement.decode == Place("d")
+    assert placement.decode == Rank("d")

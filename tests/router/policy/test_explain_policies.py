@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cli.replay.dynamo import DynamoPolicy
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.events.step_time import StepTime
 from router.policy.base import Candidate, Option, Pending, Policy, Snapshot
 from router.policy.greedy import LeastLoadedPolicy, PowerOfTwoPolicy, RoundRobinPolicy
@@ -37,7 +37,7 @@ each_weighing_policy = pytest.mark.parametrize("name", _TIES)
 
 def candidate(name: str, **changes: object) -> Candidate:
     settings: dict[str, object] = {"num_total_blocks": 100, "block_size": _BLOCK_SIZE, **changes}
-    return Candidate(place=Place(name), **settings)  # type: ignore[arg-type]
+    return Candidate(rank=Rank(name), **settings)  # type: ignore[arg-type]
 
 
 def pending(num_tokens: int = 100, **changes: object) -> Pending:
@@ -46,10 +46,10 @@ def pending(num_tokens: int = 100, **changes: object) -> Pending:
 
 
 def by_name(options: object) -> dict[str, Option]:
-    return {option.place.worker_id: option for option in options}  # type: ignore[attr-defined]
+    return {option.rank.worker_id: option for option in options}  # type: ignore[attr-defined]
 
 
-places = st.builds(
+ranks = st.builds(
     dict,
     num_used_blocks=st.integers(0, 60),
     num_promised_blocks=st.integers(0, 40),
@@ -64,13 +64,13 @@ snapshots = st.builds(
         [candidate(f"d{number}", **settings) for number, settings in enumerate(decode)],
         now=5.0,
     ),
-    st.lists(places, max_size=3),
-    st.lists(places, min_size=1, max_size=4),
+    st.lists(ranks, max_size=3),
+    st.lists(ranks, min_size=1, max_size=4),
 )
 pendings = st.builds(
     lambda num_tokens, cached, avoid, session_key: pending(
         num_tokens,
-        num_cached_tokens={Place(name): min(count, num_tokens) for name, count in cached.items()},
+        num_cached_tokens={Rank(name): min(count, num_tokens) for name, count in cached.items()},
         avoid=avoid,
         session_key=session_key,
         arrived_at=4.5,
@@ -89,7 +89,7 @@ def test_what_is_chosen_has_no_obstacle_and_costs_what_was_said(
 ) -> None:
     policy = _POLICIES[name]()
     options = by_name(policy.explain(request, snapshot))
-    assert list(options) == [place.place.worker_id for place in (*snapshot.prefill, *snapshot.decode)]
+    assert list(options) == [rank.rank.worker_id for rank in (*snapshot.prefill, *snapshot.decode)]
     [placement] = policy.assign([request], snapshot).placements
     if placement is None:
         return
@@ -183,7 +183,7 @@ def test_a_short_prompt_has_no_use_for_prefill_places() -> None:
 
 def test_where_its_blocks_are_is_an_obstacle_elsewhere() -> None:
     snapshot = Snapshot([candidate("p0"), candidate("p1")], [candidate("d")])
-    options = by_name(RoundRobinPolicy(0).explain(pending(100, prefer_prefill=Place("p1")), snapshot))
+    options = by_name(RoundRobinPolicy(0).explain(pending(100, prefer_prefill=Rank("p1")), snapshot))
     assert (options["p0"].obstacle, options["p1"].obstacle) == ("its blocks are at p1/0", "")
 
 
@@ -215,7 +215,7 @@ def test_kv_aware_counts_what_a_transfer_takes() -> None:
 
 
 def test_kv_aware_prefills_where_it_decodes_if_that_costs_less_than_moving() -> None:
-    # The decode place is busy for 50 ms more; moving 200 tokens takes 0.2 or 2 s, of which a tenth counts.
+    # The decode rank is busy for 50 ms more; moving 200 tokens takes 0.2 or 2 s, of which a tenth counts.
     def prefills_at(transfer_s_per_token: float) -> str | None:
         config = KvAwareConfig(transfer_s_per_token=transfer_s_per_token, margin_s=1.0)
         snapshot = Snapshot([candidate("p")], [candidate("d", step_ends_at=0.05)])
@@ -228,9 +228,9 @@ def test_kv_aware_prefills_where_it_decodes_if_that_costs_less_than_moving() -> 
 
 def test_kv_aware_says_what_each_term_is() -> None:
     step_time = StepTime(prefill_base_s=0.01, prefill_s_per_token=1e-4)
-    place = candidate("d", step_time=step_time, step_ends_at=5.03, num_used_blocks=10)
-    request = pending(200, num_cached_tokens={Place("d"): 100}, arrived_at=4.5)
-    [option] = KvAwarePolicy(random.Random(0)).explain(request, Snapshot([], [place], now=5.0))
+    rank = candidate("d", step_time=step_time, step_ends_at=5.03, num_used_blocks=10)
+    request = pending(200, num_cached_tokens={Rank("d"): 100}, arrived_at=4.5)
+    [option] = KvAwarePolicy(random.Random(0)).explain(request, Snapshot([], [rank], now=5.0))
     assert option.num_cached_tokens == 100
     assert option.terms["wait_s"] == pytest.approx(0.5 + 0.03)
     assert option.terms["prefill_s"] == pytest.approx(0.02)
@@ -240,10 +240,10 @@ def test_kv_aware_says_what_each_term_is() -> None:
 def test_the_policy_that_replays_compare_with_explains_itself_too() -> None:
     snapshot = Snapshot([candidate("p")], [candidate("d0", num_unanswered_tokens=50), candidate("d1")])
     policy = DynamoPolicy(2.0, random.Random(0))
-    request = pending(100, num_cached_tokens={Place("d1"): 40})
+    request = pending(100, num_cached_tokens={Rank("d1"): 40})
     options = by_name(policy.explain(request, snapshot))
     assert options["p"].obstacle
     assert options["d1"].terms == {"prefill_blocks": 12.0, "decode_blocks": 10.0}
     [placement] = policy.assign([request], snapshot).placements
     assert placement is not None
-    assert (placement.decode, placement.cost) == (Place("d1"), options["d1"].cost)
+    assert (placement.decode, placement.cost) == (Rank("d1"), options["d1"].cost)

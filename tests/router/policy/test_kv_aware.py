@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.events.step_time import StepTime
 from router.policy.base import Candidate, Decision, Pending, Snapshot
 from router.policy.forecast import CostWeights, Job, Lane
@@ -26,7 +26,7 @@ STEP_TIME = StepTime(prefill_base_s=0.01, prefill_s_per_token=1e-4, decode_base_
 
 def candidate(name: str, *, total: int = 1000, used: int = 0, ends_in_s: float = 0.0, unbegun: int = 0) -> Candidate:
     return Candidate(
-        place=Place(name),
+        rank=Rank(name),
         num_total_blocks=total,
         block_size=BLOCK_SIZE,
         num_used_blocks=used,
@@ -42,7 +42,7 @@ def pending(num_tokens: int, *, cached: dict[str, int] | None = None, first_hash
         num_tokens=num_tokens,
         num_reserved_tokens=num_tokens,
         num_most_tokens=num_tokens,
-        num_cached_tokens={Place(name): count for name, count in (cached or {}).items()},
+        num_cached_tokens={Rank(name): count for name, count in (cached or {}).items()},
         sequence_hashes=range(first_hash, first_hash + num_tokens // BLOCK_SIZE) if first_hash else (),
         **more,
     )
@@ -60,7 +60,7 @@ def test_a_prompt_goes_where_most_of_it_is_cached() -> None:
     snapshot = Snapshot([], [candidate("a"), candidate("b"), candidate("c")])
     [placement] = policy().assign([pending(1000, cached={"a": 100, "b": 900})], snapshot).placements
     assert placement is not None
-    assert placement.decode == Place("b")
+    assert placement.decode == Rank("b")
     assert placement.num_cached_tokens == 900
     prefill_s = 0.01 + 100 * 1e-4
     weights = CostWeights()
@@ -124,15 +124,15 @@ def test_prefill_places_take_prompts_that_would_hold_up_others() -> None:
     snapshot = Snapshot([candidate("p")], [candidate("d", ends_in_s=0.3)])
     [placement] = policy().assign([pending(1000)], snapshot).placements
     assert placement is not None
-    assert placement.prefill == Place("p")
-    assert placement.decode == Place("d")
+    assert placement.prefill == Rank("p")
+    assert placement.decode == Rank("d")
 
 
 def test_who_just_failed_it_is_avoided_while_others_can() -> None:
-    places = [candidate("a"), candidate("b")]
+    ranks = [candidate("a"), candidate("b")]
     prompt = pending(100, cached={"a": 90}, avoid=frozenset({"a"}))
-    assert decodes(policy().assign([prompt], Snapshot([], places))) == ["b"]
-    assert decodes(policy().assign([prompt], Snapshot([], places[:1]))) == ["a"]
+    assert decodes(policy().assign([prompt], Snapshot([], ranks))) == ["b"]
+    assert decodes(policy().assign([prompt], Snapshot([], ranks[:1]))) == ["a"]
 
 
 @given(
@@ -141,16 +141,16 @@ def test_who_just_failed_it_is_avoided_while_others_can() -> None:
     seed=st.integers(0, 99),
 )
 def test_no_place_is_given_more_than_it_has_room_for(frees: list[int], sizes: list[int], seed: int) -> None:
-    places = [candidate(str(number), total=100, used=100 - free) for number, free in enumerate(frees)]
+    candidates = [candidate(str(number), total=100, used=100 - free) for number, free in enumerate(frees)]
     waiting = [pending(size) for size in sizes]
-    placements = KvAwarePolicy(random.Random(seed)).assign(waiting, Snapshot([], places)).placements
-    taken: Counter[Place] = Counter()
+    placements = KvAwarePolicy(random.Random(seed)).assign(waiting, Snapshot([], candidates)).placements
+    taken: Counter[Rank] = Counter()
     for item, placement in zip(waiting, placements, strict=True):
         if placement is not None:
-            taken[placement.decode] += places[0].num_blocks(item.num_reserved_tokens)
-    assert all(taken[place.place] <= place.num_free_for_booking for place in places)
-    if any(places[0].num_blocks(size) <= max(frees) for size in sizes[:1]):
-        assert any(placements), "an idle place with room takes what comes first in its plan"
+            taken[placement.decode] += candidates[0].num_blocks(item.num_reserved_tokens)
+    assert all(taken[rank.rank] <= rank.num_free_for_booking for rank in candidates)
+    if any(candidates[0].num_blocks(size) <= max(frees) for size in sizes[:1]):
+        assert any(placements), "an idle rank with room takes what comes first in its plan"
 
 
 def lanes(count: int) -> list[Lane]:
@@ -216,14 +216,14 @@ def test_a_turn_does_not_hang_on_the_order_in_which_jobs_are_named() -> None:
 
 
 def test_what_binds_at_once_takes_room_wherever_it_will_be_soonest() -> None:
-    places = [candidate("late", ends_in_s=0.5), candidate("later", ends_in_s=0.6)]
+    ranks = [candidate("late", ends_in_s=0.5), candidate("later", ends_in_s=0.6)]
     waiting = [pending(1900, binds_at_once=True), pending(1900, binds_at_once=True), pending(1900)]
-    assert decodes(policy().assign(waiting, Snapshot([], places))) == ["late", "later", None]
+    assert decodes(policy().assign(waiting, Snapshot([], ranks))) == ["late", "later", None]
 
 
 def test_only_prompts_up_to_the_limit_are_prefilled_where_they_are_decoded() -> None:
     snapshot = Snapshot([candidate("p", ends_in_s=0.004)], [candidate("d")])
-    for limit, expected in ((None, None), (100, None), (99, Place("p")), (0, Place("p"))):
+    for limit, expected in ((None, None), (100, None), (99, Rank("p")), (0, Rank("p"))):
         chooser = policy(local_prefill_max_tokens=limit)
         [placement] = chooser.assign([pending(100)], snapshot).placements
         assert placement is not None and placement.prefill == expected, limit

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.events.step_time import StepTime
 from router.policy.base import Candidate, Peers, Pending, Policy, Snapshot
 from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy
@@ -18,7 +18,7 @@ _STEP_TIME = StepTime(prefill_base_s=0.01, prefill_s_per_token=1e-4)
 
 def candidate(name: str, *, total: int = 1000, used: int = 0, ends_at: float = 0.0) -> Candidate:
     return Candidate(
-        place=Place(name),
+        rank=Rank(name),
         num_total_blocks=total,
         block_size=10,
         num_used_blocks=used,
@@ -57,20 +57,20 @@ def test_a_long_prompt_goes_before_those_behind_it_once_it_has_waited_long() -> 
 @pytest.mark.parametrize("with_prefill", [False, True])
 def test_room_that_is_kept_for_a_large_request_is_not_taken_by_small_ones(with_prefill: bool) -> None:
     prefill = [candidate("p")] if with_prefill else []
-    places = [candidate("a", total=100, used=60), candidate("b", total=100, used=70)]
+    ranks = [candidate("a", total=100, used=60), candidate("b", total=100, used=70)]
     large, small = pending(800), [pending(100) for _ in range(20)]
-    placements = policy().assign([large, *small], Snapshot(prefill, places)).placements
+    placements = policy().assign([large, *small], Snapshot(prefill, ranks)).placements
     assert placements[0] is None
     decodes = {placement.decode for placement in placements if placement is not None}
-    assert decodes == {Place("b")}, "where there is more room they would take what it waits for"
+    assert decodes == {Rank("b")}, "where there is more room they would take what it waits for"
 
 
 def test_all_choices_that_bind_at_once_are_planned_however_many_they_are() -> None:
     choices = [
         Pending(num_tokens=100, num_reserved_tokens=100, num_most_tokens=100, binds_at_once=True) for _ in range(64)
     ]
-    for places in ([candidate("d")], [candidate("d", ends_at=5.0)]):
-        placements = policy().assign([*[pending(100)] * 50, *choices], Snapshot([], places)).placements
+    for ranks in ([candidate("d")], [candidate("d", ends_at=5.0)]):
+        placements = policy().assign([*[pending(100)] * 50, *choices], Snapshot([], ranks)).placements
         assert None not in placements[50:]
 
 
@@ -82,23 +82,23 @@ def test_whoever_is_kept_behind_a_group_that_goes_is_looked_at_as_that_ends() ->
 
 def test_more_than_can_be_planned_are_looked_at_again_at_once() -> None:
     waiting = [pending(1500 + number) for number in range(100)]
-    places = [candidate(f"d{number:02}") for number in range(100)]
-    decision = policy().assign(waiting, Snapshot([], places))
+    ranks = [candidate(f"d{number:02}") for number in range(100)]
+    decision = policy().assign(waiting, Snapshot([], ranks))
     assert any(decision.placements)
     assert decision.look_again_in_s is not None and decision.look_again_in_s < 0.001
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_session_does_not_wait_for_other_routers_more_than_its_place_is_theirs(number: int) -> None:
-    places = [candidate(f"d{index}") for index in range(8)]
-    names = [place.place for place in places]
-    snapshot = Snapshot([], places, peers=Peers(number=number, num_routers=2, places=names))
+    candidates = [candidate(f"d{index}") for index in range(8)]
+    names = [rank.rank for rank in candidates]
+    snapshot = Snapshot([], candidates, peers=Peers(number=number, num_routers=2, ranks=names))
     chooser: Policy = SessionAffinityPolicy(policy())
     num_at_once = 0
     for session in range(16):
         decision = chooser.assign([pending(1000, key=f"session {session}")], snapshot)
         num_at_once += decision.placements[0] is not None
-    assert 3 <= num_at_once <= 13, "half of the places are this router's"
+    assert 3 <= num_at_once <= 13, "half of the ranks are this router's"
 
 
 def test_nobody_is_kept_for_a_place_whose_steps_were_never_measured() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from router.policy.base import Candidate, Pending, Placement, Policy, Snapshot
 from router.policy.greedy import LeastLoadedPolicy, PowerOfTwoPolicy, RoundRobinPolicy
 from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy
@@ -30,7 +30,7 @@ _POLICIES = [
     lambda: KvAwarePolicy(
         random.Random(0),
         # It plans all that wait at once, as the others do.
-        KvAwareConfig(gather_s=0.0, local_prefill_max_tokens=_LOCAL_MAX, num_planned_per_place=12),
+        KvAwareConfig(gather_s=0.0, local_prefill_max_tokens=_LOCAL_MAX, num_planned_per_rank=12),
     ),
 ]
 each_policy = pytest.mark.parametrize("make_policy", _POLICIES, ids=lambda make_policy: make_policy().name)
@@ -44,7 +44,7 @@ def candidate(
     name: str, *, total: int = 100, used: int = 0, promised: int = 0, queued: int = 0, adapters: tuple[str, ...] = ()
 ) -> Candidate:
     return Candidate(
-        place=Place(name),
+        rank=Rank(name),
         num_total_blocks=total,
         block_size=10,
         num_used_blocks=used,
@@ -69,7 +69,7 @@ def pending(
         num_most_tokens=num_tokens + reserve + later,
         adapter=adapter,
         avoid=frozenset(avoid),
-        prefer_prefill=None if prefer is None else Place(prefer),
+        prefer_prefill=None if prefer is None else Rank(prefer),
     )
 
 
@@ -142,9 +142,9 @@ def test_a_worker_that_just_failed_it_is_avoided_where_another_will_do(make_poli
 def test_the_preferred_prefill_place_is_taken_while_it_is_there(make_policy) -> None:
     busy, idle = candidate("busy", queued=10_000), candidate("idle")
     [placement] = make_policy().assign([pending(prefer="busy")], Snapshot([idle, busy], [candidate("d")])).placements
-    assert placement is not None and placement.prefill == Place("busy")
+    assert placement is not None and placement.prefill == Rank("busy")
     [placement] = make_policy().assign([pending(prefer="gone")], Snapshot([idle], [candidate("d")])).placements
-    assert placement is not None and placement.prefill == Place("idle")
+    assert placement is not None and placement.prefill == Rank("idle")
 
 
 @each_policy
@@ -159,8 +159,8 @@ def test_an_adapter_is_asked_only_of_those_that_serve_it(make_policy) -> None:
 
 @each_policy
 def test_a_large_request_is_not_starved_by_small_ones_behind_it(make_policy) -> None:
-    places = [candidate("d1", total=100, used=30), candidate("d2", total=100, used=60)]
-    placements = make_policy().assign([pending(800), *[pending(100)] * 6], Snapshot([], places)).placements
+    ranks = [candidate("d1", total=100, used=30), candidate("d2", total=100, used=60)]
+    placements = make_policy().assign([pending(800), *[pending(100)] * 6], Snapshot([], ranks)).placements
     # It fences d1, which has the most room; the small ones use what is left of d2.
     assert decodes(placements) == [None, "d2", "d2", "d2", "d2", None, None]
 
@@ -187,15 +187,15 @@ def test_a_place_too_small_for_all_that_a_request_may_become_is_left_out(make_po
 @each_policy
 @given(st.lists(st.integers(1, 400), max_size=12), st.lists(st.integers(0, 60), min_size=1, max_size=4))
 def test_no_place_is_ever_overbooked(make_policy, lengths: list[int], used: list[int]) -> None:
-    places = [candidate(f"d{i}", total=60, used=used[i]) for i in range(len(used))]
-    placements = make_policy().assign([pending(length) for length in lengths], Snapshot([], places)).placements
+    candidates = [candidate(f"d{i}", total=60, used=used[i]) for i in range(len(used))]
+    placements = make_policy().assign([pending(length) for length in lengths], Snapshot([], candidates)).placements
     assert len(placements) == len(lengths)
     taken: Counter[str] = Counter()
     for length, placement in zip(lengths, placements, strict=True):
         if placement is not None:
             taken[placement.decode.worker_id] += -(-length // 10)
-    for place in places:
-        assert taken[place.place.worker_id] <= place.num_free_for_booking
+    for rank in candidates:
+        assert taken[rank.rank.worker_id] <= rank.num_free_for_booking
 
 
 def test_round_robin_takes_turns_by_name() -> None:
@@ -203,27 +203,27 @@ def test_round_robin_takes_turns_by_name() -> None:
     snapshot = Snapshot([candidate("p2"), candidate("p1")], [candidate("d3"), candidate("d1"), candidate("d2")])
     placements = policy.assign([pending()] * 4, snapshot).placements + policy.assign([pending()], snapshot).placements
     assert decodes(placements) == ["d1", "d2", "d3", "d1", "d2"]
-    assert [placement and placement.prefill for placement in placements[:3]] == [Place("p1"), Place("p2"), Place("p1")]
+    assert [placement and placement.prefill for placement in placements[:3]] == [Rank("p1"), Rank("p2"), Rank("p1")]
 
 
 def test_least_loaded_decodes_where_the_smallest_share_is_taken() -> None:
-    places = [candidate("small", total=50, used=20), candidate("large", total=200, used=60)]
-    [placement] = LeastLoadedPolicy(_LOCAL_MAX, random.Random(1)).assign([pending()], Snapshot([], places)).placements
+    ranks = [candidate("small", total=50, used=20), candidate("large", total=200, used=60)]
+    [placement] = LeastLoadedPolicy(_LOCAL_MAX, random.Random(1)).assign([pending()], Snapshot([], ranks)).placements
     assert placement is not None and placement.decode.worker_id == "large"
 
 
 def test_least_loaded_counts_promises_like_use() -> None:
-    places = [candidate("used", used=10), candidate("promised", promised=30)]
+    ranks = [candidate("used", used=10), candidate("promised", promised=30)]
     assert decodes(
-        LeastLoadedPolicy(_LOCAL_MAX, random.Random(1)).assign([pending()], Snapshot([], places)).placements
+        LeastLoadedPolicy(_LOCAL_MAX, random.Random(1)).assign([pending()], Snapshot([], ranks)).placements
     ) == ["used"]
 
 
 def test_least_loaded_prefills_where_the_fewest_tokens_wait() -> None:
-    places = [candidate("p1", queued=500), candidate("p2", queued=100)]
+    ranks = [candidate("p1", queued=500), candidate("p2", queued=100)]
     placements = (
         LeastLoadedPolicy(_LOCAL_MAX, random.Random(1))
-        .assign([pending(300)] * 3, Snapshot(places, [candidate("d")]))
+        .assign([pending(300)] * 3, Snapshot(ranks, [candidate("d")]))
         .placements
     )
     assert [placement and placement.prefill and placement.prefill.worker_id for placement in placements] == [
@@ -246,8 +246,8 @@ def test_power_of_two_takes_the_less_loaded_of_two_and_so_never_the_worst() -> N
 
 
 def test_least_loaded_breaks_near_ties_at_random() -> None:
-    places = [candidate("a", used=40), candidate("b", used=41), candidate("c", used=60)]
+    ranks = [candidate("a", used=40), candidate("b", used=41), candidate("c", used=60)]
     policy = LeastLoadedPolicy(_LOCAL_MAX, random.Random(3))
-    chosen = Counter(decodes([policy.assign([pending()], Snapshot([], places)).placements[0] for _ in range(100)]))
+    chosen = Counter(decodes([policy.assign([pending()], Snapshot([], ranks)).placements[0] for _ in range(100)]))
     assert chosen.keys() == {"a", "b"}
     assert min(chosen.values()) > 20

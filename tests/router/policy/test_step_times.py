@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quartet.discovery.base import Place
+from quartet.discovery.base import Rank
 from quartet.events.step_time import StepTime
 from router.policy.base import Candidate
 from router.policy.room import with_step_times
@@ -12,15 +12,13 @@ def place(name: str, *, s_per_token: float | None) -> Candidate:
     """``None``: it was never measured."""
     step_time = StepTime() if s_per_token is None else StepTime(prefill_s_per_token=s_per_token)
     is_measured = s_per_token is not None
-    return Candidate(
-        place=Place(name), num_total_blocks=100, block_size=32, step_time=step_time, is_measured=is_measured
-    )
+    return Candidate(rank=Rank(name), num_total_blocks=100, block_size=32, step_time=step_time, is_measured=is_measured)
 
 
 def test_a_new_place_is_taken_for_one_like_its_fellows() -> None:
-    places = [place("a", s_per_token=1e-3), place("b", s_per_token=None), place("c", s_per_token=3e-3)]
-    [a, b, c] = with_step_times([*places, place("d", s_per_token=2e-3)])[:3]
-    assert (a, c) == (places[0], places[2])
+    ranks = [place("a", s_per_token=1e-3), place("b", s_per_token=None), place("c", s_per_token=3e-3)]
+    [a, b, c] = with_step_times([*ranks, place("d", s_per_token=2e-3)])[:3]
+    assert (a, c) == (ranks[0], ranks[2])
     assert b.is_measured
     assert b.step_time.prefill_s_per_token == 2e-3
 
@@ -31,5 +29,5 @@ def test_where_no_fellow_was_measured_places_of_the_other_role_stand_in() -> Non
 
 
 def test_where_nothing_was_measured_nothing_is_made_up() -> None:
-    places = [place("a", s_per_token=None)]
-    assert with_step_times(places, [place("p", s_per_token=None)]) is places
+    ranks = [place("a", s_per_token=None)]
+    assert with_step_times(ranks, [place("p", s_per_token=None)]) is ranks

@@ -165,15 +165,15 @@ def test_every_process_gets_the_whole_of_its_settings(tmp_path: Path) -> None:
 
 def test_keys_go_to_the_router_and_to_those_who_decode(tmp_path: Path) -> None:
     text = """
-        router: {overrides: {seal_keys_file: own/keys}}
-        workers: [{role: decode}, {role: prefill}, {role: decode, overrides: {seal_keys_file: other/keys}}]
+        router: {overrides: {signing_keys_file: own/keys}}
+        workers: [{role: decode}, {role: prefill}, {role: decode, overrides: {signing_keys_file: other/keys}}]
     """
-    topology = load_topology(write(tmp_path, text)).with_seal_keys(Path("drawn/keys"))
-    files = [plan.settings["seal_keys_file"] for plan in plan_workers(topology, num_cores=1)]
+    topology = load_topology(write(tmp_path, text)).with_signing_keys(Path("drawn/keys"))
+    files = [plan.settings["signing_keys_file"] for plan in plan_workers(topology, num_cores=1)]
     assert files == ["drawn/keys", None, "other/keys"]
-    assert plan_router(topology).settings["seal_keys_file"] == "own/keys"
-    without = load_topology(write(tmp_path, "workers: [{role: decode}]")).with_seal_keys(Path("drawn/keys"))
-    assert plan_router(without).settings["seal_keys_file"] == "drawn/keys"
+    assert plan_router(topology).settings["signing_keys_file"] == "own/keys"
+    without = load_topology(write(tmp_path, "workers: [{role: decode}]")).with_signing_keys(Path("drawn/keys"))
+    assert plan_router(without).settings["signing_keys_file"] == "drawn/keys"
 
 
 def test_torch_workers_share_the_cores(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from quartet.kvcache.layout import HandOff
 from quartet.rpc.channels import create_channel
 from quartet.rpc.server import RpcServer, ServerConfig, Service
 from quartet.streams.client import DecodeClient, PrefillClient
-from quartet.streams.messages import MAX_INNER_MESSAGE_BYTES, InnerStart, RequestContext
+from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES, RequestContext, WorkerStart
 from quartet.streams.server import StreamLimits
 from quartet.telemetry.metrics import WorkerMetrics
 from quartet.transfer.base import TransferWay
@@ -56,7 +56,7 @@ class GatedTransfers(TransferServicer):
 
 
 @dataclass
-class InnerWorker:
+class StreamWorker:
     """One worker, serving. ``may_transfer``, cleared, holds up everything that others want of its hand-offs."""
 
     engine: StepEngine
@@ -100,14 +100,14 @@ class InnerWorker:
 
 
 @asynccontextmanager
-async def inner_worker(
+async def stream_worker(
     kind: RequestKind,
     runner: FakeRunner | None = None,
     *,
     limits: StreamLimits | None = None,
     transfer: TransferConfig | None = None,
     scheduler: SchedulerConfig | None = None,
-) -> AsyncIterator[InnerWorker]:
+) -> AsyncIterator[StreamWorker]:
     """A worker of ``kind`` on loopback; everything is taken down in the end."""
     runner = runner or FakeRunner()
     transfer = transfer or TransferConfig(lease_s=10.0)
@@ -132,13 +132,13 @@ async def inner_worker(
     pulls.may_serve = asyncio.Event()
     pulls.may_serve.set()
     transfers = Service("quartet.v1.TransferService", lambda server: add_transfer_servicer(pulls, server))
-    server = RpcServer(ServerConfig(max_receive_message_bytes=MAX_INNER_MESSAGE_BYTES), [service, transfers])
+    server = RpcServer(ServerConfig(max_receive_message_bytes=MAX_WORKER_MESSAGE_BYTES), [service, transfers])
     address = f"127.0.0.1:{await server.start()}"
     source.advertise(address)
     channel = create_channel(address, None)
     consumer = asyncio.create_task(_consume(engine, dispatcher))
     try:
-        yield InnerWorker(engine, runner, source, dispatcher, server, channel, [], [], pulls.may_serve)
+        yield StreamWorker(engine, runner, source, dispatcher, server, channel, [], [], pulls.may_serve)
     finally:
         pulls.may_serve.set()
         if runner.step_gate is not None:
@@ -170,12 +170,12 @@ async def prefill_and_decode(
     prefill_runner: FakeRunner | None = None,
     decode_runner: FakeRunner | None = None,
     lease_s: float = 10.0,
-) -> AsyncIterator[tuple[InnerWorker, InnerWorker]]:
+) -> AsyncIterator[tuple[StreamWorker, StreamWorker]]:
     """One worker of each kind."""
     transfer = TransferConfig(ways=ways, lease_s=lease_s)
     async with (
-        inner_worker(RequestKind.PREFILL, prefill_runner, transfer=transfer) as prefill,
-        inner_worker(RequestKind.DECODE, decode_runner, transfer=transfer) as decode,
+        stream_worker(RequestKind.PREFILL, prefill_runner, transfer=transfer) as prefill,
+        stream_worker(RequestKind.DECODE, decode_runner, transfer=transfer) as decode,
     ):
         yield prefill, decode
 
@@ -203,10 +203,10 @@ def make_start(
     max_tokens: int = 8,
     logprobs: int | None = None,
     **context: object,
-) -> InnerStart:
+) -> WorkerStart:
     """A start with a request id of its own, unless ``context`` has one."""
     named = {"request_id": f"{next(_request_ids):032x}", **context}
-    return InnerStart(
+    return WorkerStart(
         context=RequestContext(**named),  # type: ignore[arg-type]
         generation=Generation(
             prompt_token_ids=tuple(prompt),
@@ -218,7 +218,7 @@ def make_start(
     )
 
 
-def expected(start: InnerStart, max_len: int = 256) -> list[int]:
+def expected(start: WorkerStart, max_len: int = 256) -> list[int]:
     """All output tokens of ``start``, generated ones included."""
     return expected_output(start.generation, max_len=max_len)
 

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from quartet.streams.signed_start import SealKeys
-from services.topology.launch import draw_seal_key
+from quartet.streams.signed_start import SigningKeys
+from services.topology.launch import draw_signing_key
 
 
 def test_a_drawn_key_is_its_owners_alone_and_good_to_seal_with(tmp_path: Path) -> None:
-    path = draw_seal_key(tmp_path)
+    path = draw_signing_key(tmp_path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    key = SealKeys(path).sealing_key
+    key = SigningKeys(path).signing_key
     assert len(key.secret) == 32
     assert key.secret.hex() not in repr(key)
 
 
 def test_no_key_is_drawn_over_another(tmp_path: Path) -> None:
-    content = draw_seal_key(tmp_path).read_text()
+    content = draw_signing_key(tmp_path).read_text()
     with pytest.raises(FileExistsError):
-        draw_seal_key(tmp_path)
-    assert (tmp_path / "seal_keys").read_text() == content
+        draw_signing_key(tmp_path)
+    assert (tmp_path / "signing_keys").read_text() == content

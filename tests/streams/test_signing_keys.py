@@ -13,7 +13,7 @@ import pytest
 
 from quartet.errors import ConfigError
 from quartet.streams import signed_start
-from quartet.streams.signed_start import SealKey, SealKeys
+from quartet.streams.signed_start import SigningKey, SigningKeys
 
 OLD, NEW = "0a" * 32, "0b" * 32
 
@@ -35,8 +35,8 @@ class KeyFile:
         os.utime(new, ns=(self.num_writes, self.num_writes))
         new.rename(self.path)
 
-    def keys(self) -> SealKeys:
-        return SealKeys(self.path, clock=lambda: self.now)
+    def keys(self) -> SigningKeys:
+        return SigningKeys(self.path, clock=lambda: self.now)
 
 
 @pytest.fixture
@@ -47,14 +47,14 @@ def file(tmp_path: Path) -> KeyFile:
 def test_the_first_key_seals_and_all_are_found(file: KeyFile) -> None:
     file.write(f"# rotated on Monday\n\nnew {NEW}\nold  {OLD}\n")
     keys = file.keys()
-    assert keys.sealing_key == SealKey(key_id="new", secret=bytes.fromhex(NEW))
-    assert keys.find("old") == SealKey(key_id="old", secret=bytes.fromhex(OLD))
+    assert keys.signing_key == SigningKey(key_id="new", secret=bytes.fromhex(NEW))
+    assert keys.find("old") == SigningKey(key_id="old", secret=bytes.fromhex(OLD))
     assert keys.find("other") is None
 
 
 def test_a_mac_is_the_hmac_sha256_of_the_bytes() -> None:
-    key = SealKey(key_id="k", secret=b"s" * 32)
-    assert key.mac(b"sealed") == hmac.new(b"s" * 32, b"sealed", hashlib.sha256).digest()
+    key = SigningKey(key_id="k", secret=b"s" * 32)
+    assert key.mac(b"signed") == hmac.new(b"s" * 32, b"signed", hashlib.sha256).digest()
 
 
 def test_keys_rotate_without_a_restart(file: KeyFile) -> None:
@@ -62,13 +62,13 @@ def test_keys_rotate_without_a_restart(file: KeyFile) -> None:
     keys = file.keys()
     file.write(f"old {OLD}\nnew {NEW}")
     file.now = 0.9
-    assert keys.sealing_key.key_id == "old"
+    assert keys.signing_key.key_id == "old"
     assert keys.find("new") is not None
     file.now = 1.0
-    assert keys.sealing_key.key_id == "old"
+    assert keys.signing_key.key_id == "old"
     file.write(f"new {NEW}\nold {OLD}")
     file.now = 2.0
-    assert keys.sealing_key.key_id == "new"
+    assert keys.signing_key.key_id == "new"
     assert keys.find("old") is not None
     file.write(f"new {NEW}")
     file.now = 3.0
@@ -108,13 +108,13 @@ def test_a_new_file_that_is_no_good_changes_nothing_but_the_log(
         file.write(contents[change], mode=0o604 if change == "open to everybody" else 0o600)
     for now in (1.0, 2.0, 3.0):
         file.now = now
-        assert keys.sealing_key.key_id == "old"
+        assert keys.signing_key.key_id == "old"
     [warning] = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "seal_keys_file" in warning.getMessage()
+    assert "signing_keys_file" in warning.getMessage()
     assert NEW[:40] not in caplog.text
     file.write(f"new {NEW}")
     file.now = 4.0
-    assert keys.sealing_key.key_id == "new"
+    assert keys.signing_key.key_id == "new"
 
 
 @pytest.mark.parametrize(
@@ -137,13 +137,13 @@ def test_a_file_that_is_no_good_is_refused_by_its_setting_and_no_secret_is_told(
     file: KeyFile, content: str, message: str
 ) -> None:
     file.write(content)
-    with pytest.raises(ConfigError, match=f"^seal_keys_file: .*{message}") as caught:
+    with pytest.raises(ConfigError, match=f"^signing_keys_file: .*{message}") as caught:
         file.keys()
     assert OLD[:40] not in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_refused_by_its_setting(file: KeyFile) -> None:
-    with pytest.raises(ConfigError, match=r"^seal_keys_file: cannot read"):
+    with pytest.raises(ConfigError, match=r"^signing_keys_file: cannot read"):
         file.keys()
 
 
@@ -156,7 +156,7 @@ def test_a_file_that_everybody_can_open_is_refused(file: KeyFile, mode: int) -> 
 
 def test_a_group_may_read_it(file: KeyFile) -> None:
     file.write(f"k {OLD}", 0o640)
-    assert file.keys().sealing_key.key_id == "k"
+    assert file.keys().signing_key.key_id == "k"
 
 
 def test_nothing_shows_a_secret(file: KeyFile, caplog: pytest.LogCaptureFixture) -> None:
@@ -165,7 +165,7 @@ def test_nothing_shows_a_secret(file: KeyFile, caplog: pytest.LogCaptureFixture)
     keys = file.keys()
     file.write(f"k2 {NEW}")
     file.now = 1.0
-    shown = f"{keys.sealing_key!r} {keys.find('k2')} {keys!r} {caplog.text}"
+    shown = f"{keys.signing_key!r} {keys.find('k2')} {keys!r} {caplog.text}"
     assert "k2" in shown
     assert NEW not in shown
     assert str(bytes.fromhex(NEW))[2:-1] not in shown
