@@ -1,20 +1,22 @@
-"""What one choice has given so far: tokens of all its attempts, their text, and where its time went."""
+"""What the choices of a request have given so far: tokens of all attempts, their text, where their time went, ends."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from quartet.api.answer import DeltaSink
-from quartet.api.request import ChoiceFinished, Resume, TimeBreakdown, Usage
+from quartet.api.answer import AnswerSink, DeltaSink
+from quartet.api.request import Accepted, ChoiceFinished, Resume, TextOptions, TimeBreakdown, Usage
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
-from quartet.errors import InvalidRequestError, WorkerUnavailableError
+from quartet.errors import InvalidRequestError, RequestCancelledError, ServingError, WorkerUnavailableError
 from quartet.streams.messages import DecodeStarted
 from quartet.text.text_stream import TextDelta, TextStream
+from quartet.text.tokenizer import Tokenizer
 
 
 class Durations(Protocol):
@@ -292,3 +294,117 @@ class ChoiceOutput:
 
     def _add_time(self, name: str, seconds: float) -> None:
         self._times[name] = self._times.get(name, 0.0) + seconds
+
+
+def make_outputs(
+    choices: Iterable[int],
+    sink: DeltaSink,
+    settings: OutputSettings,
+    options: TextOptions,
+    tokenizer: Tokenizer | None,
+    prompt_tail: Sequence[int],
+) -> dict[int, ChoiceOutput]:
+    """The outputs of ``choices``, by choice.
+
+    Args:
+        choices: their numbers.
+        sink: takes what may be shown.
+        settings: what they have in common.
+        options: the client's wishes for the text.
+        tokenizer: makes the text; ``None``: there is none, whatever ``options`` say.
+        prompt_tail: the prompt's last few token ids, which the text continues.
+    """
+    outputs = {}
+    for choice in choices:
+        text = TextStream(
+            None if options.omit_text else tokenizer,
+            options.stop_strings,
+            include_stop=options.include_stop_string,
+            skip_special_tokens=not options.show_special_tokens,
+            prompt_tail=prompt_tail,
+        )
+        outputs[choice] = ChoiceOutput(settings, choice, text, sink)
+    return outputs
+
+
+class RunningChoices:
+    """The choices of one request that runs: what they have given, and what its sink was told of their ends.
+
+    Attributes:
+        outputs: by choice; empty until the request is ready to run.
+        is_accepted: the sink was told that it is.
+    """
+
+    def __init__(self, choices: Sequence[int], sink: AnswerSink, arrived_at: float) -> None:
+        """``choices`` are their numbers; the request arrived at ``arrived_at``, monotonic seconds."""
+        self.outputs: Mapping[int, ChoiceOutput] = {}
+        self.is_accepted = False
+        self._choices = choices
+        self._sink = sink
+        self._arrived_at = arrived_at
+        self._finished: dict[int, ChoiceFinished] = {}
+
+    @property
+    def finished(self) -> Sequence[ChoiceFinished]:
+        """The ends of those that have ended."""
+        return tuple(self._finished.values())
+
+    def accept(self, accepted: Accepted) -> None:
+        """Tell the sink that the request is accepted; called once."""
+        self.is_accepted = True
+        self._sink.accept(accepted)
+
+    def finish(self, finished: ChoiceFinished) -> None:
+        """Tell the sink that one choice has ended."""
+        self._finished[finished.choice] = finished
+        self._sink.finish(finished)
+
+    def settle(
+        self, work: asyncio.Task[None], *, cancelled: Callable[[], Accepted] | None, dropped: ServingError | None = None
+    ) -> BaseException | None:
+        """Tell the sink how ``work``, the task that ran the request, ended.
+
+        Args:
+            work: the task, which is done.
+            cancelled: the client cancelled the request: gives what to accept it with, where nothing was placed yet,
+                or raises ``ServingError``. Choices that have not ended get their end then. ``None``: it did not.
+            dropped: the error of a task that was cancelled though the client did not cancel the request; ``None``:
+                most likely the client reads no more, which ``RequestCancelledError`` says.
+
+        Returns:
+            The error that the request failed with.
+        """
+        error: BaseException | None = None
+        if not work.cancelled():
+            error = first_error(work.exception())
+        elif cancelled is not None:
+            try:
+                self._finish_cancelled(cancelled)
+            except ServingError as refusal:
+                error = refusal
+        else:
+            error = dropped or RequestCancelledError("the request was dropped")
+        self._sink.end(error)
+        return error
+
+    def _finish_cancelled(self, cancelled: Callable[[], Accepted]) -> None:
+        """The client gets ``Accepted`` and an end of each choice, though maybe nothing was placed."""
+        if not self.is_accepted:
+            self.accept(cancelled())
+        for choice in self._choices:
+            if choice not in self._finished:
+                self.finish(self._cancelled_end(choice))
+
+    def _cancelled_end(self, choice: int) -> ChoiceFinished:
+        if choice in self.outputs:
+            return self.outputs[choice].finish(FinishReason.CANCELLED)
+        usage = Usage(num_prompt_tokens=0, num_cached_tokens=0, num_output_tokens=0, num_attempts=0)
+        time_breakdown = TimeBreakdown(total_s=time.monotonic() - self._arrived_at)
+        return ChoiceFinished(choice=choice, reason=FinishReason.CANCELLED, usage=usage, time=time_breakdown)
+
+
+def first_error(error: BaseException | None) -> BaseException | None:
+    """The error that ended the others of a group; ``error`` itself where it is no group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -14,7 +14,7 @@ from quartet import errors
 from quartet.api.answer import Answer
 from quartet.api.convert.answer import from_place_response, to_place_request
 from quartet.api.convert.request import to_generate_start
-from quartet.api.output import ChoiceOutput, OutputSettings
+from quartet.api.output import ChoiceOutput, OutputSettings, RunningChoices, make_outputs
 from quartet.api.placement import PlacedChoice, PlacedRequest
 from quartet.api.request import (
     Accepted,
@@ -24,8 +24,6 @@ from quartet.api.request import (
     GenerateStart,
     Placed,
     Resume,
-    TimeBreakdown,
-    Usage,
 )
 from quartet.api.text_cache import TextCache
 from quartet.client.generate import GenerateRequest
@@ -39,7 +37,6 @@ from quartet.errors import (
     ModelFilesError,
     PlaceTooLargeError,
     ProtocolError,
-    RequestCancelledError,
     RequestTimeoutError,
     ServingError,
     WorkerUnavailableError,
@@ -49,7 +46,6 @@ from quartet.streams import client
 from quartet.streams.client import outcome_in_time
 from quartet.streams.messages import DecodeStarted, SignedPlacement
 from quartet.text.model_text import ModelText
-from quartet.text.text_stream import TextStream
 from quartet.text.tokenizer import Tokenizer
 
 
@@ -66,9 +62,7 @@ class DirectRequest:
         self._answer = Answer(max_unread=MAX_UNREAD)
         self._work: asyncio.Task[None] | None = None
         self._is_cancelled = False
-        self._is_accepted = False
-        self._outputs: dict[int, ChoiceOutput] = {}
-        self._finished: set[int] = set()
+        self._choices = self._make_choices()
 
     @property
     def router(self) -> str | None:
@@ -86,6 +80,7 @@ class DirectRequest:
     async def parts(self) -> AsyncGenerator[AnswerPart, None]:
         """Send it and give its answer. Raises ``ServingError``."""
         self._placer = Placer(self._tools, self._start)
+        self._choices = self._make_choices()
         work = self._work = asyncio.create_task(self._run(), name="direct request")
         work.add_done_callback(self._settle)
         if self._is_cancelled:
@@ -100,22 +95,12 @@ class DirectRequest:
             work.cancel()
             await asyncio.wait([work])
 
+    def _make_choices(self) -> RunningChoices:
+        return RunningChoices(range(self._start.num_choices), self._answer, self._placer.arrived_at)
+
     def _settle(self, work: asyncio.Task[None]) -> None:
         """Tell the answer how the work ended."""
-        error: BaseException | None = None
-        if not work.cancelled():
-            error = work.exception()
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]  # the one that ended the others
-        elif self._is_cancelled:
-            try:
-                self._end_cancelled()
-            except ServingError as unread:
-                error = unread
-        else:
-            # By its user, who reads no more, or by the client that was closed under it.
-            error = RequestCancelledError("the request was dropped")
-        self._answer.end(error)
+        self._choices.settle(work, cancelled=self._accept_cancelled if self._is_cancelled else None)
 
     async def _run(self) -> None:
         timeout_s = self._start.timeout_s
@@ -132,8 +117,8 @@ class DirectRequest:
             # Too long to be signed, no room for all choices at once, or nobody is there to give the tokenizer.
             await self._generate_by_router()
             return
-        self._accept(request)
-        self._make_outputs(request, tokenizer)
+        self._choices.accept(_accepted(request))
+        self._choices.outputs = self._make_outputs(request, tokenizer)
         if len(request.choices) == 1:
             await self._run_choice(request.choices[0])
             return
@@ -147,27 +132,15 @@ class DirectRequest:
             async for part in parts:
                 match part:
                     case Accepted():
-                        self._is_accepted = True
-                        self._answer.accept(part)
+                        self._choices.accept(part)
                     case Placed():
                         self._answer.place(part.placement)
                     case Delta():
                         self._answer.add(part.choice, part.token_offset, part.token_ids, part.text, part.logprobs)
                     case ChoiceFinished():
-                        self._finish(part)
+                        self._choices.finish(part)
 
-    def _accept(self, request: PlacedRequest) -> None:
-        self._is_accepted = True
-        accepted = Accepted(
-            request_id=request.request_id,
-            choices=tuple(placed.placement for placed in request.choices if placed.placement is not None),
-            num_prompt_tokens=request.num_prompt_tokens,
-            seed=request.seed,
-            model_fingerprint=request.model_fingerprint,
-        )
-        self._answer.accept(accepted)
-
-    def _make_outputs(self, request: PlacedRequest, tokenizer: Tokenizer | None) -> None:
+    def _make_outputs(self, request: PlacedRequest, tokenizer: Tokenizer | None) -> Mapping[int, ChoiceOutput]:
         options = self._start.text_options
         settings = OutputSettings(
             num_prompt_tokens=request.num_prompt_tokens,
@@ -177,41 +150,27 @@ class DirectRequest:
             ttft=_Unobserved(),
             itl=_Unobserved(),
         )
-        for placed in request.choices:
-            text = TextStream(
-                tokenizer,
-                options.stop_strings,
-                include_stop=options.include_stop_string,
-                skip_special_tokens=not options.show_special_tokens,
-                prompt_tail=request.prompt_tail_token_ids,
-            )
-            self._outputs[placed.choice] = ChoiceOutput(settings, placed.choice, text, self._answer)
+        choices = [placed.choice for placed in request.choices]
+        return make_outputs(choices, self._answer, settings, options, tokenizer, request.prompt_tail_token_ids)
 
     async def _run_choice(self, placed: PlacedChoice) -> None:
         place_again = partial(self._placer.place_again, placed.choice)
-        choice = DirectChoice(self._outputs[placed.choice], self._tools.workers, place_again)
-        self._finish(await choice.run(placed))
+        choice = DirectChoice(self._choices.outputs[placed.choice], self._tools.workers, place_again)
+        self._choices.finish(await choice.run(placed))
 
-    def _finish(self, finished: ChoiceFinished) -> None:
-        self._finished.add(finished.choice)
-        self._answer.finish(finished)
+    def _accept_cancelled(self) -> Accepted:
+        """What a request is accepted with that was cancelled before a router placed it, so no router has named it."""
+        return Accepted(request_id=secrets.token_hex(16), choices=(), num_prompt_tokens=0, seed=self._start.seed or 0)
 
-    def _end_cancelled(self) -> None:
-        """The user cancelled, maybe before anything was placed: there is an ``Accepted`` all the same."""
-        if not self._is_accepted:
-            # No router has named it, or told so.
-            request_id, seed = secrets.token_hex(16), self._start.seed or 0
-            self._answer.accept(Accepted(request_id=request_id, choices=(), num_prompt_tokens=0, seed=seed))
-        for choice in range(self._start.num_choices):
-            if choice not in self._finished:
-                self._finish(self._cancelled(choice))
 
-    def _cancelled(self, choice: int) -> ChoiceFinished:
-        if choice in self._outputs:
-            return self._outputs[choice].finish(FinishReason.CANCELLED)
-        usage = Usage(num_prompt_tokens=0, num_cached_tokens=0, num_output_tokens=0, num_attempts=0)
-        time_breakdown = TimeBreakdown(total_s=time.monotonic() - self._placer.arrived_at)
-        return ChoiceFinished(choice=choice, reason=FinishReason.CANCELLED, usage=usage, time=time_breakdown)
+def _accepted(request: PlacedRequest) -> Accepted:
+    return Accepted(
+        request_id=request.request_id,
+        choices=tuple(placed.placement for placed in request.choices if placed.placement is not None),
+        num_prompt_tokens=request.num_prompt_tokens,
+        seed=request.seed,
+        model_fingerprint=request.model_fingerprint,
+    )
 
 
 class _Unobserved:
