@@ -28,7 +28,7 @@ from quartet.events.step_time import StepTime
 from quartet.kvcache.block_hash import sequence_hashes
 from quartet.telemetry.provenance import write_report
 from quartet.telemetry.routing_metrics import RoutingMetrics
-from router.admission import Admission
+from router.admission import Admission, QueuedRequest
 from router.config import AdmissionConfig
 from router.kv_index.index import PrefixIndex, PromptMatches
 from router.policy.base import Pending, Policy
@@ -104,10 +104,14 @@ class _Router:
             step_s = rng.uniform(0.02, 0.2) if rng is not None and rng.random() < 0.5 else 0.0
             self.table.report(_load(record, step_s), time.monotonic())
 
+    def queued(self, pending: Pending) -> QueuedRequest:
+        """``pending``, for the queue."""
+        return QueuedRequest(standing=self.admission.standing(self.pool), **vars(pending))
+
     async def route(self, pending: Pending, records: Sequence[WorkerRecord]) -> float:
         """One request on its way, from its arrival to its end, in microseconds; if it is kept, everybody gets free."""
         began, reports_us = time.thread_time(), 0.0
-        admitted = asyncio.create_task(self.admission.admit(self.admission.ticket(self.pool), pending))
+        admitted = asyncio.create_task(self.admission.admit(self.queued(pending)))
         for _ in range(3):
             await asyncio.sleep(0)
         if not admitted.done():
@@ -169,7 +173,7 @@ async def _measure_policy(router: _Router, pendings: Sequence[Pending], records:
     router.report(records, rng)
     for pending in pendings:
         router.report(rng.sample(records, _NUM_REPORTS), rng)
-        shown, snapshot = router.admission.preview(router.pool, pending)
+        shown, snapshot = router.admission.preview(router.queued(pending))
         assign_us.append(_cpu_us(partial(router.policy.assign, [shown], snapshot)))
         router.report(rng.sample(records, _NUM_REPORTS), rng)
         snapshot_us.append(_cpu_us(partial(router.table.snapshot, router.pool, time.monotonic())))

@@ -1,4 +1,4 @@
-"""The router's one queue: requests wait here, by priority and fair share, until a policy finds them a rank."""
+"""The router's one queue: requests wait here, by priority and fair share, until the policy assigns them a placement."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import asyncio
 import time
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -18,61 +17,62 @@ from router.book import Reservation
 from router.config import AdmissionConfig
 from router.fair_share import FairShare
 from router.kv_index.index import PrefixIndex, PromptMatches
-from router.policy.base import Pending, Placement, Policy, Snapshot
+from router.policy.base import Candidate, Pending, Placement, Policy, Snapshot
 from router.policy.room import with_way
-from router.signing import Together
+from router.signing import Gang
 from router.workers import PoolKey, WorkerTable
 
-#: As many requests at the head of the queue are assigned together; the rest would hardly find room anyway.
+#: The policy is shown this many requests from the head of the queue at most: those behind would hardly find room.
 MAX_ASSIGNED_TOGETHER = 256
 
-# Waits end late by this share of their limit at most, and never by more than that many seconds.
-_LATENESS, _MAX_LOOK_INTERVAL_S = 0.1, 1.0
+# A wait that reached its limit ends late by at most this share of the limit, and by at most this many seconds.
+_LATENESS, _MAX_POLL_INTERVAL_S = 0.1, 1.0
 
-# Tokens pass the same event loop: where a long queue makes the policy take so long, it gets a fifth of the time.
+# Tokens pass the same event loop. A policy that computes longer than this gets a fifth of the time: after each run it
+# rests for four times as long.
 _LONG_PUMP_S, _REST = 0.002, 4.0
 
 
 class Admission:
     """Holds requests back until they fit, and no longer than allowed.
 
-    All that arrive, or that became possible, within one turn of the event loop are assigned together. A full queue
-    refuses whoever stands last: a tenant that floods is refused itself, and keeps nobody else out.
+    All requests that arrive, or become possible, within one turn of the event loop are assigned together. A full queue
+    refuses the request that stands last: a tenant that floods is refused itself, and keeps nobody else out.
     """
 
     def __init__(
         self, table: WorkerTable, policy: Policy, config: AdmissionConfig, index: PrefixIndex, metrics: RoutingMetrics
     ) -> None:
-        """Nobody waits yet; ``index`` knows what workers hold, and is told what they are sent."""
+        """Start with an empty queue; ``index`` knows what workers have cached, and is told what they are sent."""
         self._table = table
         self._policy = policy
         self._config = config
         self._index = index
         self._metrics = metrics
         self._share = FairShare(config.tenant_weights)
-        self._lines: defaultdict[PoolKey, WaitingLine] = defaultdict(WaitingLine)
-        self._num_tickets = 0
+        self._queues: defaultdict[PoolKey, RequestQueue] = defaultdict(RequestQueue)
+        self._num_standings = 0
         self._num_entries = 0
         self._length = 0
-        self._look_interval_s = min(
-            _MAX_LOOK_INTERVAL_S, min(config.queue_timeout_s, config.unavailable_timeout_s) * _LATENESS
+        self._poll_interval_s = min(
+            _MAX_POLL_INTERVAL_S, min(config.queue_timeout_s, config.unavailable_timeout_s) * _LATENESS
         )
-        self._look: asyncio.TimerHandle | None = None
+        self._poll: asyncio.TimerHandle | None = None
         self._due_pump: asyncio.Handle | None = None
         self._next_pump: asyncio.TimerHandle | None = None
         self._rests_until = 0.0  # by the loop's clock
 
     @property
     def policy(self) -> Policy:
-        """What chooses places."""
+        """The policy that assigns placements."""
         return self._policy
 
     @property
     def length(self) -> int:
-        """Choices that wait now. May be asked from any thread."""
+        """Choices that wait now. May be read from any thread."""
         return self._length
 
-    def ticket(
+    def standing(
         self,
         pool: PoolKey,
         *,
@@ -81,135 +81,126 @@ class Admission:
         num_tokens: int = 1,
         num_choices: int = 1,
         deadline: float = float("inf"),
-    ) -> Ticket:
-        """Draw a rank in the queue, for ``num_choices`` choices of ``num_tokens`` tokens of work each."""
-        self._num_tickets += 1
-        return Ticket(
+    ) -> Standing:
+        """A new request's standing in the queue, for ``num_choices`` choices of ``num_tokens`` tokens of work each."""
+        self._num_standings += 1
+        return Standing(
             pool=pool,
             tenant=tenant,
             priority=priority,
             start=self._share.start(tenant, num_tokens * num_choices),
-            number=self._num_tickets,
+            number=self._num_standings,
             num_tokens=num_tokens,
             deadline=deadline,
         )
 
     def wake(self) -> None:
-        """Something may have become possible: room, a worker, a report."""
+        """Run the policy soon: room, a worker or a report may have made a placement possible."""
         if self._due_pump is None and self._length:
             loop = asyncio.get_running_loop()
             rests = self._rests_until > loop.time()
             self._due_pump = loop.call_at(self._rests_until, self._pump) if rests else loop.call_soon(self._pump)
 
     def num_waiting(self, pool: PoolKey) -> int:
-        """Choices that wait for a place of ``pool``."""
-        return len(self._lines[pool]) if pool in self._lines else 0
+        """Choices that wait for a worker of ``pool``."""
+        return len(self._queues[pool]) if pool in self._queues else 0
 
-    def preview(self, pool: PoolKey, pending: Pending) -> tuple[Pending, Snapshot]:
-        """What the policy would be shown if ``pending`` waited; it does not."""
+    def preview(self, queued: QueuedRequest) -> tuple[Pending, Snapshot]:
+        """What the policy would be shown if ``queued`` waited; it is not queued."""
         now = time.monotonic()
-        matches = PromptMatches(self._index, pending.sequence_hashes, self._table.block_size(pool, now))
-        snapshot = self._table.snapshot(pool, now)
-        return with_way(replace(pending, num_cached_tokens=matches), snapshot), snapshot
+        self._look_up(queued, now)
+        snapshot = self._table.snapshot(queued.standing.pool, now)
+        return with_way(queued, snapshot), snapshot
 
-    async def admit(
-        self, ticket: Ticket, pending: Pending, *, is_retry: bool = False, together: Together | None = None
-    ) -> Reservation:
-        """Wait for a rank; the caller must release the reservation. Leaves nothing behind when cancelled.
+    async def admit(self, queued: QueuedRequest) -> Reservation:
+        """Wait for a placement; the caller must release the reservation. Leaves nothing behind when cancelled.
 
-        One of several that are ``together`` does not wait while another one of them holds room.
+        A member of a gang does not wait while another member holds room.
 
         Raises:
             PlaceTooLargeError: it would.
             QueueFullError: the queue is full of others that come first, or no room came up in time.
             WorkerUnavailableError: no decode worker was ready for too long.
         """
-        waiting = self._enqueue(ticket, pending, together, is_retry=is_retry)
+        self._enqueue(queued)
+        placed = queued.placed
         try:
-            if self._length > self._config.max_queue_length and not is_retry:
-                self._make_room(waiting)
+            if self._length > self._config.max_queue_length and not queued.is_retry:
+                self._make_room(queued)
             self.wake()
-            return await waiting.placed
+            return await placed
         except BaseException as error:
-            # Placed in the very moment in which its wait ended otherwise.
-            if waiting.placed.done() and not waiting.placed.cancelled() and waiting.placed.exception() is None:
-                waiting.placed.result().release()
+            # The policy may have placed it in the very moment in which its wait ended otherwise.
+            if placed.done() and not placed.cancelled() and placed.exception() is None:
+                placed.result().release()
                 self.wake()
-            self._note_unserved(waiting, error)
+            self._note_unserved(queued, error)
             raise
         finally:
-            self._leave(waiting)
+            if self._take_out(queued):
+                # A backfill reservation made for it falls: others may fit now.
+                self.wake()
 
-    def _enqueue(self, ticket: Ticket, pending: Pending, together: Together | None, *, is_retry: bool) -> Waiting:
+    def _enqueue(self, queued: QueuedRequest) -> None:
         loop, now = asyncio.get_running_loop(), time.monotonic()
-        matches = PromptMatches(self._index, pending.sequence_hashes, self._table.block_size(ticket.pool, now))
+        self._look_up(queued, now)
+        # A choice of a gang can't be kept for the best moment while others of the gang hold room.
+        queued.binds_at_once = queued.gang is not None and not queued.gang.is_alone
         self._num_entries += 1
-        waiting = Waiting(
-            ticket=ticket,
-            entry=self._num_entries,
-            # Of several choices that go together none can wait for the best moment while others hold room.
-            pending=replace(
-                pending, num_cached_tokens=matches, binds_at_once=together is not None and not together.is_alone
-            ),
-            matches=matches,
-            placed=loop.create_future(),
-            since=now,
-            ready_at=now,
-            is_retry=is_retry,
-            together=together,
-        )
-        self._lines[ticket.pool].add(waiting)
+        standing = queued.standing
+        queued.position = (-standing.priority, standing.start, standing.number, self._num_entries)
+        queued.placed = loop.create_future()
+        queued.since = queued.ready_at = now
+        self._queues[standing.pool].add(queued)
         self._length += 1
-        if self._look is None:
-            self._look = loop.call_later(self._look_interval_s, self._end_waits)
-        return waiting
+        if self._poll is None:
+            self._poll = loop.call_later(self._poll_interval_s, self._end_waits)
 
-    def _make_room(self, newcomer: Waiting) -> None:
-        """The queue is longer than it may be: unless some of it can be placed now, who stands last has to go."""
+    def _look_up(self, queued: QueuedRequest, now: float) -> None:
+        block_size = self._table.block_size(queued.standing.pool, now)
+        queued.num_cached_tokens = queued.matches = PromptMatches(self._index, queued.sequence_hashes, block_size)
+
+    def _make_room(self, newcomer: QueuedRequest) -> None:
+        """Shorten a queue that is too long: place what can be placed now, else refuse the request that stands last."""
         if asyncio.get_running_loop().time() >= self._rests_until:
             self._pump()
         if self._length <= self._config.max_queue_length or newcomer.placed.done():
             return
-        lasts = [line.last_refusable() for line in self._lines.values()]
-        last = max((waiting for waiting in lasts if waiting is not None), key=lambda waiting: waiting.rank)
+        lasts = [queue.last_refusable() for queue in self._queues.values()]
+        last = max((queued for queued in lasts if queued is not None), key=_by_position)
         self._take_out(last)
         last.placed.set_exception(self._refusal("the router's queue is full"))
 
-    def _leave(self, waiting: Waiting) -> None:
-        if self._take_out(waiting):
-            # Its fence falls: others may fit now.
-            self.wake()
-
-    def _note_unserved(self, waiting: Waiting, error: BaseException) -> None:
-        ticket = waiting.ticket
-        if not waiting.is_retry:
-            self._share.give_back(ticket.tenant, ticket.num_tokens)
+    def _note_unserved(self, queued: QueuedRequest, error: BaseException) -> None:
+        standing = queued.standing
+        if not queued.is_retry:
+            self._share.give_back(standing.tenant, standing.num_tokens)
         if isinstance(error, QueueFullError):
-            is_late = time.monotonic() - waiting.since >= self._config.queue_timeout_s
+            is_late = time.monotonic() - queued.since >= self._config.queue_timeout_s
             outcome = AdmissionOutcome.EXPIRED if is_late else AdmissionOutcome.REFUSED
         elif isinstance(error, WorkerUnavailableError):
             outcome = AdmissionOutcome.UNAVAILABLE
         elif isinstance(error, PlaceTooLargeError):
             outcome = AdmissionOutcome.REFUSED
         else:
-            is_late = time.monotonic() >= ticket.deadline
+            is_late = time.monotonic() >= standing.deadline
             outcome = AdmissionOutcome.EXPIRED if is_late else AdmissionOutcome.CANCELLED
         self._metrics.count_admission(outcome)
 
     def _end_waits(self) -> None:
-        """Look who has waited for too long. One look at all now and then costs less than a timer for each."""
-        self._look, now = None, time.monotonic()
-        for pool, line in self._lines.items():
+        """End the waits that took too long. Polling all of them now and then costs less than a timer for each."""
+        self._poll, now = None, time.monotonic()
+        for pool, queue in self._queues.items():
             is_ready = self._table.has_ready_decode(pool, now)
-            for waiting in line:
+            for queued in queue:
                 if is_ready:
-                    waiting.ready_at = now
-                is_too_long = now - waiting.since >= self._config.queue_timeout_s
-                is_too_long |= now - waiting.ready_at >= self._config.unavailable_timeout_s
-                if is_too_long and not waiting.placed.done():
-                    waiting.placed.set_exception(self._give_up_error(is_ready=is_ready))
+                    queued.ready_at = now
+                is_too_long = now - queued.since >= self._config.queue_timeout_s
+                is_too_long |= now - queued.ready_at >= self._config.unavailable_timeout_s
+                if is_too_long and not queued.placed.done():
+                    queued.placed.set_exception(self._give_up_error(is_ready=is_ready))
         if self._length:
-            self._look = asyncio.get_running_loop().call_later(self._look_interval_s, self._end_waits)
+            self._poll = asyncio.get_running_loop().call_later(self._poll_interval_s, self._end_waits)
 
     def _give_up_error(self, *, is_ready: bool) -> ServingError:
         if is_ready:
@@ -221,79 +212,73 @@ class Admission:
         return QueueFullError(message, retry_delay_s=self._config.retry_delay_s)
 
     def _pump(self) -> None:
-        """Have the policy place whom it will, and look again when it says so."""
+        """Let the policy place what it will, and run it again when it asks for that."""
         for pump in (self._due_pump, self._next_pump):
             if pump is not None:
                 pump.cancel()
         self._due_pump = self._next_pump = None
         loop, now = asyncio.get_running_loop(), time.monotonic()
         began_s = time.thread_time()  # what others took of the processor meanwhile is no reason to rest
-        looks = [self._assign(pool, line, now) for pool, line in list(self._lines.items())]
+        again_s = [self._assign(pool, queue, now) for pool, queue in list(self._queues.items())]
         spent_s, ended = time.thread_time() - began_s, loop.time()
         self._rests_until = ended + _REST * spent_s if spent_s > _LONG_PUMP_S else 0.0
-        look_in_s = min((look_s for look_s in looks if look_s is not None), default=None)
-        if look_in_s is not None and self._length:
-            self._next_pump = loop.call_at(max(ended + look_in_s, self._rests_until), self._pump)
+        again_in_s = min((after_s for after_s in again_s if after_s is not None), default=None)
+        if again_in_s is not None and self._length:
+            self._next_pump = loop.call_at(max(ended + again_in_s, self._rests_until), self._pump)
 
-    def _assign(self, pool: PoolKey, line: WaitingLine, now: float) -> float | None:
-        """Place those of one pool; returns ``Decision.look_again_in_s``."""
+    def _assign(self, pool: PoolKey, queue: RequestQueue, now: float) -> float | None:
+        """Place requests of one pool; returns ``Decision.look_again_in_s``."""
         snapshot = self._table.snapshot(pool, now)
-        adapters = frozenset[str]().union(*(candidate.adapters for candidate in snapshot.decode))
-        head = line.head(MAX_ASSIGNED_TOGETHER, adapters)
+        head = queue.head(MAX_ASSIGNED_TOGETHER, snapshot.decode)
         if not head:
             return None
-        for waiting in head:
-            waiting.matches.renew()
-        decision = self._policy.assign([with_way(waiting.pending, snapshot) for waiting in head], snapshot)
+        for queued in head:
+            queued.matches.renew()
+        decision = self._policy.assign([with_way(queued, snapshot) for queued in head], snapshot)
         placed = list(zip(head, decision.placements, strict=True))
-        # Those of which one has to wait.
-        torn = {waiting.together for waiting, placement in placed if placement is None} - {None}
-        for waiting, placement in placed:
-            together = waiting.together
-            if together in torn and together is not None and (placement is not None or together.holds_room):
-                waiting.placed.set_exception(PlaceTooLargeError("there is no room for all choices at once"))
+        # Gangs of which a member has to wait.
+        torn = {queued.gang for queued, placement in placed if placement is None and queued.gang is not None}
+        for queued, placement in placed:
+            gang = queued.gang
+            if gang is not None and gang in torn and (placement is not None or gang.holds_room):
+                queued.placed.set_exception(PlaceTooLargeError("there is no room for all choices at once"))
             elif placement is not None:
-                self._place(waiting, placement, now)
-                self._take_out(waiting)
+                self._place(queued, placement, now)
+                self._take_out(queued)
         if len(head) == MAX_ASSIGNED_TOGETHER and None not in decision.placements:
             self.wake()  # there may be room for more
         return decision.look_again_in_s
 
-    def _place(self, waiting: Waiting, placement: Placement, now: float) -> None:
-        pending = waiting.pending
-        reservation = self._table.book(placement, pending, waited_s=now - waiting.since)
-        self._index.predict(placement.prefills_at, pending.sequence_hashes, now + self._config.prediction_life_s)
-        self._share.served(waiting.ticket.start)
+    def _place(self, queued: QueuedRequest, placement: Placement, now: float) -> None:
+        reservation = self._table.book(placement, queued, waited_s=now - queued.since)
+        self._index.predict(placement.prefills_at, queued.sequence_hashes, now + self._config.prediction_life_s)
+        self._share.served(queued.standing.start)
         self._metrics.count_admission(AdmissionOutcome.PLACED)
         self._metrics.count_matched_tokens(placement.num_cached_tokens)
-        waiting.placed.set_result(reservation)
-        if waiting.together is not None:
-            waiting.together.booked(reservation)
+        queued.placed.set_result(reservation)
+        if queued.gang is not None:
+            queued.gang.booked(reservation)
 
-    def _take_out(self, waiting: Waiting) -> bool:
-        """Take ``waiting`` out of its line; return whether it was in there."""
-        pool = waiting.ticket.pool
-        line = self._lines.get(pool)
-        if line is None or not line.remove(waiting):
+    def _take_out(self, queued: QueuedRequest) -> bool:
+        """Take ``queued`` out of its queue; return whether it was in there."""
+        pool = queued.standing.pool
+        queue = self._queues.get(pool)
+        if queue is None or not queue.remove(queued):
             return False
         self._length -= 1
-        if not line:
-            del self._lines[pool]
+        if not queue:
+            del self._queues[pool]
         return True
 
 
-# Who waits in the router's queue, and in what order.
+@dataclass(slots=True, kw_only=True)
+class Standing:
+    """A request's standing in the queue; all its choices and their retries share it.
 
-#: Less is further ahead.
-Rank: TypeAlias = tuple[int, float, int, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ticket:
-    """A request's standing in the queue; its retries keep it.
+    Not frozen: each request makes one, and freezing triples its price.
 
     Attributes:
-        tenant: whom it is accounted to.
+        tenant: the tenant that the request is accounted to.
         priority: higher first.
         start: among equals, lower first (see ``router.fair_share``).
         number: arrival at this router; lower first among those that start together.
@@ -302,83 +287,88 @@ class Ticket:
     """
 
     pool: PoolKey
-    tenant: str
-    priority: int
-    start: float
-    number: int
-    num_tokens: int
-    deadline: float
+    tenant: str = ""
+    priority: int = 0
+    start: float = 0.0
+    number: int = 0
+    num_tokens: int = 1
+    deadline: float = float("inf")
+
+
+#: Orders a queue; less is further ahead. Priority, start, number of the request, and number of the entry.
+QueuePosition: TypeAlias = tuple[int, float, int, int]
 
 
 @dataclass(eq=False, kw_only=True)
-class Waiting:
-    """A choice that waits.
+class QueuedRequest(Pending):
+    """One choice on its way through the queue: what the policy is shown of it, and how it waits.
+
+    ``Admission`` sets ``num_cached_tokens``, ``binds_at_once`` and what has no default here.
 
     Attributes:
-        entry: of all that ever waited, its number: orders the choices of one request.
-        pending: what policies are shown of it; what ``matches`` say is in there.
-        placed: its end, good or bad.
+        is_retry: an attempt was made before: it is never refused for want of room in the queue.
+        gang: choices that get room together or are refused; ``None``: it goes alone.
+        matches: the same as ``num_cached_tokens``.
+        placed: the end of its wait, good or bad.
         since: when it came, in monotonic seconds.
         ready_at: when a decode worker was last seen to be ready.
-        is_retry: an attempt was made before: it is never refused for want of room in the queue.
+        position: where in the queue it stands.
     """
 
-    ticket: Ticket
-    entry: int
-    pending: Pending
-    matches: PromptMatches
-    placed: asyncio.Future[Reservation]
-    since: float
-    ready_at: float
-    is_retry: bool
-    together: Together | None
-    rank: Rank = field(init=False)
-
-    def __post_init__(self) -> None:
-        ticket = self.ticket
-        self.rank = (-ticket.priority, ticket.start, ticket.number, self.entry)
-
-    def can_run(self, adapters: frozenset[str]) -> bool:
-        """Whether it still waits, and for no other adapter."""
-        return not self.placed.done() and (not self.pending.adapter or self.pending.adapter in adapters)
-
-    @property
-    def is_refusable(self) -> bool:
-        """Whether it may be sent away to make room in the queue."""
-        return not (self.is_retry or self.placed.done())
+    standing: Standing
+    is_retry: bool = False
+    gang: Gang | None = None
+    matches: PromptMatches = field(init=False, repr=False)
+    placed: asyncio.Future[Reservation] = field(init=False, repr=False)
+    since: float = field(init=False, repr=False)
+    ready_at: float = field(init=False, repr=False)
+    position: QueuePosition = field(init=False, repr=False)
 
 
-_by_rank: Callable[[Waiting], Rank] = attrgetter("rank")
+_by_position: Callable[[QueuedRequest], QueuePosition] = attrgetter("position")
 
 
-class WaitingLine:
-    """Those that wait for one pool, best rank first."""
+class RequestQueue:
+    """The requests that wait for one pool, in the order of their positions."""
 
     def __init__(self) -> None:
-        self._line: list[Waiting] = []
+        self._queue: list[QueuedRequest] = []
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._queue)
 
-    def __iter__(self) -> Iterator[Waiting]:
-        return iter(self._line)
+    def __iter__(self) -> Iterator[QueuedRequest]:
+        return iter(self._queue)
 
-    def head(self, length: int, adapters: frozenset[str]) -> list[Waiting]:
-        """The first ``length`` at most whose end is not known and that need none but these adapters."""
-        return list(islice((waiting for waiting in self._line if waiting.can_run(adapters)), length))
+    def head(self, length: int, decode: Sequence[Candidate]) -> list[QueuedRequest]:
+        """The first ``length`` requests, at most, that still wait and whose adapter one of ``decode`` serves."""
+        adapters: frozenset[str] | None = None
+        found: list[QueuedRequest] = []
+        for queued in self._queue:
+            if queued.placed.done():
+                continue
+            if queued.adapter:
+                if adapters is None:
+                    adapters = frozenset[str]().union(*(worker.adapters for worker in decode))
+                if queued.adapter not in adapters:
+                    continue
+            found.append(queued)
+            if len(found) == length:
+                break
+        return found
 
-    def add(self, waiting: Waiting) -> None:
-        """Queue ``waiting`` at its rank."""
-        insort(self._line, waiting, key=_by_rank)
+    def add(self, queued: QueuedRequest) -> None:
+        """Insert ``queued`` at its position."""
+        insort(self._queue, queued, key=_by_position)
 
-    def remove(self, waiting: Waiting) -> bool:
-        """Take ``waiting`` out; return whether it was in there."""
-        index = bisect_left(self._line, waiting.rank, key=_by_rank)
-        if index == len(self._line) or self._line[index] is not waiting:
+    def remove(self, queued: QueuedRequest) -> bool:
+        """Take ``queued`` out; return whether it was in there."""
+        index = bisect_left(self._queue, queued.position, key=_by_position)
+        if index == len(self._queue) or self._queue[index] is not queued:
             return False
-        del self._line[index]
+        del self._queue[index]
         return True
 
-    def last_refusable(self) -> Waiting | None:
-        """Of those that may be refused, the one that stands last."""
-        return next((waiting for waiting in reversed(self._line) if waiting.is_refusable), None)
+    def last_refusable(self) -> QueuedRequest | None:
+        """The last request that may be refused to make room: it waits still, and is no retry."""
+        return next((queued for queued in reversed(self._queue) if not (queued.is_retry or queued.placed.done())), None)

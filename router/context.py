@@ -1,4 +1,4 @@
-"""What the router's requests run on."""
+"""What a router's requests run on: one object for the whole process."""
 
 from __future__ import annotations
 
@@ -16,36 +16,25 @@ from router.workers import WorkerTable
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineTools:
+class RouterContext:
     """What requests run on.
 
     Attributes:
-        max_timeout_s: caps the time of each.
+        router_id: names this router to workers.
+        config: bounds of each choice's attempts.
+        max_timeout_s: caps the time of each request.
         signer: signs what is placed for clients; ``None``: nothing is.
-    """
-
-    table: WorkerTable
-    texts: ModelTexts
-    attempts: AttemptTools
-    media: MediaTools
-    max_timeout_s: float
-    signer: Signer | None = None
-
-
-# Bounds of attempts, and what they are made with.
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttemptTools:
-    """What attempts are made with; the same for all requests of a router.
-
-    Attributes:
         sleep: pauses between attempts, in seconds.
     """
 
     router_id: str
+    table: WorkerTable
+    texts: ModelTexts
     admission: Admission
     hops: Hops
-    config: AttemptConfig
+    media: MediaTools
     metrics: RouterMetrics
+    config: AttemptConfig
+    max_timeout_s: float
+    signer: Signer | None = None
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep

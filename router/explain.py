@@ -11,35 +11,37 @@ from dataclasses import replace
 from quartet.api.fleet import Explanation, RankOption, WorkerState
 from quartet.api.request import GenerateStart
 from quartet.discovery.base import Rank, Role
-from router.attempts import make_pending
-from router.context import PipelineTools
+from router.admission import Standing
+from router.attempts import make_queued
+from router.context import RouterContext
 from router.policy.base import Option
-from router.prepare import ArrivedRequest, PreparedRequest, run_prepared
+from router.prepare import RouterRequest, run_prepared
 from router.retry import RetryHints
 from router.workers import PoolKey, WorkerTable
 
 _ROLES = frozenset({Role.PREFILL, Role.DECODE})
 
 
-async def explain(start: GenerateStart, tools: PipelineTools) -> Explanation:
+async def explain(start: GenerateStart, context: RouterContext) -> Explanation:
     """Where one choice of the request would go now, were it all that waits. Books, encodes and runs nothing.
 
     Raises:
         ServingError: as a new request would be refused, before it waits for room.
     """
 
-    async def look(request: PreparedRequest) -> Explanation:
-        return _explain(request, tools)
+    async def run(request: RouterRequest) -> Explanation:
+        return _explain(request, context)
 
-    arrived = ArrivedRequest.now(start, None, "")
-    return await run_prepared(arrived, tools, look, late="was not explained", encodes=False)
+    return await run_prepared(RouterRequest(start), context, run, late="was not explained", encodes=False)
 
 
-def _explain(request: PreparedRequest, tools: PipelineTools) -> Explanation:
-    attempts, pool = tools.attempts, request.pool.key
-    policy = attempts.admission.policy
-    pending, snapshot = attempts.admission.preview(pool, make_pending(request, attempts.config, RetryHints()))
-    # Copies decide, so that neither its turn nor its luck is used up; the second one without waiting for its moment.
+def _explain(request: RouterRequest, context: RouterContext) -> Explanation:
+    admission, pool = context.admission, request.pool.key
+    policy = admission.policy
+    queued = make_queued(request, context.config, Standing(pool=pool), RetryHints())
+    pending, snapshot = admission.preview(queued)
+    # Copies of the policy decide, so that neither its turn nor its random numbers are used up. The second one may not
+    # keep the request for a better moment.
     decision = copy.deepcopy(policy).assign([pending], snapshot)
     [now], wait_s = decision.placements, decision.look_again_in_s
     at_once = copy.deepcopy(policy).assign([replace(pending, binds_at_once=True)], snapshot)
@@ -47,13 +49,13 @@ def _explain(request: PreparedRequest, tools: PipelineTools) -> Explanation:
     chosen = set() if placement is None else {placement.prefills_at, placement.decode}
     options = [_to_rank_option(option, chosen) for option in policy.explain(pending, snapshot)]
     known = {option.rank for option in options}
-    options += [option for option in _not_ready(pool, tools.table) if option.rank not in known]
+    options += [option for option in _not_ready(pool, context.table) if option.rank not in known]
     return Explanation(
         policy=policy.name,
         model=pool.model_name,
         model_fingerprint=pool.fingerprint,
         num_prompt_tokens=request.num_prompt_tokens,
-        num_waiting=attempts.admission.num_waiting(pool),
+        num_waiting=admission.num_waiting(pool),
         options=tuple(sorted(options, key=_rank)),
         wait_s=wait_s if now is None and placement is not None else None,
     )

@@ -6,38 +6,37 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
-from quartet.api.output import ChoiceOutput, OutputSettings
+from quartet.api.output import ChoiceOutput, first_error
 from quartet.api.placement import PlacedChoice, PlacedRequest
-from quartet.api.request import ChoicePlacement, Resume
+from quartet.api.request import ChoicePlacement, TextOptions
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import ServingError, UnsupportedFieldError
-from quartet.text.text_stream import TextStream
-from router.admission import Ticket
-from router.attempts import ChoiceRun, draw_ticket
-from router.context import PipelineTools
+from router.admission import Standing
+from router.attempts import ChoiceRun, draw_standing
+from router.context import RouterContext
 from router.media.request import RequestMedia
 from router.policy.base import Placement
-from router.prepare import ArrivedRequest, PreparedRequest, run_prepared
-from router.request_log import RequestLog, first_error, outcome_of
-from router.signing import SignedRun, Signer, Together
+from router.prepare import RouterRequest, run_prepared
+from router.request_log import RequestLog, outcome_of
+from router.signing import Gang, SignedRun, Signer
 from router.workers import PoolKey
+
+# The client makes the text; the router counts tokens only.
+_NO_TEXT = TextOptions(omit_text=True)
 
 
 class PlaceRun:
-    """One call of rank. Whatever way it ends but well, nothing is left behind."""
+    """One call of rank. Unless it ends well, nothing is left behind."""
 
-    def __init__(self, arrived: ArrivedRequest, tools: PipelineTools, signer: Signer) -> None:
+    def __init__(self, request: RouterRequest, context: RouterContext, signer: Signer) -> None:
         """``run`` runs it."""
-        self._arrived = arrived
-        # It makes no text, so none is owed.
-        self._resume = arrived.resume and replace(arrived.resume, num_text_bytes=0)
-        self._tools = tools
+        self._request = request
+        self._context = context
         self._signer = signer
-        self._log = RequestLog(arrived.request_id, arrived.start, tools.attempts.metrics, path="place")
-        self._choices: list[_Choice] = []
+        self._log = RequestLog(request, context.metrics, path="place")
+        self._choices: dict[int, _Choice] = {}
         self._task: asyncio.Task[object] | None = None
         self._abort_error: ServingError | None = None
 
@@ -55,32 +54,39 @@ class PlaceRun:
         """
         self._task = asyncio.current_task()
         try:
-            placed = await run_prepared(self._arrived, self._tools, self._place, late="was not placed")
+            placed = await run_prepared(self._request, self._context, self._place, late="was not placed")
         except BaseException as error:
-            shown = self._abort_error or first_error(error)
+            shown = self._abort_error or first_error(error) or error
             self._log.failed(outcome_of(shown))
             self._let_go()
             if shown is error:
                 raise
             raise shown from error
         finally:
-            self._log.write(time.monotonic() - self._arrived.arrived_at)
+            self._log.write(time.monotonic() - self._request.arrived_at)
         return placed
 
-    async def _place(self, request: PreparedRequest) -> PlacedRequest:
+    def add(
+        self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        """The first token of a choice came, as ``DeltaSink`` says; its output has the token."""
+        self._choices[choice].logprobs.extend(logprobs)
+
+    async def _place(self, request: RouterRequest) -> PlacedRequest:
         if request.media is not None:
             self._check_media(request.media, request.pool.key)
         self._make_choices(request)
         await self._place_choices(request)
-        placed = tuple(choice.placed() for choice in self._choices)
+        choices = self._choices.values()
+        placed = tuple(choice.placed() for choice in choices)
         for choice in placed:
             self._log.placed_for_client(choice)
         return PlacedRequest(
             request_id=request.request_id,
-            attempt=max(choice.last_attempt for choice in self._choices),
+            attempt=max(choice.last_attempt for choice in choices),
             seed=request.seed,
-            # Where files went to prefill workers, these told it.
-            num_prompt_tokens=max(choice.output.usage().num_prompt_tokens for choice in self._choices),
+            # The prefill worker told it where it was given files.
+            num_prompt_tokens=max(choice.output.usage().num_prompt_tokens for choice in choices),
             choices=placed,
             model=request.pool.key.model_name,
             model_fingerprint=request.pool.key.fingerprint,
@@ -90,83 +96,66 @@ class PlaceRun:
 
     def _check_media(self, media: RequestMedia, pool: PoolKey) -> None:
         """Refuse what only decode workers could compute: they would need the media with the signature."""
-        candidates = self._tools.table.snapshot(pool, time.monotonic()).prefill
+        candidates = self._context.table.snapshot(pool, time.monotonic()).prefill
         if not any(media.needs <= candidate.media for candidate in candidates):
             message = "no prefill worker takes this request's media, so it can't be placed; Generate runs it"
             raise UnsupportedFieldError(message, field=media.field)
 
-    def _make_choices(self, request: PreparedRequest) -> None:
-        metrics = self._tools.attempts.metrics.for_model(request.pool.key.model_name)
-        settings = OutputSettings(
-            num_prompt_tokens=len(request.prompt_token_ids),
-            arrived_at=request.arrived_at,
-            tokenize_s=request.tokenize_s,
-            omits_token_ids=False,
-            ttft=metrics.ttft,
-            itl=metrics.itl,
-            num_media_tokens=request.num_media_tokens,
-            num_placeholders=request.num_placeholders,
-        )
-        self._choices = [_Choice(number, settings, self._resume) for number in self._arrived.choices]
-        self._log.prepared(request, [choice.output for choice in self._choices])
+    def _make_choices(self, request: RouterRequest) -> None:
+        outputs = request.make_outputs(self, _NO_TEXT, self._context.metrics)
+        if request.resume is not None:
+            # Place makes no text, so it owes none.
+            outputs[request.resume.choice].resume(replace(request.resume, num_text_bytes=0))
+        self._choices = {number: _Choice(number, output) for number, output in outputs.items()}
+        self._log.prepared(outputs.values())
 
-    async def _place_choices(self, request: PreparedRequest) -> None:
-        ticket = draw_ticket(request, len(self._choices), self._tools.attempts)
-        runs = [self._choice_run(request, choice, ticket) for choice in self._choices]
-        together = Together(len(runs))
-        if len(runs) == 1:
-            await self._place_choice(self._choices[0], runs[0], together)
+    async def _place_choices(self, request: RouterRequest) -> None:
+        choices = self._choices.values()
+        standing, gang = draw_standing(request, len(choices), self._context), Gang(len(choices))
+        if len(choices) == 1:
+            for choice in choices:
+                await self._place_choice(request, choice, standing, gang)
             return
         async with asyncio.TaskGroup() as group:
-            for choice, run in zip(self._choices, runs, strict=True):
-                group.create_task(self._place_choice(choice, run, together))
+            for choice in choices:
+                group.create_task(self._place_choice(request, choice, standing, gang))
 
-    def _choice_run(self, request: PreparedRequest, choice: _Choice, ticket: Ticket) -> ChoiceRun:
+    async def _place_choice(self, request: RouterRequest, choice: _Choice, standing: Standing, gang: Gang) -> None:
         avoid: frozenset[str] = frozenset()
-        if self._resume is not None:
-            # Whatever is wrong there, only its client has seen it.
-            avoid = self._tools.table.placed_at(request.request_id, choice.number)
-        on_placed = partial(self._begun, choice)
-        return ChoiceRun(request, choice.number, choice.output, self._tools.attempts, ticket, on_placed, avoid)
+        if request.resume is not None:
+            # Something went wrong there that only the client has seen.
+            avoid = self._context.table.placed_at(request.request_id, choice.number)
+        run = ChoiceRun(request, choice.number, choice.output, self._context, standing, self._placed, avoid)
+        choice.end = await run.place(self._signer, gang)
 
-    async def _place_choice(self, choice: _Choice, run: ChoiceRun, together: Together) -> None:
-        choice.end = await run.place(self._signer, together)
-
-    def _begun(self, choice: _Choice, placement: Placement) -> None:
-        choice.placement = placement
+    def _placed(self, number: int, placement: Placement) -> None:
+        self._choices[number].placement = placement
         self._log.placed(placement)
 
     def _let_go(self) -> None:
-        for choice in self._choices:
+        for choice in self._choices.values():
             if isinstance(choice.end, SignedRun):
-                choice.end.let_go(self._tools.attempts.hops)
-        self._tools.attempts.admission.wake()
+                choice.end.let_go(self._context.hops)
+        self._context.admission.wake()
 
 
 class _Choice:
-    """One choice's way through Place; it takes its own log probabilities."""
+    """One choice's way through Place."""
 
-    def __init__(self, number: int, settings: OutputSettings, resume: Resume | None) -> None:
+    def __init__(self, number: int, output: ChoiceOutput) -> None:
         self.number = number
-        self.output = ChoiceOutput(settings, number, TextStream(None), self)
+        self.output = output
         self.placement: Placement | None = None
         self.end: SignedRun | FinishReason | None = None
-        self._logprobs: list[TokenLogprobs] = []
-        if resume is not None:
-            self.output.resume(resume)
-        self._num_given_tokens = len(self.output.token_ids)
-        self._num_given_attempts = self.output.num_attempts
+        self.logprobs: list[TokenLogprobs] = []
+        # What the client has of a resumed one.
+        self._num_given_tokens = len(output.token_ids)
+        self._num_given_attempts = output.num_attempts
 
     @property
     def last_attempt(self) -> int:
         """The number of its last attempt; of one that needed none, that of the one before."""
         return max(self.output.num_attempts - 1, 0)
-
-    def add(
-        self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
-    ) -> None:
-        """The first token's log probabilities came."""
-        self._logprobs.extend(logprobs)
 
     def placed(self) -> PlacedChoice:
         """How the client goes on."""
@@ -174,9 +163,9 @@ class _Choice:
         times = self.output.time_breakdown()
         return PlacedChoice(
             choice=self.number,
-            placement=self._told_placement(),
+            placement=None if self.placement is None else told_placement(self.number, self.placement),
             token_ids=tuple(self.output.token_ids[self._num_given_tokens :]),
-            logprobs=tuple(self._logprobs),
+            logprobs=tuple(self.logprobs),
             next=self.end.signed if isinstance(self.end, SignedRun) else self.output.finish(self.end),
             num_cached_tokens=self.output.usage().num_cached_tokens,
             num_attempts=self.output.num_attempts - self._num_given_attempts,
@@ -184,9 +173,6 @@ class _Choice:
             prefill_s=times.prefill_s,
             prefill_queue_s=times.prefill_queue_s,
         )
-
-    def _told_placement(self) -> ChoicePlacement | None:
-        return None if self.placement is None else told_placement(self.number, self.placement)
 
 
 def told_placement(choice: int, placement: Placement) -> ChoicePlacement:

@@ -1,21 +1,24 @@
-"""Making a request ready: checks, pool, tokens, media; and running it within its time."""
+"""A request of the router: from its arrival through checks, pool, tokens and media to where it can be placed."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import TypeVar
 
+from quartet.api.answer import DeltaSink
+from quartet.api.output import ChoiceOutput, OutputSettings, make_outputs
 from quartet.api.request import (
     ChatPrompt,
     GenerateStart,
     Prompt,
     Resume,
+    TextOptions,
     TextPrompt,
     check_resume,
     check_start,
@@ -31,9 +34,10 @@ from quartet.errors import (
     WorkerUnavailableError,
 )
 from quartet.kvcache.block_hash import ExtraKey, MediaSpan, sequence_hashes
+from quartet.telemetry.metrics import RouterMetrics
 from quartet.text.model_text import ModelText
-from router.context import PipelineTools
-from router.media.request import MediaPrompt, MediaRequest, RequestMedia, check_items, has_media, prepare_media
+from router.context import RouterContext
+from router.media.request import MediaRequest, RequestMedia, check_items, has_media, prepare_media
 from router.workers import Pool, WorkerTable
 
 # Below so many characters tokenizing costs less than handing it to a thread.
@@ -43,29 +47,30 @@ ResultT = TypeVar("ResultT")
 
 
 async def run_prepared(
-    arrived: ArrivedRequest,
-    tools: PipelineTools,
-    run: Callable[[PreparedRequest], Awaitable[ResultT]],
+    request: RouterRequest,
+    context: RouterContext,
+    run: Callable[[RouterRequest], Awaitable[ResultT]],
     *,
     late: str,
     encodes: bool = True,
 ) -> ResultT:
-    """Check what arrived, make it ready, and ``run`` it: all of that within its time.
+    """Check ``request``, prepare it, and ``run`` it: all of that within its time.
 
-    Its media are encoded meanwhile, if ``encodes``; what nobody took of them is let go of in the end.
+    Its media are encoded meanwhile, if ``encodes``; what no prefill took of them is let go of in the end.
 
     Raises:
         InvalidRequestError: an impossible or unsupported field, named.
         ModelNotFoundError: no pool serves the model.
-        WorkerUnavailableError: none serves the very model that gave the tokens to go on after.
+        WorkerUnavailableError: no worker serves the very model that gave the tokens to go on after.
         RequestTimeoutError: its time ended before ``run`` did; ``late`` says in its message what was not done in time.
         ServingError: the model's text files can't be had; and what ``run`` raises.
     """
-    arrived.check()
-    timeout_s = min(arrived.start.timeout_s or tools.max_timeout_s, tools.max_timeout_s)
+    request.check()
+    timeout_s = min(request.start.timeout_s or context.max_timeout_s, context.max_timeout_s)
+    request.deadline = request.arrived_at + timeout_s
     try:
         async with asyncio.timeout(timeout_s):
-            request = await _prepare(arrived, tools, arrived.arrived_at + timeout_s, encodes=encodes)
+            await _prepare(request, context, encodes=encodes)
             if request.media is None:
                 return await run(request)
             try:
@@ -76,143 +81,49 @@ async def run_prepared(
         raise RequestTimeoutError(f"the request {late} within {timeout_s:g} s") from error
 
 
-async def _prepare(arrived: ArrivedRequest, tools: PipelineTools, deadline: float, *, encodes: bool) -> PreparedRequest:
-    """Bind and tokenize; workers are asked for nothing but, once for each model, its text files, and to encode media.
-
-    Whoever gets it closes its media.
-    """
-    start, resume = arrived.start, arrived.resume
-    pool = _find_pool(start, tools.table, resume)
-    check_pool(start, pool)
-    text = await tools.texts.model_text(pool.key)
-    began = time.monotonic()
-    token_ids = await _tokenize(start.prompt, text)
-    tokenize_s = time.monotonic() - began
-    media, prompt = None, MediaPrompt(token_ids)
-    if has_media(start):
-        request = MediaRequest(
-            request_id=arrived.request_id,
-            start=start,
-            traceparent=arrived.traceparent,
-            first_attempt=0 if resume is None else resume.attempt,
-            deadline=deadline,
-        )
-        media, prompt = await prepare_media(request, pool, text, token_ids, tools.media, encodes=encodes)
-    elif text.media is not None:
-        check_items(start, token_ids, text.media, ())
-    try:
-        check_tokens(start, prompt.token_ids, text.vocab_size, pool)
-        max_output_tokens = num_output_tokens(start, len(prompt.token_ids), pool)
-        if resume is not None:
-            check_generated(resume, text.vocab_size, max_sequence_tokens(pool) - len(prompt.token_ids))
-    except InvalidRequestError:
-        if media is not None:
-            media.close()
-        raise
-    return PreparedRequest(
-        request_id=arrived.request_id,
-        start=start,
-        pool=pool,
-        text=text,
-        prompt_token_ids=prompt.token_ids,
-        seed=_seed(start, resume),
-        traceparent=arrived.traceparent,
-        arrived_at=arrived.arrived_at,
-        deadline=deadline,
-        tokenize_s=tokenize_s,
-        max_output_tokens=max_output_tokens,
-        media=media,
-        spans=prompt.spans,
-        num_unknown_tokens=prompt.num_unknown_tokens,
-    )
-
-
-def _seed(start: GenerateStart, resume: Resume | None) -> int:
-    if resume is not None:
-        return resume.seed
-    return secrets.randbits(64) if start.seed is None else start.seed
-
-
-def _find_pool(start: GenerateStart, table: WorkerTable, resume: Resume | None) -> Pool:
-    if resume is not None and resume.model_fingerprint:
-        return _find_same_pool(start.model, resume.model_fingerprint, table)
-    pool = table.pool(start.model, time.monotonic())
-    if pool is not None:
-        return pool
-    if start.model:
-        raise ModelNotFoundError("no worker serves a model of this name", field="model")
-    if table.pools(time.monotonic()):
-        raise InvalidRequestError("several models are served: name one", field="model")
-    raise ModelNotFoundError("no worker serves any model yet", field="model")
-
-
-def _find_same_pool(model_name: str, fingerprint: str, table: WorkerTable) -> Pool:
-    """The pool of that very model: while a new version is rolled out, several serve one name."""
-    for pool in table.pools(time.monotonic()):
-        if pool.key.fingerprint == fingerprint and model_name in ("", pool.key.model_name):
-            return pool
-    raise WorkerUnavailableError("the model that gave the tokens to go on after is served no more")
-
-
-async def _tokenize(prompt: Prompt, text: ModelText) -> Sequence[int]:
-    if isinstance(prompt, TextPrompt):
-        if len(prompt.text) <= _MAX_INLINE_LENGTH:
-            return text.encode_text(prompt.text)
-        return await asyncio.to_thread(text.encode_text, prompt.text)
-    if isinstance(prompt, ChatPrompt):
-        return await _tokenize_chat(prompt, text)
-    return prompt.token_ids
-
-
-async def _tokenize_chat(prompt: ChatPrompt, text: ModelText) -> Sequence[int]:
-    try:
-        if sum(message.num_characters for message in prompt.messages) <= _MAX_INLINE_LENGTH:
-            return text.encode_messages(prompt.messages, prompt.add_generation_prompt)
-        return await asyncio.to_thread(text.encode_messages, prompt.messages, prompt.add_generation_prompt)
-    except InvalidRequestError as error:
-        # To the text side the messages are all there is; in a request they are part of `chat`.
-        field = "chat.messages" if error.field == "messages" else error.field
-        raise type(error)(error.message, field=field) from error
-
-
-# A request made ready: checked, tokenized, named, and bound to a pool.
-
-# Enough for a first word to keep its space, and for an accent to find its letter.
-_TAIL_TOKENS = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArrivedRequest:
-    """A request as it came: nothing of it is checked yet.
+class RouterRequest:
+    """A request of the router: as it arrived and, once ``run_prepared`` prepared it, bound to a pool and tokenized.
 
     Attributes:
+        start: what the client asked for.
         resume: what it goes on after; ``None``: a new request.
         traceparent: W3C trace context; empty: no trace.
-        request_id: 32 lower-case hexadecimal digits where it is new; else what it says.
+        request_id: 32 lower-case hexadecimal digits where it is new; else what ``resume`` says.
         arrived_at: monotonic seconds.
+        deadline: monotonic seconds; set when it is checked, as all below when it is prepared.
+        pool: where it runs.
+        text: text side of the pool's model.
+        prompt_token_ids: with the tokens of its media in it where ``spans`` says where they lie; else with one
+            placeholder an item.
+        seed: of its sampling.
+        tokenize_s: seconds that template and tokenizer took.
+        max_output_tokens: output tokens at which each choice ends at the latest; as long as the tokens of its media are
+            unknown, its worker may end it sooner where no number of them was asked for.
+        media: ``None``: it is text only.
+        spans: where its media lie in the prompt; empty: that is unknown, or it has none.
+        num_unknown_tokens: that the prompt grows by at most once its media are in it.
     """
 
-    start: GenerateStart
-    resume: Resume | None
-    traceparent: str
-    request_id: str
-    arrived_at: float
+    deadline: float
+    pool: Pool
+    text: ModelText
+    prompt_token_ids: Sequence[int]
+    seed: int
+    max_output_tokens: int
 
-    @classmethod
-    def now(cls, start: GenerateStart, resume: Resume | None, traceparent: str) -> ArrivedRequest:
-        """It arrives; a new one's id is drawn here."""
-        return cls(
-            start=start,
-            resume=resume,
-            traceparent=traceparent,
-            request_id=secrets.token_hex(16) if resume is None else resume.request_id,
-            arrived_at=time.monotonic(),
-        )
-
-    @property
-    def choices(self) -> Sequence[int]:
-        """Numbers of the choices that run."""
-        return range(self.start.num_choices) if self.resume is None else (self.resume.choice,)
+    def __init__(self, start: GenerateStart, resume: Resume | None = None, traceparent: str = "") -> None:
+        """It arrives; nothing of it is checked yet. A new request's id is drawn here."""
+        self.start = start
+        self.resume = resume
+        self.traceparent = traceparent
+        self.request_id = secrets.token_hex(16) if resume is None else resume.request_id
+        self.arrived_at = time.monotonic()
+        self.tokenize_s = 0.0
+        self.media: RequestMedia | None = None
+        self.spans: tuple[MediaSpan, ...] = ()
+        self.num_unknown_tokens = 0
+        self._sampling: Sampling | None = None
+        self._prompt_hashes: Sequence[int] | None = None
 
     def check(self) -> None:
         """Refuse what is impossible with any model. Raises ``InvalidRequestError``."""
@@ -220,37 +131,10 @@ class ArrivedRequest:
         if self.resume is not None:
             check_resume(self.resume, self.start)
 
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedRequest:
-    """A request that can be placed.
-
-    Attributes:
-        request_id, traceparent: as in ``ArrivedRequest``.
-        arrived_at, deadline: monotonic seconds.
-        prompt_token_ids: with the tokens of its media in it where ``spans`` says where they lie; else with one
-            placeholder an item.
-        tokenize_s: seconds that template and tokenizer took.
-        max_output_tokens: output tokens at which each choice ends at the latest; as long as the tokens of its media are
-            unknown, its worker may end it sooner where no number of them was asked for.
-        media: ``None``: it is text only.
-        num_unknown_tokens: that the prompt grows by at most once its media are in it.
-    """
-
-    request_id: str
-    start: GenerateStart
-    pool: Pool
-    text: ModelText
-    prompt_token_ids: Sequence[int] = field(repr=False)
-    seed: int
-    traceparent: str
-    arrived_at: float
-    deadline: float
-    tokenize_s: float
-    max_output_tokens: int
-    media: RequestMedia | None = None
-    spans: tuple[MediaSpan, ...] = ()
-    num_unknown_tokens: int = 0
+    @property
+    def choices(self) -> Sequence[int]:
+        """Numbers of the choices that run."""
+        return range(self.start.num_choices) if self.resume is None else (self.resume.choice,)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -273,61 +157,79 @@ class PreparedRequest:
         """Tokens of the prompt that stand for media whose own number is unknown."""
         return 0 if self.media is None or self.spans else len(self.media.items)
 
-    def with_prompt(self, token_ids: Sequence[int], spans: tuple[MediaSpan, ...]) -> PreparedRequest:
-        """The request, now that a worker told its prompt with the media in it.
+    def with_prompt(self, token_ids: Sequence[int], spans: tuple[MediaSpan, ...]) -> RouterRequest:
+        """A copy with the prompt that a worker told, its media in it.
 
         Raises:
             PromptTooLongError: it leaves no room for the answer.
         """
         check_length(self.start, len(token_ids), self.pool)
-        return replace(
-            self,
-            prompt_token_ids=token_ids,
-            spans=spans,
-            num_unknown_tokens=0,
-            max_output_tokens=num_output_tokens(self.start, len(token_ids), self.pool),
+        request = copy.copy(self)
+        request.prompt_token_ids, request.spans, request.num_unknown_tokens = token_ids, spans, 0
+        request.max_output_tokens = num_output_tokens(self.start, len(token_ids), self.pool)
+        request._sampling = request._prompt_hashes = None
+        return request
+
+    def make_outputs(self, sink: DeltaSink, options: TextOptions, metrics: RouterMetrics) -> dict[int, ChoiceOutput]:
+        """The outputs of the choices that run, by choice; they go to ``sink``, with text as ``options`` say."""
+        model = metrics.for_model(self.pool.key.model_name)
+        settings = OutputSettings(
+            num_prompt_tokens=len(self.prompt_token_ids),
+            arrived_at=self.arrived_at,
+            tokenize_s=self.tokenize_s,
+            omits_token_ids=options.omit_token_ids,
+            ttft=model.ttft,
+            itl=model.itl,
+            num_media_tokens=self.num_media_tokens,
+            num_placeholders=self.num_placeholders,
         )
+        return make_outputs(self.choices, sink, settings, options, self.text.tokenizer, self.prompt_tail)
 
     @property
     def prompt_tail(self) -> Sequence[int]:
         """The prompt's last few tokens where the answer's text continues it; a chat's answer stands alone."""
         return () if isinstance(self.start.prompt, ChatPrompt) else self.prompt_token_ids[-_TAIL_TOKENS:]
 
-    @cached_property
+    @property
     def sampling(self) -> Sampling:
         """What workers are told: everything that ends the answer, so that it ends alike wherever it is generated.
 
-        Their own idea of the longest sequence may differ from place to place; and engines don't read the tokenizer's
-        files, which for chat models often are the only ones to name the end of a turn.
+        Workers may disagree about the longest sequence; and engines don't read the tokenizer's files, which for chat
+        models often are the only ones to name the end of a turn.
         """
+        if self._sampling is None:
+            self._sampling = self._find_sampling()
+        return self._sampling
+
+    def _find_sampling(self) -> Sampling:
         given = self.start.sampling
         stop_token_ids = given.stop_token_ids
         if not given.ignore_eos and "stop_token_ids" in self.pool.sampling_fields:
-            known = (token_id for token_id in self.text.eos_token_ids if token_id < self.text.vocab_size)
+            known = [token_id for token_id in self.text.eos_token_ids if token_id < self.text.vocab_size]
             stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *known)))[:MAX_STOP_IDS]
-        # How much room the prompt leaves is for the worker to say that learns its length first.
+        # The worker that learns the prompt's length first says how much room it leaves.
         max_tokens = given.max_tokens if self.num_placeholders else self.max_output_tokens
         if given.max_tokens == max_tokens and stop_token_ids == given.stop_token_ids:
             return given
         return replace(given, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
-
-    @cached_property
-    def _prompt_hashes(self) -> Sequence[int]:
-        return self._hashes(self.prompt_token_ids)
 
     def sequence_hashes(self, generated: Sequence[int]) -> Sequence[int]:
         """Names of the full blocks of the prompt and of ``generated``, which follows it, as workers name them.
 
         Empty where the pool's workers have blocks of different sizes.
         """
-        return self._hashes([*self.prompt_token_ids, *generated]) if generated else self._prompt_hashes
+        if generated:
+            return self._hashes([*self.prompt_token_ids, *generated])
+        if self._prompt_hashes is None:
+            self._prompt_hashes = self._hashes(self.prompt_token_ids)
+        return self._prompt_hashes
 
     def _hashes(self, token_ids: Sequence[int]) -> Sequence[int]:
         if not self.pool.block_size:
             return ()
         extra_key = ExtraKey(adapter=self.start.adapter, cache_salt=self.start.cache_salt)
         if self.media is not None and not self.spans:
-            # What follows the first item lies nobody knows where.
+            # Where the tokens after the first item will lie is unknown.
             token_ids = token_ids[: token_ids.index(self.media.placeholder_id)]
         return sequence_hashes(token_ids, self.pool.block_size, extra_key, self.spans)
 
@@ -335,7 +237,7 @@ class PreparedRequest:
         """Whether the last of ``token_ids`` is one that ends the output."""
         sampling = self.start.sampling
         eos_token_ids = () if sampling.ignore_eos else self.text.eos_token_ids
-        # Up to min_tokens, engines take such a token for one like any other.
+        # Before min_tokens, engines treat such a token like any other.
         return len(token_ids) > sampling.min_tokens and (
             token_ids[-1] in sampling.stop_token_ids or token_ids[-1] in eos_token_ids
         )
@@ -407,7 +309,7 @@ def num_output_tokens(start: GenerateStart, num_prompt_tokens: int, pool: Pool) 
 
 
 def valid_traceparent(header: str) -> str:
-    """``header`` if it is a W3C ``traceparent``, else empty: the standard has whoever gets another one ignore it."""
+    """``header`` if it is a W3C ``traceparent``, else empty: the standard says to ignore any other."""
     match = _TRACEPARENT.fullmatch(header)
     if match is None or len(header) > _MAX_TRACEPARENT_LENGTH or (header.startswith("00") and match["more"]):
         return ""
@@ -423,3 +325,101 @@ def max_sequence_tokens(pool: Pool) -> int:
 def _check_ids(token_ids: Iterable[int], vocab_size: int, field: str) -> None:
     if max(token_ids, default=0) >= vocab_size:
         raise InvalidRequestError(f"token ids must be below {vocab_size}", field=field)
+
+
+# Enough for a first word to keep its space, and for an accent to find its letter.
+_TAIL_TOKENS = 4
+
+
+async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: bool) -> None:
+    """Bind and tokenize; workers are asked only for media and, once for each model, its text files.
+
+    The caller closes the request's media.
+    """
+    start, resume = request.start, request.resume
+    pool = request.pool = _find_pool(start, context.table, resume)
+    check_pool(start, pool)
+    text = request.text = await context.texts.model_text(pool.key)
+    began = time.monotonic()
+    token_ids = request.prompt_token_ids = await _tokenize(start.prompt, text)
+    request.tokenize_s = time.monotonic() - began
+    if has_media(start):
+        await _prepare_media(request, context, token_ids, encodes=encodes)
+    elif text.media is not None:
+        check_items(start, token_ids, text.media, ())
+    try:
+        token_ids = request.prompt_token_ids
+        check_tokens(start, token_ids, text.vocab_size, pool)
+        request.max_output_tokens = num_output_tokens(start, len(token_ids), pool)
+        if resume is not None:
+            check_generated(resume, text.vocab_size, max_sequence_tokens(pool) - len(token_ids))
+    except InvalidRequestError:
+        if request.media is not None:
+            request.media.close()
+        raise
+    request.seed = _seed(start, resume)
+
+
+async def _prepare_media(
+    request: RouterRequest, context: RouterContext, token_ids: Sequence[int], *, encodes: bool
+) -> None:
+    named = MediaRequest(
+        request_id=request.request_id,
+        start=request.start,
+        traceparent=request.traceparent,
+        first_attempt=0 if request.resume is None else request.resume.attempt,
+        deadline=request.deadline,
+    )
+    request.media, prompt = await prepare_media(
+        named, request.pool, request.text, token_ids, context.media, encodes=encodes
+    )
+    request.prompt_token_ids, request.spans = prompt.token_ids, prompt.spans
+    request.num_unknown_tokens = prompt.num_unknown_tokens
+
+
+def _seed(start: GenerateStart, resume: Resume | None) -> int:
+    if resume is not None:
+        return resume.seed
+    return secrets.randbits(64) if start.seed is None else start.seed
+
+
+def _find_pool(start: GenerateStart, table: WorkerTable, resume: Resume | None) -> Pool:
+    if resume is not None and resume.model_fingerprint:
+        return _find_same_pool(start.model, resume.model_fingerprint, table)
+    pool = table.pool(start.model, time.monotonic())
+    if pool is not None:
+        return pool
+    if start.model:
+        raise ModelNotFoundError("no worker serves a model of this name", field="model")
+    if table.pools(time.monotonic()):
+        raise InvalidRequestError("several models are served: name one", field="model")
+    raise ModelNotFoundError("no worker serves any model yet", field="model")
+
+
+def _find_same_pool(model_name: str, fingerprint: str, table: WorkerTable) -> Pool:
+    """The pool of that very model: while a new version is rolled out, several serve one name."""
+    for pool in table.pools(time.monotonic()):
+        if pool.key.fingerprint == fingerprint and model_name in ("", pool.key.model_name):
+            return pool
+    raise WorkerUnavailableError("the model that gave the tokens to go on after is served no more")
+
+
+async def _tokenize(prompt: Prompt, text: ModelText) -> Sequence[int]:
+    if isinstance(prompt, TextPrompt):
+        if len(prompt.text) <= _MAX_INLINE_LENGTH:
+            return text.encode_text(prompt.text)
+        return await asyncio.to_thread(text.encode_text, prompt.text)
+    if isinstance(prompt, ChatPrompt):
+        return await _tokenize_chat(prompt, text)
+    return prompt.token_ids
+
+
+async def _tokenize_chat(prompt: ChatPrompt, text: ModelText) -> Sequence[int]:
+    try:
+        if sum(message.num_characters for message in prompt.messages) <= _MAX_INLINE_LENGTH:
+            return text.encode_messages(prompt.messages, prompt.add_generation_prompt)
+        return await asyncio.to_thread(text.encode_messages, prompt.messages, prompt.add_generation_prompt)
+    except InvalidRequestError as error:
+        # To the text side the messages are all there is; in a request they are part of `chat`.
+        field = "chat.messages" if error.field == "messages" else error.field
+        raise type(error)(error.message, field=field) from error

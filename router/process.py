@@ -24,7 +24,7 @@ from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics
 from quartet.telemetry.routing_metrics import RoutingMetrics
 from router.admission import Admission
 from router.config import RouterConfig
-from router.context import AttemptTools, PipelineTools
+from router.context import RouterContext
 from router.fair_share import FairShare
 from router.fleet import Fleet, read_chat_template
 from router.generate import Pipeline
@@ -161,9 +161,6 @@ class RouterProcess:
             table, create_policy(config.policy, random.Random()), config.admission, index, self._routing_metrics
         )
         table.listen(admission.wake)
-        attempts = AttemptTools(
-            router_id=table.router_id, admission=admission, hops=fleet, config=config.attempts, metrics=self._metrics
-        )
         encode = EncodeTools(
             table=table,
             index=index,
@@ -174,11 +171,15 @@ class RouterProcess:
         )
         keys, line = self._signing_keys, self._media_line(table)
         pipeline = Pipeline(
-            PipelineTools(
+            RouterContext(
+                router_id=table.router_id,
                 table=table,
                 texts=fleet.texts,
-                attempts=attempts,
+                admission=admission,
+                hops=fleet,
                 media=MediaTools(fetcher, encode, line, config.media.max_size_bytes),
+                metrics=self._metrics,
+                config=config.attempts,
                 max_timeout_s=config.max_request_timeout_s,
                 signer=None if keys is None else Signer(keys, table, ttl_s=config.signed_start_ttl_s),
             )

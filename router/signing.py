@@ -123,7 +123,7 @@ class Signer:
         return max(ttl_s, 0.0)
 
 
-# The choices of one request that is placed for its client: all of them at once, or none.
+# A gang: the choices of one request that is placed for its client get room together, or are refused.
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +134,7 @@ class _Ready:
     signed: asyncio.Future[SignedRun]
 
 
-class Together:
+class Gang:
     """Has choices wait for each other before they are signed: one answer tells of them all, and signatures soon expire.
 
     A choice that waited for room while others hold some might wait for theirs; so might two requests for each other's.

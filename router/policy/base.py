@@ -14,14 +14,16 @@ from quartet.events.step_time import StepTime
 DEFAULT_MAX_STEP_TOKENS = 2048
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class Pending:
     """A request (one choice of it) that waits for a rank.
+
+    Not frozen: the queue sets ``num_cached_tokens`` in place, and freezing so many fields triples their price.
 
     Attributes:
         num_tokens: tokens to prefill: prompt and already generated ones.
         num_reserved_tokens: tokens that its decode rank must have room for: ``num_tokens`` and what it may
-            generate soon (see ``router.context.AttemptConfig.reserve_tokens``).
+            generate soon (see ``router.config.AttemptConfig.reserve_tokens``).
         num_most_tokens: tokens that its decode rank must be able to hold at all, which are those of its longest
             possible sequence; at least ``num_reserved_tokens``.
         adapter: the adapter that it needs; empty: none.

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry
 
 from quartet.telemetry.routing_metrics import RoutingMetrics
-from router.admission import Admission
+from router.admission import Admission, QueuedRequest
 from router.book import Reservation
 from router.config import AdmissionConfig
 from router.kv_index.index import PrefixIndex
-from router.policy.base import Pending, Policy
+from router.policy.base import Policy
 from router.policy.greedy import RoundRobinPolicy
 from router.workers import PoolKey, WorkerTable
 from tests.router.records import make_load, make_record
@@ -43,8 +43,8 @@ class Desk:
         self, name: str, num_blocks: int, *, priority: int = 0, tenant: str = "", hashes: Sequence[int] = ()
     ) -> asyncio.Task[Reservation]:
         num_tokens = num_blocks * 10
-        ticket = self.admission.ticket(POOL, priority=priority, tenant=tenant, num_tokens=num_tokens)
-        pending = Pending(
+        queued = QueuedRequest(
+            standing=self.admission.standing(POOL, priority=priority, tenant=tenant, num_tokens=num_tokens),
             num_tokens=max(10 * len(hashes), 1),
             num_reserved_tokens=num_tokens,
             num_most_tokens=num_tokens,
@@ -52,7 +52,7 @@ class Desk:
         )
 
         async def wait() -> Reservation:
-            reservation = await self.admission.admit(ticket, pending)
+            reservation = await self.admission.admit(queued)
             self.order.append(name)
             return reservation
 

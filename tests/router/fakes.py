@@ -29,7 +29,7 @@ from quartet.telemetry.routing_metrics import RoutingMetrics
 from quartet.text.model_text import ModelText
 from router.admission import Admission
 from router.config import AdmissionConfig, AttemptConfig
-from router.context import AttemptTools, PipelineTools
+from router.context import RouterContext
 from router.fair_share import FairShare
 from router.generate import Pipeline
 from router.kv_index.index import PrefixIndex
@@ -357,24 +357,22 @@ class Fleet:
         self.table.listen(self.admission.wake)
         self.pauses: list[float] = []
         self.on_pause: Callable[[], None] = lambda: None
-        tools = AttemptTools(
-            router_id="router-a",
-            admission=self.admission,
-            hops=self.hops,
-            config=attempts or AttemptConfig(),
-            metrics=metrics,
-            sleep=self._sleep,
-        )
+        config = attempts or AttemptConfig()
         self.media, self.sizes = FakeMedia(), KnownSizes()
         self.media_line = self._media_line()
         self.pipeline = Pipeline(
-            PipelineTools(
+            RouterContext(
+                router_id="router-a",
                 table=self.table,
                 texts=self.texts,
-                attempts=tools,
-                media=MediaTools(self.media, self._encode_tools(tools.config), self.media_line, 20 << 20),
+                admission=self.admission,
+                hops=self.hops,
+                media=MediaTools(self.media, self._encode_tools(config), self.media_line, 20 << 20),
+                metrics=metrics,
+                config=config,
                 max_timeout_s=max_timeout_s,
                 signer=Signer(OneKey(), self.table, ttl_s=20.0, clock=lambda: 0.0),
+                sleep=self._sleep,
             )
         )
         for worker_id in worker_ids:

@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from quartet.errors import QueueFullError
-from router.admission import MAX_ASSIGNED_TOGETHER
-from router.policy.base import Pending
+from router.admission import MAX_ASSIGNED_TOGETHER, QueuedRequest
 from tests.router.desk import POOL, RECORD, TIMEOUT_S, Desk
 from tests.router.records import make_load
 
@@ -124,9 +123,9 @@ async def test_a_retry_gets_in_past_the_bound() -> None:
     await desk.settle()
     desk.ask("waiting", 10)
     await desk.settle()
-    ticket = desk.admission.ticket(POOL)
-    pending = Pending(num_tokens=1, num_reserved_tokens=10, num_most_tokens=10)
-    retry = asyncio.create_task(desk.admission.admit(ticket, pending, is_retry=True))
+    standing = desk.admission.standing(POOL)
+    queued = QueuedRequest(standing=standing, is_retry=True, num_tokens=1, num_reserved_tokens=10, num_most_tokens=10)
+    retry = asyncio.create_task(desk.admission.admit(queued))
     await desk.settle()
     assert desk.admission.length == 2
     await desk.release(full)

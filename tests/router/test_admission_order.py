@@ -11,7 +11,7 @@ import pytest
 
 from quartet.discovery.base import Rank
 from quartet.errors import QueueFullError, WorkerUnavailableError
-from router.admission import MAX_ASSIGNED_TOGETHER
+from router.admission import MAX_ASSIGNED_TOGETHER, QueuedRequest
 from router.policy.base import Decision, Pending, Snapshot
 from router.policy.greedy import RoundRobinPolicy
 from tests.router.desk import POOL, RECORD, TIMEOUT_S, Desk
@@ -108,8 +108,11 @@ async def test_a_policy_is_shown_what_is_cached_now_and_what_was_sent_lately() -
     await desk.result(desk.ask("second", 4, hashes=[1, 2, 3, 4]))
     assert policy.seen[2:] == [{rank: 30}], "the blocks of the first one are predicted"
     desk.index.expire(float("inf"))
-    pending = Pending(num_tokens=30, num_reserved_tokens=30, num_most_tokens=30, sequence_hashes=[1, 2, 3])
-    shown, snapshot = desk.admission.preview(POOL, pending)
+    standing = desk.admission.standing(POOL)
+    queued = QueuedRequest(
+        standing=standing, num_tokens=30, num_reserved_tokens=30, num_most_tokens=30, sequence_hashes=[1, 2, 3]
+    )
+    shown, snapshot = desk.admission.preview(queued)
     assert dict(shown.num_cached_tokens) == {rank: 10}
     assert [candidate.rank for candidate in snapshot.decode] == [rank]
     assert desk.admission.num_waiting(POOL) == 0
@@ -146,9 +149,17 @@ async def test_a_policy_that_takes_long_leaves_the_event_loop_to_others() -> Non
 
 async def test_those_that_wait_for_an_adapter_keep_nobody_else_waiting() -> None:
     desk = Desk(max_queue_length=1000)
-    ticket = desk.admission.ticket(POOL)
-    wanting = Pending(num_tokens=1, num_reserved_tokens=1, num_most_tokens=1, adapter="absent")
-    kept = [asyncio.create_task(desk.admission.admit(ticket, wanting)) for _ in range(MAX_ASSIGNED_TOGETHER)]
+    standing = desk.admission.standing(POOL)
+    kept = [
+        asyncio.create_task(
+            desk.admission.admit(
+                QueuedRequest(
+                    standing=standing, num_tokens=1, num_reserved_tokens=1, num_most_tokens=1, adapter="absent"
+                )
+            )
+        )
+        for _ in range(MAX_ASSIGNED_TOGETHER)
+    ]
     await desk.settle()
     await desk.result(desk.ask("plain", 1))
     for task in kept:

@@ -10,7 +10,7 @@ from quartet import errors
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import MAX_STOP_IDS, Sampling
 from quartet.text.model_text import ModelText
-from router.prepare import PreparedRequest
+from router.prepare import RouterRequest
 from tests.router.fakes import EOS_ID, MODEL_TEXT, Fleet, Plan, collect
 from tests.router.records import ALL_SAMPLING_FIELDS
 from tests.router.test_generate import make_start
@@ -24,20 +24,13 @@ async def stop_token_ids(sampling: Sampling, **record: object) -> tuple[int, ...
     return told
 
 
-def make_prepared(text: ModelText, stop_token_ids: tuple[int, ...]) -> PreparedRequest:
-    return PreparedRequest(
-        request_id="ab" * 16,
-        start=make_start(sampling=Sampling(stop_token_ids=stop_token_ids)),
-        pool=Fleet("decode-0").table.pools(0.0)[0],
-        text=text,
-        prompt_token_ids=(1, 2),
-        seed=5,
-        traceparent="",
-        arrived_at=0.0,
-        deadline=60.0,
-        tokenize_s=0.0,
-        max_output_tokens=12,
-    )
+def make_prepared(text: ModelText, stop_token_ids: tuple[int, ...]) -> RouterRequest:
+    request = RouterRequest(make_start(sampling=Sampling(stop_token_ids=stop_token_ids)))
+    request.pool = Fleet("decode-0").table.pools(0.0)[0]
+    request.text = text
+    request.prompt_token_ids = (1, 2)
+    request.max_output_tokens = 12
+    return request
 
 
 async def test_workers_are_told_the_end_of_a_turn_that_only_the_tokenizer_names() -> None:
