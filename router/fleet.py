@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -64,9 +65,9 @@ _FILES_TIMEOUT_S = 30.0
 
 
 class Fleet:
-    """All workers that discovery tells of, as ``Hops``; ``texts`` has the text side of their models.
+    """All workers that discovery lists, as ``Hops``; ``texts`` has the text side of their models.
 
-    Whatever happens to a worker ends up in ``table``. A worker is asked how it is (``GetInfo``) when it is new, when
+    Everything that happens to a worker is entered in ``table``. A worker is probed (``GetInfo``) when it is new, when
     its stream broke, and when it has been silent for long.
     """
 
@@ -80,7 +81,7 @@ class Fleet:
         kv: KvJoins | None = None,
         chat_template: str | None = None,
     ) -> None:
-        """Connect to nobody yet; needs a running event loop.
+        """Needs a running event loop; connects to no worker yet.
 
         Args:
             table: kept up to date.
@@ -102,7 +103,7 @@ class Fleet:
         self._connections: dict[WorkerKey, WorkerConnection] = {}
         self._probes: dict[WorkerKey, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
-        self._must_look = asyncio.Event()
+        self._must_tend = asyncio.Event()
         self._is_draining = False
         self._shown_states: Counter[tuple[Role, WorkerState]] = Counter()
         # Only to keep hand-offs and to let go of them: it has no pool to pull into.
@@ -110,33 +111,42 @@ class Fleet:
             lambda address: create_channel(address, tls), host=host_identity(), config=TransferConfig()
         )
 
-    # Hops.
+    # Requests on workers.
 
     def encode(self, rank: Rank, start: EncodeStart, on_encoded: Callable[[HandOff], None]) -> EncodeCall:
         """Start to encode. Raises ``WorkerUnavailableError`` when the worker is gone."""
-        return self._connection(Role.ENCODE, rank).encode(start, on_encoded)
+        connection = self._connections.get(WorkerKey(role=Role.ENCODE, worker_id=rank.worker_id))
+        if not isinstance(connection, EncodeConnection):
+            raise _gone(rank.worker_id)
+        return connection.start(start, on_encoded)
 
     def prefill(self, rank: Rank, start: WorkerStart) -> PrefillCall:
         """Start a prefill. Raises ``WorkerUnavailableError`` when the worker is gone."""
-        return self._connection(Role.PREFILL, rank).prefill(start)
+        connection = self._connections.get(WorkerKey(role=Role.PREFILL, worker_id=rank.worker_id))
+        if not isinstance(connection, PrefillConnection):
+            raise _gone(rank.worker_id)
+        return connection.start(start)
 
     def decode(self, rank: Rank, start: WorkerStart, sink: DecodeSink) -> DecodeCall:
         """Start a decode. Raises ``WorkerUnavailableError`` when the worker is gone."""
-        return self._connection(Role.DECODE, rank).decode(start, sink)
+        connection = self._connections.get(WorkerKey(role=Role.DECODE, worker_id=rank.worker_id))
+        if not isinstance(connection, DecodeConnection):
+            raise _gone(rank.worker_id)
+        return connection.start(start, sink)
 
     def keep(self, hand_off: HandOff) -> HandOffLease:
         """Renew the lease of ``hand_off`` until told to stop. Raises ``TransferError`` when closing."""
         return self._puller.keep(hand_off)
 
     def drop(self, hand_off: HandOff) -> None:
-        """Let the source know that nobody will take ``hand_off``; what can't be told is left to the lease."""
+        """Tell the source that no worker will take ``hand_off``; if that fails, its lease ends it."""
         try:
             lease = self._puller.keep(hand_off)
         except TransferError:
             return  # closing: its lease ends it
         self._spawn(lease.abort())
 
-    # Life.
+    # Following the workers.
 
     async def watch(self, watch: Watch) -> None:
         """Follow discovery until ``watch`` is closed."""
@@ -144,7 +154,7 @@ class Fleet:
             self._follow(event)
 
     async def tend(self) -> None:
-        """Ask after workers that need it, forget those that are gone. Runs until cancelled."""
+        """Probe workers that need it, forget those that are gone. Runs until cancelled."""
         while True:
             now = time.monotonic()
             for record in self._table.forget_gone(now):
@@ -154,15 +164,15 @@ class Fleet:
             self.texts.keep({pool.key for pool in self._table.pools(now)})
             self._table.tick(now)
             self._show_states(now)
-            self._must_look.clear()
+            self._must_tend.clear()
             try:
                 async with asyncio.timeout(_TICK_S):
-                    await self._must_look.wait()
+                    await self._must_tend.wait()
             except TimeoutError:
                 continue
 
     def drain(self) -> None:
-        """The router goes away: that workers do too, as at the end of a whole deployment, is worth no warning."""
+        """The router goes away. Warn no more when streams break: at the end of a deployment workers go away too."""
         self._is_draining = True
 
     async def close(self) -> None:
@@ -174,7 +184,7 @@ class Fleet:
         if self._kv is not None:
             await self._kv.close()
         await self.texts.close()
-        # Hand-offs that were just dropped are still told: each takes a second at most.
+        # Sources are still told of the hand-offs that were just dropped: each takes a second at most.
         await asyncio.gather(*tasks, *self._background, return_exceptions=True)
         await asyncio.gather(*(connection.close() for connection in self._connections.values()))
         await self._puller.close()
@@ -185,7 +195,7 @@ class Fleet:
         elif isinstance(event, WorkerRemoved):
             logger.info("worker %s left discovery", event.worker_id)
             self._table.unlist(WorkerKey(role=event.role, worker_id=event.worker_id))
-            self._must_look.set()
+            self._must_tend.set()
         elif isinstance(event, Synchronised):
             self.is_synchronised.set()
 
@@ -199,11 +209,18 @@ class Fleet:
             self._leave(known.record)
         if record.key not in self._connections:
             logger.info("worker %s at %s, epoch %x", record.worker_id, record.grpc_address, record.epoch)
-            self._connections[record.key] = WorkerConnection(record, self._tls, self._broken, self._lost, self.drop)
+            self._connections[record.key] = self._connect(record)
             if self._kv is not None:
                 self._kv.enter(record, self._connections[record.key].client)
             self._listen(record)
-        self._must_look.set()
+        self._must_tend.set()
+
+    def _connect(self, record: WorkerRecord) -> WorkerConnection:
+        if record.role is Role.DECODE:
+            return DecodeConnection(record, self._tls, self._lost, self._broken)
+        if record.role is Role.PREFILL:
+            return PrefillConnection(record, self._tls, self._lost, self._broken, self.drop)
+        return EncodeConnection(record, self._tls, self._lost, self.drop)
 
     def _listen(self, record: WorkerRecord) -> None:
         if not record.events_address:
@@ -234,7 +251,7 @@ class Fleet:
         level = logging.INFO if is_expected else logging.WARNING
         logger.log(level, "the stream to worker %s broke: %s", record.worker_id, error)
         self._table.broken(record.key, record.epoch)
-        self._must_look.set()
+        self._must_tend.set()
 
     def _lost(self, record: WorkerRecord) -> None:
         self._table.cut(record.key, record.epoch, time.monotonic())
@@ -265,7 +282,7 @@ class Fleet:
             self._table.broken(record.key, record.epoch)
             return
         if report.record.key == record.key and report.record.epoch != record.epoch:
-            # It started anew and discovery has not told yet, or can't. Adopting it ends this probe.
+            # It restarted, and discovery has not reported it yet or can't. Adopting it ends this probe.
             self._adopt(report.record)
             return
         self._table.connected(record.key, report.load, time.monotonic())
@@ -281,7 +298,7 @@ class Fleet:
             try:
                 return await connection.client.model_files(
                     names,
-                    # What is known of it may be old: another worker may listen there by now.
+                    # The address may be old: another worker may listen there by now.
                     model_fingerprint=pool.fingerprint,
                     max_size_bytes=MAX_FILES_BYTES,
                     timeout_s=_FILES_TIMEOUT_S,
@@ -289,12 +306,6 @@ class Fleet:
             except ServingError as error:
                 last = error
         raise last
-
-    def _connection(self, role: Role, rank: Rank) -> WorkerConnection:
-        connection = self._connections.get(WorkerKey(role=role, worker_id=rank.worker_id))
-        if connection is None:
-            raise WorkerUnavailableError(f"worker {rank.worker_id} is gone")
-        return connection
 
     def _show_states(self, now: float) -> None:
         states = Counter((status.record.role, status.state) for status in self._table.statuses(now))
@@ -308,92 +319,154 @@ class Fleet:
         task.add_done_callback(self._background.discard)
 
 
-# What the router holds open to one life of one worker.
-
-
-class WorkerConnection:
-    """One channel, with the worker's worker stream on it once it is needed.
+class WorkerConnection(ABC):
+    """One channel to one life of one worker; each role's subclass starts its requests.
 
     Attributes:
         record: of the life that this connects to.
         client: asks the worker about itself.
     """
 
-    def __init__(
-        self,
-        record: WorkerRecord,
-        tls: TlsConfig | None,
-        on_broken: Callable[[WorkerRecord, ServingError], None],
-        on_lost: Callable[[WorkerRecord], None],
-        drop: Callable[[HandOff], None],
-    ) -> None:
-        """Connect at the first use; ``drop`` is given hand-offs that nobody waits for any more.
+    def __init__(self, record: WorkerRecord, tls: TlsConfig | None, on_lost: Callable[[WorkerRecord], None]) -> None:
+        """Connect at the first use.
 
-        ``on_broken`` hears of broken streams, ``on_lost`` of a lost connection that had none: a worker's death shows
-        also where only clients run something.
+        ``on_lost`` is called when the connection is lost while no stream is open on it: a worker's death shows also
+        where only clients run something.
         """
         self.record = record
         self._channel = create_channel(record.grpc_address, tls)
         self.client = WorkerClient(self._channel)
-        self._on_broken = on_broken
         self._on_lost = on_lost
         self._watching = asyncio.create_task(
             watch_connection(self._channel, self._lost), name=f"connection to {record.worker_id}"
         )
         self._is_closed = False
-        self._decode: DecodeClient | None = None
-        self._prefill: PrefillClient | None = None
-        self._encode: EncodeClient | None = None
-        if record.role is Role.DECODE:
-            self._decode = DecodeClient(record.worker_id, self._channel, self._broken)
-        elif record.role is Role.PREFILL:
-            self._prefill = PrefillClient(record.worker_id, self._channel, self._broken, drop)
-        elif record.role is Role.ENCODE:
-            self._encode = EncodeClient(record.worker_id, self._channel, drop)
-
-    def decode(self, start: WorkerStart, sink: DecodeSink) -> DecodeCall:
-        """Start a decode, whose outputs go to ``sink``.
-
-        Raises ``WorkerUnavailableError`` when this is closed, or to no decode worker.
-        """
-        if self._decode is None or self._is_closed:
-            raise WorkerUnavailableError(f"worker {self.record.worker_id} is gone")
-        return self._decode.start(start, sink)
-
-    def prefill(self, start: WorkerStart) -> PrefillCall:
-        """Start a prefill. Raises ``WorkerUnavailableError`` when this is closed, or to no prefill worker."""
-        if self._prefill is None or self._is_closed:
-            raise WorkerUnavailableError(f"worker {self.record.worker_id} is gone")
-        return self._prefill.start(start)
-
-    def encode(self, start: EncodeStart, on_encoded: Callable[[HandOff], None]) -> EncodeCall:
-        """Start to encode. Raises ``WorkerUnavailableError`` when this is closed, or to no encode worker."""
-        if self._encode is None or self._is_closed:
-            raise WorkerUnavailableError(f"worker {self.record.worker_id} is gone")
-        return self._encode.start(start, on_encoded)
 
     async def close(self) -> None:
         """Break the stream: requests on it fail with ``WorkerUnavailableError`` and go on elsewhere."""
         self._is_closed = True
         self._watching.cancel()
         await asyncio.wait([self._watching])
-        for client in (self._decode, self._prefill, self._encode):
-            if client is not None:
-                await client.close()
+        await self._close_requests()
         await self._channel.close()
 
+    @abstractmethod
+    async def _close_requests(self) -> None:
+        """Break what requests go through."""
+
+    @property
+    @abstractmethod
+    def _has_stream(self) -> bool:
+        """Whether a stream is open that reports by itself when it breaks."""
+
+    def _check_open(self) -> None:
+        """Raises ``WorkerUnavailableError``: this is closed."""
+        if self._is_closed:
+            raise _gone(self.record.worker_id)
+
     def _lost(self) -> None:
-        client = self._decode or self._prefill
-        # A stream may outlive the word that no new ones are taken; when it breaks, it says so. Encodes only fail.
-        if client is None or not client.is_open:
+        # A stream may outlive the message that no new ones are taken.
+        if not self._has_stream:
             self._on_lost(self.record)
+
+
+class DecodeConnection(WorkerConnection):
+    """To a decode worker, with its stream once that is needed."""
+
+    def __init__(
+        self,
+        record: WorkerRecord,
+        tls: TlsConfig | None,
+        on_lost: Callable[[WorkerRecord], None],
+        on_broken: Callable[[WorkerRecord, ServingError], None],
+    ) -> None:
+        """As of any; ``on_broken`` is called when the stream breaks, unless this closes it."""
+        super().__init__(record, tls, on_lost)
+        self._on_broken = on_broken
+        self._requests = DecodeClient(record.worker_id, self._channel, self._broken)
+
+    def start(self, start: WorkerStart, sink: DecodeSink) -> DecodeCall:
+        """Start a decode, whose outputs go to ``sink``. Raises ``WorkerUnavailableError`` when this is closed."""
+        self._check_open()
+        return self._requests.start(start, sink)
+
+    async def _close_requests(self) -> None:
+        await self._requests.close()
+
+    @property
+    def _has_stream(self) -> bool:
+        return self._requests.is_open
 
     def _broken(self, error: ServingError) -> None:
         if not self._is_closed:
             self._on_broken(self.record, error)
 
 
-# What the pipeline needs of others: hops to workers, and the text side of models.
+class PrefillConnection(WorkerConnection):
+    """To a prefill worker, with its stream once that is needed."""
+
+    def __init__(
+        self,
+        record: WorkerRecord,
+        tls: TlsConfig | None,
+        on_lost: Callable[[WorkerRecord], None],
+        on_broken: Callable[[WorkerRecord, ServingError], None],
+        drop: Callable[[HandOff], None],
+    ) -> None:
+        """As of a decode worker; ``drop`` is given hand-offs whose requests have ended."""
+        super().__init__(record, tls, on_lost)
+        self._on_broken = on_broken
+        self._requests = PrefillClient(record.worker_id, self._channel, self._broken, drop)
+
+    def start(self, start: WorkerStart) -> PrefillCall:
+        """Start a prefill. Raises ``WorkerUnavailableError`` when this is closed."""
+        self._check_open()
+        return self._requests.start(start)
+
+    async def _close_requests(self) -> None:
+        await self._requests.close()
+
+    @property
+    def _has_stream(self) -> bool:
+        return self._requests.is_open
+
+    def _broken(self, error: ServingError) -> None:
+        if not self._is_closed:
+            self._on_broken(self.record, error)
+
+
+class EncodeConnection(WorkerConnection):
+    """To an encode worker; each request has a stream of its own."""
+
+    def __init__(
+        self,
+        record: WorkerRecord,
+        tls: TlsConfig | None,
+        on_lost: Callable[[WorkerRecord], None],
+        drop: Callable[[HandOff], None],
+    ) -> None:
+        """As of any; ``drop`` is given hand-offs whose requests have ended."""
+        super().__init__(record, tls, on_lost)
+        self._requests = EncodeClient(record.worker_id, self._channel, drop)
+
+    def start(self, start: EncodeStart, on_encoded: Callable[[HandOff], None]) -> EncodeCall:
+        """Start to encode. Raises ``WorkerUnavailableError`` when this is closed."""
+        self._check_open()
+        return self._requests.start(start, on_encoded)
+
+    async def _close_requests(self) -> None:
+        await self._requests.close()
+
+    @property
+    def _has_stream(self) -> bool:
+        return False  # when the connection is lost, encodes just fail
+
+
+def _gone(worker_id: str) -> WorkerUnavailableError:
+    return WorkerUnavailableError(f"worker {worker_id} is gone")
+
+
+# The seam of the pipeline: hops to workers, and the text side of models.
 
 
 class PrefillHop(Protocol):
@@ -413,7 +486,7 @@ class DecodeHop(Protocol):
 
     @property
     def heard_at(self) -> float | None:
-        """When the worker last said something of it, monotonic seconds; ``None`` before its first word."""
+        """When the worker's last message of it came, monotonic seconds; ``None`` before the first."""
         ...
 
     async def outcome(self) -> DecodeFinished | None:
@@ -441,7 +514,7 @@ class EncodeHop(Protocol):
         ...
 
     def cancel(self) -> None:
-        """End it early and let go of what nobody took; harmless when that was taken."""
+        """End it early and drop the hand-offs that were not taken; harmless when all were."""
         ...
 
 
@@ -449,7 +522,7 @@ class KeptHandOff(Protocol):
     """A hand-off whose lease is renewed."""
 
     def stop(self) -> None:
-        """Renew no more; what is left of the lease is left. May be called twice."""
+        """Stop renewing; the lease runs out. May be called twice."""
         ...
 
 
@@ -457,7 +530,7 @@ class Hops(Protocol):
     """The ways to workers. Nothing here waits."""
 
     def encode(self, rank: Rank, start: EncodeStart, on_encoded: Callable[[HandOff], None]) -> EncodeHop:
-        """Start to encode; ``on_encoded`` hears of each hand-off as it comes.
+        """Start to encode; ``on_encoded`` is called with each hand-off as it comes.
 
         Raises ``WorkerUnavailableError`` when the worker is gone.
         """
@@ -476,7 +549,7 @@ class Hops(Protocol):
         ...
 
     def drop(self, hand_off: HandOff) -> None:
-        """Let the source of a hand-off know that nobody will take it; harmless when somebody did."""
+        """Tell the source of a hand-off that no worker will take it; harmless when one did."""
         ...
 
 
@@ -495,7 +568,7 @@ class ModelTexts(Protocol):
 
 # The text side of every model served: fetched from a worker once, kept while the pool lives.
 
-#: Asks one worker after the other for the files named; raises ``ServingError`` when none gives them.
+#: Asks one worker after another for the named files; raises ``ServingError`` when none gives them.
 FetchFiles = Callable[[PoolKey, Collection[str]], Awaitable[Mapping[str, bytes]]]
 
 
@@ -508,7 +581,7 @@ def read_chat_template(file: Path) -> str:
 
 
 class FetchedTexts:
-    """``ModelTexts`` from workers. Several who wait for one model share one fetch."""
+    """``ModelTexts`` from workers. Requests that wait for the same model share one fetch."""
 
     def __init__(self, fetch: FetchFiles, *, chat_template: str | None = None) -> None:
         """``chat_template`` is the source of every model's; ``None``: each has its own."""
@@ -530,7 +603,7 @@ class FetchedTexts:
         return await self._cache.get(pool, lambda: self._files(pool))
 
     async def prefetch(self, pool: PoolKey) -> None:
-        """Have the text side ready before it is asked for; a failure is logged, and the next to ask tries again."""
+        """Fetch the text side before a request needs it; a failure is logged, and the next request tries again."""
         try:
             await self.model_text(pool)
         except ServingError as error:
