@@ -1,4 +1,4 @@
-"""A router process from its configuration to its exit code: every part is made, wired, run and taken down here."""
+"""A router process: makes, wires, runs and takes down every part."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from router.workers import WorkerTable
 
 logger = logging.getLogger(__name__)
 
-# Requests that overstay a drain are told why; this long for that to reach their clients.
+# After a drain timed out, running requests are told why; this long for that to reach their clients.
 _LAST_WORDS_S = 0.5
 
 
@@ -75,7 +75,7 @@ class RouterProcess:
             telemetry = TelemetryServer(config.http_address, self._registry, probes)
             http_port = telemetry.start()
             stack.push_async_callback(telemetry.close)
-            # New at each start: workers' reports must not count in what another life of this router placed.
+            # New at each start: workers' reports must not count in what an earlier life of this router placed.
             router_id = f"router-{secrets.token_hex(8)}"
             table = WorkerTable(router_id, heartbeat_timeout_s=config.heartbeat_timeout_s)
             index = PrefixIndex()
@@ -101,6 +101,7 @@ class RouterProcess:
                 fleet.texts,
                 stalled=self._stalled,
                 is_loopback=config.server.is_loopback,
+                has_tls=config.server.tls is not None,
                 trusted_gateways=config.trusted_gateways,
                 session_limits=config.session,
             )
@@ -116,7 +117,7 @@ class RouterProcess:
     async def _background(
         self, fleet: Fleet, index: PrefixIndex, server: RpcServer, stop: asyncio.Event, http_address: str
     ) -> AsyncIterator[None]:
-        """Run what keeps the fleet known, until ``stop`` is set and then until the block ends."""
+        """Run discovery, probes and upkeep until ``stop`` is set, and then until the block ends."""
         registry = create_registry(self._config.discovery)
         tasks = [
             asyncio.create_task(fleet.watch(registry.watch()), name="discovery"),

@@ -32,9 +32,9 @@ from router.workers import Pool, WorkerTable
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-# Watchers hear of changes at most this often.
+# Watchers are told of changes at most this often.
 _WATCH_INTERVAL_S = 0.25
-# To come back to another router, or to the next one at this address.
+# Long enough for another router to be tried, or for the next one at this address to start.
 _DRAINING_RETRY_DELAY_S = 1.0
 
 
@@ -49,25 +49,28 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         *,
         stalled: StalledCalls,
         is_loopback: bool,
+        has_tls: bool = True,
         trusted_gateways: Collection[str] = (),
         session_limits: SessionLimits | None = None,
     ) -> None:
-        """Answers are written through ``stalled``, which ends those that nobody reads.
+        """Answers are written through ``stalled``, which ends calls whose client reads nothing.
 
-        Believe a request's ``tenant`` from ``trusted_gateways`` and from callers without identity on loopback.
+        A request's ``tenant`` is believed from ``trusted_gateways``, and on loopback from callers without identity.
 
-        Any other request is its caller's, by the name in the certificate, or nobody's.
+        Any other request's tenant is its caller, by the name in the certificate, or empty. Without ``has_tls`` no
+        caller has a certificate, and none is looked for.
         """
         self._pipeline = pipeline
         self._table = table
         self._texts = texts
         self._stalled = stalled
         self._is_loopback = is_loopback
+        self._has_tls = has_tls
         self._trusted_gateways = frozenset(trusted_gateways)
         self._session_limits = session_limits or SessionLimits()
         self._sessions: set[SessionStream] = set()
         self._closing = asyncio.Event()
-        self._idle_tasks: set[asyncio.Task[Any]] = set()  # which a drain need not wait for
+        self._idle_tasks: set[asyncio.Task[Any]] = set()  # a drain does not wait for these
 
     def close(self) -> None:
         """End the streams that would never end by themselves."""
@@ -98,7 +101,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def Place(self, request: pb.PlaceRequest, context: _Context) -> pb.PlaceResponse:
         """As router.proto says."""
         start, resume = from_place_request(request)
-        start = self._with_tenant(start, _identity(context))
+        start = self._with_tenant(start, self._identity(context))
         placed = await self._pipeline.place(start, resume=resume, traceparent=_traceparent(context))
         return to_place_response(placed)
 
@@ -106,7 +109,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: _Context
     ) -> None:
         """As router.proto says."""
-        traceparent, identity = _traceparent(context), _identity(context)
+        traceparent, identity = _traceparent(context), self._identity(context)
 
         def begin(asked: SessionStart, sink: AnswerSink) -> GenerateRun:
             start = self._with_tenant(asked.start, identity)
@@ -148,7 +151,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     async def Explain(self, request: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:
         """As router.proto says."""
-        start = self._with_tenant(from_explain_request(request), _identity(context))
+        start = self._with_tenant(from_explain_request(request), self._identity(context))
         return to_explain_response(await self._pipeline.explain(start))
 
     async def GetModel(self, request: pb.GetModelRequest, context: _Context) -> pb.GetModelResponse:
@@ -159,12 +162,15 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return pb.GetModelResponse(models=[to_model(self._model(pool)) for pool in pools])
 
     async def _read_start(self, context: _Context) -> GenerateStart:
-        # Who opens a stream and says nothing must not hold up a drain.
+        # A client that opens a stream and sends nothing must not hold up a drain.
         with self._until_closing():
             request = await context.read()
         if request is grpc.aio.EOF or request.WhichOneof("message") != "start":
             raise ProtocolError("the first message must be start", field="start")
-        return self._with_tenant(from_generate_start(request.start), _identity(context))
+        return self._with_tenant(from_generate_start(request.start), self._identity(context))
+
+    def _identity(self, context: _Context) -> Identity | None:
+        return caller_identity(context.auth_context()) if self._has_tls else None
 
     def _with_tenant(self, start: GenerateStart, identity: Identity | None) -> GenerateStart:
         tenant = self._tenant(start.tenant, identity)
@@ -180,7 +186,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return [status for status in statuses if model in ("", status.record.model_name)]
 
     def _changes(self, model: str, told: dict[tuple[Role, str], WorkerStatus]) -> pb.WatchWorkersResponse:
-        """What is new against ``told``, which is brought up to date."""
+        """The changes since ``told``, which is brought up to date."""
         now = {(status.record.role, status.record.worker_id): status for status in self._statuses(model)}
         removed = [worker_id for role, worker_id in told.keys() - now.keys()]
         updated = [status for key, status in now.items() if key not in told or _differ(told[key], status)]
@@ -229,7 +235,7 @@ def router_service(servicer: RouterServicer) -> Service:
 
 
 async def _listen(context: _Context, run: GenerateRun) -> None:
-    """Hear what the client says after its start."""
+    """Read what the client sends after its start."""
     try:
         while (request := await context.read()) is not grpc.aio.EOF:
             if request.WhichOneof("message") != "cancel":
@@ -243,10 +249,6 @@ def _draining_error() -> DrainingError:
     return DrainingError("the router is going away", retry_delay_s=_DRAINING_RETRY_DELAY_S)
 
 
-def _identity(context: _Context) -> Identity | None:
-    return caller_identity(context.auth_context())
-
-
 def _traceparent(context: _Context) -> str:
     for key, value in context.invocation_metadata() or ():
         if key == "traceparent":
@@ -255,5 +257,5 @@ def _traceparent(context: _Context) -> str:
 
 
 def _differ(one: WorkerStatus, other: WorkerStatus) -> bool:
-    """Whether there is anything to tell: the mere age of a report is not."""
+    """Whether there is anything to tell; the age of a report alone is not."""
     return replace(one, load_age_s=None) != replace(other, load_age_s=None)

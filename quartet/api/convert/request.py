@@ -1,21 +1,27 @@
-"""A client's request: what it sends, what the router makes of it."""
+"""A client's request to proto and back."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from quartet.api.request import ChatPrompt, GenerateStart, Prompt, Resume, TextOptions, TextPrompt, TokenPrompt
+from quartet.engine.sampling import Sampling
 from quartet.errors import InvalidRequestError, UnsupportedFieldError
 from quartet.media.items import MediaPart
 from quartet.rpc.errors import to_duration, to_seconds
 from quartet.streams.convert.inner import from_output_options, from_sampling, to_output_options, to_sampling
 from quartet.streams.convert.media import from_media_part, to_media_part
 from quartet.text.chat_message import ChatMessage
-from quartet.v1 import router_pb2
+from quartet.v1 import router_pb2, types_pb2
 
 _MAX_UINT32 = 2**32 - 1
 
 _MAX_UINT64 = 2**64 - 1
 
 _NO_TEXT_OPTIONS = TextOptions()
+
+# Larger ones, with a bias for many tokens, are rare and would fill the memory.
+_MAX_KNOWN_BYTES = 256
 
 
 def to_generate_start(start: GenerateStart) -> router_pb2.GenerateStart:
@@ -61,7 +67,7 @@ def from_generate_start(message: router_pb2.GenerateStart) -> GenerateStart:
     return GenerateStart(
         model=message.model,
         prompt=_from_prompt(message),
-        sampling=from_sampling(message.sampling),
+        sampling=_from_sampling(message.sampling),
         seed=message.seed if message.HasField("seed") else None,
         output=from_output_options(message.output),
         text_options=_from_text_options(message.text_options) if message.HasField("text_options") else _NO_TEXT_OPTIONS,
@@ -73,8 +79,19 @@ def from_generate_start(message: router_pb2.GenerateStart) -> GenerateStart:
         timeout_s=to_seconds(message.timeout) if message.HasField("timeout") else None,
         num_choices=message.num_choices if message.HasField("num_choices") else 1,
         client_request_id=message.client_request_id,
-        media=tuple(from_media_part(part, "media") for part in message.media),
+        media=tuple([from_media_part(part, "media") for part in message.media]),
     )
+
+
+def _from_sampling(message: types_pb2.Sampling) -> Sampling:
+    """As ``from_sampling``. Many requests have equal settings, and to look them up costs a tenth."""
+    serialized = message.SerializeToString()
+    return _known_sampling(serialized) if len(serialized) <= _MAX_KNOWN_BYTES else from_sampling(message)
+
+
+@lru_cache(maxsize=256)
+def _known_sampling(serialized: bytes) -> Sampling:
+    return from_sampling(types_pb2.Sampling.FromString(serialized))
 
 
 def _put_prompt(message: router_pb2.GenerateStart, prompt: Prompt) -> None:
@@ -124,7 +141,7 @@ def _from_chat_message(message: router_pb2.ChatMessage, field: str) -> ChatMessa
         return ChatMessage(role=message.role, content=message.content)
     parts = tuple(_from_content_part(part, f"{field}.parts[{number}]") for number, part in enumerate(message.parts))
     texts = [part for part in parts if isinstance(part, str)]
-    # Templates of models without media know nothing of pieces.
+    # Templates of models without media take no list of parts.
     return ChatMessage(role=message.role, content="".join(texts) if len(texts) == len(parts) else parts)
 
 
