@@ -236,7 +236,7 @@ class Admission:
             queued.matches.renew()
         decision = self._policy.assign([with_way(queued, snapshot) for queued in head], snapshot)
         placed = list(zip(head, decision.placements, strict=True))
-        # Gangs of which a member has to wait.
+        # Gangs with a member that has to wait.
         torn = {queued.gang for queued, placement in placed if placement is None and queued.gang is not None}
         for queued, placement in placed:
             gang = queued.gang

@@ -1,4 +1,4 @@
-"""What one router process is told."""
+"""Configuration of one router process."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class AttemptConfig:
 
     Attributes:
         max_attempts: attempts in all; the last one's error is the choice's.
-        reserve_tokens: a decode rank must have room for the prompt, what was generated, and so many tokens more
+        reserve_tokens: a decode worker must have room for the prompt, what was generated, and this many tokens more
             (or what is left to generate, if less).
         encode_timeout_s: longest encode of a request's media at one worker, that one's queue included.
         prefill_timeout_s: longest prefill hop, the worker's queue included.
-        decode_start_timeout_s: longest wait for a decode worker's first word, its queue and the transfer included.
+        decode_start_timeout_s: longest wait for a decode worker's first message, its queue and the transfer included.
         decode_stall_timeout_s: longest silence of a decode worker after that.
     """
 
@@ -56,12 +56,12 @@ class AdmissionConfig:
     """Bounds of the queue.
 
     Attributes:
-        max_queue_length: choices that wait at most; more are refused at once. A router's own retries always get in.
+        max_queue_length: choices that wait at most; more are refused at once. Retries are always queued.
         queue_timeout_s: longest wait for room.
         unavailable_timeout_s: longest wait while no decode worker is ready at all.
-        retry_delay_s: what refused clients are told to wait.
-        tenant_weights: by tenant, its share of the work while others wait too; a tenant left out weighs 1.
-        prediction_life_s: blocks of a prompt count as cached where it was sent for so long, unless KV events tell.
+        retry_delay_s: the delay that refused clients are told to wait.
+        tenant_weights: by tenant, its share of the work while others wait too; a tenant that is not listed weighs 1.
+        prediction_life_s: for so long a prompt's blocks count as cached where it was sent, unless KV events tell.
     """
 
     max_queue_length: int = 4096
@@ -88,18 +88,18 @@ class RouterConfig:
     Attributes:
         server: where gRPC listens; its ``tls`` is also what workers are dialled with.
         http_address: ``host:port`` of /metrics, /livez and /readyz, in the clear.
-        policy: how places are chosen.
-        media: what requests may name of media.
+        policy: how requests are placed.
+        media: which media requests may name.
         max_request_timeout_s: caps every request's time.
         heartbeat_timeout_s: a worker silent for longer gets nothing new.
-        stall_timeout_s: a client that takes nothing for so long loses its request, or its session.
+        stall_timeout_s: a client that reads nothing for so long loses its request, or its session.
         session: bounds of each session.
         signing_keys_file: keys that sign placements (``quartet.streams.signed_start``); ``None``: Place is not offered.
-        signed_start_ttl_s: a placement must be taken up within it. Less where a hand-off's lease is shorter.
-        events_key_file: the key that workers serve their events with (see ``quartet.events.curve``); ``None``: they are
-            listened to in the clear.
+        signed_start_ttl_s: a client must bring a placement to its worker within it; less where a hand-off's lease is shorter.
+        events_key_file: the key that workers serve their events with (see ``quartet.events.curve``); ``None``: the
+            router listens in the clear.
         custom_chat_template: a Jinja file that lays out the chats of every model here, in place of the model's own.
-            Read once; routers that clients may take for each other are given equal ones.
+            Read once; routers that share clients need equal ones.
         trusted_gateways: names of client identities whose ``tenant`` is believed.
         drain_timeout_s: running requests get this long to end after SIGTERM.
     """

@@ -1,4 +1,4 @@
-"""Explain: a request as far as the policy, which tells what it would do with it."""
+"""Explain: runs a request as far as the policy, which tells where it would place it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _to_rank_option(option: Option, chosen: set[Rank]) -> RankOption:
 
 
 def _not_ready(pool: PoolKey, table: WorkerTable) -> Iterable[RankOption]:
-    """Places that no policy is shown."""
+    """Workers that no policy is shown."""
     for status in table.statuses(time.monotonic()):
         record = status.record
         is_of_pool = PoolKey(record.model_name, record.model_fingerprint) == pool and record.role in _ROLES
@@ -86,6 +86,6 @@ def _not_ready(pool: PoolKey, table: WorkerTable) -> Iterable[RankOption]:
 
 
 def _rank(option: RankOption) -> tuple[bool, bool, float, str, Rank]:
-    """Chosen ones first, those that can't take it last; costs of one role can be compared."""
+    """Orders options: chosen ones first, those that can't take it last; costs of one role can be compared."""
     cost = math.inf if option.cost is None else option.cost
     return not option.is_chosen, bool(option.obstacle), cost, option.role, option.rank

@@ -1,4 +1,4 @@
-"""Who of several tenants comes first: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), in tokens."""
+"""Which tenant comes first: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), in tokens."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Mapping
 
 from quartet.errors import ConfigError
 
-# When there are more, those that would begin at the present anyway are forgotten.
+# With more of them, tenants whose next request would begin at the present anyway are forgotten.
 _MAX_TENANTS = 4096
 
 
 class FairShare:
     """A clock that counts work, not time.
 
-    Each request gets a start on it: the present, or the end of its tenant's last request if that is later. Whoever is
-    served in the order of starts gives each tenant that has something to do a share of the work that is its weight over
-    the weights of all of these; a tenant alone gets everything, and nobody saves up by being idle.
+    Each request gets a start on it: the present, or the end of its tenant's last request if that is later. Serving
+    requests in the order of their starts gives each busy tenant a share of the work: its weight over the weights of all
+    busy tenants. A tenant alone gets everything, and being idle saves nothing up.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
@@ -39,7 +39,7 @@ class FairShare:
         self._now = max(self._now, start)
 
     def give_back(self, tenant: str, num_tokens: int) -> None:
-        """So many of its tokens will not be served."""
+        """``num_tokens`` of the tenant's tokens will not be served."""
         if tenant in self._ends:
             self._ends[tenant] = max(self._now, self._ends[tenant] - num_tokens / self._weights.get(tenant, 1.0))
 

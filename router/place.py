@@ -176,7 +176,7 @@ class _Choice:
 
 
 def told_placement(choice: int, placement: Placement) -> ChoicePlacement:
-    """What a client is told of where a choice went."""
+    """The placement of a choice, for its client."""
     return ChoicePlacement(
         choice=choice,
         prefill=placement.prefill,

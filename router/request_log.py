@@ -1,4 +1,4 @@
-"""The one log line about a request, and its metrics, gathered while it runs."""
+"""The log line and the metrics of one request, gathered while it runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.prepare import RouterRequest
 
 logger = logging.getLogger(__name__)
 
-# The outcome of a choice that goes on without the router.
+# The outcome of a choice that its client goes on with.
 _PLACED = "placed"
 _TIMES = tuple(item.name for item in fields(TimeBreakdown))
 
@@ -39,7 +39,7 @@ class RequestLog:
         self._failure = ""
 
     def prepared(self, outputs: Collection[ChoiceOutput]) -> None:
-        """It is checked and tokenized; ``outputs`` will tell what each choice used, however it ends."""
+        """It is checked and tokenized; ``outputs`` tell what each choice used, however it ends."""
         self._is_prepared = True
         self._outputs = outputs
         self._metrics.observe_tokenize(self._request.tokenize_s)
@@ -53,7 +53,7 @@ class RequestLog:
         self._finished.append(finished)
 
     def placed_for_client(self, placed: PlacedChoice) -> None:
-        """Its client was told how one choice ended, or where to go on with it."""
+        """The client was told how one choice ended, or where to go on with it."""
         if isinstance(placed.next, ChoiceFinished):
             self.finished(placed.next)
         else:
@@ -136,7 +136,7 @@ class RequestLog:
 
 
 def outcome_of(error: BaseException) -> str:
-    """How a request ended that ended with ``error``, in a word."""
+    """The outcome of a request that ended with ``error``, in a word."""
     if isinstance(error, ServingError):
         return error.reason.lower()
     return "cancelled" if isinstance(error, asyncio.CancelledError) else "internal"

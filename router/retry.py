@@ -1,4 +1,4 @@
-"""What a failed attempt teaches the next one; pure."""
+"""Where the next attempt should go after one failed; pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quartet.errors import ServingError
 from quartet.streams.client import FINAL, pause_s
 from router.policy.base import Placement
 
-#: Blocks or embeddings did not come over; who was to take them is fine.
+#: The transfer of blocks or embeddings failed; the receiver is healthy.
 TRANSFER = (
     errors.TransferError,
     errors.HandOffNotFoundError,
@@ -28,7 +28,7 @@ class Hop(StrEnum):
 
 
 class HopFailedError(Exception):
-    """An attempt failed at ``hop`` with ``error``; ``pulls_media``: where its media's embeddings were to be pulled."""
+    """An attempt failed at ``hop`` with ``error``; ``pulls_media``: that hop pulls its media's embeddings."""
 
     def __init__(self, hop: Hop, error: ServingError, *, pulls_media: bool = False) -> None:
         super().__init__(str(error))
@@ -43,7 +43,7 @@ class RetryHints:
 
     Attributes:
         avoid: ids of workers that just failed it.
-        prefer_prefill: after a transfer failed once: where the blocks are cached.
+        prefer_prefill: after one failed transfer, the rank that has the blocks cached.
     """
 
     avoid: set[str] = field(default_factory=set)
@@ -56,7 +56,7 @@ class RetryHints:
         """Learn from ``failure`` and return the seconds to pause before the next attempt.
 
         Raises:
-            ServingError: the failure's own, when another attempt makes no sense.
+            ServingError: the failure's own, when another attempt would fail as well.
         """
         error = failure.error
         if self._is_final(failure, placement):
@@ -64,7 +64,7 @@ class RetryHints:
         self._num_failures += 1
         self.prefer_prefill = None
         if isinstance(error, errors.MediaLostError):
-            pass  # nobody's fault: embeddings are not kept for as long as a sequence lives
+            pass  # no worker failed: embeddings are not kept for as long as a sequence lives
         elif failure.pulls_media and isinstance(error, TRANSFER):
             self._note_media_transfer(placement.prefills_at)
         elif failure.hop is Hop.PREFILL and placement.prefill is not None:
@@ -78,12 +78,12 @@ class RetryHints:
     def _is_final(self, failure: HopFailedError, placement: Placement) -> bool:
         if not isinstance(failure.error, errors.PromptTooLongError):
             return isinstance(failure.error, FINAL)
-        # Places differ in size. Whoever is asked though it is to be avoided is the last one that there is.
+        # Workers differ in size, so another may take it. One that was asked although it is avoided was the last one.
         rank = placement.prefill if failure.hop is Hop.PREFILL else placement.decode
         return rank is not None and rank.worker_id in self.avoid
 
     def _note_media_transfer(self, rank: Rank) -> None:
-        """Most likely it was the encode worker's fault, but not time after time."""
+        """Blame the encode worker the first time, then the worker that pulls."""
         self._num_failed_media_transfers += 1
         if self._num_failed_media_transfers > 1:
             self.avoid.add(rank.worker_id)

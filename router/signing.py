@@ -1,4 +1,4 @@
-"""Signs what a choice has come to, so that its client may go on alone, and books it for as long as it may."""
+"""Signs the decode start of a choice, so that its client can go on alone, and books room for as long as it can."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from router.book import PlacedBooking, Reservation
 from router.fleet import Hops
 from router.workers import WorkerTable
 
-# A signature ends well before the lease of the blocks that it leads to: they are still to be asked for.
+# A signature ends well before the lease of the blocks that it leads to: the worker has yet to ask for them.
 _LEASE_SHARE = 0.8
 
-# Of one that was renewed meanwhile: each third of it, and once more a ninth later where that failed.
+# Of a lease that was renewed meanwhile: that is done at each third of it, and again a ninth later if it failed.
 _KEPT_LEASE_SHARE = 0.5
 
-# Clocks of router and worker differ a little, and a report that tells of a start takes its time.
+# Clocks of router and worker differ a little, and the report of a start takes its time.
 _MARGIN_S = 5.0
 
 _TOKEN_BYTES = 4
@@ -30,12 +30,12 @@ _TOKEN_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class SigningTerms:
-    """What a signed start hangs on.
+    """What a signed start depends on.
 
     Attributes:
-        request_id, choice: whose it is.
-        hand_off: what it decodes from; ``None``: the decode rank prefills it itself.
-        is_kept: the lease of ``hand_off`` did not begin just now, but was renewed up to now.
+        request_id, choice: the choice that it starts.
+        hand_off: what it decodes from; ``None``: the decode worker computes the prompt.
+        is_kept: the lease of ``hand_off`` began a while ago and was renewed since.
         deadline: of its request, monotonic seconds.
         num_first_tokens: tokens whose KV it has from its first step on.
     """
@@ -50,14 +50,14 @@ class SigningTerms:
 
 @dataclass(frozen=True)
 class SignedRun:
-    """One choice that its client is to go on with."""
+    """One choice that its client goes on with."""
 
     signed: SignedPlacement
     hand_off: HandOff | None = field(repr=False)
     booking: PlacedBooking
 
     def let_go(self, hops: Hops) -> None:
-        """The client won't get it: nothing is held for it any more."""
+        """The client won't get it: release its room and drop its hand-off."""
         self.booking.release()
         if self.hand_off is not None:
             hops.drop(self.hand_off)
@@ -69,25 +69,25 @@ class Signer:
     def __init__(
         self, keys: Keys, table: WorkerTable, *, ttl_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """A signature is good for ``ttl_s`` seconds, or less: the blocks behind it are not held for longer."""
+        """A signature is good for ``ttl_s`` seconds, or less where its hand-off's lease or the request ends sooner."""
         self._keys = keys
         self._table = table
         self._ttl_s = ttl_s
         self._clock = clock
 
     def check_size(self, num_tokens: int) -> None:
-        """Refuse early what is certainly too long to be signed. Raises ``MessageTooLargeError``."""
+        """Refuse early a start that is certainly too long. Raises ``MessageTooLargeError``."""
         check_signed_size(_TOKEN_BYTES * num_tokens)
 
     def sign(
         self, reservation: Reservation, terms: SigningTerms, make_start: Callable[[int], WorkerStart]
     ) -> SignedRun:
-        """Sign what ``make_start`` gives for the number of the placement, for the reservation's decode rank.
+        """Sign what ``make_start`` gives for the number of the placement, for the reservation's decode worker.
 
-        The reservation is released as ever; what is booked for the client is apart from it.
+        The caller still releases the reservation; the booking for the client is apart from it.
 
         Raises:
-            WorkerUnavailableError: the rank takes nothing any more.
+            WorkerUnavailableError: the worker takes no requests any more.
             MessageTooLargeError: the start is too long.
         """
         now, rank, epoch = self._clock(), reservation.placement.decode, reservation.decode.epoch
@@ -98,7 +98,7 @@ class Signer:
             terms.choice,
             num_first_tokens=terms.num_first_tokens,
             lapses_at=now + ttl_s + _MARGIN_S,
-            # Its time begins anew when it is brought, which is the signature's time later at most.
+            # Its time begins anew when the client brings it, at most the signature's time from now.
             ends_at=terms.deadline + ttl_s + _MARGIN_S,
         )
         try:
@@ -128,20 +128,20 @@ class Signer:
 
 @dataclass(frozen=True, eq=False)
 class _Ready:
-    """A choice that could be signed now."""
+    """A member that could be signed now."""
 
     sign: Callable[[], SignedRun]
     signed: asyncio.Future[SignedRun]
 
 
 class Gang:
-    """Has choices wait for each other before they are signed: one answer tells of them all, and signatures soon expire.
+    """Makes choices wait for each other before they are signed: one answer tells of all, and signatures soon expire.
 
-    A choice that waited for room while others hold some might wait for theirs; so might two requests for each other's.
+    A member must not wait for room while others hold some: it might wait for theirs, and two gangs for each other's.
     """
 
     def __init__(self, num_choices: int) -> None:
-        """None of ``num_choices`` is placed yet."""
+        """None of its ``num_choices`` members is placed yet."""
         self._num_open = num_choices
         self._is_alone = num_choices == 1
         self._reservations: list[Reservation] = []
@@ -149,21 +149,21 @@ class Gang:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is but one choice, which waits for nobody."""
+        """Whether there is only one member, which waits for no other."""
         return self._is_alone
 
     @property
     def holds_room(self) -> bool:
-        """Whether any choice holds room now."""
+        """Whether any member holds room now."""
         return any(not reservation.is_released for reservation in self._reservations)
 
     def booked(self, reservation: Reservation) -> None:
-        """One choice has got room."""
+        """A member has got room."""
         self._reservations.append(reservation)
 
     @contextmanager
     def kept(self, hand_off: HandOff | None, hops: Hops) -> Iterator[None]:
-        """Keeps ``hand_off`` alive for as long as others are waited for. Raises ``TransferError``."""
+        """Renew ``hand_off`` within the block, in which other members are waited for. Raises ``TransferError``."""
         if hand_off is None or self._is_alone:
             yield
             return
@@ -174,17 +174,17 @@ class Gang:
             kept.stop()
 
     def leave(self) -> None:
-        """One choice has ended: the others wait for it no more."""
+        """A member has ended: the others wait for it no more."""
         self._num_open -= 1
         self._sign_all()
 
     async def sign(self, sign: Callable[[], SignedRun]) -> SignedRun:
-        """What ``sign`` gives once all others could be signed too. Cancelled, it leaves nothing booked.
+        """Call ``sign`` once all other members can be signed too, and return its result. Cancelled, it books nothing.
 
-        ``sign`` may be called several times, as others' signatures may fail; what it gave then is let go of.
+        ``sign`` may be called several times, as other members' signs may fail; its earlier results are released.
 
         Raises:
-            ServingError: as ``sign`` raised; the others go on waiting for this choice.
+            ServingError: as ``sign`` raised; the others go on waiting for this member.
         """
         ready = _Ready(sign, asyncio.get_running_loop().create_future())
         self._ready.append(ready)
@@ -192,7 +192,7 @@ class Gang:
         try:
             return await ready.signed
         except asyncio.CancelledError:
-            # Signed in the very moment in which it was cancelled.
+            # It may have been signed in the very moment in which it was cancelled.
             if ready.signed.done() and not ready.signed.cancelled() and ready.signed.exception() is None:
                 ready.signed.result().booking.release()
             raise

@@ -1,4 +1,4 @@
-"""What one request is answered with, on its way from whoever runs it to whoever shows it."""
+"""The answer to one request, on its way from the code that runs it to the code that shows it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class AnswerSink(DeltaSink, Protocol):
 
 
 class Answer:
-    """An ``AnswerSink`` for one reader: what gathers until it looks comes as one part a choice."""
+    """An ``AnswerSink`` for one reader: deltas that gather between two reads become one part for each choice."""
 
     def __init__(self, *, max_unread: int | None = None) -> None:
         """Begin with nothing gathered; of one choice, ``max_unread`` tokens and characters may. ``None``: no bound."""
@@ -127,7 +127,7 @@ class Answer:
         return None
 
     def more(self) -> asyncio.Future[None]:
-        """Done when there is more to take. For one reader, who has taken everything."""
+        """Done when there is more to take. For one reader, which has taken everything."""
         assert not self._has_more, "there is more already"
         if self._loop is None:
             self._loop = asyncio.get_running_loop()  # a system call in Python 3.11, and this comes for each token
@@ -169,5 +169,5 @@ class Answer:
         waiter = self._waiter
         if waiter is not None:
             self._waiter = None
-            if not waiter.done():  # who waited may have been cancelled
+            if not waiter.done():  # the reader may have been cancelled
                 waiter.set_result(None)

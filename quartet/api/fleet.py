@@ -1,4 +1,4 @@
-"""The fleet in domain terms: what a router tells of its workers and of the models that they serve."""
+"""The fleet in domain terms: what a router reports of its workers and of the models that they serve."""
 
 from __future__ import annotations
 

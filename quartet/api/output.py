@@ -38,8 +38,8 @@ class OutputSettings:
         arrived_at: monotonic seconds.
         tokenize_s: seconds that template and tokenizer took.
         omits_token_ids: text only.
-        ttft: told the time from arrival to the first token that is shown.
-        itl: told, for each part that is shown, the time since the one before, divided by its tokens.
+        ttft: observes the time from arrival to the first token that is shown.
+        itl: observes, for each part that is shown, the time since the one before, divided by its tokens.
     """
 
     num_prompt_tokens: int
@@ -97,7 +97,7 @@ class ChoiceOutput:
         self._text = text
         self._matches = text.has_stop_strings
         self._sink = sink
-        # Here, as they are looked at for each token.
+        # Attributes of this object, as each token needs them.
         self._makes_text = text.makes_text
         self._observe_itl = settings.itl.observe
         self._omits_token_ids = settings.omits_token_ids
@@ -157,7 +157,7 @@ class ChoiceOutput:
         delta = self._text.push(self.token_ids)
         self._stop_string, self._is_over = delta.stop_string, delta.stop_string is not None
         known = delta.text.encode()
-        # What waits here for a stop string to end or to fail had been given out, if more tokens had come by then.
+        # Text that is held back here, as it may begin a stop string, was given out if more tokens had come by then.
         self._num_given_tokens = self.num_shown - delta.num_tokens
         self._num_given_bytes = max(resume.num_text_bytes - len(known), 0)
         try:
@@ -167,7 +167,7 @@ class ChoiceOutput:
             raise InvalidRequestError(message, field="resume.num_text_bytes") from error
 
     def begin_attempt(self) -> None:
-        """One more attempt begins; the choice was told of as placed."""
+        """One more attempt begins; the sink knows that the choice is placed."""
         self.num_attempts += 1
         self._give_owed()
 
@@ -180,7 +180,7 @@ class ChoiceOutput:
         self._add_time("media_s", duration_s)
 
     def note_prompt(self, num_prompt_tokens: int, num_media_tokens: int) -> None:
-        """A worker told how many tokens the prompt has, and how many of them media fill."""
+        """A worker reported how many tokens the prompt has, and how many of them media fill."""
         self._num_prompt_tokens, self._num_media_tokens = num_prompt_tokens, num_media_tokens
 
     def note_prefill(self, duration_s: float) -> None:

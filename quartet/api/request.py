@@ -1,4 +1,4 @@
-"""The API in domain terms: what a client asks of the router, and what it is told."""
+"""Requests and answers between clients and the router, in domain terms."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class GenerateStart:
 
     Attributes:
         model: empty: the only one, if there is but one.
-        seed: unsigned 64 bit; ``None``: the router draws one and tells it.
-        tenant: whom it is accounted to; empty: who the client is.
+        seed: unsigned 64 bit; ``None``: the router draws one and returns it.
+        tenant: the tenant that it is accounted to; empty: the client itself.
         priority: higher first among waiting requests.
         session_key: requests of one conversation share it; empty: none.
         timeout_s: seconds for the whole request; ``None``: the router's limit.
@@ -98,7 +98,7 @@ class Resume:
     """Goes on with a request after an attempt that broke.
 
     Attributes:
-        request_id, seed: those that the first placement told.
+        request_id, seed: as the first placement returned them.
         attempt: the new attempt's number, above the last one's, so at least 1.
         choice: the one that broke; only it runs.
         generated_token_ids: the tokens that it already gave.
@@ -142,7 +142,7 @@ class Accepted:
         choices: those placed so far, in their order; empty where the request was cancelled before.
         seed: the seed in use: with it the same request gives the same tokens.
         model_fingerprint: names the model that answers; empty where the request was cancelled before one was found.
-        encode: where its media are encoded; ``None``: it has none, or who computes the prompt encodes them.
+        encode: where its media are encoded; ``None``: it has none, or the worker that computes the prompt encodes them.
     """
 
     request_id: str
@@ -345,7 +345,7 @@ class SessionStart:
 
 
 class SessionRun(Protocol):
-    """One request that runs; its sink hears the end once it holds nothing any more."""
+    """One request that runs; its sink's ``end`` is called once it holds nothing any more."""
 
     def cancel(self) -> None:
         """End it early: each choice that has not ended gets its end."""
@@ -363,8 +363,8 @@ class SessionLimits:
     Attributes:
         tick_s: time between two messages to the client; the first after a pause goes at once.
         max_requests: requests at most, those included whose end the client has not taken; more are refused.
-        max_pending_tokens: of one request for a client that reads too slowly; a request of which more gathers is
-            ended. It is looked at whenever so many deltas have come, at most 4,096, so that much may come on top.
+        max_pending_tokens: of one request for a client that reads too slowly; if more gather, the request is ended.
+            They are counted whenever so many deltas have come, at most 4,096, so that much may come on top.
         max_pending_bytes: the same of its tokens, text and log probabilities together.
 
     Raises:

@@ -171,8 +171,8 @@ class _LogprobsColumn:
 def _ignore(
     _choice: int, _token_offset: int, _token_ids: Sequence[int], _text: str, _logprobs: Sequence[TokenLogprobs]
 ) -> None:
-    """Nobody wants it any more."""
+    """The answer is not wanted any more."""
 
 
 def _nothing(_error: ServingError) -> None:
-    """Its calls have failed: nobody else has to know."""
+    """Its calls have failed already, so there is nothing to do."""

@@ -33,7 +33,7 @@ from quartet.errors import (
 from quartet.rpc.server import WatchedCall
 from quartet.v1 import router_pb2 as pb
 
-# To come back to another router, or to the next one at this address.
+# Long enough for another router to be tried, or for the next one at this address to start.
 _DRAINING_RETRY_DELAY_S = 1.0
 
 # The event loop's timers count milliseconds: for less than half of one none is set.
@@ -60,13 +60,13 @@ class SessionStream:
     async def serve(self, context: _Context, watched: WatchedCall) -> None:
         """Read and write until the client has half-closed and every request has ended; writes go by ``watched``.
 
-        Whatever way it ends, its requests have ended then and hold nothing.
+        However it ends, its requests have ended then and hold nothing.
 
         Raises:
-            ProtocolError: messages that make no sense; in an ``ExceptionGroup``.
+            ProtocolError: an impossible message; in an ``ExceptionGroup``.
             DrainingError: ``drain`` was called and the last request has ended; in an ``ExceptionGroup``.
         """
-        # Else it goes out with the first message, and while that is being written gRPC can send no status.
+        # Otherwise metadata go out with the first message, and while that is written gRPC can send no status.
         await context.send_initial_metadata(())
         try:
             async with asyncio.TaskGroup() as group:
@@ -82,8 +82,8 @@ class SessionStream:
         self._outbox.wake()
 
     async def _end_requests(self) -> None:
-        """End what runs, and wait until nothing holds anything."""
-        # Whoever is cancelled once may be again before the next turn: every request is told before anything is awaited.
+        """End the requests that run, and wait until they hold nothing."""
+        # A task that was cancelled once may be cancelled again before the next turn: end every request before awaiting.
         for request in tuple(self._requests.by_slot.values()):
             request.silence()
             if not request.is_cancelled:
@@ -110,7 +110,7 @@ class SessionStream:
 
     def _start(self, message: pb.SessionStart) -> None:
         slot = message.slot
-        # A slot is free only once its end was sent: whoever reuses it earlier can't tell the two requests apart.
+        # A slot is free only once its end was sent: a client that reuses it earlier can't tell the two requests apart.
         if slot in self._requests.by_slot or self._outbox.owes(slot):
             raise ProtocolError(f"slot {slot} is still in use", field="start.slot")
         try:
@@ -164,7 +164,7 @@ class SessionStream:
 
 @dataclass
 class _Requests:
-    """Those of one session: ``by_slot`` such as have no end yet, ``runs`` such as still may hold something.
+    """The requests of one session: ``by_slot`` have no end yet, ``runs`` may still hold something.
 
     ``none_runs`` is set when the last of these ends.
     """
@@ -208,8 +208,8 @@ class _Request:
             return
         entries = self._entries
         entries.append((self._slot, choice, token_offset, token_ids, text, logprobs))
-        if len(entries) >= self._outbox.look_at:
-            self._outbox.look()
+        if len(entries) >= self._outbox.notify_at:
+            self._outbox.notify()
 
     def finish(self, finished: ChoiceFinished) -> None:
         """One choice has ended: with the last one the request has, for the client."""
@@ -232,7 +232,7 @@ class _Request:
             self._outbox.fail(self._slot, error)
 
     def silence(self) -> None:
-        """The client has its end, or is gone: whatever still comes goes nowhere."""
+        """The client has its end, or is gone: drop what still comes."""
         self._is_over = True
 
     def _leave(self) -> None:
@@ -240,16 +240,13 @@ class _Request:
         del self._requests.by_slot[self._slot]
 
 
-# What a router owes one session: everybody's deltas and side messages, until the stream takes them.
-#
-# Nobody waits for a session. What gathers between two messages goes out in one; for a reader that is too slow for
-# that,
-# it is merged by choice and bounded by request.
+# What a router has yet to send to one session. No request waits for the session's client: what gathers between two
+# messages goes out in one, and for a slow reader it is merged by choice and bounded by request.
 
 SideT = TypeVar("SideT", pb.SessionAccepted, pb.SessionPlaced, pb.SessionFinished, pb.SessionFailure)
 
-#: A message is at most this long: clients of other makes take 4 MiB unless told otherwise, and what a slow reader has
-#: not taken of it can't be taken back.
+#: A message is at most this long: gRPC clients take 4 MiB by default, and what a slow reader has not taken of it can't
+#: be taken back.
 MAX_SESSION_MESSAGE_BYTES = 1 << 20
 
 _MAX_UNSEEN_ENTRIES = 4096
@@ -263,17 +260,17 @@ class SessionOutbox:
     """Pending columns and side messages of one session.
 
     Attributes:
-        entries: deltas as they came. Whoever appends calls ``look`` if there are ``look_at`` of them then: a method
+        entries: deltas as they came. Code that appends calls ``notify`` if there are ``notify_at`` of them: a method
             that did both would double the price of a token.
-        look_at: so many entries are worth a look.
+        notify_at: ``notify`` is to be called at so many entries.
     """
 
     def __init__(self, limits: SessionLimits, on_overflow: Callable[[int, ServingError], None]) -> None:
-        """``on_overflow`` hears of a request of which too much gathered: it has been given its failure."""
+        """``on_overflow`` is called with the slot of a request that gathered too much, and the failure that it got."""
         self.entries: Final[list[Entry]] = []
         self._limits = limits
         self._on_overflow = on_overflow
-        self._max_unseen = self.look_at = min(_MAX_UNSEEN_ENTRIES, limits.max_pending_tokens)
+        self._max_unseen = self.notify_at = min(_MAX_UNSEEN_ENTRIES, limits.max_pending_tokens)
         self._backlog = SessionBacklog()
         self._accepted: deque[pb.SessionAccepted] = deque()
         self._placed: deque[pb.SessionPlaced] = deque()
@@ -321,7 +318,7 @@ class SessionOutbox:
         self._ended.add(slot)
         self.wake()
 
-    def look(self) -> None:
+    def notify(self) -> None:
         """Many entries have come: wake the stream, or, where the message before still is not taken, count them."""
         if not self._is_writing:
             self._release()
@@ -343,14 +340,14 @@ class SessionOutbox:
 
     def wake(self) -> None:
         """Let ``wait`` return."""
-        if self.look_at == 1:
+        if self.notify_at == 1:
             self._release()
 
     async def wait(self) -> None:
-        """Until something is pending, or ``wake`` is called. For one reader, who has written what it took."""
+        """Until something is pending, or ``wake`` is called. For one reader, which has written what it took."""
         self._is_writing = False
         if self.is_empty:
-            self.look_at = 1
+            self.notify_at = 1
             await self._wait()
 
     async def pause(self, duration_s: float) -> None:
@@ -369,7 +366,7 @@ class SessionOutbox:
         if self.is_empty:
             return None
         self._is_writing = True
-        self.look_at = self._max_unseen
+        self.notify_at = self._max_unseen
         # What finds no room leaves none to those that come after it.
         accepted, room = _first(self._accepted, (), _ROOM_BYTES)
         placed, room = _first(self._placed, (), room)
@@ -413,7 +410,7 @@ class SessionOutbox:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         # The stream takes them before long: until then there is nothing to be done about more.
-        self.look_at = len(self.entries) + self._max_unseen
+        self.notify_at = len(self.entries) + self._max_unseen
 
     async def _wait(self) -> None:
         assert self._waiter is None, "one reader waits"

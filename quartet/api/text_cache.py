@@ -19,7 +19,7 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class TextCache(Generic[KeyT]):
-    """Text sides by key. Several who wait for one model share one fetch."""
+    """Text sides by key. Callers that wait for the same model share one fetch."""
 
     def __init__(self, *, max_texts: int | None = None) -> None:
         """Keep at most ``max_texts``: the one fetched first goes first. ``None``: until ``keep`` drops them."""
@@ -46,12 +46,12 @@ class TextCache(Generic[KeyT]):
             task = self._fetches[key] = asyncio.create_task(self._load(key, fetch), name="model texts")
             task.add_done_callback(lambda _task: self._fetches.pop(key, None))
         try:
-            # One who leaves must not take the fetch from the others.
+            # Cancelling one waiter must not cancel the shared fetch.
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if task.cancelled() and not (caller is not None and caller.cancelling()):
-                # Its channel was closed under it; to a caller who was not cancelled that is a worker gone.
+                # The channel of the fetch was closed. For a caller that was not cancelled, the worker is gone.
                 raise WorkerUnavailableError("the worker that gave the model's files is gone") from None
             raise
 

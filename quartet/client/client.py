@@ -20,7 +20,7 @@ from quartet.client.stream import ClientRequest, Completion, CompletionBuilder, 
 from quartet.rpc.channels import TlsConfig
 from quartet.v1 import router_pb2
 
-#: Seconds for calls that only look something up.
+#: Seconds for calls that run no model.
 _LOOK_UP_TIMEOUT_S = 4.0
 #: Seconds for one that tokenizes a prompt, for which a router may have to fetch the tokenizer first.
 _EXPLAIN_TIMEOUT_S = 30.0

@@ -114,7 +114,7 @@ class DirectRequest:
         try:
             request, tokenizer = await self._placer.place()
         except (MessageTooLargeError, PlaceTooLargeError, NoTextError):
-            # Too long to be signed, no room for all choices at once, or nobody is there to give the tokenizer.
+            # Too long to be signed, no room for all choices at once, or no worker is known that has the tokenizer.
             await self._generate_by_router()
             return
         self._choices.accept(_accepted(request))
@@ -175,12 +175,12 @@ def _accepted(request: PlacedRequest) -> Accepted:
 
 class _Unobserved:
     def observe(self, amount: float) -> None:
-        """Nobody keeps count here."""
+        """Clients keep no metrics."""
 
 
 # One choice of a direct request: decoded at one worker after the other, until one ends it.
 
-# As a router's: the worker's queue and the transfer come before its first word.
+# As a router's: the worker's queue and the transfer come before its first message.
 _START_TIMEOUT_S = 120.0
 
 _STALL_TIMEOUT_S = 60.0
@@ -190,7 +190,7 @@ PlaceAgain = Callable[[Sequence[int]], Awaitable[PlacedChoice]]
 
 
 class DirectChoice:
-    """Runs one choice. Whatever way ``run`` ends, nothing of it is left at a worker."""
+    """Runs one choice. However ``run`` ends, nothing of it is left at a worker."""
 
     def __init__(self, output: ChoiceOutput, workers: DecodeWorkers, place_again: PlaceAgain) -> None:
         """``output`` takes its tokens."""
@@ -326,11 +326,11 @@ class DirectTools:
         raise failure
 
 
-# Has a request placed by a router, and its choices again after an attempt that broke.
+# Asks routers to place a request, and to place a choice again after an attempt broke.
 
 
 class NoTextError(Exception):
-    """The request ended before any worker was chosen that could give its model's text files, and they aren't here."""
+    """The request ended before a worker was chosen, so none can be asked for its model's text files."""
 
 
 class Placer:
@@ -354,7 +354,7 @@ class Placer:
 
         Raises:
             NoTextError: another path must make the text.
-            ServingError: no router places it, or nobody gives the model's text files.
+            ServingError: no router places it, or no worker gives the model's text files.
         """
         retries = Retries()
         while True:
@@ -367,13 +367,13 @@ class Placer:
             except ServingError as error:
                 failure = error
             self._tools.workers.let_go(request.choices)
-            # Nothing was shown yet, so it may as well begin anew.
+            # Nothing was shown yet, so the request can begin anew.
             await asyncio.sleep(retries.note(failure))
 
     async def place_again(self, choice: int, token_ids: Sequence[int]) -> PlacedChoice:
         """Where ``choice`` goes on, which has ``token_ids``. Raises ``ServingError``: no router places it."""
         assert self._request is not None, "it was placed before"
-        # One that no router answered counts as well: some worker may still be at it.
+        # An attempt that no router answered counts as well: a worker may still be running it.
         attempt = self._attempts[choice] = self._attempts.get(choice, self._request.attempt) + 1
         resume = Resume(
             request_id=self._request.request_id,
@@ -437,7 +437,7 @@ _FINAL = (
     ClientClosedError,
 )
 
-#: What a router refuses to place a choice with that may soon be otherwise: it is full, or going away and coming back.
+#: Refusals that may soon pass: the router is full, or it restarts.
 _PASSING = (
     errors.QueueFullError,
     errors.DrainingError,
@@ -460,7 +460,7 @@ class Retries:
         """Learn of a failure at a decode worker and return the seconds to pause before asking for another placement.
 
         Raises:
-            ServingError: ``error``, where another placement makes no sense, or there were enough of them.
+            ServingError: ``error``, where another placement would fail as well, or there were enough of them.
         """
         self._count(error, is_final=isinstance(error, _FINAL))
         return client.pause_s(error, self._num_failures)
@@ -469,7 +469,7 @@ class Retries:
         """Learn that no router placed the choice again and return the seconds to pause before asking once more.
 
         Raises:
-            ServingError: ``error``, where asking makes no sense, or there were enough attempts.
+            ServingError: ``error``, where asking again would fail as well, or there were enough attempts.
         """
         self._count(error, is_final=isinstance(error, _FINAL) or not isinstance(error, _PASSING))
         pause_s = error.retry_delay_s

@@ -93,7 +93,7 @@ class GenerateRequest:
             if error.details() != MADE_UP_DETAILS or num_finished < self._num_choices:
                 raise
         except asyncio.CancelledError:
-            # A channel that is closed under a call cancels it, as if whoever reads had been cancelled.
+            # Closing the channel of a call cancels the call, as if its reader had been cancelled.
             if router.is_closed and not _is_cancelled():
                 raise ClientClosedError from None
             raise
@@ -106,8 +106,8 @@ class GenerateRequest:
     async def _open(self, router: Router) -> _Call:
         """Open the call and send the start.
 
-        A router that refuses at once ends the call while the start is on its way out, and where the write loses that
-        race gRPC puts a status of its own making over the router's. Nothing was sent then: asking again tells more.
+        A router that refuses at once ends the call while the start is on its way out. Where the write loses that race,
+        gRPC puts a status of its own over the router's. Nothing was sent then, and asking again gives the router's.
         """
         for _ in range(MAX_OPENINGS):
             call = self._call = router.stub.Generate(timeout=self._deadline_s)
@@ -123,6 +123,6 @@ def _is_cancelled() -> bool:
 
 
 async def _write(call: _Call, message: router_pb2.GenerateRequest) -> None:
-    # Where the call has ended, whoever reads it learns how.
+    # Where the call has ended, its reader gets the status.
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         await call.write(message)

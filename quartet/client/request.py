@@ -33,7 +33,7 @@ class GenerateFields(TypedDict, total=False):
         stop: strings that end the answer; they are not shown.
         num_choices: answers wanted, 1 to 64.
         logprobs: alternatives to report at each position, 0 to 20; ``None``: no log probabilities.
-        seed: unsigned 64 bit; ``None``: the router draws one and tells it.
+        seed: unsigned 64 bit; ``None``: the router draws one and returns it.
         timeout_s: seconds for the whole request; ``None``: the router's limit.
         session_key: requests of one conversation share it, which routers may keep together; empty: none.
         include_stop_string: show the string that ended the answer.
@@ -119,7 +119,7 @@ def check_size(start: GenerateStart, message: Message) -> None:
         MediaTooLargeError: naming the field that holds them.
     """
     in_chat = isinstance(start.prompt, ChatPrompt) and any(media_of(start.prompt.messages))
-    # Without any nobody pays for the measuring, which is writing the message.
+    # Measuring costs as much as serializing the message, so requests without media skip it.
     if (start.media or in_chat) and message.ByteSize() > MAX_API_MESSAGE_BYTES - _WRAPPING_BYTES:
         reason = f"with its media the request is longer than {MAX_API_MESSAGE_BYTES >> 20} MiB"
         raise MediaTooLargeError(reason, field="chat.messages" if in_chat else "media")
@@ -169,7 +169,7 @@ _EMBEDDINGS_SUFFIX = ".safetensors"
 def read_media(path: str | Path) -> MediaFile:
     """The file at ``path``: embeddings where its name ends in ``.safetensors``, else a picture.
 
-    Nothing of what is in it is looked at: routers do.
+    Its contents are not checked: routers do that.
 
     Raises:
         OSError: it can't be read.

@@ -25,7 +25,7 @@ MAX_UNREAD = 1 << 16
 
 #: What gRPC makes up where a router refuses a stream before the first message is written.
 MADE_UP_DETAILS = "Internal error from Core"
-#: Times to ask again then: nothing was sent, and the router's own word tells more.
+#: Times to ask again then: nothing was sent, and the router's own status says more.
 MAX_OPENINGS = 5
 
 _MAX_DETAILS_LENGTH = 200
@@ -34,7 +34,7 @@ ResultT = TypeVar("ResultT")
 
 
 class ClientClosedError(RouterUnavailableError):
-    """The client was closed: nobody is asked any more."""
+    """The client was closed: it sends nothing any more."""
 
     def __init__(self) -> None:
         super().__init__("the client was closed")

@@ -20,7 +20,7 @@ class ClientRequest(Protocol):
         ...
 
     def parts(self) -> AsyncGenerator[AnswerPart, None]:
-        """Send it and give its answer, part by part; the generator's end, whatever way it comes, ends the request."""
+        """Send it and give its answer, part by part. When the generator ends, however it does, the request ends."""
         ...
 
     async def cancel(self) -> None:
@@ -31,7 +31,7 @@ class ClientRequest(Protocol):
 class GenerateStream:
     """Iterate it once: ``Accepted``, then ``Delta``s, and a ``ChoiceFinished`` for each choice.
 
-    A choice that had to wait longer for room than the first is told by ``Placed``, before its first ``Delta``.
+    For a choice that waited for room longer than the first, ``Placed`` comes before its first ``Delta``.
 
     Dropping it, or ``aclose``, cancels the request; ``cancel`` ends it in order. The request is sent when the first
     part is asked for. Until the first part has come, another router takes over from one that can't be reached.
@@ -44,7 +44,7 @@ class GenerateStream:
     def __init__(self, request: ClientRequest) -> None:
         """Made by ``QuartetClient.generate``."""
         self._request = request
-        # Nobody else may hold it: its end, which also comes when it is dropped, cancels the request.
+        # This must hold the only reference: the generator's end, also when it is dropped, cancels the request.
         self._parts = request.parts()
 
     def __aiter__(self) -> GenerateStream:

@@ -20,7 +20,7 @@ from quartet.streams.messages import DecodeStarted, SignedPlacement
 from quartet.streams.worker_client import WorkerClient
 from quartet.text.model_files import TEXT_FILE_NAMES
 
-#: Seconds for which a connection is kept that nobody uses.
+#: Seconds for which an unused connection is kept.
 IDLE_S = 60.0
 
 _FILES_TIMEOUT_S = 30.0
@@ -55,10 +55,10 @@ class DecodeWorker:
 
 
 class DecodeWorkers:
-    """The workers that this client streams from, by address; those that nobody uses are forgotten after a while.
+    """The workers that this client streams from, by address; unused ones are closed after a while.
 
     Attributes:
-        is_closed: nobody is streamed from any more.
+        is_closed: no worker is streamed from any more.
     """
 
     def __init__(self, tls: TlsConfig | None, *, idle_s: float = IDLE_S) -> None:
@@ -132,7 +132,7 @@ class DecodeWorkers:
 
 
 class _Unwanted:
-    """Takes what comes of a decode that nobody wants."""
+    """Drops the outputs of a decode that is not wanted."""
 
     def started(self, started: DecodeStarted) -> None:
         """It ends soon."""
@@ -142,4 +142,4 @@ class _Unwanted:
 
 
 def _nothing(_error: ServingError) -> None:
-    """Its calls have failed: nobody else has to know."""
+    """Its calls have failed already, so there is nothing to do."""

@@ -1,4 +1,4 @@
-"""A router's answer: what it sends, what the client makes of it; what makes no sense raises ``ProtocolError``."""
+"""A router's answer to proto and back; an impossible message raises ``ProtocolError``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from quartet.streams.messages import SignedPlacement
 from quartet.v1 import router_pb2, types_pb2
 from quartet.v1 import router_pb2 as pb
 
-# Field of ours and of the message, whose type says what ours says by its unit.
+# Our fields, which end in their unit, and those of the message, whose type is the unit.
 _TIMES = {item.name: item.name.removesuffix("_s") for item in fields(TimeBreakdown)}
 
 
@@ -50,7 +50,7 @@ def to_generate_response(part: AnswerPart) -> router_pb2.GenerateResponse:
 
 
 def from_generate_response(message: router_pb2.GenerateResponse) -> AnswerPart:
-    """The part of the answer that one message tells."""
+    """The part of the answer that one message holds."""
     match message.WhichOneof("message"):
         case "accepted":
             return from_accepted(message.accepted)
@@ -299,7 +299,7 @@ def to_place_response(placed: PlacedRequest) -> router_pb2.PlaceResponse:
 
 
 def from_place_response(message: router_pb2.PlaceResponse) -> PlacedRequest:
-    """What a router placed. Raises ``ProtocolError`` where it makes no sense."""
+    """What a router placed. Raises ``ProtocolError`` where that is impossible."""
     return PlacedRequest(
         request_id=message.request_id,
         attempt=message.attempt,

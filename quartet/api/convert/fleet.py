@@ -1,4 +1,4 @@
-"""What a router tells of its workers and models; what makes no sense raises ``ProtocolError``."""
+"""A router's workers and models to proto and back; an impossible message raises ``ProtocolError``."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def from_model(message: router_pb2.Model) -> Model:
     )
 
 
-# Explain: what a router says of a request's places; what makes no sense raises ``ProtocolError``.
+# Explain.
 
 
 def to_explain_request(start: GenerateStart) -> router_pb2.ExplainRequest:
