@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -19,6 +20,10 @@ from router.config import RouterConfig
 from router.process import RouterProcess
 
 logger = logging.getLogger("router")
+
+# Requests leave little to the garbage collector, as reference counts free most of what they make: with the default of
+# 700 new objects it takes 5 % of the router's CPU time under load, with this half of that.
+_COLLECTED_AT_NUM_OBJECTS = 10_000
 
 
 def main() -> None:
@@ -44,6 +49,10 @@ async def _run(config: RouterConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    # The modules' some 90,000 objects stay for ever. Walking over them stops all tokens for 30 ms at a time.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_COLLECTED_AT_NUM_OBJECTS)
     with yielding_poller():
         await RouterProcess(config).run(stop)
 

@@ -187,8 +187,9 @@ def _from_usage(message: router_pb2.Usage) -> Usage:
 
 def _put_time_breakdown(into: router_pb2.TimeBreakdown, time: TimeBreakdown) -> None:
     into.SetInParent()
+    spent = vars(time)
     for ours, theirs in _TIMES.items():
-        seconds = getattr(time, ours)
+        seconds = spent[ours]
         if seconds is not None:
             put_duration(getattr(into, theirs), seconds)
 
