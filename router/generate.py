@@ -91,7 +91,8 @@ class GenerateRun:
     def begin(self, on_end: Callable[[GenerateRun], None]) -> None:
         """Run; ``on_end`` is called when it has ended and holds nothing any more."""
         self._on_end = on_end
-        self._work = asyncio.create_task(self._run(), name=f"request-{self._request.request_id}")
+        work = run_prepared(self._request, self._context, self._generate, late="did not end")
+        self._work = asyncio.create_task(work, name=f"request-{self._request.request_id}")
         self._work.add_done_callback(self._settle)
 
     def cancel(self) -> None:
@@ -126,9 +127,6 @@ class GenerateRun:
         self._log.write(time.monotonic() - self._request.arrived_at)
         if self._on_end is not None:
             self._on_end(self)
-
-    async def _run(self) -> None:
-        await run_prepared(self._request, self._context, self._generate, late="did not end")
 
     async def _generate(self, request: RouterRequest) -> None:
         context = self._context

@@ -42,6 +42,9 @@ from router.workers import Pool, WorkerTable
 # Below so many characters tokenizing costs less than handing it to a thread.
 _MAX_INLINE_LENGTH = 2_000
 
+# So many of the prompt's last tokens let a first word keep its space, and an accent find its letter.
+_TAIL_TOKENS = 4
+
 ResultT = TypeVar("ResultT")
 
 
@@ -269,21 +272,22 @@ def check_tokens(start: GenerateStart, prompt_token_ids: Sequence[int], vocab_si
 
     Media of unknown sizes count as one token each, which is the least that they can fill: workers refuse the rest.
     """
-    field = prompt_field(start.prompt)
     if not prompt_token_ids:
-        raise InvalidRequestError("the prompt has no tokens", field=field)
-    _check_ids(prompt_token_ids, vocab_size, field)
-    _check_ids(start.sampling.stop_token_ids, vocab_size, "sampling.stop_token_ids")
-    _check_ids(start.sampling.logit_bias, vocab_size, "sampling.logit_bias")
+        raise InvalidRequestError("the prompt has no tokens", field=prompt_field(start.prompt))
+    _check_ids(prompt_token_ids, vocab_size, prompt_field(start.prompt))
+    if start.sampling.stop_token_ids:
+        _check_ids(start.sampling.stop_token_ids, vocab_size, "sampling.stop_token_ids")
+    if start.sampling.logit_bias:
+        _check_ids(start.sampling.logit_bias, vocab_size, "sampling.logit_bias")
     check_length(start, len(prompt_token_ids), pool)
 
 
 def check_length(start: GenerateStart, num_prompt_tokens: int, pool: Pool) -> None:
     """Refuse a prompt that never fits together with what is wanted. Raises ``PromptTooLongError``."""
-    field, limit = prompt_field(start.prompt), max_sequence_tokens(pool)
+    limit = max_sequence_tokens(pool)
     if num_prompt_tokens + 1 > limit:
         message = f"the prompt has {num_prompt_tokens} tokens; it and the answer have room for {limit}"
-        raise PromptTooLongError(message, field=field)
+        raise PromptTooLongError(message, field=prompt_field(start.prompt))
     if num_prompt_tokens + (start.sampling.max_tokens or 0) > limit:
         message = f"{num_prompt_tokens} prompt tokens leave room for {limit - num_prompt_tokens} more"
         raise PromptTooLongError(message, field="sampling.max_tokens")
@@ -327,10 +331,6 @@ def max_sequence_tokens(pool: Pool) -> int:
 def _check_ids(token_ids: Iterable[int], vocab_size: int, field: str) -> None:
     if max(token_ids, default=0) >= vocab_size:
         raise InvalidRequestError(f"token ids must be below {vocab_size}", field=field)
-
-
-# Enough for a first word to keep its space, and for an accent to find its letter.
-_TAIL_TOKENS = 4
 
 
 async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: bool) -> None:
