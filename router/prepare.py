@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from quartet.api.answer import DeltaSink
-from quartet.api.output import ChoiceOutput, OutputSettings, make_outputs
+from quartet.api.output import ChoiceOutput, make_outputs
 from quartet.api.request import (
     ChatPrompt,
     GenerateStart,
@@ -175,17 +175,20 @@ class RouterRequest:
     def make_outputs(self, sink: DeltaSink, options: TextOptions, metrics: RouterMetrics) -> dict[int, ChoiceOutput]:
         """The outputs of the choices that run, by choice; they go to ``sink``, with text as ``options`` say."""
         model = metrics.for_model(self.pool.key.model_name)
-        settings = OutputSettings(
+        return make_outputs(
+            self.choices,
+            sink,
+            options,
+            self.text.tokenizer,
+            self.prompt_tail,
             num_prompt_tokens=len(self.prompt_token_ids),
             arrived_at=self.arrived_at,
             tokenize_s=self.tokenize_s,
-            omits_token_ids=options.omit_token_ids,
             ttft=model.ttft,
             itl=model.itl,
             num_media_tokens=self.num_media_tokens,
             num_placeholders=self.num_placeholders,
         )
-        return make_outputs(self.choices, sink, settings, options, self.text.tokenizer, self.prompt_tail)
 
     @property
     def prompt_tail(self) -> Sequence[int]:

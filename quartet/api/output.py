@@ -27,6 +27,14 @@ class Durations(Protocol):
         ...
 
 
+class _Unobserved:
+    def observe(self, amount: float) -> None:
+        """Count nothing."""
+
+
+_UNOBSERVED = _Unobserved()
+
+
 @dataclass(frozen=True, kw_only=True)
 class OutputSettings:
     """What the outputs of one request's choices have in common.
@@ -46,8 +54,8 @@ class OutputSettings:
     arrived_at: float
     tokenize_s: float
     omits_token_ids: bool
-    ttft: Durations
-    itl: Durations
+    ttft: Durations = _UNOBSERVED
+    itl: Durations = _UNOBSERVED
     num_media_tokens: int = 0
     num_placeholders: int = 0
 
@@ -299,21 +307,44 @@ class ChoiceOutput:
 def make_outputs(
     choices: Iterable[int],
     sink: DeltaSink,
-    settings: OutputSettings,
     options: TextOptions,
     tokenizer: Tokenizer | None,
     prompt_tail: Sequence[int],
+    *,
+    num_prompt_tokens: int,
+    arrived_at: float,
+    tokenize_s: float,
+    ttft: Durations = _UNOBSERVED,
+    itl: Durations = _UNOBSERVED,
+    num_media_tokens: int = 0,
+    num_placeholders: int = 0,
 ) -> dict[int, ChoiceOutput]:
-    """The outputs of ``choices``, by choice.
+    """The outputs of one request's choices, by choice.
 
     Args:
         choices: their numbers.
         sink: takes what may be shown.
-        settings: what they have in common.
         options: the client's wishes for the text.
         tokenizer: makes the text; ``None``: there is none, whatever ``options`` say.
         prompt_tail: the prompt's last few token ids, which the text continues.
+        num_prompt_tokens: this and all below as in ``OutputSettings``.
+        arrived_at: monotonic seconds.
+        tokenize_s: in seconds.
+        ttft: observes the first token.
+        itl: observes later ones.
+        num_media_tokens: of the prompt.
+        num_placeholders: of the prompt.
     """
+    settings = OutputSettings(
+        num_prompt_tokens=num_prompt_tokens,
+        arrived_at=arrived_at,
+        tokenize_s=tokenize_s,
+        omits_token_ids=options.omit_token_ids,
+        ttft=ttft,
+        itl=itl,
+        num_media_tokens=num_media_tokens,
+        num_placeholders=num_placeholders,
+    )
     outputs = {}
     for choice in choices:
         text = TextStream(

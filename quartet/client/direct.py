@@ -14,7 +14,7 @@ from quartet import errors
 from quartet.api.answer import Answer
 from quartet.api.convert.answer import from_place_response, to_place_request
 from quartet.api.convert.request import to_generate_start
-from quartet.api.output import ChoiceOutput, OutputSettings, RunningChoices, make_outputs
+from quartet.api.output import ChoiceOutput, RunningChoices, make_outputs
 from quartet.api.placement import PlacedChoice, PlacedRequest
 from quartet.api.request import (
     Accepted,
@@ -141,17 +141,16 @@ class DirectRequest:
                         self._choices.finish(part)
 
     def _make_outputs(self, request: PlacedRequest, tokenizer: Tokenizer | None) -> Mapping[int, ChoiceOutput]:
-        options = self._start.text_options
-        settings = OutputSettings(
+        return make_outputs(
+            [placed.choice for placed in request.choices],
+            self._answer,
+            self._start.text_options,
+            tokenizer,
+            request.prompt_tail_token_ids,
             num_prompt_tokens=request.num_prompt_tokens,
             arrived_at=self._placer.arrived_at,
             tokenize_s=request.tokenize_s,
-            omits_token_ids=options.omit_token_ids,
-            ttft=_Unobserved(),
-            itl=_Unobserved(),
         )
-        choices = [placed.choice for placed in request.choices]
-        return make_outputs(choices, self._answer, settings, options, tokenizer, request.prompt_tail_token_ids)
 
     async def _run_choice(self, placed: PlacedChoice) -> None:
         place_again = partial(self._placer.place_again, placed.choice)
@@ -171,11 +170,6 @@ def _accepted(request: PlacedRequest) -> Accepted:
         seed=request.seed,
         model_fingerprint=request.model_fingerprint,
     )
-
-
-class _Unobserved:
-    def observe(self, amount: float) -> None:
-        """Clients keep no metrics."""
 
 
 # One choice of a direct request: decoded at one worker after the other, until one ends it.
