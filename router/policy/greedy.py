@@ -11,8 +11,8 @@ from quartet.discovery.base import Rank
 from router.policy.base import Candidate, Decision, Option, Pending, Placement, Snapshot
 from router.policy.room import (
     JUST_FAILED,
+    Backfill,
     Tally,
-    can_ever_hold,
     can_prefill,
     decode_choices,
     decode_obstacle,
@@ -33,9 +33,7 @@ class Weight:
 class GreedyPolicy(ABC):
     """Places requests in order; what differs is how a rank is chosen among those that would do.
 
-    Backfilling: each request that finds no room fences the eligible decode rank with the most room, and nobody behind
-    it is placed there. So small requests may use what a large one can't, and still can't starve it: the room at its
-    place only grows, and if another rank gets more, that one is fenced next time.
+    Small requests may overtake a large one that has no room (see ``router.policy.room.Backfill``).
     """
 
     def __init__(self, local_prefill_max_tokens: int) -> None:
@@ -65,13 +63,12 @@ class GreedyPolicy(ABC):
 
     def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
         """Choose places for ``waiting``; ``None`` keeps a request in the router's queue."""
-        tally = Tally()
-        fenced: set[Rank] = set()
+        tally, backfill = Tally(), Backfill()
         placements: list[Placement | None] = []
         for pending in waiting:
-            if len(fenced) == len(snapshot.decode):
+            if len(backfill.reserved) == len(snapshot.decode):
                 break
-            placements.append(self._place(pending, snapshot, tally, fenced))
+            placements.append(self._place(pending, snapshot, tally, backfill))
         return Decision(placements + [None] * (len(waiting) - len(placements)))
 
     def explain(self, pending: Pending, snapshot: Snapshot) -> Sequence[Option]:
@@ -99,12 +96,11 @@ class GreedyPolicy(ABC):
             ),
         ]
 
-    def _place(self, pending: Pending, snapshot: Snapshot, tally: Tally, fenced: set[Rank]) -> Placement | None:
-        unfenced = [candidate for candidate in snapshot.decode if candidate.rank not in fenced]
-        choices = decode_choices(unfenced, pending, tally)
+    def _place(self, pending: Pending, snapshot: Snapshot, tally: Tally, backfill: Backfill) -> Placement | None:
+        unreserved = backfill.unreserved(snapshot.decode)
+        choices = decode_choices(unreserved, pending, tally)
         if not choices:
-            if eligible := [candidate for candidate in unfenced if can_ever_hold(candidate, pending)]:
-                fenced.add(max(eligible, key=tally.num_free).rank)
+            backfill.reserve(pending, unreserved, tally)
             return None
         decode = self.choose_decode(choices, tally)
         able = self._prefill_choices(pending, snapshot)

@@ -21,6 +21,7 @@ from router.policy.forecast import AT_ONCE, CostWeights, Hold, Job, Lane, Turn
 from router.policy.joint import JointAssignment
 from router.policy.room import (
     JUST_FAILED,
+    Backfill,
     Tally,
     can_ever_hold,
     can_prefill,
@@ -238,7 +239,7 @@ class KvAwarePolicy:
 
     def _can_go(self, one: Planned, routes: Sequence[_Route], tally: Tally) -> Callable[[int], bool]:
         """Whether ``one`` can take a route, by its number."""
-        pending, fenced = one.pending, one.fenced
+        pending, reserved = one.pending, one.reserved
         limit = self._config.local_prefill_max_tokens
         is_remote_only = (
             limit is not None
@@ -250,7 +251,7 @@ class KvAwarePolicy:
             route = routes[number]
             if not route.is_decode:
                 return can_prefill(route.candidate, pending)
-            if is_remote_only or route.candidate.rank in fenced or not can_prefill_here(route.candidate, pending):
+            if is_remote_only or route.candidate.rank in reserved or not can_prefill_here(route.candidate, pending):
                 return False
             return can_ever_hold(route.candidate, pending) and tally.has_room(route.candidate, pending)
 
@@ -273,7 +274,7 @@ class KvAwarePolicy:
 
     def _decode(self, one: Planned, snapshot: Snapshot, tally: Tally) -> Candidate | None:
         """Where blocks are least scarce; among equals, at random."""
-        open_ranks = [candidate for candidate in snapshot.decode if candidate.rank not in one.fenced]
+        open_ranks = [candidate for candidate in snapshot.decode if candidate.rank not in one.reserved]
         able = decode_choices(open_ranks, one.pending, tally)
         if not able:
             return None
@@ -362,35 +363,30 @@ class Planned:
     Attributes:
         index: its position among those that wait.
         pending: what is known of it.
-        fenced: places that are kept for those ahead of it: it is not decoded there.
+        reserved: ranks that requests ahead of it have reserved: it is not decoded there.
     """
 
     index: int
     pending: Pending
-    fenced: frozenset[Rank]
+    reserved: frozenset[Rank]
 
 
 def choose_planned(waiting: Sequence[Pending], snapshot: Snapshot, limit: int) -> list[Planned]:
     """The first ``limit`` of ``waiting`` that find room now, and all those further back that bind at once.
 
-    Whoever finds none fences the rank with the most room, for all behind it: the room there only grows.
+    A request that finds none reserves a rank (see ``router.policy.room.Backfill``).
     """
-    tally, fenced = Tally(), frozenset[Rank]()
+    tally, backfill = Tally(), Backfill()
     found: list[Planned] = []
     for index, pending in enumerate(waiting):
         if len(found) >= limit and not pending.binds_at_once:
             continue
-        if any(_can_go(rank, pending, fenced) and tally.has_room(rank, pending) for rank in snapshot.decode):
-            found.append(Planned(index, pending, fenced))
-            continue
-        eligible = [rank for rank in snapshot.decode if _can_go(rank, pending, fenced)]
-        if eligible:
-            fenced |= {max(eligible, key=tally.num_free).rank}
+        unreserved = backfill.unreserved(snapshot.decode)
+        if any(can_ever_hold(rank, pending) and tally.has_room(rank, pending) for rank in unreserved):
+            found.append(Planned(index, pending, backfill.reserved))
+        else:
+            backfill.reserve(pending, unreserved, tally)
     return found
-
-
-def _can_go(candidate: Candidate, pending: Pending, fenced: frozenset[Rank]) -> bool:
-    return candidate.rank not in fenced and can_ever_hold(candidate, pending)
 
 
 # Of very many ranks, those worth planning for: forecasts for all of them would take longer than they gain.

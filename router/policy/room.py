@@ -1,4 +1,4 @@
-"""Who fits where, and what one ``assign`` has given out so far."""
+"""Which rank has room for which request, what one ``assign`` has given out so far, and backfill reservations."""
 
 from __future__ import annotations
 
@@ -39,6 +39,32 @@ class Tally:
         self._num_blocks[decode.rank] += decode.num_blocks(pending.num_reserved_tokens)
         rank = (prefill or decode).rank
         self._num_tokens[rank] += pending.num_missing_tokens(rank)
+
+
+class Backfill:
+    """The backfill reservations of one ``assign``: a request without room reserves the emptiest rank.
+
+    Later requests may not use a reserved rank. So small requests may use what a large one can't, and still can't
+    starve it: the room on its rank only grows. If another rank gets more room, that one is reserved next time.
+
+    Attributes:
+        reserved: the ranks that are reserved so far.
+    """
+
+    def __init__(self) -> None:
+        self.reserved: frozenset[Rank] = frozenset()
+
+    def unreserved(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Those of ``candidates`` that no earlier request has reserved."""
+        if not self.reserved:
+            return candidates
+        return [candidate for candidate in candidates if candidate.rank not in self.reserved]
+
+    def reserve(self, pending: Pending, unreserved: Sequence[Candidate], tally: Tally) -> None:
+        """Reserve the emptiest of ``unreserved``, none of which has room now, that could ever hold ``pending``."""
+        eligible = [candidate for candidate in unreserved if can_ever_hold(candidate, pending)]
+        if eligible:
+            self.reserved |= {max(eligible, key=tally.num_free).rank}
 
 
 def can_ever_hold(candidate: Candidate, pending: Pending) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from quartet.discovery.base import Rank
 from router.policy.base import Candidate, Decision, Option, Pending, Placement, Policy, Snapshot
-from router.policy.room import Tally, can_ever_hold
+from router.policy.room import Backfill, Tally, decode_choices
 
 
 class SplitPolicy:
@@ -103,28 +103,32 @@ class Remaining:
         self._snapshot = snapshot
         self._prefill = {candidate.rank: candidate for candidate in snapshot.prefill}
         self._decode = {candidate.rank: candidate for candidate in snapshot.decode}
+        self._backfill = Backfill()
 
     @property
     def snapshot(self) -> Snapshot:
-        """The ranks as they are now, without those that were fenced."""
-        return replace(self._snapshot, prefill=tuple(self._prefill.values()), decode=tuple(self._decode.values()))
+        """The ranks as they are now, without those that are reserved."""
+        return replace(self._snapshot, prefill=tuple(self._prefill.values()), decode=self._unreserved())
 
     def at(self, prefill: Rank | None, decode: Rank) -> Snapshot:
         """These ranks alone."""
         prefills = [] if prefill is None else [self._prefill[prefill]]
-        decodes = [self._decode[decode]] if decode in self._decode else []
+        decodes = [] if decode in self._backfill.reserved else [self._decode[decode]]
         return replace(self._snapshot, prefill=prefills, decode=decodes)
 
     def decide(self, waiting: Sequence[Pending], placements: Sequence[Placement | None]) -> None:
-        """Those were decided about: take what they were given; fence a rank for whom there was no room anywhere."""
+        """Take what those that were placed were given; each other one for which no rank has room reserves one."""
         decided = list(zip(waiting, placements, strict=True))
         for pending, placement in decided:
             if placement is not None:
                 self._take(pending, placement)
         # Only now: policies differ in where they let others pass one that waits.
         for pending, placement in decided:
-            if placement is None:
-                self._fence(pending)
+            if placement is None and not decode_choices(self._unreserved(), pending, _NOTHING_TAKEN):
+                self._backfill.reserve(pending, self._unreserved(), _NOTHING_TAKEN)
+
+    def _unreserved(self) -> Sequence[Candidate]:
+        return self._backfill.unreserved(tuple(self._decode.values()))
 
     def _take(self, pending: Pending, placement: Placement) -> None:
         decode = self._decode[placement.decode]
@@ -140,9 +144,3 @@ class Remaining:
             num_queued_tokens=candidate.num_queued_tokens + num_missing,
             num_unbegun_tokens=candidate.num_unbegun_tokens + num_missing,
         )
-
-    def _fence(self, pending: Pending) -> None:
-        """Where it is room that ``pending`` waits for, nobody behind it takes that; see ``GreedyPolicy``."""
-        eligible: list[Candidate] = [rank for rank in self._decode.values() if can_ever_hold(rank, pending)]
-        if eligible and not any(_NOTHING_TAKEN.has_room(rank, pending) for rank in eligible):
-            del self._decode[max(eligible, key=_NOTHING_TAKEN.num_free).rank]
