@@ -1,4 +1,4 @@
-"""One rank's turn of prefills: in which order, which of them share a step, and what that costs everybody."""
+"""One rank's plan of prefills: in which order, which of them share a step, and what that costs everybody."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CostWeights:
 
 @dataclass(frozen=True)
 class Hold:
-    """How a request is kept from lanes for a while; by lane, or empty where it is kept from none.
+    """How a request is kept from forecasts for a while; by forecast, or empty where it is kept from none.
 
     Attributes:
         until_s: seconds during which it is not sent there.
@@ -42,7 +42,7 @@ class Hold:
     starts_in_s: Sequence[float] = ()
 
 
-#: It is kept from no lane.
+#: It is kept from no forecast.
 AT_ONCE = Hold()
 
 
@@ -56,9 +56,9 @@ class Job:
         age_s: seconds that it has waited so far.
         priority: higher first.
         is_due: nobody that stands behind it in the queue goes before it any more.
-        num_missing: by lane, tokens that would have to be computed there; ``None`` where it can't go.
+        num_missing: by forecast, tokens that would have to be computed there; ``None`` where it can't go.
         num_shared: by other job's number, leading tokens that both have.
-        hold: for how long it is kept from which lanes.
+        hold: for how long it is kept from which forecasts.
     """
 
     number: int
@@ -72,8 +72,8 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A lane's plan.
+class Plan:
+    """A forecast's plan.
 
     Attributes:
         cost: of all of it.
@@ -86,10 +86,10 @@ class Turn:
     first_token_in_s: Sequence[float] = ()
 
 
-_NO_TURN = Turn(0.0)
+_NO_PLAN = Plan(0.0)
 
 
-class Lane:
+class PrefillForecast:
     """One rank that prefills."""
 
     def __init__(
@@ -117,15 +117,15 @@ class Lane:
         self._weights = weights
         # Its first token waits for no transfer, its second one does.
         self._transfer_cost_per_token = weights.decode_delay * transfer_s_per_token
-        self._turns: dict[frozenset[int], Turn] = {}
+        self._plans: dict[frozenset[int], Plan] = {}
 
-    def turn(self, jobs: Sequence[Job]) -> Turn:
+    def plan(self, jobs: Sequence[Job]) -> Plan:
         """The plan for ``jobs``, all of which can go here."""
         key = frozenset([job.number for job in jobs])
-        turn = self._turns.get(key)
-        if turn is None:
-            turn = self._turns[key] = self._plan(jobs)
-        return turn
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._make_plan(jobs)
+        return plan
 
     def prefill_s(self, num_tokens: int) -> float:
         """Seconds until ``num_tokens`` tokens are computed, what the steps spend on decoding included."""
@@ -136,7 +136,7 @@ class Lane:
         return max([job.hold.until_s[self.number] for job in group if job.hold.until_s], default=0.0)
 
     def terms(self, job: Job) -> dict[str, float]:
-        """What the cost of ``job`` here is made of, were it alone: their sum is that of its ``turn``."""
+        """What the cost of ``job`` here is made of, were it alone: their sum is that of its ``plan``."""
         weights, num_missing = self._weights, self._num_missing(job, ())
         wait_s, prefill_s = job.age_s + self._start_s(self.free_in_s, [job]), self.prefill_s(num_missing)
         work_s = self._step_time.prefill_s(num_missing)
@@ -149,10 +149,10 @@ class Lane:
             "transfer_s": self._transfer_cost_per_token * job.num_tokens,
         }
 
-    def _plan(self, jobs: Sequence[Job]) -> Turn:
+    def _make_plan(self, jobs: Sequence[Job]) -> Plan:
         """Shortest first, weighed by impatience; small ones share a step where that pays."""
         if not jobs:
-            return _NO_TURN
+            return _NO_PLAN
         weights, time = self._weights, self._step_time
         groups: list[list[Job]] = []
         num_tokens: list[int] = []  # of each group
@@ -179,7 +179,7 @@ class Lane:
                 cost += self._transfer_cost_per_token * job.num_tokens
             work_s = time.prefill_s(tokens)
             cost += work_s * (weights.work + weights.decode_delay * self._num_decoding)
-        return Turn(cost, groups, firsts)
+        return Plan(cost, groups, firsts)
 
     def _start_s(self, free_in_s: float, group: Sequence[Job]) -> float:
         for job in group:

@@ -17,7 +17,7 @@ from itertools import islice
 
 from quartet.discovery.base import Rank
 from router.policy.base import Candidate, Decision, Option, Peers, Pending, Placement, Snapshot
-from router.policy.forecast import AT_ONCE, CostWeights, Hold, Job, Lane, Turn
+from router.policy.forecast import AT_ONCE, CostWeights, Hold, Job, Plan, PrefillForecast
 from router.policy.joint import JointAssignment
 from router.policy.room import (
     JUST_FAILED,
@@ -100,7 +100,7 @@ class KvAwareConfig:
 
 @dataclass(frozen=True)
 class _Route:
-    """A lane of the plan: the rank that prefills, and where its requests are decoded if not there."""
+    """A forecast of the plan: the rank that prefills, and where its requests are decoded if not there."""
 
     candidate: Candidate
     is_decode: bool
@@ -128,19 +128,19 @@ class KvAwarePolicy:
         if not planned:
             return Decision(placements)
         routes = self._worth_planning(routes, planned, snapshot.now)
-        lanes = [self._lane(number, route, snapshot.now) for number, route in enumerate(routes)]
-        assignment = JointAssignment(lanes, self._jobs(planned, routes, snapshot), self._rng)
+        forecasts = [self._forecast(number, route, snapshot.now) for number, route in enumerate(routes)]
+        assignment = JointAssignment(forecasts, self._jobs(planned, routes, snapshot), self._rng)
         tally, next_look_s = Tally(), math.inf
-        for lane, route, turn in zip(lanes, routes, assignment.turns, strict=True):
-            if not turn.groups:
+        for forecast, route, plan in zip(forecasts, routes, assignment.plans, strict=True):
+            if not plan.groups:
                 continue
-            num_bound, look_in_s = _num_bound(route.candidate, lane, turn, config.margin_s)
+            num_bound, look_in_s = _num_bound(route.candidate, forecast, plan, config.margin_s)
             next_look_s = min(next_look_s, look_in_s)
-            for position, group in enumerate(turn.groups):
+            for position, group in enumerate(plan.groups):
                 for job in group:
                     one = planned[job.number]
                     if position < num_bound or one.pending.binds_at_once:
-                        cost = _added_cost(lane, turn, job)
+                        cost = _added_cost(forecast, plan, job)
                         placements[one.index] = self._placement(one, route, cost, snapshot, tally)
         if len(planned) >= limit and any(placements):
             next_look_s = 0.0  # there may be more ranks than were planned for
@@ -152,8 +152,10 @@ class KvAwarePolicy:
         if not routes:
             return []
         [job] = self._jobs([Planned(0, pending, frozenset())], routes, snapshot)
-        lanes = [self._lane(number, route, snapshot.now) for number, route in enumerate(routes)]
-        return explain_lanes(pending, job, lanes[: len(snapshot.prefill)], lanes[len(snapshot.prefill) :], snapshot)
+        forecasts = [self._forecast(number, route, snapshot.now) for number, route in enumerate(routes)]
+        return explain_forecasts(
+            pending, job, forecasts[: len(snapshot.prefill)], forecasts[len(snapshot.prefill) :], snapshot
+        )
 
     def _worth_planning(self, routes: list[_Route], planned: Sequence[Planned], now: float) -> list[_Route]:
         """All routes, unless there are very many."""
@@ -170,9 +172,9 @@ class KvAwarePolicy:
         )
         return [routes[number] for number in numbers]
 
-    def _lane(self, number: int, route: _Route, now: float) -> Lane:
+    def _forecast(self, number: int, route: _Route, now: float) -> PrefillForecast:
         candidate = route.candidate
-        free = Lane(
+        free = PrefillForecast(
             number,
             free_in_s=max(candidate.step_ends_at - now, 0.0),
             num_decoding=candidate.num_decoding,
@@ -189,7 +191,7 @@ class KvAwarePolicy:
     def _jobs(self, planned: Sequence[Planned], routes: Sequence[_Route], snapshot: Snapshot) -> list[Job]:
         tally = Tally()
         everybody = (*snapshot.prefill, *snapshot.decode)
-        turns = Turns([route.candidate for route in routes], everybody, snapshot.peers, self._config.peers)
+        waits = PeerWaits([route.candidate for route in routes], everybody, snapshot.peers, self._config.peers)
         jobs: list[Job] = []
         for number, one in enumerate(planned):
             pending = one.pending
@@ -206,7 +208,7 @@ class KvAwarePolicy:
                     0 if other is one else pending.num_shared_tokens(other.pending, routes[0].candidate.block_size)
                     for other in planned
                 ],
-                hold=turns.hold(num_missing, age_s, self._gather_s(num_missing, routes, age_s)),
+                hold=waits.hold(num_missing, age_s, self._gather_s(num_missing, routes, age_s)),
             )
             jobs.append(job)
         return jobs
@@ -287,14 +289,14 @@ def _routes(snapshot: Snapshot) -> list[_Route]:
     return [_Route(rank, False) for rank in snapshot.prefill] + [_Route(rank, True) for rank in snapshot.decode]
 
 
-def _num_bound(candidate: Candidate, lane: Lane, turn: Turn, margin_s: float) -> tuple[int, float]:
-    """How many groups of ``turn`` are bound now, and in how many seconds the next one may be."""
+def _num_bound(candidate: Candidate, forecast: PrefillForecast, plan: Plan, margin_s: float) -> tuple[int, float]:
+    """How many groups of ``plan`` are bound now, and in how many seconds the next one may be."""
     if not candidate.is_measured:
-        return len(turn.groups), math.inf  # nobody is kept for a moment that can't be foreseen
-    wait_s = max(lane.free_in_s - margin_s, lane.held_s(turn.groups[0]))
+        return len(plan.groups), math.inf  # nobody is kept for a moment that can't be foreseen
+    wait_s = max(forecast.free_in_s - margin_s, forecast.held_s(plan.groups[0]))
     if wait_s > 0.0:
         return 0, wait_s
-    return 1, turn.first_token_in_s[0] - margin_s if len(turn.groups) > 1 else math.inf
+    return 1, plan.first_token_in_s[0] - margin_s if len(plan.groups) > 1 else math.inf
 
 
 def _free_in_s(candidate: Candidate, now: float) -> float:
@@ -307,18 +309,22 @@ def _free_in_s(candidate: Candidate, now: float) -> float:
     return free_in_s
 
 
-def _added_cost(lane: Lane, turn: Turn, job: Job) -> float:
-    """What ``job`` adds to the cost of its lane's ``turn``."""
-    return turn.cost - lane.turn([other for group in turn.groups for other in group if other is not job]).cost
+def _added_cost(forecast: PrefillForecast, plan: Plan, job: Job) -> float:
+    """What ``job`` adds to the cost of its forecast's ``plan``."""
+    return plan.cost - forecast.plan([other for group in plan.groups for other in group if other is not job]).cost
 
 
-# kv_aware's view of every rank, told by the very lanes that it plans with.
+# kv_aware's view of every rank, told by the very forecasts that it plans with.
 
 
-def explain_lanes(
-    pending: Pending, job: Job, prefill: Sequence[Lane], decode: Sequence[Lane], snapshot: Snapshot
+def explain_forecasts(
+    pending: Pending,
+    job: Job,
+    prefill: Sequence[PrefillForecast],
+    decode: Sequence[PrefillForecast],
+    snapshot: Snapshot,
 ) -> list[Option]:
-    """How ``pending``, whose ``job`` it is, stands at each place of ``snapshot``, of which these are the lanes.
+    """How ``pending``, whose ``job`` it is, stands at each place of ``snapshot``, of which these are the forecasts.
 
     Terms in seconds add up to the cost. ``taken_share``, the share of a decode rank's blocks that is spoken for, is no
     part of that: it decides where a request is decoded that is prefilled elsewhere. A decode rank without obstacle and
@@ -327,26 +333,28 @@ def explain_lanes(
     tally = Tally()
     can_decode = {candidate.rank for candidate in decode_choices(snapshot.decode, pending, tally)}
     options = []
-    for lane, candidate in zip(prefill, snapshot.prefill, strict=True):
-        is_able = job.num_missing[lane.number] is not None
+    for forecast, candidate in zip(prefill, snapshot.prefill, strict=True):
+        is_able = job.num_missing[forecast.number] is not None
         obstacle = "" if is_able else prefill_obstacle(candidate, pending) or JUST_FAILED
-        options.append(_option(lane, job, pending, candidate, is_decode=False, obstacle=obstacle))
-    for lane, candidate in zip(decode, snapshot.decode, strict=True):
+        options.append(_option(forecast, job, pending, candidate, is_decode=False, obstacle=obstacle))
+    for forecast, candidate in zip(decode, snapshot.decode, strict=True):
         obstacle = "" if candidate.rank in can_decode else decode_obstacle(candidate, pending, tally) or JUST_FAILED
-        options.append(_option(lane, job, pending, candidate, is_decode=True, obstacle=obstacle))
+        options.append(_option(forecast, job, pending, candidate, is_decode=True, obstacle=obstacle))
     return options
 
 
-def _option(lane: Lane, job: Job, pending: Pending, candidate: Candidate, *, is_decode: bool, obstacle: str) -> Option:
-    is_weighed = not obstacle and job.num_missing[lane.number] is not None
-    terms = lane.terms(job) if is_weighed else {}
+def _option(
+    forecast: PrefillForecast, job: Job, pending: Pending, candidate: Candidate, *, is_decode: bool, obstacle: str
+) -> Option:
+    is_weighed = not obstacle and job.num_missing[forecast.number] is not None
+    terms = forecast.terms(job) if is_weighed else {}
     if is_decode and not obstacle:
         terms["taken_share"] = Tally().num_taken(candidate) / max(candidate.num_total_blocks, 1)
     return Option(
         rank=candidate.rank,
         is_decode=is_decode,
         num_cached_tokens=pending.num_cached_tokens.get(candidate.rank, 0),
-        cost=lane.turn([job]).cost if is_weighed else None,
+        cost=forecast.plan([job]).cost if is_weighed else None,
         cost_unit="s" if is_weighed else "",
         terms=terms,
         obstacle=obstacle,
@@ -434,7 +442,7 @@ def _welcome(numbers: Iterator[int], candidates: Sequence[Candidate], pending: P
     return iter([number for number in able if candidates[number].rank.worker_id not in pending.avoid] or able)
 
 
-class Turns:
+class PeerWaits:
     """For how long each rank is left to others."""
 
     def __init__(
