@@ -261,7 +261,7 @@ class Admission:
 
     def _place(self, waiting: Waiting, placement: Placement, now: float) -> None:
         pending = waiting.pending
-        reservation = self._table.book(placement, pending, waited_s=now - waiting.since)
+        reservation = self._table.reserve(placement, pending, waited_s=now - waiting.since)
         self._index.predict(placement.prefills_at, pending.sequence_hashes, now + self._config.prediction_life_s)
         self._share.served(waiting.ticket.start)
         self._metrics.count_admission(AdmissionOutcome.PLACED)

@@ -93,7 +93,7 @@ class Signer:
         now, rank, epoch = self._clock(), reservation.placement.decode, reservation.decode.epoch
         record = self._table.ready_decode(rank, epoch, now)
         ttl_s = self._time_to_live_s(terms, now)
-        booking = reservation.decode.place(
+        booking = reservation.decode.commit(
             terms.request_id,
             terms.choice,
             num_first_tokens=terms.num_first_tokens,

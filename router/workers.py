@@ -125,7 +125,7 @@ class WorkerTable:
     def tick(self, now: float) -> None:
         """Time has passed: states that hang on silence may have changed, and placements may have lapsed."""
         for worker in self._workers.values():
-            worker.book.placed.look(now)
+            worker.book.placed.poll(now)
             worker.look(now)
         self._peers.look(now)
         self._changed()
@@ -180,21 +180,21 @@ class WorkerTable:
         ready = self._ready_of(pool, now).encode
         return sum(worker.record.num_blocks * worker.record.block_size for worker in ready)
 
-    def book_encode(self, rank: Rank, num_items: int) -> Booking:
+    def reserve_encode(self, rank: Rank, num_items: int) -> Booking:
         """Count ``num_items`` to encode at an encode worker that was seen just now."""
         key = WorkerKey(role=Role.ENCODE, worker_id=rank.worker_id)
-        return self._workers[key].book.book(rank.data_parallel_rank, num_queued_tokens=num_items)
+        return self._workers[key].book.reserve(rank.data_parallel_rank, num_queued_tokens=num_items)
 
-    def book(self, placement: Placement, pending: Pending, *, waited_s: float = 0.0) -> Reservation:
+    def reserve(self, placement: Placement, pending: Pending, *, waited_s: float = 0.0) -> Reservation:
         """Enter ``placement`` of ``pending``, which was made on a snapshot of just now."""
         is_local = placement.prefill is None
         prefill: Booking | None = None
         if placement.prefill is not None:
             rank = placement.prefill
             book = self._workers[WorkerKey(role=Role.PREFILL, worker_id=rank.worker_id)].book
-            prefill = book.book(rank.data_parallel_rank, num_queued_tokens=pending.num_missing_tokens(rank))
+            prefill = book.reserve(rank.data_parallel_rank, num_queued_tokens=pending.num_missing_tokens(rank))
         rank = placement.decode
-        decode = self._workers[WorkerKey(role=Role.DECODE, worker_id=rank.worker_id)].book.book(
+        decode = self._workers[WorkerKey(role=Role.DECODE, worker_id=rank.worker_id)].book.reserve(
             rank.data_parallel_rank,
             num_reserved_tokens=pending.num_reserved_tokens,
             num_queued_tokens=pending.num_missing_tokens(rank) if is_local else 0,
@@ -240,7 +240,7 @@ class WorkerTable:
         if worker.cut_at is not None and now - worker.cut_at > _LAST_REPORTS_S:
             worker.cut_at = None
         name = numbering(self.router_id, load.epoch)
-        worker.book.reported(
+        worker.book.on_report(
             load.router_progress.get(name, 0),
             load.placements.get(name, _NO_PLACEMENTS),
             arrived_number=load.router_arrivals.get(name, 0),

@@ -200,7 +200,7 @@ class Encoding:
     async def _attempt(self) -> None:
         rank = self._choose()
         tools, order = self._tools, self._order
-        booking = tools.table.book_encode(rank, len(order.items))
+        booking = tools.table.reserve_encode(rank, len(order.items))
         kept: list[KeptHandOff] = []
         call, self.rank = None, rank
         try:

@@ -36,7 +36,7 @@ class Scene:
 
     def sign(self, *, lease_s: float | None, left_s: float, num_tokens: int = 5, is_kept: bool = False) -> SignedRun:
         pending = Pending(num_tokens=50, num_reserved_tokens=100, num_most_tokens=100)
-        reservation = self.table.book(Placement(None, Rank("decode-0", 0)), pending)
+        reservation = self.table.reserve(Placement(None, Rank("decode-0", 0)), pending)
         hand_off = None if lease_s is None else replace(make_hand_off(1), lease=timedelta(seconds=lease_s))
         terms = SigningTerms(
             request_id="ab" * 16,

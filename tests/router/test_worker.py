@@ -35,7 +35,7 @@ def test_a_forecast_stands_on_the_last_report() -> None:
         max_step_tokens=4096,
         step_time=step_time,
     )
-    worker.book.book(1, num_queued_tokens=30).send()
+    worker.book.reserve(1, num_queued_tokens=30).send()
     first, second = worker.candidates()
     assert (first.step_ends_at, first.num_unbegun_tokens, second.num_unbegun_tokens) == (200.25, 70, 100)
     assert (second.num_decoding, second.num_context_tokens, second.max_step_tokens) == (3, 900, 4096)
@@ -62,10 +62,10 @@ def test_what_is_kept_of_places_is_what_they_are(data: st.DataObject) -> None:
         match data.draw(st.sampled_from(["report", "book", "release", "look", "describe"])):
             case "report":
                 take(kept, now, num_unbegun_prefill_tokens=data.draw(st.integers(0, 9)))
-                kept.book.reported(0)
+                kept.book.on_report(0)
             case "book":
                 rank, tokens = data.draw(st.integers(0, 1)), data.draw(st.integers(0, 50))
-                bookings.append(kept.book.book(rank, num_reserved_tokens=tokens, num_queued_tokens=tokens))
+                bookings.append(kept.book.reserve(rank, num_reserved_tokens=tokens, num_queued_tokens=tokens))
             case "release" if bookings:
                 data.draw(st.sampled_from(bookings)).release()
             case "look":
