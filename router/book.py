@@ -62,13 +62,14 @@ class WorkerBook:
     tokens to prefill count until it has arrived, since reports include the tokens of requests that wait there.
 
     Attributes:
+        accounts: the sums of each data-parallel rank, in order.
         placed: starts that were placed for clients; they have numbers of their own.
     """
 
     def __init__(self, data_parallel_size: int, block_size: int, *, epoch: int = 0) -> None:
         """``epoch`` names the life; ``block_size`` is in tokens."""
         self.epoch = epoch
-        self._accounts = [RankAccount() for _ in range(data_parallel_size)]
+        self.accounts = [RankAccount() for _ in range(data_parallel_size)]
         self._block_size = block_size
         self._last_number = 0
         self._unreported: deque[Booking] = deque()
@@ -83,15 +84,11 @@ class WorkerBook:
         """Requests booked here, placed ones included."""
         return self._num_booked + self.placed.num_booked
 
-    def account(self, data_parallel_rank: int) -> RankAccount:
-        """The sums of one data-parallel rank."""
-        return self._accounts[data_parallel_rank]
-
     def reserve(self, data_parallel_rank: int, *, num_reserved_tokens: int = 0, num_queued_tokens: int = 0) -> Booking:
         """Reserve room for ``num_reserved_tokens``, and count ``num_queued_tokens`` to prefill."""
         num_blocks = -(-num_reserved_tokens // self._block_size) if num_reserved_tokens else 0
         self._num_booked += 1
-        return Booking(self, self._accounts[data_parallel_rank], self._block_size, num_blocks, num_queued_tokens)
+        return Booking(self, self.accounts[data_parallel_rank], self._block_size, num_blocks, num_queued_tokens)
 
     def on_report(
         self, number: int, placements: PlacementProgress = _NO_PLACEMENTS, *, arrived_number: int = 0

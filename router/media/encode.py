@@ -7,7 +7,7 @@ import random
 import re
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from quartet.discovery.base import Rank
@@ -20,7 +20,7 @@ from quartet.streams.messages import EncodeStart, MediaInput, RequestContext
 from router.book import Booking, numbering
 from router.fleet import Hops, KeptHandOff
 from router.kv_index.index import PrefixIndex
-from router.workers import PoolKey, WorkerTable, choose_encode
+from router.workers import EncodeCandidate, PoolKey, WorkerTable
 
 # How long a worker that was sent an item is taken to have it, until it says so itself.
 _PREDICTION_LIFE_S = 30.0
@@ -298,6 +298,31 @@ class ReadyInputs:
             return [MediaInput(item.media_id, item.file) for item in self._items]
         ids = (item.media_id for item in self._items)
         return list(map(MediaInput, ids, self._encoding.take()))
+
+
+def choose_encode(
+    candidates: Sequence[EncodeCandidate],
+    num_cached: Mapping[Rank, int],
+    avoid: frozenset[str],
+    rng: random.Random,
+) -> Rank | None:
+    """The encode worker for a request's media: the one that has most of the items cached, then the least busy one.
+
+    Args:
+        candidates: workers that can encode the items.
+        num_cached: how many of the items each has cached.
+        avoid: ids of workers that just failed the request; chosen only if no other is left.
+        rng: breaks ties, so that several routers with the same picture don't all send to the same worker.
+
+    Returns:
+        ``None``: there are no candidates.
+    """
+    able = [candidate for candidate in candidates if candidate.rank.worker_id not in avoid] or candidates
+    if not able:
+        return None
+    keys = [(-num_cached.get(candidate.rank, 0), candidate.num_items) for candidate in able]
+    best = min(keys)
+    return rng.choice([candidate.rank for candidate, key in zip(able, keys, strict=True) if key == best])
 
 
 def client_error(error: ServingError, fields: Sequence[str]) -> ServingError:

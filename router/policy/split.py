@@ -76,18 +76,7 @@ def _for_decode(snapshot: Snapshot) -> Snapshot:
 
 
 def _without_prompts(candidate: Candidate) -> Candidate:
-    return Candidate(
-        rank=candidate.rank,
-        num_total_blocks=candidate.num_total_blocks,
-        block_size=candidate.block_size,
-        num_used_blocks=candidate.num_used_blocks,
-        num_promised_blocks=candidate.num_promised_blocks,
-        adapters=candidate.adapters,
-        num_decoding=candidate.num_decoding,
-        num_context_tokens=candidate.num_context_tokens,
-        max_step_tokens=candidate.max_step_tokens,
-        step_time=candidate.step_time,
-    )
+    return replace(candidate, num_queued_tokens=0, num_unbegun_tokens=0, step_ends_at=0.0, is_measured=True)
 
 
 # What is left of a snapshot where one decision is made of several.

@@ -15,16 +15,16 @@ from tests.router.records import make_load, make_record
 def test_a_booking_counts_in_full_until_a_report_names_it() -> None:
     book = WorkerBook(1, block_size=10)
     booking = book.reserve(0, num_reserved_tokens=95, num_queued_tokens=40)
-    assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (10, 40)
+    assert (book.accounts[0].num_promised_blocks, book.accounts[0].num_unreported_tokens) == (10, 40)
     number = booking.send()
     book.on_report(number - 1)
-    assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (10, 40)
+    assert (book.accounts[0].num_promised_blocks, book.accounts[0].num_unreported_tokens) == (10, 40)
     booking.hold(41)
     book.on_report(number - 1)
     book.on_report(number - 1)
-    assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (10, 0)
+    assert (book.accounts[0].num_promised_blocks, book.accounts[0].num_unreported_tokens) == (10, 0)
     book.on_report(number)
-    assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (5, 0)
+    assert (book.accounts[0].num_promised_blocks, book.accounts[0].num_unreported_tokens) == (5, 0)
 
 
 def test_tokens_to_prefill_count_until_their_request_has_arrived() -> None:
@@ -33,9 +33,9 @@ def test_tokens_to_prefill_count_until_their_request_has_arrived() -> None:
     first.send()
     second.send()
     book.on_report(0, arrived_number=1)  # it waits there for the running batch
-    assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (4, 20)
+    assert (book.accounts[0].num_promised_blocks, book.accounts[0].num_unreported_tokens) == (4, 20)
     second.release()
-    assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (2, 0)
+    assert (book.accounts[0].num_promised_blocks, book.accounts[0].num_unreported_tokens) == (2, 0)
 
 
 def test_who_decodes_waits_for_no_prefill_whatever_reports_say() -> None:
@@ -43,7 +43,7 @@ def test_who_decodes_waits_for_no_prefill_whatever_reports_say() -> None:
     booking = book.reserve(0, num_reserved_tokens=100, num_queued_tokens=90)
     booking.send()
     booking.hold(91)
-    assert book.account(0).num_unreported_tokens == 0
+    assert book.accounts[0].num_unreported_tokens == 0
 
 
 def test_what_a_request_holds_leaves_its_promise_one_report_late() -> None:
@@ -51,14 +51,14 @@ def test_what_a_request_holds_leaves_its_promise_one_report_late() -> None:
     booking = book.reserve(0, num_reserved_tokens=100)
     book.on_report(booking.send())
     booking.hold(30)
-    assert book.account(0).num_promised_blocks == 10
+    assert book.accounts[0].num_promised_blocks == 10
     book.on_report(1)  # it may have been sent before those tokens were sampled
     booking.hold(50)
-    assert book.account(0).num_promised_blocks == 10
+    assert book.accounts[0].num_promised_blocks == 10
     book.on_report(1)
-    assert book.account(0).num_promised_blocks == 7
+    assert book.accounts[0].num_promised_blocks == 7
     book.on_report(1)
-    assert book.account(0).num_promised_blocks == 5
+    assert book.accounts[0].num_promised_blocks == 5
 
 
 def test_what_a_request_takes_is_promised_no_more() -> None:
@@ -70,7 +70,7 @@ def test_what_a_request_takes_is_promised_no_more() -> None:
         booking.hold(num_tokens)
         book.on_report(1)
         book.on_report(1)
-        promised.append(book.account(0).num_promised_blocks)
+        promised.append(book.accounts[0].num_promised_blocks)
     assert promised == [3, 2, 0, 0, 0, 0]
 
 
@@ -78,10 +78,10 @@ def test_a_placement_that_is_never_sent_counts_until_released() -> None:
     book = WorkerBook(1, block_size=10)
     booking = book.reserve(0, num_reserved_tokens=40)
     book.on_report(99)
-    assert book.account(0).num_promised_blocks == 4
+    assert book.accounts[0].num_promised_blocks == 4
     booking.release()
     booking.release()
-    assert book.account(0).num_promised_blocks == 0
+    assert book.accounts[0].num_promised_blocks == 0
     assert book.num_requests == 0
 
 
@@ -133,7 +133,7 @@ def test_the_sums_are_those_of_the_bookings(data: st.DataObject) -> None:
         elif step == "release":
             chosen.booking.release()
             chosen.is_released = True
-        account = book.account(0)
+        account = book.accounts[0]
         assert account.num_promised_blocks == sum(naive.promised for naive in bookings)
         assert account.num_unreported_tokens == sum(
             naive.queued for naive in bookings if not naive.has_arrived and not naive.is_released

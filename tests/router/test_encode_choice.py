@@ -6,7 +6,8 @@ import random
 from collections import Counter
 
 from quartet.discovery.base import Rank
-from router.workers import EncodeCandidate, choose_encode
+from router.media.encode import choose_encode
+from router.workers import EncodeCandidate
 
 BUSY, IDLE, OTHER = (Rank(name) for name in ("busy", "idle", "other"))
 CANDIDATES = [EncodeCandidate(BUSY, 9), EncodeCandidate(IDLE, 0), EncodeCandidate(OTHER, 0)]

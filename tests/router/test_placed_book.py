@@ -25,7 +25,7 @@ def place(book: WorkerBook, *, num_reserved_tokens: int = 95, num_queued_tokens:
 
 
 def promised(book: WorkerBook) -> tuple[int, int, int]:
-    account = book.account(0)
+    account = book.accounts[0]
     return account.num_promised_blocks, account.num_placed_tokens, book.num_requests
 
 
