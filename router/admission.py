@@ -236,7 +236,7 @@ class Admission:
             self._next_pump = loop.call_at(max(ended + look_in_s, self._rests_until), self._pump)
 
     def _assign(self, pool: PoolKey, line: WaitingLine, now: float) -> float | None:
-        """Place those of one pool; returns ``Decision.look_again_in_s``."""
+        """Place those of one pool; returns ``Decision.poll_again_in_s``."""
         snapshot = self._table.snapshot(pool, now)
         adapters = frozenset[str]().union(*(candidate.adapters for candidate in snapshot.decode))
         head = line.head(MAX_ASSIGNED_TOGETHER, adapters)
@@ -257,7 +257,7 @@ class Admission:
                 self._take_out(waiting)
         if len(head) == MAX_ASSIGNED_TOGETHER and None not in decision.placements:
             self.wake()  # there may be room for more
-        return decision.look_again_in_s
+        return decision.poll_again_in_s
 
     def _place(self, waiting: Waiting, placement: Placement, now: float) -> None:
         pending = waiting.pending

@@ -41,7 +41,7 @@ def _explain(request: PreparedRequest, tools: PipelineTools) -> Explanation:
     pending, snapshot = attempts.admission.preview(pool, make_pending(request, attempts.config, RetryHints()))
     # Copies decide, so that neither its turn nor its luck is used up; the second one without waiting for its moment.
     decision = copy.deepcopy(policy).assign([pending], snapshot)
-    [now], wait_s = decision.placements, decision.look_again_in_s
+    [now], wait_s = decision.placements, decision.poll_again_in_s
     at_once = copy.deepcopy(policy).assign([replace(pending, binds_at_once=True)], snapshot)
     placement = now or at_once.placements[0]
     chosen = set() if placement is None else {placement.prefills_at, placement.decode}

@@ -139,8 +139,8 @@ class FleetRouter:
                 self._book(waiting, placement, now)
                 sent.append(waiting)
         self._waiting = kept
-        if kept and decision.look_again_in_s is not None:
-            self.look_at = now + decision.look_again_in_s
+        if kept and decision.poll_again_in_s is not None:
+            self.look_at = now + decision.poll_again_in_s
         return sent
 
     def _book(self, waiting: Waiting, placement: Placement, now: float) -> None:

@@ -1,4 +1,7 @@
-"""One rank's plan of prefills: in which order, which of them share a step, and what that costs everybody."""
+"""The prefill forecast of one rank: in which order it would prefill, which requests share a step, and the cost.
+
+``PrefillForecast.plan`` makes the ``Plan`` for a set of ``Job``; ``router.policy.joint`` spreads jobs over forecasts.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,20 @@ from dataclasses import dataclass
 
 from quartet.events.step_time import StepTime
 
-#: Fewer tokens than this are never missing: the last token is always computed.
+# The last token is always computed.
 _MIN_MISSING_TOKENS = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostWeights:
-    """What a second of each kind is worth; the unit of cost is a second of one request's time to first token.
+    """What a second of each kind costs; the unit is a second of one request's time to first token.
 
     Attributes:
-        work: per second of prefill computed, whoever waits for it: the price of a rank kept busy and of a copy in
-            one more cache.
+        work: per second of prefill computed, for any request: the price of keeping a rank busy, and of one more cached
+            copy.
         impatience_per_s: how much more a second costs a request for each second that it will have waited; it keeps
             long prompts from waiting for ever behind short ones.
-        decode_delay: per second by which one request's decoding is held up: by a prefill at its rank, or by the
+        decode_delay: per second by which the decoding of one request is delayed: by a prefill at its rank, or by the
             transfer of its own blocks.
     """
 
@@ -31,34 +34,34 @@ class CostWeights:
 
 @dataclass(frozen=True)
 class Hold:
-    """How a request is kept from forecasts for a while; by forecast, or empty where it is kept from none.
+    """For how long a request is not sent to each rank; one entry a forecast, or empty: it may go at once.
 
     Attributes:
-        until_s: seconds during which it is not sent there.
-        starts_in_s: seconds until a step with it is forecast to begin there, at the earliest.
+        until_s: seconds during which it is not sent to the rank.
+        starts_in_s: seconds until a step with it may begin there, as forecast.
     """
 
     until_s: Sequence[float] = ()
     starts_in_s: Sequence[float] = ()
 
 
-#: It is kept from no forecast.
+#: It may go to any rank at once.
 AT_ONCE = Hold()
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A request that waits for a rank to prefill it.
+    """A request that waits to be prefilled.
 
     Attributes:
         number: its position among those that are planned together.
-        num_tokens: of prompt and generated ones.
+        num_tokens: prompt and generated tokens.
         age_s: seconds that it has waited so far.
         priority: higher first.
-        is_due: nobody that stands behind it in the queue goes before it any more.
-        num_missing: by forecast, tokens that would have to be computed there; ``None`` where it can't go.
-        num_shared: by other job's number, leading tokens that both have.
-        hold: for how long it is kept from which forecasts.
+        is_due: it has waited so long that no request behind it in the queue may go first.
+        num_missing: by forecast, tokens to compute there; ``None``: it can't go there.
+        num_shared: by the other job's number, leading tokens that both have.
+        hold: for how long it is not sent to which rank.
     """
 
     number: int
@@ -73,12 +76,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """A forecast's plan.
+    """In which order one rank would prefill some jobs.
 
     Attributes:
-        cost: of all of it.
-        groups: who shares a step, in order.
-        first_token_in_s: by group, seconds until it has its first tokens.
+        cost: of all of them together.
+        groups: jobs that share a step, in order.
+        first_token_in_s: by group, seconds until its jobs have their first tokens.
     """
 
     cost: float
@@ -90,7 +93,7 @@ _NO_PLAN = Plan(0.0)
 
 
 class PrefillForecast:
-    """One rank that prefills."""
+    """What one rank would do with the prompts that it may be given."""
 
     def __init__(
         self,
@@ -104,9 +107,9 @@ class PrefillForecast:
         weights: CostWeights,
         transfer_s_per_token: float = 0.0,
     ) -> None:
-        """A rank that has computed all that it was given in ``free_in_s`` seconds, while ``num_decoding`` decode.
+        """The rank will have computed all that it was given in ``free_in_s`` seconds; ``num_decoding`` decode there.
 
-        ``transfer_s_per_token``: seconds of moving what is prefilled here to where it is decoded.
+        ``transfer_s_per_token``: seconds for moving what is prefilled here to the rank that decodes it.
         """
         self.number = number
         self.free_in_s = free_in_s
@@ -115,7 +118,7 @@ class PrefillForecast:
         self._step_time = step_time
         self._decode_s = step_time.decode_s(num_context_tokens)
         self._weights = weights
-        # Its first token waits for no transfer, its second one does.
+        # The first token waits for no transfer, the second one does.
         self._transfer_cost_per_token = weights.decode_delay * transfer_s_per_token
         self._plans: dict[frozenset[int], Plan] = {}
 
@@ -128,15 +131,15 @@ class PrefillForecast:
         return plan
 
     def prefill_s(self, num_tokens: int) -> float:
-        """Seconds until ``num_tokens`` tokens are computed, what the steps spend on decoding included."""
+        """Seconds to compute ``num_tokens`` tokens, including the time that the steps spend on decoding."""
         return self._step_time.prefill_in_steps_s(num_tokens, self._budget, self._decode_s)
 
     def held_s(self, group: Sequence[Job]) -> float:
-        """Seconds for which some of ``group`` are kept from here."""
+        """Seconds for which some of ``group`` must not be sent here."""
         return max([job.hold.until_s[self.number] for job in group if job.hold.until_s], default=0.0)
 
     def terms(self, job: Job) -> dict[str, float]:
-        """What the cost of ``job`` here is made of, were it alone: their sum is that of its ``plan``."""
+        """The parts of the cost of ``job``, if it goes here alone; their sum is the cost of that plan."""
         weights, num_missing = self._weights, self._num_missing(job, ())
         wait_s, prefill_s = job.age_s + self._start_s(self.free_in_s, [job]), self.prefill_s(num_missing)
         work_s = self._step_time.prefill_s(num_missing)
@@ -150,7 +153,7 @@ class PrefillForecast:
         }
 
     def _make_plan(self, jobs: Sequence[Job]) -> Plan:
-        """Shortest first, weighed by impatience; small ones share a step where that pays."""
+        """Shortest first, divided by impatience; small jobs share a step if that saves time."""
         if not jobs:
             return _NO_PLAN
         weights, time = self._weights, self._step_time
@@ -160,12 +163,12 @@ class PrefillForecast:
         for position, job in enumerate(ordered := self._ordered(jobs)):
             num_missing = self._num_missing(job, placed)
             placed.append(job)
-            if groups and (together := num_tokens[-1] + num_missing) <= self._budget:
-                delay_s = time.prefill_s(together) - time.prefill_s(num_tokens[-1])
+            if groups and (num_in_step := num_tokens[-1] + num_missing) <= self._budget:
+                delay_s = time.prefill_s(num_in_step) - time.prefill_s(num_tokens[-1])
                 saved_s = time.prefill_base_s + self._decode_s
                 if delay_s * len(groups[-1]) < saved_s * (len(ordered) - position):
                     groups[-1].append(job)
-                    num_tokens[-1] = together
+                    num_tokens[-1] = num_in_step
                     continue
             groups.append([job])
             num_tokens.append(num_missing)
@@ -190,14 +193,14 @@ class PrefillForecast:
     def _ordered(self, jobs: Sequence[Job]) -> list[Job]:
         impatience = 2.0 * self._weights.impatience_per_s
 
-        def rank(job: Job) -> tuple[int, bool, float, int]:
+        def order(job: Job) -> tuple[int, bool, float, int]:
             num_missing = job.num_missing[self.number]
             assert num_missing is not None, "it can go here"
             if job.is_due:
                 return -job.priority, False, 0.0, job.number
             return -job.priority, True, num_missing / (1.0 + impatience * job.age_s), job.number
 
-        return sorted(jobs, key=rank)
+        return sorted(jobs, key=order)
 
     def _num_missing(self, job: Job, placed: Sequence[Job]) -> int:
         num_missing = job.num_missing[self.number]

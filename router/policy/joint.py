@@ -1,4 +1,4 @@
-"""All that wait at once, over all ranks: a local search for the assignment that costs everybody the least."""
+"""A local search for the cheapest assignment of all waiting requests to all ranks at once."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 from router.policy.forecast import Job, Plan, PrefillForecast
 
-# Past so many jobs exchanging pairs would cost more time than it saves.
+# For more jobs than this, swapping pairs would take more time than it saves.
 _MAX_SWAPPED_JOBS = 16
 _MAX_ROUNDS = 4
 _EPSILON = 1e-6
 
 
 class JointAssignment:
-    """Jobs spread over forecasts; ``plans`` has each forecast's plan."""
+    """Jobs spread over the forecasts of ranks; ``plans`` has the plan of each forecast."""
 
     def __init__(self, forecasts: Sequence[PrefillForecast], jobs: Sequence[Job], rng: random.Random) -> None:
-        """Assign ``jobs``, longest first, each where it adds least; then move and swap while that helps.
+        """Assign ``jobs``, longest first, each where it adds least to the cost; then move and swap while that helps.
 
         A job that can go nowhere is left out. ``rng`` breaks ties.
         """
@@ -32,14 +32,14 @@ class JointAssignment:
             added = self._best(job, None)
             assert added is not None, "it can go somewhere"
             self._put(job, *added[1:])
-        for _ in range(_MAX_ROUNDS if len(placeable) > 1 else 0):  # the only one is where it costs least
+        for _ in range(_MAX_ROUNDS if len(placeable) > 1 else 0):  # a single job is where it costs least
             has_moved = [self._move(job) for job in placeable]
             has_swapped = len(placeable) <= _MAX_SWAPPED_JOBS and self._swap_all(placeable)
             if not (any(has_moved) or has_swapped):
                 break
 
     def _best(self, job: Job, but: int | None) -> tuple[float, int, Plan] | None:
-        """What adding ``job`` costs where it costs least, apart from forecast ``but``."""
+        """Where ``job`` adds least, apart from forecast ``but``: the cost that it adds, the forecast and its plan."""
         numbers = list(range(len(self._forecasts)))
         self._rng.shuffle(numbers)
         best: tuple[float, int, Plan] | None = None

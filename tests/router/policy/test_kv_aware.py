@@ -78,7 +78,7 @@ def test_one_waits_for_the_cache_where_that_is_sooner_and_says_when_to_look_agai
     prompt = pending(1000, cached={"busy": 900})
     decision = policy(margin_s=0.005).assign([prompt], Snapshot([], [busy, idle]))
     assert decodes(decision) == [None]
-    assert decision.look_again_in_s == pytest.approx(0.02 - 0.005)
+    assert decision.poll_again_in_s == pytest.approx(0.02 - 0.005)
 
 
 def test_the_short_one_goes_first_and_the_long_one_is_kept_until_its_turn() -> None:

@@ -92,7 +92,7 @@ def test_a_place_of_another_router_that_stays_free_is_taken() -> None:
         for now in (0.0, 0.2)
     )
     assert first.placements == [None]
-    assert first.look_again_in_s == pytest.approx(0.1)
+    assert first.poll_again_in_s == pytest.approx(0.1)
     assert [placement and placement.decode for placement in later.placements] == [Rank("00")]
 
 
@@ -103,7 +103,7 @@ def test_a_long_prompt_waits_a_moment_for_what_comes_with_it_and_a_short_one_doe
     assert short is not None
     decision = waiting.assign([pending(9000)], Snapshot([], ranks))
     assert decision.placements == [None]
-    assert decision.look_again_in_s == pytest.approx(0.002)
+    assert decision.poll_again_in_s == pytest.approx(0.002)
     [gathered] = waiting.assign([pending(9000)], Snapshot([], ranks, now=0.002)).placements
     assert gathered is not None
 
