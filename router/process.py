@@ -197,5 +197,5 @@ class RouterProcess:
         line = MediaLine(
             bounds, FairShare(admission.tenant_weights), lambda pool: table.num_encode_tokens(pool, time.monotonic())
         )
-        table.listen(line.look)
+        table.listen(line.poll)
         return line
