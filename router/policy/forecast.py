@@ -89,7 +89,8 @@ class Plan:
     first_token_in_s: Sequence[float] = ()
 
 
-_NO_PLAN = Plan(0.0)
+#: The plan for no jobs.
+NO_PLAN = Plan(0.0)
 
 
 class PrefillForecast:
@@ -155,7 +156,7 @@ class PrefillForecast:
     def _make_plan(self, jobs: Sequence[Job]) -> Plan:
         """Shortest first, divided by impatience; small jobs share a step if that saves time."""
         if not jobs:
-            return _NO_PLAN
+            return NO_PLAN
         weights, time = self._weights, self._step_time
         groups: list[list[Job]] = []
         num_tokens: list[int] = []  # of each group

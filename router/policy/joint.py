@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from router.policy.forecast import Job, Plan, PrefillForecast
+from router.policy.forecast import NO_PLAN, Job, Plan, PrefillForecast
 
 # For more jobs than this, swapping pairs would take more time than it saves.
 _MAX_SWAPPED_JOBS = 16
@@ -24,7 +24,7 @@ class JointAssignment:
         self._forecasts = forecasts
         self._rng = rng
         self._members: list[list[Job]] = [[] for _ in forecasts]
-        self.plans = [forecast.plan(()) for forecast in forecasts]
+        self.plans = [NO_PLAN] * len(forecasts)
         self._forecast_of: dict[Job, int] = {}
         placeable = [job for job in jobs if any(missing is not None for missing in job.num_missing)]
         placeable.sort(key=lambda job: -min(missing for missing in job.num_missing if missing is not None))

@@ -1,4 +1,4 @@
-"""Which encode worker is asked."""
+"""Which encode worker gets a request's media."""
 
 from __future__ import annotations
 

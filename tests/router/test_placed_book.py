@@ -1,4 +1,4 @@
-"""What stays booked for clients that were sent to a worker, and may never come."""
+"""What stays booked for clients that were sent to a worker and may never come."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_it_counts_in_full_until_a_report_says_that_it_started() -> None:
     assert promised(book) == (10, 40, 1)
     book.on_report(99, PlacementProgress(started=(placed.number + 1,)))
     assert promised(book) == (10, 40, 1)
-    for _ in range(3):  # told several times
+    for _ in range(3):  # reported several times
         book.on_report(99, PlacementProgress(started=(placed.number,)))
         # Its first five blocks are in the worker's own figures from now on.
         assert promised(book) == (5, 0, 1)

@@ -1,4 +1,4 @@
-"""What a pool is said to take of media."""
+"""Which media a pool takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the router makes of what it is told about workers."""
+"""What the router concludes from discovery, connections and load reports."""
 
 from __future__ import annotations
 

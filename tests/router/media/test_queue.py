@@ -1,4 +1,4 @@
-"""Requests with media wait in order before anything of theirs is fetched or encoded."""
+"""Requests with media wait in order before their files are fetched or encoded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What policies say of a request's places is what they do."""
+"""What policies explain of a request's ranks is what they do."""
 
 from __future__ import annotations
 

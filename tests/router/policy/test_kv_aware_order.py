@@ -1,4 +1,4 @@
-"""kv_aware keeps the queue's order where that matters: nobody waits for ever behind those that are better to place."""
+"""kv_aware keeps the order of the queue where it matters: no request waits for ever behind others that fit better."""
 
 from __future__ import annotations
 

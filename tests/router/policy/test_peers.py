@@ -1,4 +1,4 @@
-"""Several routers, none of which hears at once what the others place, keep out of each other's way."""
+"""Several routers keep out of each other's way, though each learns late what the others placed."""
 
 from __future__ import annotations
 

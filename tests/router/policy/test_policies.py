@@ -1,4 +1,4 @@
-"""Who goes where."""
+"""Which request each policy sends to which rank."""
 
 from __future__ import annotations
 
