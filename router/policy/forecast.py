@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quartet.events.step_time import StepTime
+from router.policy.base import Candidate
 
 # The last token is always computed.
 _MIN_MISSING_TOKENS = 1
@@ -94,34 +94,43 @@ NO_PLAN = Plan(0.0)
 
 
 class PrefillForecast:
-    """What one rank would do with the prompts that it may be given."""
+    """What one rank would do with the prompts that it may be given.
+
+    Attributes:
+        number: the forecast's, by which jobs name it.
+        free_in_s: seconds until the rank has computed all that it was given.
+    """
 
     def __init__(
         self,
         number: int,
-        *,
-        free_in_s: float,
-        num_decoding: int,
-        num_context_tokens: int,
-        max_step_tokens: int,
-        step_time: StepTime,
+        candidate: Candidate,
+        now: float,
         weights: CostWeights,
+        *,
         transfer_s_per_token: float = 0.0,
     ) -> None:
-        """The rank will have computed all that it was given in ``free_in_s`` seconds; ``num_decoding`` decode there.
+        """Nothing is planned yet.
 
-        ``transfer_s_per_token``: seconds for moving what is prefilled here to the rank that decodes it.
+        Args:
+            number: the forecast's, by which jobs name it.
+            candidate: the rank as it is known.
+            now: by the clock of ``Snapshot.now``.
+            weights: what costs how much.
+            transfer_s_per_token: seconds for moving what is prefilled here to the rank that decodes it.
         """
         self.number = number
-        self.free_in_s = free_in_s
-        self._num_decoding = num_decoding
-        self._budget = max(max_step_tokens - num_decoding, 1)
-        self._step_time = step_time
-        self._decode_s = step_time.decode_s(num_context_tokens)
+        self._num_decoding = candidate.num_decoding
+        self._budget = max(candidate.max_step_tokens - candidate.num_decoding, 1)
+        self._step_time = candidate.step_time
+        self._decode_s = candidate.step_time.decode_s(candidate.num_context_tokens)
         self._weights = weights
         # The first token waits for no transfer, the second one does.
         self._transfer_cost_per_token = weights.decode_delay * transfer_s_per_token
         self._plans: dict[frozenset[int], Plan] = {}
+        self.free_in_s = max(candidate.step_ends_at - now, 0.0)
+        if candidate.num_unbegun_tokens:
+            self.free_in_s += self.prefill_s(candidate.num_unbegun_tokens)
 
     def plan(self, jobs: Sequence[Job]) -> Plan:
         """The plan for ``jobs``, all of which can go here."""

@@ -121,7 +121,7 @@ class KvAwarePolicy:
         if not planned:
             return Decision(placements)
         routes = self._worth_planning(routes, planned, snapshot.now)
-        forecasts = [self._forecast(number, route, snapshot.now) for number, route in enumerate(routes)]
+        forecasts = self._forecasts(routes, snapshot.now)
         assignment = JointAssignment(forecasts, self._jobs(planned, routes, snapshot), self._rng)
         tally, next_poll_s = Tally(), math.inf
         for forecast, route, plan in zip(forecasts, routes, assignment.plans, strict=True):
@@ -150,17 +150,17 @@ class KvAwarePolicy:
         if not routes:
             return []
         [job] = self._jobs([Planned(0, pending, frozenset())], routes, snapshot)
-        tally = Tally()
+        forecasts, tally = self._forecasts(routes, snapshot.now), Tally()
         can_decode = {candidate.rank for candidate in decode_choices(snapshot.decode, pending, tally)}
         options = []
-        for number, route in enumerate(routes):
+        for forecast, route in zip(forecasts, routes, strict=True):
             candidate = route.candidate
             if route.is_decode:
                 is_able, obstacle = candidate.rank in can_decode, decode_obstacle(candidate, pending, tally)
             else:
-                is_able, obstacle = job.num_missing[number] is not None, prefill_obstacle(candidate, pending)
+                is_able, obstacle = job.num_missing[forecast.number] is not None, prefill_obstacle(candidate, pending)
             obstacle = "" if is_able else obstacle or JUST_FAILED
-            options.append(_option(self._forecast(number, route, snapshot.now), job, pending, route, obstacle))
+            options.append(_option(forecast, job, pending, route, obstacle))
         return options
 
     def _worth_planning(self, routes: list[_Route], planned: Sequence[Planned], now: float) -> list[_Route]:
@@ -178,21 +178,14 @@ class KvAwarePolicy:
         )
         return [routes[number] for number in numbers]
 
-    def _forecast(self, number: int, route: _Route, now: float) -> PrefillForecast:
-        candidate = route.candidate
-        forecast = PrefillForecast(
-            number,
-            free_in_s=max(candidate.step_ends_at - now, 0.0),
-            num_decoding=candidate.num_decoding,
-            num_context_tokens=candidate.num_context_tokens,
-            max_step_tokens=candidate.max_step_tokens,
-            step_time=candidate.step_time,
-            weights=self._config.weights,
-            transfer_s_per_token=0.0 if route.is_decode else self._config.transfer_s_per_token,
-        )
-        if candidate.num_unbegun_tokens:
-            forecast.free_in_s += forecast.prefill_s(candidate.num_unbegun_tokens)
-        return forecast
+    def _forecasts(self, routes: Sequence[_Route], now: float) -> list[PrefillForecast]:
+        weights, transfer_s = self._config.weights, self._config.transfer_s_per_token
+        return [
+            PrefillForecast(
+                number, route.candidate, now, weights, transfer_s_per_token=0.0 if route.is_decode else transfer_s
+            )
+            for number, route in enumerate(routes)
+        ]
 
     def _jobs(self, planned: Sequence[Planned], routes: Sequence[_Route], snapshot: Snapshot) -> list[Job]:
         tally = Tally()

@@ -155,15 +155,7 @@ def test_no_place_is_given_more_than_it_has_room_for(frees: list[int], sizes: li
 
 def forecasts(count: int) -> list[PrefillForecast]:
     return [
-        PrefillForecast(
-            number,
-            free_in_s=0.05 * number,
-            num_decoding=0,
-            num_context_tokens=0,
-            max_step_tokens=2000,
-            step_time=STEP_TIME,
-            weights=CostWeights(),
-        )
+        PrefillForecast(number, candidate(str(number), ends_in_s=0.05 * number), 0.0, CostWeights())
         for number in range(count)
     ]
 
