@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quartet.discovery.base import Rank
@@ -151,11 +151,11 @@ class LeastLoadedPolicy(GreedyPolicy):
 
     def choose_prefill(self, candidates: Sequence[Candidate], tally: Tally) -> Candidate:
         """The one with the shortest queue, in tokens."""
-        return self._cheapest(candidates, [self.weigh_prefill(candidate, tally).value for candidate in candidates])
+        return self._cheapest(candidates, tally.num_queued_tokens)
 
     def choose_decode(self, candidates: Sequence[Candidate], tally: Tally) -> Candidate:
         """The one with the smallest share of blocks used or promised."""
-        return self._cheapest(candidates, [self.weigh_decode(candidate, tally).value for candidate in candidates])
+        return self._cheapest(candidates, tally.taken_share)
 
     def weigh_prefill(self, candidate: Candidate, tally: Tally) -> Weight:
         """Prompt tokens that wait there."""
@@ -163,10 +163,10 @@ class LeastLoadedPolicy(GreedyPolicy):
 
     def weigh_decode(self, candidate: Candidate, tally: Tally) -> Weight:
         """Share of its blocks that are used or promised."""
-        share = tally.num_taken(candidate) / max(candidate.num_total_blocks, 1)
-        return Weight("taken_share", "share", share)
+        return Weight("taken_share", "share", tally.taken_share(candidate))
 
-    def _cheapest(self, candidates: Sequence[Candidate], costs: Sequence[float]) -> Candidate:
+    def _cheapest(self, candidates: Sequence[Candidate], cost_of: Callable[[Candidate], float]) -> Candidate:
+        costs = [cost_of(candidate) for candidate in candidates]
         limit = min(costs) * _TIE
         return self._rng.choice([candidate for candidate, cost in zip(candidates, costs, strict=True) if cost <= limit])
 

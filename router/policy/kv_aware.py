@@ -274,7 +274,7 @@ class KvAwarePolicy:
         able = decode_choices(unreserved, one.pending, tally)
         if not able:
             return None
-        shares = [_taken_share(candidate, tally) for candidate in able]
+        shares = [tally.taken_share(candidate) for candidate in able]
         least = min(shares)
         return self._rng.choice([candidate for candidate, share in zip(able, shares, strict=True) if share <= least])
 
@@ -417,7 +417,7 @@ def _option(forecast: PrefillForecast, job: Job, pending: Pending, route: _Route
     is_weighed = not obstacle and job.num_missing[forecast.number] is not None
     terms = forecast.terms(job) if is_weighed else {}
     if route.is_decode and not obstacle:
-        terms["taken_share"] = _taken_share(candidate, Tally())
+        terms["taken_share"] = Tally().taken_share(candidate)
     return Option(
         rank=candidate.rank,
         is_decode=route.is_decode,
@@ -427,10 +427,6 @@ def _option(forecast: PrefillForecast, job: Job, pending: Pending, route: _Route
         terms=terms,
         obstacle=obstacle,
     )
-
-
-def _taken_share(candidate: Candidate, tally: Tally) -> float:
-    return tally.num_taken(candidate) / max(candidate.num_total_blocks, 1)
 
 
 def _free_in_s(candidate: Candidate, now: float) -> float:

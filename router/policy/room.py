@@ -31,15 +31,19 @@ class Tally:
 
     def num_free(self, candidate: Candidate) -> int:
         """Blocks of a decode rank that are still free."""
-        return candidate.num_free_for_booking - self._num_blocks[candidate.rank]
+        return candidate.num_free_for_booking - self._num_blocks.get(candidate.rank, 0)
 
     def num_taken(self, candidate: Candidate) -> int:
         """Blocks of a decode rank that are used or promised."""
         return candidate.num_total_blocks - self.num_free(candidate)
 
+    def taken_share(self, candidate: Candidate) -> float:
+        """Share of a decode rank's blocks that is used or promised."""
+        return self.num_taken(candidate) / max(candidate.num_total_blocks, 1)
+
     def num_queued_tokens(self, candidate: Candidate) -> int:
         """Prompt tokens that wait at a rank that prefills."""
-        return candidate.num_queued_tokens + self._num_tokens[candidate.rank]
+        return candidate.num_queued_tokens + self._num_tokens.get(candidate.rank, 0)
 
     def has_room(self, candidate: Candidate, pending: Pending) -> bool:
         """Whether ``pending`` fits a decode rank now."""
