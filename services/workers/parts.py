@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from prometheus_client import CollectorRegistry
 
@@ -20,7 +20,7 @@ from quartet.transfer.grpc.puller import TransferPuller
 from quartet.transfer.source import TransferSource
 from services.workers.config import WorkerConfig
 from services.workers.kv_events import SnapshotSource
-from services.workers.requests import Computing, Requests
+from services.workers.requests import Computing, RequestBook
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Serving:
 
     computing: Computing
     snapshots: SnapshotSource
-    requests: Requests
+    requests: RequestBook[Any]
     service: Service
     abilities: Abilities
     watches: Sequence[Callable[[], Coroutine[object, object, None]]] = ()

@@ -166,7 +166,7 @@ class WorkerProcess:
     ) -> None:
         def publish(load: WorkerLoad) -> None:
             publisher.publish_load(load)
-            worker.told()
+            worker.load_sent()
 
         pacer = LoadPacer(worker.next_load, publish, worker.prompt_queues)
         registry = create_registry(self._config.discovery)

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from quartet.discovery.base import Registration, WorkerRecord
 from quartet.events.kv import KvSnapshot
@@ -17,7 +17,7 @@ from quartet.rpc.server import RpcServer
 from quartet.streams import convert
 from quartet.transfer.source import TransferSource
 from services.workers.kv_events import KvEvents
-from services.workers.requests import Computing, Requests
+from services.workers.requests import Computing, RequestBook
 from services.workers.servicer import DrainOutcome
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Worker:
         self,
         record: WorkerRecord,
         engine: Computing,
-        requests: Requests,
+        requests: RequestBook[Any],
         source: TransferSource,
         server: RpcServer,
         kv_events: KvEvents,
@@ -131,9 +131,9 @@ class Worker:
         """The load now, for those who listen: ``told`` is called if it goes out."""
         return self._load(self._requests.placement_news())
 
-    def told(self) -> None:
+    def load_sent(self) -> None:
         """The last ``next_load`` is out."""
-        self._requests.placements_told()
+        self._requests.placements_sent()
 
     def _load(self, placements: Mapping[str, PlacementProgress]) -> WorkerLoad:
         now = time.monotonic()
