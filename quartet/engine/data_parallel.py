@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 
 from quartet.engine.base import EngineCapabilities, EngineRequest, EngineStats, Failed, StepOutput
-from quartet.engine.step_engine import OutputQueue, StepEngine
+from quartet.engine.life_cycle import OutputQueue
+from quartet.engine.step_engine import StepEngine
 from quartet.errors import EngineError, UnsupportedFieldError
 from quartet.events.kv import Cleared, KvEvent, RankEvents, Removed, Stored, StoredBlocks
 from quartet.kvcache.layout import HandOff, PieceLayout

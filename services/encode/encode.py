@@ -14,7 +14,7 @@ from functools import partial
 
 from quartet.engine.base import EngineStats, StepOutput
 from quartet.engine.encoder import EncodeTimes, MediaEncoder
-from quartet.engine.step_engine import OutputQueue
+from quartet.engine.life_cycle import OutputQueue
 from quartet.errors import (
     EngineError,
     InvalidRequestError,
