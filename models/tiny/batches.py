@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from models.tiny import facts, looking, stories, tasks
 from models.tiny.conversation import LOSS_WEIGHT, Conversation, Skill
-from models.tiny.render import NUM_PATCHES, SHAPES, patch_shapes, render
-from models.tiny.scenes import COLOURS, MAX_SHAPES, Scene
+from models.tiny.render import NUM_PATCHES, patch_shapes, render
+from models.tiny.scenes import COLOURS, MAX_SHAPES, SHAPES, Scene
 from models.tiny.split import Split
 from models.tiny.tokenizer import ASSISTANT, BOS, EOS, IMAGE, PAD, SYSTEM, USER, special_id
 

@@ -18,8 +18,7 @@ from transformers import AttentionInterface, LlavaConfig, LlavaForConditionalGen
 from models.tiny.architecture import MAX_LENGTH, configuration_files
 from models.tiny.batches import Batch
 from models.tiny.conversation import Skill
-from models.tiny.render import SHAPES
-from models.tiny.scenes import COLOURS
+from models.tiny.scenes import COLOURS, SHAPES
 from models.tiny.tokenizer import CHAT_TEMPLATE
 
 _ATTENTION = "tiny_packed"

@@ -6,8 +6,7 @@ import random
 from collections.abc import Callable
 
 from models.tiny.conversation import Conversation, Skill, Turn
-from models.tiny.render import SHAPES
-from models.tiny.scenes import COLOURS, MAX_SHAPES, Placed, Scene, draw_scene
+from models.tiny.scenes import COLOURS, MAX_SHAPES, SHAPES, Placed, Scene, draw_scene
 from models.tiny.split import Split
 from models.tiny.words import plural, with_article
 

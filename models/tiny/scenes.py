@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from models.tiny.render import COLOUR_VALUES, GROUND_VALUES, SHAPES
 from models.tiny.split import Split
 
-COLOURS = tuple(COLOUR_VALUES)
+SHAPES = ("circle", "square", "triangle", "star", "cross", "ring", "diamond")
+COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "black", "white")
+GROUNDS = ("grey", "light blue", "light green", "pink", "beige")
 PATTERNS = ("plain", "shaded", "striped", "checked", "noisy")
 MAX_SHAPES = 6
 
 _ROWS, _COLUMNS = ("top", "", "bottom"), ("left", "", "right")
-#: Of the picture's side. A shape's middle keeps off the lines between the nine fields: where it lies is never in doubt.
+#: In parts of the picture's side. A shape's middle keeps this far from the lines between the nine fields, so that its
+#: field is never in doubt.
 _MARGIN = 0.035
 _SMALL, _LARGE = (0.07, 0.095), (0.13, 0.165)
 _MAX_DRAWS = 40
@@ -24,7 +26,7 @@ class Placed:
     """One shape of a picture.
 
     Attributes:
-        shape: one of ``render.SHAPES``.
+        shape: one of ``SHAPES``.
         colour: one of ``COLOURS``.
         is_large: otherwise it is small.
         x: of its middle, 0 to 1 from the left.
@@ -68,7 +70,7 @@ class Scene:
 
     Attributes:
         shapes: one to six, from top to bottom and left to right; they don't touch and each has a field of its own.
-        ground: one of ``render.GROUND_VALUES``.
+        ground: one of ``GROUNDS``.
         pattern: one of ``PATTERNS``.
         seed: of what else varies: exact colours, noise.
     """
@@ -97,7 +99,7 @@ def _any_scene(rng: random.Random, num_shapes: int) -> Scene:
     while len(placed) < num_shapes:
         placed = _try_to_place(rng, num_shapes, colours, shapes)
     placed.sort(key=lambda one: (one.row, one.column))
-    return Scene(tuple(placed), rng.choice(tuple(GROUND_VALUES)), rng.choice(PATTERNS), rng.getrandbits(32))
+    return Scene(tuple(placed), rng.choice(GROUNDS), rng.choice(PATTERNS), rng.getrandbits(32))
 
 
 def _try_to_place(rng: random.Random, num_shapes: int, colours: list[str], shapes: list[str]) -> list[Placed]:
