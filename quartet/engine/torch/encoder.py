@@ -23,14 +23,14 @@ from quartet.engine.fingerprint import model_fingerprint
 from quartet.engine.media.rows_encoder import RowsParts
 from quartet.engine.media_config import make_embedding_memory, read_media_config, shared_item_tokens
 from quartet.engine.torch.encoder_config import TorchEncoderConfig
-from quartet.engine.torch.encoder_jobs import Job, JobQueue, Passenger, RunTimes, Stage
+from quartet.engine.torch.encoder_jobs import Job, JobQueue, Passenger, Prepared, RunTimes, Stage
 from quartet.errors import EngineError, InvalidRequestError, MediaTooLargeError, ServingError, WorkerUnavailableError
 from quartet.kvcache.layout import EmbeddingLayout
 from quartet.media.items import MediaFile, MediaKind
 from quartet.transfer.base import EmbeddingMemory
 
 if TYPE_CHECKING:
-    from quartet.engine.torch.encoder_tower import Prepared, Tower
+    from quartet.engine.torch.encoder_tower import Tower
 
 _LOG = logging.getLogger(__name__)
 

@@ -6,13 +6,18 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from quartet.engine.encoder import EncodeTimes
 from quartet.media.items import MediaFile
 
-if TYPE_CHECKING:  # it imports torch, which takes seconds: only the tower's thread may
-    from quartet.engine.torch.encoder_tower import Prepared
+if TYPE_CHECKING:  # torch takes seconds to import: the tower's thread does it
+    import torch
+
+    from quartet.engine.torch.vision import Pixels
+
+#: A picture to encode, or rows of embeddings to write as they are.
+Prepared: TypeAlias = "Pixels | torch.Tensor"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from quartet.engine.fingerprint import model_fingerprint
 from quartet.engine.media.embeddings import EmbeddingPoolView
 from quartet.engine.media.rows_file import RowsHeader, read_rows, read_rows_header
 from quartet.engine.torch.encoder_config import TorchEncoderConfig
-from quartet.engine.torch.encoder_jobs import Passenger, RunTimes
+from quartet.engine.torch.encoder_jobs import Passenger, Prepared, RunTimes
 from quartet.engine.torch.vision import Pixels, create_vision
 from quartet.errors import EngineError, InvalidMediaError, InvalidRequestError, MediaTooLargeError
 from quartet.kvcache.layout import EmbeddingLayout
@@ -147,12 +147,6 @@ def load_tower(
 def _preprocessing_fingerprint(directory: Path) -> bytes:
     paths = [directory / name for name in PREPROCESSING_FILES]
     return preprocessing_fingerprint({path.name: path.read_bytes() for path in paths if path.is_file()})
-
-
-# From a file to what the tower's thread needs of it: worker threads do this, so nothing here keeps state.
-
-#: A picture that is to be encoded, or rows that are to be written as they are.
-Prepared: TypeAlias = Pixels | torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
