@@ -1,12 +1,14 @@
-"""Dispatcher of Encode: sizes the items of a request, encodes them or finds them in the pool, and offers the results.
+"""What an Encode worker has: a vision tower, a pool of embeddings, and the dispatcher between them and the streams.
 
-``PoolReports`` gives the events of the pool in an engine's form, as the worker's life and its KV events expect them.
+The dispatcher sizes the items of a request, encodes them or finds them in the pool, and offers the results to other
+workers. ``PoolReports`` gives the pool's events in the form that ``Worker`` and ``KvEvents`` expect of an engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,7 +17,9 @@ from functools import partial
 from quartet.engine.base import EngineStats, StepOutput
 from quartet.engine.encoder import EncodeTimes, MediaEncoder
 from quartet.engine.life_cycle import OutputQueue
+from quartet.engine.settings import Modality
 from quartet.errors import (
+    ConfigError,
     EngineError,
     InvalidRequestError,
     MessageTooLargeError,
@@ -30,9 +34,13 @@ from quartet.streams.encode_server import EncodeOutbox
 from quartet.streams.messages import EncodedItem, EncodeStart
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.telemetry.metrics import WorkerMetrics
+from quartet.transfer.base import PoolMemory
+from quartet.transfer.source import TransferSource
+from services.encode.servicer import encode_service
 from services.workers.embedding_store import EmbeddingStore, Lease
 from services.workers.files import FileEncoder, SizedItem
 from services.workers.media import MediaBacklog, WaitingMedia
+from services.workers.parts import Abilities, EncoderFactory, Serving, Surroundings
 from services.workers.requests import BookedRequest, Holds, Progress, RequestBook, named
 
 #: Items of one start, at most.
@@ -40,6 +48,79 @@ MAX_ITEMS = 256
 
 # The router sends the states of all items of a request to prefill in one message.
 _MAX_STATE_BYTES = 4096
+
+
+class EncodeParts:
+    """The ``Parts`` of one Encode worker; nothing is opened before ``start``."""
+
+    def __init__(self, surroundings: Surroundings, encoder_factory: EncoderFactory) -> None:
+        """Make an encoder with a pool of its own. Raises ``ConfigError``."""
+        self._surroundings = surroundings
+        if surroundings.config.engine.modality is Modality.TEXT:
+            raise ConfigError("engine.modality: an encode worker takes media files; text is for the others")
+        self._encoder = encoder_factory(surroundings.config, None)
+        self._dispatcher: EncodeDispatcher | None = None
+        self._reports: PoolReports | None = None
+
+    async def start(self) -> None:
+        """Load the vision tower."""
+        began = time.monotonic()
+        await self._encoder.start()
+        self._surroundings.metrics.set_load_time(time.monotonic() - began)
+
+    @property
+    def memory(self) -> PoolMemory:
+        """The pool of embeddings."""
+        return self._encoder.embeddings.memory
+
+    def serve(self, source: TransferSource) -> Serving:
+        """Wire all parts."""
+        config, metrics = self._surroundings.config, EncodeMetrics(self._surroundings.registry)
+        capabilities, layout = self._encoder.capabilities, self._encoder.embeddings.layout
+        pool = EmbeddingPool(self.memory.num_blocks, layout.block_size, has_events=True)
+        reports = self._reports = PoolReports(self._encoder, pool)
+        store = EmbeddingStore(pool, field="items", on_change=reports.changed)
+        files = FileEncoder(self._encoder, store, metrics, max_size_bytes=config.max_file_size_bytes)
+        dispatcher = self._dispatcher = EncodeDispatcher(
+            self._encoder,
+            files,
+            store,
+            source,
+            self._surroundings.metrics,
+            metrics,
+            engine_name=config.engine.kind,
+            backlog=MediaBacklog(
+                max_items=config.encoder.max_waiting_items, max_pixels=config.encoder.max_waiting_pixels
+            ),
+        )
+        metrics.watch_tower(self._encoder.stats)
+        metrics.watch_pool(lambda: pool.counts)
+        self._surroundings.metrics.watch_engine(dispatcher.stats)
+        return Serving(
+            computing=reports,
+            snapshots=reports,
+            requests=dispatcher,
+            service=encode_service(dispatcher, config.streams),
+            abilities=Abilities(
+                model_fingerprint=capabilities.model_fingerprint,
+                num_blocks=self.memory.num_blocks,
+                block_size=layout.block_size,
+                media=files.takes,
+                max_media_tokens=capabilities.max_item_tokens,
+            ),
+            watches=[files.watch],
+        )
+
+    def hand_off_ended(self, holder: int, *, was_taken: bool) -> None:
+        """Free an item's embeddings."""
+        if self._dispatcher is not None:
+            self._dispatcher.release(holder, was_taken=was_taken)
+
+    async def close(self) -> None:
+        """Free everything."""
+        if self._reports is not None:
+            self._reports.close()
+        await self._encoder.close()
 
 
 @dataclass(eq=False, kw_only=True)
