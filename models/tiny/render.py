@@ -51,11 +51,11 @@ def render(scene: Scene, size: int = IMAGE_SIZE) -> NDArray[np.uint8]:
 
 
 def patch_shapes(scene: Scene) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Say what each patch of the picture shows, row by row, for training's auxiliary loss.
+    """Return what each patch of the picture shows, row by row, for training's auxiliary loss.
 
     Returns:
-        ``[NUM_PATCHES]``, 1 + the index in ``scene.shapes`` of the shape that covers the patch, 0 for none; and as
-        many, 1 where a shape's middle lies in the patch.
+        ``[NUM_PATCHES]``, 1 + the index in ``scene.shapes`` of the shape that covers the patch, 0 for none; and
+        ``[NUM_PATCHES]``, 1 if a shape's middle is in the patch.
     """
     per_side = IMAGE_SIZE // PATCH_SIZE
     covered = np.full((per_side, per_side), _MIN_COVERAGE, dtype=np.float32)
@@ -104,7 +104,7 @@ def _mask(placed: Placed, size: int) -> tuple[slice, slice, Floats]:
 
 
 def _star(x: Floats, y: Floats, radius: float) -> Floats:
-    """Fold the plane into a tenth of the star, whose edge there is one line."""
+    """Fold the plane into a tenth of the star, in which the star's edge is one line."""
     angle = np.abs((np.arctan2(x, -y) + math.pi / 5) % (2 * math.pi / 5) - math.pi / 5)
     length = np.hypot(x, y)
     inner = 0.42 * radius

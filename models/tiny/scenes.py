@@ -1,4 +1,4 @@
-"""Pictures of coloured shapes as plain descriptions, before they are drawn."""
+"""Descriptions of pictures of coloured shapes; ``render.py`` draws them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Scene:
         shapes: one to six, from top to bottom and left to right; they don't touch and each has a field of its own.
         ground: one of ``GROUNDS``.
         pattern: one of ``PATTERNS``.
-        seed: of what else varies: exact colours, noise.
+        seed: of everything else that varies: exact colours, noise.
     """
 
     shapes: tuple[Placed, ...]
@@ -82,17 +82,17 @@ class Scene:
 
     @property
     def key(self) -> str:
-        """What it is held out by: shapes, colours and fields, whatever the ground and the exact place."""
+        """The key that decides whether it is held out: shapes, colours and fields, not the ground nor exact places."""
         return ";".join(f"{placed.name}@{placed.field}" for placed in self.shapes)
 
 
 def draw_scene(rng: random.Random, split: Split, max_shapes: int = MAX_SHAPES) -> Scene:
-    """Draw a scene of ``split`` of one to ``max_shapes`` shapes, any number as often."""
+    """Draw a scene of ``split`` with one to ``max_shapes`` shapes; each number is as likely."""
     return split.draw(lambda: _any_scene(rng, rng.randint(1, max_shapes)), lambda scene: scene.key)
 
 
 def _any_scene(rng: random.Random, num_shapes: int) -> Scene:
-    # Few colours or few shapes make counts above one and things that are told apart by one property only.
+    # With few colours or few shapes, counts above one occur, and shapes that differ in one property only.
     colours = rng.sample(COLOURS, k=rng.choice((2, len(COLOURS), len(COLOURS))))
     shapes = rng.sample(SHAPES, k=rng.choice((2, len(SHAPES), len(SHAPES))))
     placed: list[Placed] = []
@@ -103,7 +103,7 @@ def _any_scene(rng: random.Random, num_shapes: int) -> Scene:
 
 
 def _try_to_place(rng: random.Random, num_shapes: int, colours: list[str], shapes: list[str]) -> list[Placed]:
-    """Return ``num_shapes`` shapes, or fewer where they got too crowded."""
+    """Return ``num_shapes`` shapes, or fewer if the picture is too crowded."""
     placed: list[Placed] = []
     for field in rng.sample(range(9), k=num_shapes):
         for _ in range(_MAX_DRAWS):
