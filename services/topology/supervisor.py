@@ -112,7 +112,7 @@ class Supervisor:
             raise LaunchError(child.describe_end())
         backoff, is_again = Backoff(self._restarts), False
         while True:
-            served_s = await self._served_until_end(child, tell=is_again)
+            served_s = await self._served_until_end(child, is_again=is_again)
             delay_s = backoff.next_delay_s(self._clock.now_s(), served_s)
             if delay_s is None:
                 restarts = self._restarts
@@ -123,9 +123,9 @@ class Supervisor:
             await self._clock.sleep(delay_s)
             child, is_again = await self._processes.restart(child.name), True
 
-    async def _served_until_end(self, child: Child, *, tell: bool) -> float:
+    async def _served_until_end(self, child: Child, *, is_again: bool) -> float:
         """Wait for its end; returns the seconds that it served."""
-        serving = asyncio.create_task(self._serving_since(child.name, tell=tell), name=f"serving-{child.name}")
+        serving = asyncio.create_task(self._serving_since(child.name, is_again=is_again), name=f"serving-{child.name}")
         try:
             await child.wait()
             return self._clock.now_s() - serving.result() if serving.done() else 0.0
@@ -134,9 +134,9 @@ class Supervisor:
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
 
-    async def _serving_since(self, name: str, *, tell: bool) -> float:
+    async def _serving_since(self, name: str, *, is_again: bool) -> float:
         await self._wait_serving(name)
-        if tell:
+        if is_again:
             self._observer.progress(f"{name} serves again")
         return self._clock.now_s()
 
