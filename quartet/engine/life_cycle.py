@@ -1,12 +1,16 @@
-"""The life of an engine that computes on a thread of its own: loading, live requests, outputs in order, one end."""
+"""The life of an engine that computes on a thread of its own: loading, live requests, outputs in order, one end.
+
+``ThreadedEngine`` is the part on the event loop; its thread reaches it by ``call_on_loop``.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Generic, Protocol, TypeVar
 
 from quartet.engine.base import EngineCapabilities, EngineRequest, Failed, StepOutput
@@ -201,3 +205,9 @@ class OutputQueue:
             await self._changed.wait()
         if self._error is not None:
             raise self._error
+
+
+def call_on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
+    """Run ``callback`` on the event loop. May be called on any thread; does nothing once the loop is closed."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback, *args)

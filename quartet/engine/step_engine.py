@@ -6,7 +6,6 @@ The thread loads the model, steps while there is work, and sleeps while there is
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
@@ -20,7 +19,7 @@ from quartet.engine.base import (
     EngineStats,
     RequestKind,
 )
-from quartet.engine.life_cycle import ThreadedEngine
+from quartet.engine.life_cycle import ThreadedEngine, call_on_loop
 from quartet.engine.pulls import Pulls
 from quartet.engine.runner import ModelRunner
 from quartet.engine.sampling import OutputOptions, Sampling
@@ -303,9 +302,7 @@ class EngineThread:
 
     def _notify(self, callback: Callable[..., None], *args: object) -> None:
         assert self._loop is not None, "started"
-        # RuntimeError: the event loop is closed; nothing is left to notify.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(callback, *args)
+        call_on_loop(self._loop, callback, *args)
 
 
 def _close(runner: ModelRunner | None) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quartet.engine.fingerprint import fingerprint_with_template
+from quartet.engine.life_cycle import call_on_loop
 from quartet.engine.model_source import Repository, fetch_model, repository_of
 from quartet.errors import ConfigError, ModelFilesError
 from quartet.text.chat_template import read_template_file
@@ -89,8 +90,7 @@ async def _fetched(repository: Repository, *, needs_weights: bool) -> Path:
             path = fetch_model(repository, needs_weights=needs_weights)
         except ConfigError as refused:
             error = refused
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, path, error)
+        call_on_loop(loop, settle, path, error)
 
     threading.Thread(target=fetch, name="fetch-model", daemon=True).start()
     return await fetched

@@ -6,12 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quartet.engine.base import EngineCapabilities, EngineRequest, EngineStats, RequestKind, StepOutput
-from quartet.engine.life_cycle import ThreadedEngine
+from quartet.engine.life_cycle import ThreadedEngine, call_on_loop
 from quartet.engine.trtllm.arguments import Use, llm_arguments
 from quartet.engine.trtllm.book import engine_stats
 from quartet.engine.trtllm.claims import Claims
@@ -177,9 +176,7 @@ class TrtllmEngine(ThreadedEngine[LlmSession]):
 
     def _notify(self, callback: Callable[[], None]) -> None:
         assert self._loop is not None, "started"
-        # RuntimeError: the event loop is closed; nothing is left to notify.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(callback)
+        call_on_loop(self._loop, callback)
 
     # The rest is called on the event loop.
 
