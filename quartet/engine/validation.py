@@ -1,4 +1,4 @@
-"""What an engine refuses before it spends anything on a request."""
+"""Checks of requests: what an engine refuses before it spends anything on a request."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:
-    """What bounds a request here.
+    """Bounds of an engine's requests.
 
     Attributes:
         max_model_len: tokens of prompt and output together.
         num_pool_tokens: tokens whose KV the whole block pool holds.
         vocab_size: token ids are below it.
-        media: what bounds media; ``None``: the model takes text only.
+        media: bounds of media; ``None``: the model takes text only.
     """
 
     max_model_len: int
@@ -30,7 +30,7 @@ class EngineLimits:
 
 
 def limits_of(runner: ModelRunner) -> EngineLimits:
-    """What bounds the requests that ``runner`` computes."""
+    """The bounds of the requests that ``runner`` can compute."""
     embeddings = runner.embeddings
     return EngineLimits(
         max_model_len=runner.max_model_len,
@@ -47,12 +47,12 @@ def limits_of(runner: ModelRunner) -> EngineLimits:
 
 
 def check_request(request: EngineRequest, limits: EngineLimits) -> None:
-    """Refuse what can never be served here.
+    """Refuse a request that this engine can never serve.
 
     Raises:
         InvalidRequestError: an impossible value; ``field`` names it.
-        UnsupportedFieldError: an adapter or a rank that is not served, a grammar, or media where the model takes text
-            only.
+        UnsupportedFieldError: an adapter or a rank that is not served, a grammar, or media although the model takes
+            text only.
         PromptTooLongError: the tokens given and wanted do not fit the model or the block pool.
         LayoutMismatchError: the hand-off is not one of KV blocks.
     """
@@ -65,17 +65,17 @@ def check_request(request: EngineRequest, limits: EngineLimits) -> None:
 
 
 def max_output_tokens(request: EngineRequest, limits: EngineLimits) -> int:
-    """Output tokens at which ``request`` ends at the latest, generated ones included."""
+    """Most output tokens of ``request``, generated ones included."""
     if request.generation.sampling.max_tokens is not None:
         return request.generation.sampling.max_tokens
     return _max_num_tokens(request.kind, limits) - len(request.generation.prompt_token_ids)
 
 
 def blocks_payload(hand_off: HandOff) -> BlocksPayload:
-    """What ``hand_off`` says of its KV blocks.
+    """The payload of a hand-off of KV blocks.
 
     Raises:
-        LayoutMismatchError: it is of an engine that moves its own cache.
+        LayoutMismatchError: it is not one of KV blocks, as of an engine that moves its own cache.
     """
     payload = hand_off.payload
     if isinstance(payload, BlocksPayload):
@@ -85,8 +85,8 @@ def blocks_payload(hand_off: HandOff) -> BlocksPayload:
 
 
 def _max_num_tokens(kind: RequestKind, limits: EngineLimits) -> int:
-    """The longest sequence. The last token sampled needs no room in the pool, as nothing attends to it."""
-    if kind is RequestKind.PREFILL:  # others decode: only the tokens given have to fit this pool
+    """The longest sequence. The last sampled token needs no room in the pool, as no token attends to it."""
+    if kind is RequestKind.PREFILL:  # another worker decodes: only the given tokens must fit this pool
         return limits.max_model_len
     return min(limits.max_model_len, limits.num_pool_tokens + 1)
 
@@ -101,7 +101,7 @@ def _check_tokens(generation: Generation, limits: EngineLimits) -> None:
 
 
 def _check_ids(token_ids: Iterable[int], field: str, limits: EngineLimits) -> None:
-    # An id outside the vocabulary would break the step of everybody in the batch.
+    # An id outside the vocabulary would break the step of every request in the batch.
     if min(token_ids, default=0) < 0 or max(token_ids, default=0) >= limits.vocab_size:
         raise InvalidRequestError(f"token ids must be in [0, {limits.vocab_size})", field=field)
 

@@ -1,4 +1,4 @@
-"""Which rows of a step are media's, and the embeddings that come there in place of the placeholder's."""
+"""The rows of a step that belong to media, and the embeddings that replace the placeholder's there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quartet.engine.runner import ScheduledChunk
 
 @dataclass(frozen=True)
 class MediaRows:
-    """What media is in one step.
+    """The media of one step.
 
     Attributes:
         rows: ``[M]`` int64: rows of the flat batch.
@@ -33,10 +33,10 @@ class MediaRows:
 def media_rows(
     chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], pool: EmbeddingPoolView, device: torch.device
 ) -> MediaRows | None:
-    """Copy what the chunks need out of the pool; ``None`` where they are all text.
+    """Copy the embeddings that the chunks need out of the pool; ``None``: they are all text.
 
     Args:
-        chunks: any part of an item's tokens may lie in one.
+        chunks: each may hold any part of an item's tokens.
         first_rows: where each of them begins in the flat batch.
         pool: has the items in their requests' ``media_blocks``.
         device: the model's.
