@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from quartet.engine.base import EngineRequest, Generation, RequestKind
-from quartet.engine.media_config import MediaLimits, check_media
 from quartet.engine.runner import ModelRunner
 from quartet.errors import InvalidRequestError, LayoutMismatchError, PromptTooLongError, UnsupportedFieldError
+from quartet.kvcache.block_hash import MediaSpan, ordered_spans
 from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaLimits:
+    """Bounds of a request's media.
+
+    Attributes:
+        placeholder_id: the token at all media positions, and nowhere else in a prompt; ``None``: not checked.
+        block_size: tokens of one block of the pool of embeddings.
+        num_blocks: of that pool.
+    """
+
+    placeholder_id: int | None
+    block_size: int
+    num_blocks: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +79,25 @@ def check_request(request: EngineRequest, limits: EngineLimits) -> None:
     check_media(request, limits.media)
     if request.hand_off is not None:
         _check_hand_off(request)
+
+
+def check_media(request: EngineRequest, limits: MediaLimits | None) -> None:
+    """Refuse media that contradict the prompt. ``limits`` ``None``: the model takes text only.
+
+    Raises:
+        InvalidRequestError: field ``media``; or ``prompt_token_ids``: placeholders that no item fills.
+        UnsupportedFieldError: field ``media``; this model takes none.
+    """
+    if limits is None:
+        if request.generation.media or request.media_blocks:
+            raise UnsupportedFieldError("this model takes text only", field="media")
+        return
+    media, prompt = request.generation.media, request.generation.prompt_token_ids
+    ordered_spans(media, len(prompt))
+    if request.media_blocks:
+        _check_blocks(media, request.media_blocks, limits)
+    if limits.placeholder_id is not None:
+        _check_placeholders(media, prompt, limits.placeholder_id)
 
 
 def max_output_tokens(request: EngineRequest, limits: EngineLimits) -> int:
@@ -143,3 +179,27 @@ def _check_hand_off(request: EngineRequest) -> None:
         raise InvalidRequestError(
             f"the hand-off holds {payload.num_tokens} tokens, {num_given - 1} are needed", field="hand_off"
         )
+
+
+def _check_blocks(media: Sequence[MediaSpan], blocks: Sequence[Sequence[int]], limits: MediaLimits) -> None:
+    if len(blocks) != len(media):
+        raise InvalidRequestError(f"{len(media)} media items, and blocks of {len(blocks)}", field="media")
+    for span, block_ids in zip(media, blocks, strict=True):
+        if len(block_ids) * limits.block_size < span.num_tokens:
+            message = f"a media item fills {span.num_tokens} tokens, and its blocks hold fewer"
+            raise InvalidRequestError(message, field="media")
+        # A block outside the pool would break the step of every request in the batch.
+        if min(block_ids) < 0 or max(block_ids) >= limits.num_blocks:
+            raise InvalidRequestError(f"blocks of media must be in [0, {limits.num_blocks})", field="media")
+
+
+def _check_placeholders(media: Sequence[MediaSpan], prompt: Sequence[int], placeholder_id: int) -> None:
+    # Prompts come as arrays, which this does not copy: 0.02 ms for 32 k tokens; ``count`` takes 1.6 ms.
+    is_placeholder = np.asarray(prompt) == placeholder_id
+    for span in media:
+        filled = is_placeholder[span.first_position : span.first_position + span.num_tokens]
+        if not filled.all():
+            raise InvalidRequestError("a media item lies on other tokens than its placeholder", field="media")
+        filled[:] = False
+    if is_placeholder.any():
+        raise InvalidRequestError("the prompt has placeholders that no media item fills", field="prompt_token_ids")

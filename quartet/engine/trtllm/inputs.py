@@ -18,10 +18,10 @@ from PIL import Image
 from quartet.discovery.host import host_identity
 from quartet.engine.base import EngineRequest, Generation
 from quartet.engine.media.rows_encoder import RowsReader
-from quartet.engine.media_config import MediaLimits, check_media
 from quartet.engine.settings import Modality
 from quartet.engine.trtllm.media_model import MediaModel, read_media_model
 from quartet.engine.trtllm.media_state import PictureState, read_state
+from quartet.engine.validation import MediaLimits, check_media
 from quartet.errors import (
     ConfigError,
     EngineError,
