@@ -1,4 +1,4 @@
-"""Lays out one step: the tokens of all chunks as one flat batch, and the groups of them that attend together."""
+"""Lays out one step: the tokens of all chunks as one flat batch, the groups that attend together, and the media."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 
 from quartet.engine.media.embeddings import EmbeddingPoolView
 from quartet.engine.runner import ScheduledChunk
-from quartet.engine.torch.media_rows import MediaRows, media_rows
 from quartet.kvcache.layout import KvLayout
 
 _Ids = npt.NDArray[np.int64]
@@ -132,6 +131,23 @@ class SampledRows:
 
 
 @dataclass(frozen=True)
+class MediaRows:
+    """The media of one step.
+
+    Attributes:
+        rows: ``[M]`` int64: rows of the flat batch.
+        embeddings: ``[M, hidden_size]``, of the model's dtype and on its device.
+    """
+
+    rows: torch.Tensor
+    embeddings: torch.Tensor
+
+    def put_into(self, hidden: torch.Tensor) -> None:
+        """Replace these rows of ``hidden``, the embeddings of all tokens of the step, ``[T, hidden_size]``."""
+        hidden.index_copy_(0, self.rows, self.embeddings)
+
+
+@dataclass(frozen=True)
 class FlatBatch:
     """One step's tokens.
 
@@ -189,7 +205,7 @@ def build_batch(
             for first, end in _group(first_positions, sizes, layout.block_size)
         ),
         sampled=None if len(last_rows) == ends[-1] else _sampled(ordered, tables, ends - 1, last_rows, layout, device),
-        media=None if embeddings is None else media_rows(ordered, (ends - sizes).tolist(), embeddings, device),
+        media=None if embeddings is None else _media_rows(ordered, (ends - sizes).tolist(), embeddings, device),
     )
 
 
@@ -263,6 +279,35 @@ def _sampled(
     )
     order = np.array([index_of[row] for row in last_rows.tolist()], dtype=np.int64)
     return SampledRows(_tensor(rows, device), segments, _tensor(order, device))
+
+
+def _media_rows(
+    chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], pool: EmbeddingPoolView, device: torch.device
+) -> MediaRows | None:
+    """Copy the embeddings that the chunks need out of the pool; ``None``: they are all text.
+
+    Args:
+        chunks: each may hold any part of an item's tokens.
+        first_rows: where each of them begins in the flat batch.
+        pool: has the items in their requests' ``media_blocks``.
+        device: the model's.
+    """
+    rows: list[_Ids] = []
+    embeddings: list[torch.Tensor] = []
+    for chunk, first_row in zip(chunks, first_rows, strict=True):
+        begin, end = chunk.first_position, chunk.first_position + chunk.num_tokens
+        if begin >= chunk.running.media_end:
+            continue
+        request = chunk.running.request
+        for span, block_ids in zip(request.generation.media, request.media_blocks, strict=True):
+            first = max(span.first_position, begin)
+            num_tokens = min(span.first_position + span.num_tokens, end) - first
+            if num_tokens > 0:
+                rows.append(np.arange(num_tokens) + (first_row + first - begin))
+                embeddings.append(pool.read(block_ids, first - span.first_position, num_tokens))
+    if not rows:
+        return None
+    return MediaRows(torch.from_numpy(np.concatenate(rows)).to(device), torch.cat(embeddings).to(device))
 
 
 def _group(first_positions: _Ids, sizes: _Ids, block_size: int) -> list[tuple[int, int]]:
