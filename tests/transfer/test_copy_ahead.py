@@ -16,7 +16,7 @@ import pytest
 from quartet.errors import HandOffNotFoundError, TransferError
 from quartet.kvcache.hand_off import HandOffEntry, HandOffState
 from quartet.kvcache.layout import BlocksPayload, HandOff
-from quartet.rpc.errors import to_error
+from quartet.rpc.errors import from_pull_error
 from quartet.transfer.base import PieceCopy, TransferWay
 from quartet.transfer.grpc.messages import PullMessage
 from quartet.transfer.grpc.streams import PullStream
@@ -140,7 +140,7 @@ async def test_a_refusal_that_grpc_hides_behind_a_status_of_its_own_is_asked_for
         nonlocal num_asked
         num_asked += 1
         if num_asked <= num_hidden:
-            raise to_error(hidden)
+            raise from_pull_error(hidden)
         return await receive(stream)
 
     async with mapped_workers() as (source, here):

@@ -14,7 +14,7 @@ import pytest
 from quartet.errors import LayoutMismatchError, TransferError, TransferTimeoutError
 from quartet.kvcache.hand_off import HandOffState
 from quartet.kvcache.layout import BlocksPayload, HandOff
-from quartet.rpc.errors import to_error
+from quartet.rpc.errors import from_pull_error
 from quartet.transfer.base import PieceCopy
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.servicer import TransferServicer
@@ -211,7 +211,7 @@ async def test_a_renewal_that_fails_is_tried_again_and_abort_is_bounded() -> Non
 
 def test_a_status_that_says_nothing_known_is_a_transfer_error() -> None:
     error = grpc.aio.AioRpcError(grpc.StatusCode.PERMISSION_DENIED, grpc.aio.Metadata(), grpc.aio.Metadata(), "no")
-    assert type(to_error(error)) is TransferError
+    assert type(from_pull_error(error)) is TransferError
     garbled = grpc.aio.Metadata(("grpc-status-details-bin", b"\xff\xff"))
     error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), garbled, "no")
-    assert type(to_error(error)) is TransferError
+    assert type(from_pull_error(error)) is TransferError

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import grpc
 
 from quartet.errors import ServingError, TransferError, TransferTimeoutError
-from quartet.rpc.errors import to_error
+from quartet.rpc.errors import from_pull_error
 from quartet.transfer.grpc.messages import PiecePart, PullMessage, open_pull
 from quartet.v1 import transfer_pb2 as pb
 
@@ -91,7 +91,7 @@ class PullStream:
         except TimeoutError:
             raise TransferTimeoutError("the source of the hand-off said nothing for too long") from None
         except grpc.aio.AioRpcError as error:
-            raise to_error(error) from None
+            raise from_pull_error(error) from None
         except asyncio.CancelledError:
             # gRPC says so too when somebody closed the channel under the call, with nobody cancelling this task.
             task = asyncio.current_task()
