@@ -122,7 +122,6 @@ class RouterProcess:
             asyncio.create_task(fleet.watch(registry.watch()), name="discovery"),
             asyncio.create_task(fleet.tend(), name="tend"),
             asyncio.create_task(keep_up(index), name="index-upkeep"),
-            asyncio.create_task(self._stalled.run(), name="stalled"),
             asyncio.create_task(monitor_event_loop_lag(ProcessMetrics(self._registry)), name="lag"),
             asyncio.create_task(self._announce(fleet, server, http_address), name="announce"),
         ]

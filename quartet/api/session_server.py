@@ -8,8 +8,6 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeVar
 
-import grpc
-
 from quartet.api.answer import AnswerSink
 from quartet.api.convert.answer import (
     from_session_start,
@@ -30,7 +28,8 @@ from quartet.errors import (
     ServingError,
     SlowReaderError,
 )
-from quartet.rpc.server import WatchedCall
+from quartet.rpc.server import StalledCalls
+from quartet.streams.base import ServerStream
 from quartet.v1 import router_pb2 as pb
 
 # To come back to another router, or to the next one at this address.
@@ -39,73 +38,43 @@ _DRAINING_RETRY_DELAY_S = 1.0
 # The event loop's timers count milliseconds: for less than half of one none is set.
 _TIMER_RESOLUTION_S = 0.0005
 
-_Context: TypeAlias = "grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionResponse]"
-
 #: Begins a request whose answer goes to the sink; raises ``ServingError`` where it can't.
 Begin: TypeAlias = Callable[[SessionStart, AnswerSink], SessionRun]
 
 
-class SessionStream:
-    """Serves one call of Session until both sides are done."""
+class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
+    """Serves one call of Session until the client has half-closed and every request has ended.
 
-    def __init__(self, begin: Begin, limits: SessionLimits) -> None:
+    ``serve`` raises in an ``ExceptionGroup``: ``ProtocolError`` for messages that make no sense, and ``DrainingError``
+    once ``drain`` was called and the last request has ended, unless the client has half-closed by then.
+    """
+
+    def __init__(self, begin: Begin, limits: SessionLimits, stalled: StalledCalls) -> None:
         """Run requests with ``begin``."""
+        outbox = SessionOutbox(limits, self._overflowed)
+        super().__init__(outbox, stalled, max_owed_ends=limits.max_requests)
         self._begin = begin
         self._limits = limits
-        self._outbox = SessionOutbox(limits, self._overflowed)
+        self._outbox = outbox
         self._requests = _Requests()
-        self._is_half_closed = False
         self._is_draining = False
-
-    async def serve(self, context: _Context, watched: WatchedCall) -> None:
-        """Read and write until the client has half-closed and every request has ended; writes go by ``watched``.
-
-        Whatever way it ends, its requests have ended then and hold nothing.
-
-        Raises:
-            ProtocolError: messages that make no sense; in an ``ExceptionGroup``.
-            DrainingError: ``drain`` was called and the last request has ended; in an ``ExceptionGroup``.
-        """
-        # Else it goes out with the first message, and while that is being written gRPC can send no status.
-        await context.send_initial_metadata(())
-        try:
-            async with asyncio.TaskGroup() as group:
-                reader = group.create_task(self._read(context))
-                await self._write(context, watched)
-                reader.cancel()
-        finally:
-            await self._end_requests()
+        self._next_at = 0.0
 
     def drain(self) -> None:
         """Take nothing new; end when the last request has ended, also where the client doesn't half-close."""
         self._is_draining = True
         self._outbox.wake()
 
-    async def _end_requests(self) -> None:
-        """End what runs, and wait until nothing holds anything."""
-        # Whoever is cancelled once may be again before the next turn: every request is told before anything is awaited.
-        for request in tuple(self._requests.by_slot.values()):
-            request.silence()
-            if not request.is_cancelled:
-                self._requests.runs[request].abort(RequestCancelledError("its session is over"))
-        self._requests.none_runs.clear()
-        if self._requests.runs:
-            await self._requests.none_runs.wait()
+    def _handle(self, request: pb.SessionRequest, group: asyncio.TaskGroup) -> None:
+        match request.WhichOneof("message"):
+            case "start":
+                self._start(request.start)
+            case "cancel":
+                self._cancel(request.cancel.slot)
+            case _:
+                raise ProtocolError("a message must hold a start or cancel", field="message")
 
-    async def _read(self, context: _Context) -> None:
-        while True:
-            request: object = await context.read()
-            if not isinstance(request, pb.SessionRequest):
-                break  # end of stream
-            match request.WhichOneof("message"):
-                case "start":
-                    self._start(request.start)
-                case "cancel":
-                    self._cancel(request.cancel.slot)
-                case _:
-                    raise ProtocolError("a message must hold a start or cancel", field="message")
-            await self._outbox.room()
-        self._is_half_closed = True
+    def _half_closed(self) -> None:
         self._outbox.wake()
 
     def _start(self, message: pb.SessionStart) -> None:
@@ -142,24 +111,33 @@ class SessionStream:
             request.silence()
             self._requests.runs[request].abort(error)
 
-    async def _write(self, context: _Context, watched: WatchedCall) -> None:
+    async def _next(self) -> pb.SessionResponse | None:
         loop, outbox = asyncio.get_running_loop(), self._outbox
-        next_at = 0.0
         while not self._is_over():
             await outbox.wait()
             now = loop.time()
-            if now < next_at - _TIMER_RESOLUTION_S:
-                await outbox.pause(next_at - now)
+            if now < self._next_at - _TIMER_RESOLUTION_S:
+                await outbox.pause(self._next_at - now)
             if (message := outbox.take()) is not None:
-                next_at = loop.time() + self._limits.tick_s
-                watched.began()
-                await context.write(message)
-                watched.ended()
+                self._next_at = loop.time() + self._limits.tick_s
+                return message
         if not self._is_half_closed:
             raise DrainingError("the router is going away", retry_delay_s=_DRAINING_RETRY_DELAY_S)
+        return None
 
     def _is_over(self) -> bool:
         return (self._is_half_closed or self._is_draining) and not self._requests.by_slot and self._outbox.is_empty
+
+    async def _end(self) -> None:
+        """End what runs, and wait until nothing holds anything."""
+        # This task may be cancelled at the first `await`: tell every request before that.
+        for request in tuple(self._requests.by_slot.values()):
+            request.silence()
+            if not request.is_cancelled:
+                self._requests.runs[request].abort(RequestCancelledError("its session is over"))
+        self._requests.none_runs.clear()
+        if self._requests.runs:
+            await self._requests.none_runs.wait()
 
 
 @dataclass
@@ -282,7 +260,6 @@ class SessionOutbox:
         self._ended: set[int] = set()
         self._waiter: asyncio.Future[None] | None = None
         self._is_writing = False
-        self._taken = asyncio.Event()
 
     @property
     def is_empty(self) -> bool:
@@ -334,12 +311,6 @@ class SessionOutbox:
             error = SlowReaderError("the session's reader took too little for too long")
             self.fail(slot, error)
             self._on_overflow(slot, error)
-
-    async def room(self) -> None:
-        """Until the client has taken enough ends for more requests to be begun, or refused."""
-        while len(self._ended) > self._limits.max_requests:
-            self._taken.clear()
-            await self._taken.wait()
 
     def wake(self) -> None:
         """Let ``wait`` return."""
@@ -407,7 +378,6 @@ class SessionOutbox:
 
     def _forget_ended(self) -> None:
         self._ended &= {item.slot for pending in (self._finished, self._failures) for item in pending}
-        self._taken.set()
 
     def _release(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import time
+import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -372,54 +372,65 @@ def _writer(generate: _Behavior) -> _Behavior:
     return write_all
 
 
-# Ends calls whose client takes nothing: such a client still answers pings, so nothing else would.
+# Calls whose client takes nothing: it still answers gRPC's pings, so gRPC itself never ends them.
 
-_MAX_LOOK_INTERVAL_S = 1.0
+_MAX_POLL_INTERVAL_S = 1.0
+
+_MIN_POLLS = 4
 
 
 class WatchedCall:
-    """One call's writes. Say ``began`` before each and ``ended`` after it."""
+    """The writes of one call, bounded by the ``StalledCalls`` that made it."""
 
-    def __init__(self, task: asyncio.Task[Any]) -> None:
-        """``task`` writes."""
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], task: asyncio.Task[Any]) -> None:
+        """``task`` writes to ``context``."""
         self.is_stalled = False
+        self._context = context
         self._task = task
-        self._since: float | None = None
+        self._num_polls: int | None = None  # since the write under way began; None: there is none
 
-    def began(self) -> None:
-        """A write begins."""
-        self._since = time.monotonic()
+    async def write(self, message: Any) -> None:
+        """Write ``message``; returns when the client has room for the next one."""
+        self._num_polls = 0
+        await self._context.write(message)
+        self._num_polls = None
 
-    def ended(self) -> None:
-        """The client took it."""
-        self._since = None
-
-    def look(self, limit: float) -> None:
-        """End the call if it has been writing since before ``limit``, monotonic seconds."""
-        if self._since is not None and self._since < limit and not self.is_stalled:
+    def poll(self, max_polls: int) -> None:
+        """End the call if one write has lasted for more than ``max_polls`` polls."""
+        if self._num_polls is None or self.is_stalled:
+            return
+        self._num_polls += 1
+        if self._num_polls > max_polls:
             self.is_stalled = True
             self._task.cancel()
 
 
 class StalledCalls:
-    """Bounds writes. One look now and then, for all calls of a server, costs less than a timer a message."""
+    """Bounds the time that one write may take. One timer for all calls costs less than one for each message.
+
+    Time is counted in polls: while this process gets no CPU no poll runs, and no client is blamed for it.
+    """
 
     def __init__(self, timeout_s: float) -> None:
-        """A client may take nothing for ``timeout_s`` seconds. ``run`` must run for that to be noticed."""
-        self._timeout_s = timeout_s
+        """A client may take nothing for ``timeout_s`` seconds, and at most one poll (1 s, or a quarter of it) more."""
+        self._max_polls = max(_MIN_POLLS, math.ceil(timeout_s / _MAX_POLL_INTERVAL_S))
+        self._interval_s = timeout_s / self._max_polls
         self._calls: set[WatchedCall] = set()
+        self._timer: asyncio.TimerHandle | None = None
 
     @contextmanager
-    def watch(self) -> Iterator[WatchedCall]:
-        """The call of the current task, for as long as the block lasts.
+    def watch(self, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[WatchedCall]:
+        """Watch the call of ``context``, which the current task serves, for as long as the block lasts.
 
         Raises:
             StalledStreamError: out of the block, where the client took nothing for too long.
         """
         task = asyncio.current_task()
         assert task is not None, "a handler runs in a task"
-        call = WatchedCall(task)
+        call = WatchedCall(context, task)
         self._calls.add(call)
+        if self._timer is None:
+            self._set_timer()
         try:
             yield call
         except asyncio.CancelledError:
@@ -429,10 +440,12 @@ class StalledCalls:
         finally:
             self._calls.discard(call)
 
-    async def run(self) -> None:
-        """Look until cancelled."""
-        while True:
-            await asyncio.sleep(min(_MAX_LOOK_INTERVAL_S, self._timeout_s / 4))
-            limit = time.monotonic() - self._timeout_s
-            for call in tuple(self._calls):
-                call.look(limit)
+    def _set_timer(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._poll)
+
+    def _poll(self) -> None:
+        self._timer = None
+        for call in tuple(self._calls):
+            call.poll(self._max_polls)
+        if self._calls:
+            self._set_timer()

@@ -207,18 +207,6 @@ def test_text_is_bounded_by_its_bytes() -> None:
     assert owed.overflowed == [1]
 
 
-async def test_there_is_no_room_for_more_requests_while_too_many_ends_wait() -> None:
-    owed = Owed(max_requests=3)
-    for slot in range(4):
-        await asyncio.wait_for(owed.outbox.room(), 5)
-        owed.outbox.fail(slot, InvalidRequestError("no"))
-    waiting = asyncio.create_task(owed.outbox.room())
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    owed.take()
-    await asyncio.wait_for(waiting, 5)
-
-
 async def test_the_first_after_a_pause_wakes_at_once_and_later_ones_wait_for_the_tick() -> None:
     owed = Owed()
     waiting = asyncio.create_task(owed.outbox.wait())
