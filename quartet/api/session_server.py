@@ -29,7 +29,7 @@ from quartet.errors import (
     SlowReaderError,
 )
 from quartet.rpc.server import StalledCalls
-from quartet.streams.base import ServerStream
+from quartet.streams.base import ServerStream, Wakeable
 from quartet.v1 import router_pb2 as pb
 
 # To come back to another router, or to the next one at this address.
@@ -237,7 +237,7 @@ _ROOM_BYTES = MAX_SESSION_MESSAGE_BYTES - 64  # less tags and lengths of the pac
 _SIDE_BYTES = 4  # tag and length of a side message
 
 
-class SessionOutbox:
+class SessionOutbox(Wakeable):
     """Pending columns and side messages of one session.
 
     Attributes:
@@ -248,6 +248,7 @@ class SessionOutbox:
 
     def __init__(self, limits: SessionLimits, on_overflow: Callable[[int, ServingError], None]) -> None:
         """``on_overflow`` hears of a request of which too much gathered: it has been given its failure."""
+        super().__init__()
         self.entries: Final[list[Entry]] = []
         self._limits = limits
         self._on_overflow = on_overflow
@@ -258,7 +259,6 @@ class SessionOutbox:
         self._finished: deque[pb.SessionFinished] = deque()
         self._failures: deque[pb.SessionFailure] = deque()
         self._ended: set[int] = set()
-        self._waiter: asyncio.Future[None] | None = None
         self._is_writing = False
 
     @property
@@ -322,13 +322,13 @@ class SessionOutbox:
         self._is_writing = False
         if self.is_empty:
             self.look_at = 1
-            await self._wait()
+            await self._woken()
 
     async def pause(self, duration_s: float) -> None:
         """Let more gather for ``duration_s`` seconds, or until there is much. For one reader."""
         timer = asyncio.get_running_loop().call_later(duration_s, self._release)
         try:
-            await self._wait()
+            await self._woken()
         finally:
             timer.cancel()
 
@@ -380,18 +380,9 @@ class SessionOutbox:
         self._ended &= {item.slot for pending in (self._finished, self._failures) for item in pending}
 
     def _release(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._wake()
         # The stream takes them before long: until then there is nothing to be done about more.
         self.look_at = len(self.entries) + self._max_unseen
-
-    async def _wait(self) -> None:
-        assert self._waiter is None, "one reader waits"
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
 
 
 def _first(pending: deque[SideT], held: Container[int], room: int) -> tuple[list[SideT], int]:
