@@ -30,6 +30,7 @@ from quartet.errors import (
 )
 from quartet.rpc.server import StalledCalls
 from quartet.streams.base import ServerStream, Wakeable
+from quartet.streams.outbox import ENTRY_BYTES, ROOM_BYTES
 from quartet.v1 import router_pb2 as pb
 
 # To come back to another router, or to the next one at this address.
@@ -226,15 +227,7 @@ class _Request:
 
 SideT = TypeVar("SideT", pb.SessionAccepted, pb.SessionPlaced, pb.SessionFinished, pb.SessionFailure)
 
-#: A message is at most this long: clients of other makes take 4 MiB unless told otherwise, and what a slow reader has
-#: not taken of it can't be taken back.
-MAX_SESSION_MESSAGE_BYTES = 1 << 20
-
 _MAX_UNSEEN_ENTRIES = 4096
-
-_ROOM_BYTES = MAX_SESSION_MESSAGE_BYTES - 64  # less tags and lengths of the packed columns
-
-_SIDE_BYTES = 4  # tag and length of a side message
 
 
 class SessionOutbox(Wakeable):
@@ -342,7 +335,7 @@ class SessionOutbox(Wakeable):
         self._is_writing = True
         self.look_at = self._max_unseen
         # What finds no room leaves none to those that come after it.
-        accepted, room = _first(self._accepted, (), _ROOM_BYTES)
+        accepted, room = _first(self._accepted, (), ROOM_BYTES)
         placed, room = _first(self._placed, (), room)
         message, room = self._take_deltas(room)
         message.accepted.extend(accepted)
@@ -390,7 +383,7 @@ def _first(pending: deque[SideT], held: Container[int], room: int) -> tuple[list
     taken: list[SideT] = []
     for _ in range(len(pending)):
         item = pending.popleft()
-        size_bytes = item.ByteSize() + _SIDE_BYTES
+        size_bytes = item.ByteSize() + ENTRY_BYTES
         if item.slot in held:
             pending.append(item)
         elif size_bytes > room:

@@ -17,8 +17,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quartet.errors import ConfigError
 
-#: Bytes of the largest message in the API; worker streams keep theirs to 1 MiB by themselves.
-MAX_API_MESSAGE_BYTES = 64 * 1024 * 1024
+#: Bytes of the largest message that a client may send, and of the media files that one start may have.
+MAX_API_MESSAGE_BYTES = 64 << 20
+
+#: Bytes of the largest message on a long-lived stream: of sessions, of worker streams in either direction, of pulls. A
+#: longer one would hold up all others on the stream, or end it: clients in other languages refuse 4 MiB by default.
+MAX_STREAM_MESSAGE_BYTES = 1 << 20
 
 #: A host that answers no ping for ``KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS`` is dead.
 KEEPALIVE_TIME_MS = 10_000

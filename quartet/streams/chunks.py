@@ -16,7 +16,7 @@ from quartet.errors import (
     RequestTimeoutError,
     ServingError,
 )
-from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES
+from quartet.rpc.channels import MAX_API_MESSAGE_BYTES, MAX_STREAM_MESSAGE_BYTES
 from quartet.v1 import decode_pb2, encode_pb2, prefill_pb2, types_pb2
 
 #: What has a slot on a stream of many.
@@ -25,11 +25,8 @@ StartRest: TypeAlias = types_pb2.StartChunk | types_pb2.StartDone
 #: An `EncodeStart` is alone on its stream: its slot is 0.
 StartT = TypeVar("StartT", bound=StartMessage | encode_pb2.EncodeStart)
 
-#: Bytes of media files that one start may have, unless told otherwise: more than a client can send.
-MAX_START_MEDIA_BYTES = 64 << 20
-
 # Room for the frame around a start or a chunk.
-_MAX_PART_BYTES = MAX_WORKER_MESSAGE_BYTES - 64
+_MAX_PART_BYTES = MAX_STREAM_MESSAGE_BYTES - 64
 # Callers send the chunks of one start without others between; so many incomplete ones are nonsense.
 _MAX_INCOMPLETE = 8
 _TOKEN_FIELDS = {
@@ -85,7 +82,7 @@ class ChunkedStarts(Generic[StartT]):
         timeout_s: float,
         max_size_bytes: int,
         on_failed: Callable[[int, ServingError], None],
-        max_media_bytes: int = MAX_START_MEDIA_BYTES,
+        max_media_bytes: int = MAX_API_MESSAGE_BYTES,
     ) -> None:
         """``on_failed`` is told of each start that ends here.
 

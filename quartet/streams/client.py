@@ -16,13 +16,13 @@ from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import MessageTooLargeError, RequestCancelledError, ServingError
 from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.rpc.errors import from_failure
 from quartet.streams import convert
 from quartet.streams.base import Wakeable
 from quartet.streams.chunks import StartRest, take_chunks
 from quartet.streams.convert.inner import put_decode_start, put_prefill_start, to_signed_decode_start
 from quartet.streams.messages import (
-    MAX_WORKER_MESSAGE_BYTES,
     DecodeFinished,
     DecodeSink,
     DecodeStarted,
@@ -343,7 +343,7 @@ def _prefill_messages(slot: int, start: WorkerStart) -> list[prefill_pb2.Prefill
 
 def _signed_message(slot: int, placement: SignedPlacement) -> decode_pb2.DecodeRequest:
     message = decode_pb2.DecodeRequest(signed_start=to_signed_decode_start(slot, placement))
-    if message.ByteSize() > MAX_WORKER_MESSAGE_BYTES:
+    if message.ByteSize() > MAX_STREAM_MESSAGE_BYTES:
         raise MessageTooLargeError("a signed start exceeds 1 MiB")
     return message
 

@@ -13,6 +13,7 @@ from quartet.errors import InvalidRequestError
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile, MediaItem
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +33,8 @@ class SignedPlacement:
     mac: bytes = field(repr=False)
 
 
-#: A worker stream's messages are at most this long: one 5 MiB message ends a whole shared stream.
-MAX_WORKER_MESSAGE_BYTES = 1 << 20
-
-#: An engine's own state has to fit into a start beside all that isn't sent in chunks.
-MAX_OPAQUE_STATE_BYTES = MAX_WORKER_MESSAGE_BYTES - (128 << 10)
+#: An engine's own state has to fit into one start, beside all else that isn't sent in chunks.
+MAX_OPAQUE_STATE_BYTES = MAX_STREAM_MESSAGE_BYTES - (128 << 10)
 
 
 @dataclass(frozen=True)

@@ -18,27 +18,25 @@ from quartet.engine.base import Finished, Generation, Prefilled, Started
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import RequestCancelledError, ServingError
 from quartet.kvcache.layout import HandOff
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.rpc.errors import to_failure
 from quartet.streams import convert
-from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES
 from quartet.v1 import decode_pb2, prefill_pb2
 
 ResponseT_co = TypeVar("ResponseT_co", bound=Message, covariant=True)
 
 EndT = TypeVar("EndT", decode_pb2.SlotStarted, decode_pb2.SlotFinished, decode_pb2.SlotFailure)
 
-# Upper bounds of serialized sizes; a varint of 32 bits has at most 5 bytes.
-ROOM_BYTES = MAX_WORKER_MESSAGE_BYTES - 64  # less tags and lengths of the four packed columns
-
-ENTRY_BYTES = 4  # tag and length of an entry of a repeated message, up to 2 MiB
+# Upper bounds of serialized sizes.
+#: Bytes of a message without the tags and lengths of its packed columns.
+ROOM_BYTES = MAX_STREAM_MESSAGE_BYTES - 64
+#: Tag and length of an entry of a repeated message, up to 2 MiB.
+ENTRY_BYTES = 4
+#: A token id: a varint of 32 bits.
+TOKEN_BYTES = 5
 
 _SLOT_BYTES = 32  # one slot's part of the columns, and the frame of its log probabilities
-
-_TOKEN_BYTES = 5
-
-_LOGPROB_BYTES = 24  # of one token, and 9 more for each alternative
-
-_ALTERNATIVE_BYTES = 9
+_LOGPROB_BYTES, _ALTERNATIVE_BYTES = 24, 9  # of one token, and of each alternative to it
 
 
 class Outbox(Protocol[ResponseT_co]):
@@ -141,7 +139,7 @@ class DecodeOutbox:
         else:
             pending.token_ids.extend(token_ids)
             pending.logprobs.extend(logprobs)
-        self._tokens_size_bytes += _size_bytes(token_ids, logprobs) if logprobs else _TOKEN_BYTES * len(token_ids)
+        self._tokens_size_bytes += payload_bytes(token_ids, logprobs) if logprobs else TOKEN_BYTES * len(token_ids)
         self.ready.set()
 
     def step(
@@ -150,7 +148,7 @@ class DecodeOutbox:
         """Add a step's tokens without log probabilities, in the columns of the message: no loop over them here."""
         if self._step is None and not self._tokens:
             self._step = _Step(slots, num_tokens, offsets, token_ids)
-            self._tokens_size_bytes = _SLOT_BYTES * len(slots) + _TOKEN_BYTES * len(token_ids)
+            self._tokens_size_bytes = _SLOT_BYTES * len(slots) + TOKEN_BYTES * len(token_ids)
             self.ready.set()
             return
         for slot, offset, part in _Step(slots, num_tokens, offsets, token_ids).parts():
@@ -224,9 +222,9 @@ class DecodeOutbox:
             if not part.token_ids:
                 break
             parts[slot] = part
-            room -= _SLOT_BYTES + _size_bytes(part.token_ids, part.logprobs)
+            room -= _SLOT_BYTES + payload_bytes(part.token_ids, part.logprobs)
         for slot, part in parts.items():
-            self._tokens_size_bytes -= _size_bytes(part.token_ids, part.logprobs)
+            self._tokens_size_bytes -= payload_bytes(part.token_ids, part.logprobs)
             if not self._tokens[slot].token_ids:
                 del self._tokens[slot]
                 self._tokens_size_bytes -= _SLOT_BYTES
@@ -234,9 +232,9 @@ class DecodeOutbox:
         return room
 
 
-def _size_bytes(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> int:
-    """At most so much do these add to a message."""
-    size_bytes = _TOKEN_BYTES * len(token_ids)
+def payload_bytes(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> int:
+    """Bytes that these add to a message at most; ``logprobs`` may be empty."""
+    size_bytes = TOKEN_BYTES * len(token_ids)
     for entry in logprobs:
         size_bytes += _LOGPROB_BYTES + _ALTERNATIVE_BYTES * len(entry.top_token_ids)
     return size_bytes
@@ -244,11 +242,11 @@ def _size_bytes(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> 
 
 def _split(pending: _Pending, room: int) -> _Pending:
     """Take as many of the first tokens off ``pending`` as fit into ``room`` bytes."""
-    num_tokens = max(0, room) // _TOKEN_BYTES
+    num_tokens = max(0, room) // TOKEN_BYTES
     if pending.logprobs:
         num_tokens = 0
         for entry in pending.logprobs:
-            room -= _size_bytes((entry.token_id,), (entry,))
+            room -= payload_bytes((entry.token_id,), (entry,))
             if room < 0:
                 break
             num_tokens += 1

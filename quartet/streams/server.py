@@ -16,10 +16,11 @@ from quartet.errors import (
     RequestCancelledError,
     ServingError,
 )
+from quartet.rpc.channels import MAX_API_MESSAGE_BYTES
 from quartet.rpc.server import StalledCalls
 from quartet.streams import convert
 from quartet.streams.base import ServerStream
-from quartet.streams.chunks import MAX_START_MEDIA_BYTES, ChunkedStarts, StartMessage
+from quartet.streams.chunks import ChunkedStarts, StartMessage
 from quartet.streams.messages import WorkerStart
 from quartet.streams.outbox import Outbox
 from quartet.v1 import decode_pb2, prefill_pb2
@@ -75,7 +76,7 @@ class StreamLimits:
     stall_timeout_s: float = 10.0
     chunks_timeout_s: float = 30.0
     max_prompt_bytes: int = 64 << 20
-    max_media_bytes: int = MAX_START_MEDIA_BYTES
+    max_media_bytes: int = MAX_API_MESSAGE_BYTES
 
     def __post_init__(self) -> None:
         for name in ("stall_timeout_s", "chunks_timeout_s", "max_prompt_bytes", "max_media_bytes"):

@@ -29,15 +29,16 @@ from quartet.errors import (
     SignedStartUsedError,
     SigningKeyUnknownError,
 )
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.streams.convert.inner import put_decode_start
-from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES, SignedPlacement, WorkerStart
+from quartet.streams.messages import SignedPlacement, WorkerStart
 from quartet.v1 import decode_pb2
 
 #: A signature that is good for longer than this was made by a clock that is wrong.
 MAX_SIGNED_START_TTL_S = 300.0
 
 #: Bytes of a signed start at most; the rest of a worker stream's message is for the frame, the key's name and the MAC.
-MAX_SIGNED_START_BYTES = MAX_WORKER_MESSAGE_BYTES - 512
+MAX_SIGNED_START_BYTES = MAX_STREAM_MESSAGE_BYTES - 512
 
 # Some 32 MB. At 20 s a signature it stands for 6500 placements a second at one worker.
 _MAX_REMEMBERED = 1 << 17

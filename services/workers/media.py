@@ -27,8 +27,9 @@ from quartet.errors import (
 from quartet.kvcache.layout import EmbeddingsPayload, HandOff, OpaquePayload
 from quartet.kvcache.media_spans import check_placeholders, expand_placeholders
 from quartet.media.items import MediaFile, MediaItem
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.rpc.errors import public_error
-from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES, WorkerStart
+from quartet.streams.messages import WorkerStart
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.transfer.base import Claim, PieceCopy, Puller
 from services.workers.embedding_store import EmbeddingStore, Lease, Want
@@ -37,7 +38,7 @@ from services.workers.files import FileEncoder, FileSizer, SizedItem
 _LOG = logging.getLogger(__name__)
 
 # A prompt that came with files is told back in one message, 4 bytes a token, with room for all else in it.
-_MAX_TOLD_TOKENS = (MAX_WORKER_MESSAGE_BYTES - (128 << 10)) // 4
+_MAX_TOLD_TOKENS = (MAX_STREAM_MESSAGE_BYTES - (128 << 10)) // 4
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from quartet.events.curve import read_events_key
 from quartet.events.load import WorkerLoad
 from quartet.events.publisher import EventPublisher, LoadPacer
 from quartet.kvcache.hand_off import HandOffState
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.rpc.server import RpcServer, Service
-from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES
 from quartet.telemetry.event_loop_lag import monitor_event_loop_lag
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.logging import configure
@@ -139,7 +139,7 @@ class WorkerProcess:
         servicer = WorkerServicer(self._served_model.text_files)
         services = [serving.service, worker_service(servicer), self._transfer_service(source, shm)]
         # A longer message would hold up everybody on a shared stream; it ends the stream that it came on.
-        server = RpcServer(replace(self._config.server, max_receive_message_bytes=MAX_WORKER_MESSAGE_BYTES), services)
+        server = RpcServer(replace(self._config.server, max_receive_message_bytes=MAX_STREAM_MESSAGE_BYTES), services)
         grpc_port = await server.start()
         stack.push_async_callback(server.drain, _STREAMS_GRACE_S)
         publisher = self._publisher()

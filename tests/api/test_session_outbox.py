@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement, SessionLimits, TimeBreakdown, Usage
 from quartet.api.session_columns import Entry, SessionBacklog
-from quartet.api.session_server import MAX_SESSION_MESSAGE_BYTES, SessionOutbox
+from quartet.api.session_server import SessionOutbox
 from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import ConfigError, InvalidRequestError, ServingError, SlowReaderError
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.v1 import router_pb2 as pb
 
 PLACEMENT = ChoicePlacement(choice=1, prefill=None, decode=Rank("decode-0", 0))
@@ -45,7 +46,7 @@ class Owed:
     def take(self) -> pb.SessionResponse:
         message = self.outbox.take()
         assert message is not None
-        assert message.ByteSize() <= MAX_SESSION_MESSAGE_BYTES
+        assert message.ByteSize() <= MAX_STREAM_MESSAGE_BYTES
         return message
 
     def take_all(self) -> list[pb.SessionResponse]:
@@ -138,7 +139,7 @@ def test_choices_and_text_have_columns_where_any_request_has_them() -> None:
 
 def test_a_long_text_goes_out_in_bounded_messages_and_its_end_behind_it() -> None:
     owed, taken = Owed(), Streams()
-    text = "äb" * MAX_SESSION_MESSAGE_BYTES
+    text = "äb" * MAX_STREAM_MESSAGE_BYTES
     owed.outbox.accept(1, ACCEPTED)
     owed.add(1, 0, 0, list(range(1000)), text, ())
     owed.outbox.finish(1, make_finished(), is_last=True)

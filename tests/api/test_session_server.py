@@ -11,9 +11,10 @@ import pytest
 
 from quartet.api.answer import AnswerSink
 from quartet.api.request import ChoiceFinished, SessionLimits, SessionStart, TimeBreakdown, Usage
-from quartet.api.session_server import MAX_SESSION_MESSAGE_BYTES, SessionStream
+from quartet.api.session_server import SessionStream
 from quartet.engine.base import FinishReason
 from quartet.errors import InvalidRequestError, ServingError, StalledStreamError
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.rpc.server import RpcServer, ServerConfig, StalledCalls
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import types_pb2
@@ -130,7 +131,7 @@ class Client:
     async def read(self) -> pb.SessionResponse:
         response = await asyncio.wait_for(self.call.read(), _TIMEOUT_S)
         assert response is not grpc.aio.EOF
-        assert response.ByteSize() <= MAX_SESSION_MESSAGE_BYTES
+        assert response.ByteSize() <= MAX_STREAM_MESSAGE_BYTES
         self.seen.append(response)
         self.has_seen.set()
         return response

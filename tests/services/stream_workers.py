@@ -19,10 +19,10 @@ from quartet.engine.scheduler import SchedulerConfig
 from quartet.engine.step_engine import StepEngine
 from quartet.errors import ServingError
 from quartet.kvcache.layout import HandOff
-from quartet.rpc.channels import create_channel
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES, create_channel
 from quartet.rpc.server import RpcServer, ServerConfig, Service
 from quartet.streams.client import DecodeClient, PrefillClient
-from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES, RequestContext, WorkerStart
+from quartet.streams.messages import RequestContext, WorkerStart
 from quartet.streams.server import StreamLimits
 from quartet.telemetry.metrics import WorkerMetrics
 from quartet.transfer.base import TransferWay
@@ -132,7 +132,7 @@ async def stream_worker(
     pulls.may_serve = asyncio.Event()
     pulls.may_serve.set()
     transfers = Service("quartet.v1.TransferService", lambda server: add_transfer_servicer(pulls, server))
-    server = RpcServer(ServerConfig(max_receive_message_bytes=MAX_WORKER_MESSAGE_BYTES), [service, transfers])
+    server = RpcServer(ServerConfig(max_receive_message_bytes=MAX_STREAM_MESSAGE_BYTES), [service, transfers])
     address = f"127.0.0.1:{await server.start()}"
     source.advertise(address)
     channel = create_channel(address, None)

@@ -10,6 +10,7 @@ import grpc
 
 from quartet.discovery.base import HostIdentity
 from quartet.kvcache.layout import HandOff
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.transfer.base import TransferWay
 from quartet.transfer.source import HandOffTicket
 from quartet.v1 import transfer_pb2 as pb
@@ -102,11 +103,8 @@ def _serialize_request(request: pb.PullRequest) -> bytes:
 # data two times more a side (measured: 0.55 GB/s against 1.05). Field numbers are those of ``transfer.proto``, and a
 # test compares both.
 
-#: A message of the stream is at most this long.
-MAX_MESSAGE_SIZE_BYTES = 1 << 20
-
 #: Tags and lengths around the data: less than 32 bytes for any 32-bit index and 64-bit offset.
-MAX_DATA_SIZE_BYTES = MAX_MESSAGE_SIZE_BYTES - 32
+MAX_DATA_SIZE_BYTES = MAX_STREAM_MESSAGE_BYTES - 32
 
 # A tag is (field number << 3) | wire type; 2 is length-delimited, 0 a varint.
 _RESPONSE_PIECE = 2 << 3 | 2
