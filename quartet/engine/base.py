@@ -15,7 +15,7 @@ from prometheus_client import Metric
 from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
 from quartet.errors import ServingError
 from quartet.events.kv import RankEvents, StoredBlocks
-from quartet.events.step_time import StepTime
+from quartet.events.load import RankCounts
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff, KvLayout
 from quartet.media.items import MediaFile
@@ -185,32 +185,24 @@ class StepLogprobs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineStats:
-    """A snapshot of one data-parallel rank; block counts add up to ``num_total_blocks``.
+class EngineStats(RankCounts):
+    """A snapshot of one data-parallel rank. Where a step runs, what it computes is begun, and still queued.
 
-    Where a step runs, it is included: what it computes is begun, and still queued.
+    Attributes:
+        step_ends_at: when the running step should end, in monotonic seconds; 0: none runs, or it is unknown.
+        num_prompt_steps: steps begun, ever, that compute prompt tokens.
+        num_preemptions: requests that gave their blocks up and were computed again.
+        num_prompt_tokens: prompt tokens computed, ever, not counting cached ones.
+        num_output_tokens: tokens sampled, ever.
+        num_cached_tokens: prompt tokens found in the cache, ever.
     """
 
-    num_running: int = 0
-    num_waiting: int = 0
-    num_queued_prefill_tokens: int = 0  # not computed yet
-    num_unbegun_prefill_tokens: int = 0  # of these, those that are in no step yet; cached ones that wait are counted
-    num_decoding: int = 0  # requests that take one token in every step
-    num_context_tokens: int = 0  # that these have together
-    max_step_tokens: int = 0  # computed in a step; 0: unknown
-    step_ends_at: float = 0.0  # when the running step should end, in monotonic seconds; 0: none runs, or unknown
-    step_time: StepTime | None = None  # as measured; None: too few steps were
-    num_in_use_blocks: int = 0
-    num_held_blocks: int = 0
-    num_cached_blocks: int = 0
-    num_free_blocks: int = 0
-    num_total_blocks: int = 0
-    num_steps: int = 0  # the progress counter: grows with every step that did something
-    num_prompt_steps: int = 0  # begun, ever, that compute prompt tokens
+    step_ends_at: float = 0.0
+    num_prompt_steps: int = 0
     num_preemptions: int = 0
-    num_prompt_tokens: int = 0  # computed, not counting cached ones
+    num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    num_cached_tokens: int = 0  # prompt tokens found in the cache
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.kvcache.layout import BlocksPayload, HandOff, KvLayout
 from quartet.streams import convert
 from quartet.streams.messages import MediaInput, RequestContext, WorkerStart
+from quartet.transfer.grpc.messages import host_from_pb, host_to_pb
 from quartet.v1 import decode_pb2, prefill_pb2, types_pb2, worker_pb2
 from tests.streams import strategies
 
@@ -285,7 +286,7 @@ def test_a_router_has_no_worker_role() -> None:
 
 def test_a_host_survives() -> None:
     host = HostIdentity(boot_id="b", ipc_namespace="ipc:[1]")
-    assert convert.from_host_identity(convert.to_host_identity(host)) == host
+    assert host_from_pb(host_to_pb(host)) == host
 
 
 def test_secrets_do_not_show_in_reprs() -> None:

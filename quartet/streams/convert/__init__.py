@@ -43,12 +43,10 @@ from quartet.streams.convert.media import (
     to_media_size,
 )
 from quartet.streams.convert.workers import (
-    from_host_identity,
     from_transfer_ways,
     from_worker_record,
     from_worker_role,
     rank_load,
-    to_host_identity,
     to_transfer_ways,
     to_worker_record,
     to_worker_role,
@@ -60,7 +58,6 @@ __all__ = [
     "from_finish_reason",
     "from_generation",
     "from_hand_off",
-    "from_host_identity",
     "from_kv_layout",
     "from_media_file",
     "from_media_input",
@@ -83,7 +80,6 @@ __all__ = [
     "to_finish_reason",
     "to_generation",
     "to_hand_off",
-    "to_host_identity",
     "to_kv_layout",
     "to_media_file",
     "to_media_input",

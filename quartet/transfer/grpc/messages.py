@@ -32,6 +32,7 @@ PullMessage: TypeAlias = pb.PullResponse | PiecePart
 
 PullCall: TypeAlias = "grpc.aio.StreamStreamCall[pb.PullRequest, PullMessage]"
 
+#: The ways to move blocks, of pulls and of workers' records.
 WAY_TO_PB = {
     TransferWay.GRPC: pb.TRANSFER_WAY_GRPC,
     TransferWay.SHM: pb.TRANSFER_WAY_SHM,
@@ -84,12 +85,12 @@ def ticket_from_pb(ticket: pb.HandOffTicket) -> HandOffTicket:
 
 
 def host_to_pb(host: HostIdentity) -> pb.HostIdentity:
-    """Where a puller runs."""
+    """Where a puller or a worker runs."""
     return pb.HostIdentity(boot_id=host.boot_id, ipc_namespace=host.ipc_namespace)
 
 
 def host_from_pb(host: pb.HostIdentity) -> HostIdentity:
-    """Where a puller says that it runs; two empty strings where it says nothing."""
+    """Where a puller or a worker says that it runs; two empty strings where it says nothing."""
     return HostIdentity(boot_id=host.boot_id, ipc_namespace=host.ipc_namespace)
 
 
