@@ -1,8 +1,7 @@
 """The discovery seam: what a worker announces, and what a registry promises.
 
 A registry keeps one record per worker alive for as long as the worker keeps its registration, and tells
-watchers what comes, changes and goes. Every implementation (``etcd``, ``file``, ``memory``) passes the same
-conformance suite.
+watchers what comes, changes and goes. Every implementation (``etcd``, ``file``) passes the same conformance suite.
 """
 
 from __future__ import annotations

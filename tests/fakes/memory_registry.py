@@ -1,4 +1,4 @@
-"""A registry within one process: for tests, and for topologies that need no other process."""
+"""A ``Registry`` within one process; it passes the conformance suite of discovery."""
 
 from __future__ import annotations
 
