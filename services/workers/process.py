@@ -27,10 +27,9 @@ from quartet.events.publisher import EventPublisher, LoadPacer
 from quartet.kvcache.hand_off import HandOffState
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.rpc.server import RpcServer, Service
-from quartet.telemetry.event_loop_lag import monitor_event_loop_lag
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.logging import configure
-from quartet.telemetry.metrics import ProcessMetrics, WorkerMetrics
+from quartet.telemetry.metrics import ProcessMetrics, WorkerMetrics, monitor_event_loop_lag
 from quartet.transfer.base import PoolMemory, TransferWay
 from quartet.transfer.grpc.messages import SERVICE as TRANSFER_SERVICE
 from quartet.transfer.grpc.servicer import TransferServicer, add_transfer_servicer
