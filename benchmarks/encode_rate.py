@@ -24,7 +24,7 @@ from benchmarks.stack import Stack
 from quartet.discovery.host import host_identity
 from quartet.media.items import MediaFile, MediaItem, MediaKind
 from quartet.rpc.channels import create_channel
-from quartet.streams.convert.inner import from_encoded_item, to_encode_start
+from quartet.streams.convert.messages import from_encoded_item, to_encode_start
 from quartet.streams.messages import EncodedItem, EncodeStart, RequestContext
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.puller import TransferPuller

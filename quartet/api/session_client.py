@@ -15,7 +15,7 @@ from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import ProtocolError, RouterUnavailableError, ServingError, StalledStreamError
 from quartet.rpc.errors import from_failure
-from quartet.streams.convert.inner import from_token_logprobs
+from quartet.streams.convert.messages import from_token_logprobs
 from quartet.streams.slots import SlotClient
 from quartet.v1 import router_pb2, router_pb2_grpc, types_pb2
 

@@ -21,7 +21,7 @@ from quartet.rpc.errors import from_failure
 from quartet.streams import convert
 from quartet.streams.base import Wakeable
 from quartet.streams.chunks import StartRest, take_chunks
-from quartet.streams.convert.inner import put_decode_start, put_prefill_start, to_signed_decode_start
+from quartet.streams.convert.messages import put_decode_start, put_prefill_start, to_signed_decode_start
 from quartet.streams.messages import (
     DecodeFinished,
     DecodeSink,

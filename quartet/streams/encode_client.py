@@ -15,7 +15,7 @@ from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaSize
 from quartet.rpc.errors import from_rpc_error
 from quartet.streams.chunks import StartRest, take_chunks
-from quartet.streams.convert.inner import from_encode_sized, from_encoded_item, to_encode_start
+from quartet.streams.convert.messages import from_encode_sized, from_encoded_item, to_encode_start
 from quartet.streams.messages import EncodedItem, EncodeStart
 from quartet.v1 import encode_pb2, encode_pb2_grpc, types_pb2
 

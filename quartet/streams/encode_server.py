@@ -18,7 +18,7 @@ from quartet.media.items import MediaSize
 from quartet.rpc.server import StalledCalls
 from quartet.streams.base import Context, ServerStream
 from quartet.streams.chunks import ChunkedStarts
-from quartet.streams.convert.inner import from_encode_start, to_encode_sized, to_encoded_item
+from quartet.streams.convert.messages import from_encode_start, to_encode_sized, to_encoded_item
 from quartet.streams.messages import EncodedItem, EncodeStart
 from quartet.streams.server import StreamLimits
 from quartet.v1 import encode_pb2

@@ -30,7 +30,7 @@ from quartet.errors import (
     SigningKeyUnknownError,
 )
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
-from quartet.streams.convert.inner import put_decode_start
+from quartet.streams.convert.messages import put_decode_start
 from quartet.streams.messages import SignedPlacement, WorkerStart
 from quartet.v1 import decode_pb2
 

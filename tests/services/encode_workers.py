@@ -18,8 +18,8 @@ from quartet.media.items import MediaFile, MediaItem
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES, create_channel
 from quartet.rpc.errors import from_rpc_error
 from quartet.rpc.server import RpcServer, ServerConfig, Service
-from quartet.streams.convert.inner import from_encoded_item, to_encode_start
 from quartet.streams.convert.media import from_media_size
+from quartet.streams.convert.messages import from_encoded_item, to_encode_start
 from quartet.streams.messages import EncodedItem, EncodeStart, RequestContext
 from quartet.streams.server import StreamLimits
 from quartet.telemetry.encode_metrics import EncodeMetrics

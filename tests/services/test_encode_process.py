@@ -20,7 +20,7 @@ from quartet.events.kv import KvBatch
 from quartet.events.load import NumberedLoad
 from quartet.events.subscriber import EventSubscriber
 from quartet.media.media_id import media_hash
-from quartet.streams.convert.inner import to_encode_start
+from quartet.streams.convert.messages import to_encode_start
 from quartet.streams.worker_client import WorkerClient
 from quartet.v1 import encode_pb2, encode_pb2_grpc
 from tests.kvcache.replica import Replica

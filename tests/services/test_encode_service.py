@@ -25,7 +25,7 @@ from quartet.kvcache.layout import EmbeddingsPayload, HandOff
 from quartet.media.items import MediaFile, MediaKind
 from quartet.rpc.errors import from_rpc_error
 from quartet.streams.chunks import take_chunks
-from quartet.streams.convert.inner import to_encode_start
+from quartet.streams.convert.messages import to_encode_start
 from quartet.streams.server import StreamLimits
 from quartet.transfer.source import HandOffTicket
 from quartet.v1 import encode_pb2, types_pb2

@@ -21,7 +21,7 @@ from quartet.errors import (
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import EmbeddingsPayload, OpaquePayload
 from quartet.media.items import MediaFile, MediaKind
-from quartet.streams.convert.inner import from_prefill_result, to_encode_start
+from quartet.streams.convert.messages import from_prefill_result, to_encode_start
 from quartet.v1 import decode_pb2, encode_pb2, prefill_pb2, types_pb2
 from tests.services.encode_workers import EncodeWorker, encode_worker, make_encode_start
 from tests.services.fake_encoder import FakeEncoder, name_of, picture, read, written

@@ -18,7 +18,7 @@ from quartet.kvcache.layout import (
 )
 from quartet.media.items import MediaFile, MediaGrid, MediaItem, MediaKind, MediaSize
 from quartet.streams.convert.hand_off import to_hand_off
-from quartet.streams.convert.inner import (
+from quartet.streams.convert.messages import (
     from_encode_sized,
     from_encode_start,
     from_encoded_item,

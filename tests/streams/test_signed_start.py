@@ -24,7 +24,7 @@ from quartet.errors import (
 )
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.streams import convert
-from quartet.streams.convert.inner import to_signed_decode_start
+from quartet.streams.convert.messages import to_signed_decode_start
 from quartet.streams.messages import RequestContext, SignedPlacement, WorkerStart
 from quartet.streams.signed_start import SignedStartVerifier, SigningKey, sign
 from quartet.v1 import decode_pb2

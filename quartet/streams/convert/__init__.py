@@ -6,7 +6,17 @@ is its path in the message, or ``ProtocolError`` where a peer of ours sent nonse
 
 from quartet.events.wire import from_worker_load, to_worker_load
 from quartet.streams.convert.hand_off import from_hand_off, from_kv_layout, to_hand_off, to_kv_layout
-from quartet.streams.convert.inner import (
+from quartet.streams.convert.media import (
+    from_media_file,
+    from_media_input,
+    from_media_part,
+    from_media_size,
+    to_media_file,
+    to_media_input,
+    to_media_part,
+    to_media_size,
+)
+from quartet.streams.convert.messages import (
     from_decode_start,
     from_engine_finish_reason,
     from_finish_reason,
@@ -31,16 +41,6 @@ from quartet.streams.convert.inner import (
     to_slot_started,
     to_token_logprobs,
     unpack_token_ids,
-)
-from quartet.streams.convert.media import (
-    from_media_file,
-    from_media_input,
-    from_media_part,
-    from_media_size,
-    to_media_file,
-    to_media_input,
-    to_media_part,
-    to_media_size,
 )
 from quartet.streams.convert.workers import (
     from_transfer_ways,

@@ -1,4 +1,7 @@
-"""What to generate, and how tokens are chosen and told."""
+"""The messages of worker streams: what is started on a worker (who asks, what to generate), and what comes back.
+
+The order is that of a request: starts, their parts, outputs, and then the same of the encode hop.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +39,6 @@ from quartet.streams.messages import (
 )
 from quartet.v1 import decode_pb2, encode_pb2, prefill_pb2, types_pb2
 
-
-def to_signed_decode_start(slot: int, signed: SignedPlacement) -> decode_pb2.SignedDecodeStart:
-    """The message that starts at the decode worker what was placed there."""
-    return decode_pb2.SignedDecodeStart(
-        slot=slot, signed_start=signed.signed_start, key_id=signed.key_id, mac=signed.mac
-    )
-
-
 # Fields of presence and of the same name and type on both sides.
 _SCALAR_FIELDS = frozenset(
     {
@@ -59,53 +54,104 @@ _SCALAR_FIELDS = frozenset(
         "ignore_eos",
     }
 )
-
 _NO_LOGPROBS = OutputOptions()
-
 _FINISH_REASONS = {
     FinishReason.STOP_ID: types_pb2.FINISH_REASON_STOP_ID,
     FinishReason.STOP_STRING: types_pb2.FINISH_REASON_STOP_STRING,
     FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: types_pb2.FINISH_REASON_CANCELLED,
 }
-
+_FINISH_REASONS_BACK = {number: reason for reason, number in _FINISH_REASONS.items()}
 _ENGINE_FINISH_REASONS = frozenset({FinishReason.STOP_ID, FinishReason.LENGTH})
 
-_FINISH_REASONS_BACK = {number: reason for reason, number in _FINISH_REASONS.items()}
 
-
-def to_sampling(sampling: Sampling) -> types_pb2.Sampling:
-    """The message; what has its default is left out."""
-    message = types_pb2.Sampling()
-    _put_sampling(message, sampling)
+def to_prefill_start(slot: int, start: WorkerStart) -> prefill_pb2.PrefillStart:
+    """The message, whole; ``hand_off`` is not part of it."""
+    message = prefill_pb2.PrefillStart()
+    put_prefill_start(message, slot, start)
     return message
 
 
-def from_sampling(message: types_pb2.Sampling) -> Sampling:
-    """The parameters; absent fields have their defaults.
-
-    Raises:
-        InvalidRequestError: a value out of range; ``field`` is ``sampling.NAME``.
-    """
-    # Few fields are there: listing them costs half of asking for each.
-    given: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name in _SCALAR_FIELDS}
-    if message.logit_bias:
-        given["logit_bias"] = dict(message.logit_bias)
-    if message.stop_token_ids:
-        given["stop_token_ids"] = tuple(message.stop_token_ids)
-    if message.HasField("guided"):
-        given["guided"] = _from_guided(message.guided)
-    return Sampling(**given)
+def put_prefill_start(into: prefill_pb2.PrefillStart, slot: int, start: WorkerStart) -> None:
+    """Set ``into``, which is empty, as ``to_prefill_start`` would: a message given to another one is copied."""
+    into.slot = slot
+    _put_request_context(into.context, start.context)
+    put_generation(into.generation, start.generation)
+    into.media.extend(map(to_media_input, start.media))
 
 
-def to_output_options(output: OutputOptions) -> types_pb2.OutputOptions:
+def from_prefill_start(message: prefill_pb2.PrefillStart) -> WorkerStart:
+    """A complete start. Raises ``InvalidRequestError``, ``UnsupportedFieldError``."""
+    context = from_request_context(message.context)
+    return WorkerStart(
+        context=context, generation=_required_generation(message, context.choice), media=_media_inputs(message)
+    )
+
+
+def to_decode_start(slot: int, start: WorkerStart) -> decode_pb2.DecodeStart:
+    """The message, whole."""
+    message = decode_pb2.DecodeStart()
+    put_decode_start(message, slot, start)
+    return message
+
+
+def put_decode_start(into: decode_pb2.DecodeStart, slot: int, start: WorkerStart) -> None:
+    """Set ``into``, which is empty, as ``to_decode_start`` would: a message given to another one is copied."""
+    into.slot = slot
+    _put_request_context(into.context, start.context)
+    put_generation(into.generation, start.generation)
+    if start.hand_off is not None:
+        into.hand_off.CopyFrom(to_hand_off(start.hand_off))
+    into.media.extend(map(to_media_input, start.media))
+
+
+def from_decode_start(message: decode_pb2.DecodeStart) -> WorkerStart:
+    """A complete start. Raises ``InvalidRequestError``, ``UnsupportedFieldError``."""
+    context = from_request_context(message.context)
+    return WorkerStart(
+        context=context,
+        generation=_required_generation(message, context.choice),
+        hand_off=from_hand_off(message.hand_off) if message.HasField("hand_off") else None,
+        media=_media_inputs(message),
+    )
+
+
+def to_signed_decode_start(slot: int, signed: SignedPlacement) -> decode_pb2.SignedDecodeStart:
+    """The message that starts at the decode worker what was placed there."""
+    return decode_pb2.SignedDecodeStart(
+        slot=slot, signed_start=signed.signed_start, key_id=signed.key_id, mac=signed.mac
+    )
+
+
+def to_engine_request(id: int, kind: RequestKind, start: WorkerStart) -> EngineRequest:
+    """What the engine is asked for; ``id`` is the caller's, unique in the life of the engine."""
+    return EngineRequest(
+        id=id, kind=kind, generation=start.generation, hand_off=start.hand_off, priority=start.context.priority
+    )
+
+
+def to_request_context(context: RequestContext) -> types_pb2.RequestContext:
     """The message."""
-    return types_pb2.OutputOptions(logprobs=output.logprobs)
+    message = types_pb2.RequestContext()
+    _put_request_context(message, context)
+    return message
 
 
-def from_output_options(message: types_pb2.OutputOptions) -> OutputOptions:
-    """The options. Raises ``InvalidRequestError`` with ``field`` ``output.NAME``."""
-    return OutputOptions(logprobs=message.logprobs) if message.HasField("logprobs") else _NO_LOGPROBS
+def from_request_context(message: types_pb2.RequestContext) -> RequestContext:
+    """The context. Raises ``InvalidRequestError`` with ``field`` ``context.NAME``."""
+    timeout_s = to_non_negative_seconds(message.timeout, "context.timeout") if message.HasField("timeout") else None
+    return RequestContext(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        choice=message.choice,
+        timeout_s=timeout_s,
+        traceparent=message.traceparent,
+        tenant=message.tenant,
+        priority=message.priority,
+        session_key=message.session_key,
+        router_id=message.router_id,
+        router_request_number=message.router_request_number,
+    )
 
 
 def to_generation(generation: Generation) -> types_pb2.Generation:
@@ -164,47 +210,38 @@ def unpack_token_ids(packed: bytes, field: str) -> array[int]:
     return token_ids
 
 
-def to_token_logprobs(logprobs: TokenLogprobs) -> types_pb2.TokenLogprobs:
+def to_sampling(sampling: Sampling) -> types_pb2.Sampling:
+    """The message; what has its default is left out."""
+    message = types_pb2.Sampling()
+    _put_sampling(message, sampling)
+    return message
+
+
+def from_sampling(message: types_pb2.Sampling) -> Sampling:
+    """The parameters; absent fields have their defaults.
+
+    Raises:
+        InvalidRequestError: a value out of range; ``field`` is ``sampling.NAME``.
+    """
+    # Few fields are there: listing them costs half of asking for each.
+    given: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name in _SCALAR_FIELDS}
+    if message.logit_bias:
+        given["logit_bias"] = dict(message.logit_bias)
+    if message.stop_token_ids:
+        given["stop_token_ids"] = tuple(message.stop_token_ids)
+    if message.HasField("guided"):
+        given["guided"] = _from_guided(message.guided)
+    return Sampling(**given)
+
+
+def to_output_options(output: OutputOptions) -> types_pb2.OutputOptions:
     """The message."""
-    return types_pb2.TokenLogprobs(
-        token_id=logprobs.token_id,
-        logprob=logprobs.logprob,
-        top_token_ids=logprobs.top_token_ids,
-        top_logprobs=logprobs.top_logprobs,
-    )
+    return types_pb2.OutputOptions(logprobs=output.logprobs)
 
 
-def from_token_logprobs(message: types_pb2.TokenLogprobs) -> TokenLogprobs:
-    """The log probabilities. Raises ``ProtocolError`` where ids and values are not aligned."""
-    if len(message.top_token_ids) != len(message.top_logprobs):
-        raise ProtocolError("top_token_ids and top_logprobs are not aligned")
-    return TokenLogprobs(
-        token_id=message.token_id,
-        logprob=message.logprob,
-        top_token_ids=tuple(message.top_token_ids),
-        top_logprobs=tuple(message.top_logprobs),
-    )
-
-
-def to_finish_reason(reason: FinishReason) -> types_pb2.FinishReason.ValueType:
-    """The enum's value."""
-    return _FINISH_REASONS[reason]
-
-
-def from_finish_reason(value: types_pb2.FinishReason.ValueType) -> FinishReason:
-    """Why a choice ended well. Raises ``ProtocolError`` for a value that says no such thing."""
-    reason = _FINISH_REASONS_BACK.get(value)
-    if reason is None:
-        raise ProtocolError(f"{value} is no reason for which a generation ends well")
-    return reason
-
-
-def from_engine_finish_reason(value: types_pb2.FinishReason.ValueType) -> FinishReason:
-    """Why an engine ended a generation. Raises ``ProtocolError`` also for what only the API can say."""
-    reason = from_finish_reason(value)
-    if reason not in _ENGINE_FINISH_REASONS:
-        raise ProtocolError(f"{reason} is no reason for which an engine ends a generation")
-    return reason
+def from_output_options(message: types_pb2.OutputOptions) -> OutputOptions:
+    """The options. Raises ``InvalidRequestError`` with ``field`` ``output.NAME``."""
+    return OutputOptions(logprobs=message.logprobs) if message.HasField("logprobs") else _NO_LOGPROBS
 
 
 def to_media_span(span: MediaSpan) -> types_pb2.MediaSpan:
@@ -215,143 +252,6 @@ def to_media_span(span: MediaSpan) -> types_pb2.MediaSpan:
 def from_media_span(message: types_pb2.MediaSpan) -> MediaSpan:
     """Where an item lies. Raises ``InvalidRequestError``, field ``media``, where it lies nowhere."""
     return MediaSpan(message.media_id, message.first_position, message.num_tokens)
-
-
-def _put_sampling(into: types_pb2.Sampling, sampling: Sampling) -> None:
-    into.SetInParent()
-    for name in sampling.changed_fields():
-        if name in _SCALAR_FIELDS:
-            setattr(into, name, getattr(sampling, name))
-    into.logit_bias.update(sampling.logit_bias)
-    into.stop_token_ids.extend(sampling.stop_token_ids)
-    if sampling.guided is not None:
-        setattr(into.guided, sampling.guided.kind.value, sampling.guided.text)
-
-
-def _from_guided(message: types_pb2.GuidedDecoding) -> GuidedDecoding:
-    kind = message.WhichOneof("grammar")
-    if kind is None:
-        raise InvalidRequestError("a grammar must be given", field="sampling.guided")
-    return GuidedDecoding(GrammarKind(kind), getattr(message, kind))
-
-
-# Starts of the worker streams: who asks for what, from which hand-off.
-
-
-def to_request_context(context: RequestContext) -> types_pb2.RequestContext:
-    """The message."""
-    message = types_pb2.RequestContext()
-    _put_request_context(message, context)
-    return message
-
-
-def from_request_context(message: types_pb2.RequestContext) -> RequestContext:
-    """The context. Raises ``InvalidRequestError`` with ``field`` ``context.NAME``."""
-    timeout_s = to_non_negative_seconds(message.timeout, "context.timeout") if message.HasField("timeout") else None
-    return RequestContext(
-        request_id=message.request_id,
-        attempt=message.attempt,
-        choice=message.choice,
-        timeout_s=timeout_s,
-        traceparent=message.traceparent,
-        tenant=message.tenant,
-        priority=message.priority,
-        session_key=message.session_key,
-        router_id=message.router_id,
-        router_request_number=message.router_request_number,
-    )
-
-
-def to_prefill_start(slot: int, start: WorkerStart) -> prefill_pb2.PrefillStart:
-    """The message, whole; ``hand_off`` is not part of it."""
-    message = prefill_pb2.PrefillStart()
-    put_prefill_start(message, slot, start)
-    return message
-
-
-def put_prefill_start(into: prefill_pb2.PrefillStart, slot: int, start: WorkerStart) -> None:
-    """Set ``into``, which is empty, as ``to_prefill_start`` would: a message given to another one is copied."""
-    into.slot = slot
-    _put_request_context(into.context, start.context)
-    put_generation(into.generation, start.generation)
-    into.media.extend(map(to_media_input, start.media))
-
-
-def from_prefill_start(message: prefill_pb2.PrefillStart) -> WorkerStart:
-    """A complete start. Raises ``InvalidRequestError``, ``UnsupportedFieldError``."""
-    context = from_request_context(message.context)
-    return WorkerStart(
-        context=context, generation=_required_generation(message, context.choice), media=_media_inputs(message)
-    )
-
-
-def to_decode_start(slot: int, start: WorkerStart) -> decode_pb2.DecodeStart:
-    """The message, whole."""
-    message = decode_pb2.DecodeStart()
-    put_decode_start(message, slot, start)
-    return message
-
-
-def put_decode_start(into: decode_pb2.DecodeStart, slot: int, start: WorkerStart) -> None:
-    """Set ``into``, which is empty, as ``to_decode_start`` would: a message given to another one is copied."""
-    into.slot = slot
-    _put_request_context(into.context, start.context)
-    put_generation(into.generation, start.generation)
-    if start.hand_off is not None:
-        into.hand_off.CopyFrom(to_hand_off(start.hand_off))
-    into.media.extend(map(to_media_input, start.media))
-
-
-def from_decode_start(message: decode_pb2.DecodeStart) -> WorkerStart:
-    """A complete start. Raises ``InvalidRequestError``, ``UnsupportedFieldError``."""
-    context = from_request_context(message.context)
-    return WorkerStart(
-        context=context,
-        generation=_required_generation(message, context.choice),
-        hand_off=from_hand_off(message.hand_off) if message.HasField("hand_off") else None,
-        media=_media_inputs(message),
-    )
-
-
-def to_engine_request(id: int, kind: RequestKind, start: WorkerStart) -> EngineRequest:
-    """What the engine is asked for; ``id`` is the caller's, unique in the life of the engine."""
-    return EngineRequest(
-        id=id, kind=kind, generation=start.generation, hand_off=start.hand_off, priority=start.context.priority
-    )
-
-
-def _put_request_context(into: types_pb2.RequestContext, context: RequestContext) -> None:
-    into.request_id = context.request_id
-    into.attempt = context.attempt
-    into.choice = context.choice
-    if context.timeout_s is not None:
-        put_duration(into.timeout, context.timeout_s)
-    into.traceparent = context.traceparent
-    into.tenant = context.tenant
-    into.priority = context.priority
-    into.session_key = context.session_key
-    into.router_id = context.router_id
-    into.router_request_number = context.router_request_number
-
-
-def _media_inputs(message: prefill_pb2.PrefillStart | decode_pb2.DecodeStart) -> tuple[MediaInput, ...]:
-    media = tuple(from_media_input(item, f"media[{index}]") for index, item in enumerate(message.media))
-    num_files = sum(isinstance(item.source, MediaFile) for item in media)
-    if num_files not in (0, len(media)):
-        raise InvalidRequestError("a start has media files or hand-offs, not both", field="media")
-    if media and len(message.generation.media) != (0 if num_files else len(media)):
-        what = "files come without spans" if num_files else "each hand-off takes a span"
-        raise InvalidRequestError(what, field="generation.media")
-    return media
-
-
-def _required_generation(message: prefill_pb2.PrefillStart | decode_pb2.DecodeStart, choice: int) -> Generation:
-    if not message.HasField("generation"):
-        raise InvalidRequestError("generation is missing", field="generation")
-    return from_generation(message.generation, choice=choice)
-
-
-# Outputs of the worker streams beside the tokens themselves.
 
 
 def to_slot_started(slot: int, started: Started, num_prompt_tokens: int = 0) -> decode_pb2.SlotStarted:
@@ -380,6 +280,28 @@ def from_slot_started(message: decode_pb2.SlotStarted) -> DecodeStarted:
 def to_slot_logprobs(slot: int, logprobs: Sequence[TokenLogprobs]) -> decode_pb2.SlotLogprobs:
     """The message."""
     return decode_pb2.SlotLogprobs(slot=slot, tokens=[to_token_logprobs(entry) for entry in logprobs])
+
+
+def to_token_logprobs(logprobs: TokenLogprobs) -> types_pb2.TokenLogprobs:
+    """The message."""
+    return types_pb2.TokenLogprobs(
+        token_id=logprobs.token_id,
+        logprob=logprobs.logprob,
+        top_token_ids=logprobs.top_token_ids,
+        top_logprobs=logprobs.top_logprobs,
+    )
+
+
+def from_token_logprobs(message: types_pb2.TokenLogprobs) -> TokenLogprobs:
+    """The log probabilities. Raises ``ProtocolError`` where ids and values are not aligned."""
+    if len(message.top_token_ids) != len(message.top_logprobs):
+        raise ProtocolError("top_token_ids and top_logprobs are not aligned")
+    return TokenLogprobs(
+        token_id=message.token_id,
+        logprob=message.logprob,
+        top_token_ids=tuple(message.top_token_ids),
+        top_logprobs=tuple(message.top_logprobs),
+    )
 
 
 def to_prefill_result(
@@ -423,12 +345,25 @@ def from_prefill_result(message: prefill_pb2.PrefillResult) -> PrefillOutcome:
     )
 
 
-def _expanded_prompt(message: prefill_pb2.PrefillResult) -> Sequence[int]:
-    packed = message.prompt_token_ids
-    return unpack_token_ids(packed, "prompt_token_ids") if packed else ()
+def to_finish_reason(reason: FinishReason) -> types_pb2.FinishReason.ValueType:
+    """The enum's value."""
+    return _FINISH_REASONS[reason]
 
 
-# The encode hop: what is started on an encode worker, and what comes back.
+def from_finish_reason(value: types_pb2.FinishReason.ValueType) -> FinishReason:
+    """Why a choice ended well. Raises ``ProtocolError`` for a value that says no such thing."""
+    reason = _FINISH_REASONS_BACK.get(value)
+    if reason is None:
+        raise ProtocolError(f"{value} is no reason for which a generation ends well")
+    return reason
+
+
+def from_engine_finish_reason(value: types_pb2.FinishReason.ValueType) -> FinishReason:
+    """Why an engine ended a generation. Raises ``ProtocolError`` also for what only the API can say."""
+    reason = from_finish_reason(value)
+    if reason not in _ENGINE_FINISH_REASONS:
+        raise ProtocolError(f"{reason} is no reason for which an engine ends a generation")
+    return reason
 
 
 def to_encode_start(start: EncodeStart) -> encode_pb2.EncodeStart:
@@ -478,6 +413,60 @@ def from_encoded_item(message: encode_pb2.EncodedItem) -> EncodedItem:
         queue_s=to_seconds(message.queue),
         compute_s=to_seconds(message.compute),
     )
+
+
+def _put_request_context(into: types_pb2.RequestContext, context: RequestContext) -> None:
+    into.request_id = context.request_id
+    into.attempt = context.attempt
+    into.choice = context.choice
+    if context.timeout_s is not None:
+        put_duration(into.timeout, context.timeout_s)
+    into.traceparent = context.traceparent
+    into.tenant = context.tenant
+    into.priority = context.priority
+    into.session_key = context.session_key
+    into.router_id = context.router_id
+    into.router_request_number = context.router_request_number
+
+
+def _put_sampling(into: types_pb2.Sampling, sampling: Sampling) -> None:
+    into.SetInParent()
+    for name in sampling.changed_fields():
+        if name in _SCALAR_FIELDS:
+            setattr(into, name, getattr(sampling, name))
+    into.logit_bias.update(sampling.logit_bias)
+    into.stop_token_ids.extend(sampling.stop_token_ids)
+    if sampling.guided is not None:
+        setattr(into.guided, sampling.guided.kind.value, sampling.guided.text)
+
+
+def _from_guided(message: types_pb2.GuidedDecoding) -> GuidedDecoding:
+    kind = message.WhichOneof("grammar")
+    if kind is None:
+        raise InvalidRequestError("a grammar must be given", field="sampling.guided")
+    return GuidedDecoding(GrammarKind(kind), getattr(message, kind))
+
+
+def _media_inputs(message: prefill_pb2.PrefillStart | decode_pb2.DecodeStart) -> tuple[MediaInput, ...]:
+    media = tuple(from_media_input(item, f"media[{index}]") for index, item in enumerate(message.media))
+    num_files = sum(isinstance(item.source, MediaFile) for item in media)
+    if num_files not in (0, len(media)):
+        raise InvalidRequestError("a start has media files or hand-offs, not both", field="media")
+    if media and len(message.generation.media) != (0 if num_files else len(media)):
+        what = "files come without spans" if num_files else "each hand-off takes a span"
+        raise InvalidRequestError(what, field="generation.media")
+    return media
+
+
+def _required_generation(message: prefill_pb2.PrefillStart | decode_pb2.DecodeStart, choice: int) -> Generation:
+    if not message.HasField("generation"):
+        raise InvalidRequestError("generation is missing", field="generation")
+    return from_generation(message.generation, choice=choice)
+
+
+def _expanded_prompt(message: prefill_pb2.PrefillResult) -> Sequence[int]:
+    packed = message.prompt_token_ids
+    return unpack_token_ids(packed, "prompt_token_ids") if packed else ()
 
 
 def _from_encode_item(message: encode_pb2.EncodeItem, field: str) -> MediaItem:
