@@ -1,4 +1,8 @@
-"""A router's side of a session: many requests by slot, one writer, exactly one end a start."""
+"""A router's end of a session: many requests by slot, one writer, exactly one end for each start.
+
+No request waits for its session's reader. What gathers between two messages goes out in one; for a reader that is too
+slow even for that, it is merged by choice and bounded by request.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +37,16 @@ from quartet.streams.base import ServerStream, Wakeable
 from quartet.streams.outbox import ENTRY_BYTES, ROOM_BYTES
 from quartet.v1 import router_pb2 as pb
 
+#: Begins a request whose answer goes to the sink; raises ``ServingError`` where it can't.
+Begin: TypeAlias = Callable[[SessionStart, AnswerSink], SessionRun]
+SideT = TypeVar("SideT", pb.SessionAccepted, pb.SessionPlaced, pb.SessionFinished, pb.SessionFailure)
+
 # To come back to another router, or to the next one at this address.
 _DRAINING_RETRY_DELAY_S = 1.0
 
 # The event loop's timers count milliseconds: for less than half of one none is set.
 _TIMER_RESOLUTION_S = 0.0005
-
-#: Begins a request whose answer goes to the sink; raises ``ServingError`` where it can't.
-Begin: TypeAlias = Callable[[SessionStart, AnswerSink], SessionRun]
+_MAX_UNSEEN_ENTRIES = 4096
 
 
 class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
@@ -139,95 +145,6 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
         self._requests.none_runs.clear()
         if self._requests.runs:
             await self._requests.none_runs.wait()
-
-
-@dataclass
-class _Requests:
-    """Those of one session: ``by_slot`` such as have no end yet, ``runs`` such as still may hold something.
-
-    ``none_runs`` is set when the last of these ends.
-    """
-
-    by_slot: dict[int, _Request] = field(default_factory=dict)
-    runs: dict[_Request, SessionRun] = field(default_factory=dict)
-    none_runs: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-class _Request:
-    """Brings one request's answer to the outbox, until it has its end there."""
-
-    # There are thousands, and a token finds each of them cold: without a dictionary they lie closer together.
-    __slots__ = ("_entries", "_is_over", "_num_open", "_outbox", "_requests", "_slot", "is_cancelled")
-
-    def __init__(self, asked: SessionStart, outbox: SessionOutbox, requests: _Requests) -> None:
-        """It leaves ``requests`` with its end."""
-        self.is_cancelled = False
-        self._slot = asked.slot
-        self._num_open = asked.start.num_choices if asked.resume is None else 1
-        self._outbox = outbox
-        self._entries = outbox.entries
-        self._requests = requests
-        self._is_over = False
-
-    def accept(self, accepted: Accepted) -> None:
-        """The first of its choices is placed."""
-        if not self._is_over:
-            self._outbox.accept(self._slot, accepted)
-
-    def place(self, placement: ChoicePlacement) -> None:
-        """One more of them is."""
-        if not self._is_over:
-            self._outbox.place(self._slot, placement)
-
-    def add(
-        self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
-    ) -> None:
-        """More of one choice."""
-        if self._is_over:
-            return
-        entries = self._entries
-        entries.append((self._slot, choice, token_offset, token_ids, text, logprobs))
-        if len(entries) >= self._outbox.look_at:
-            self._outbox.look()
-
-    def finish(self, finished: ChoiceFinished) -> None:
-        """One choice has ended: with the last one the request has, for the client."""
-        if self._is_over:
-            return
-        self._num_open -= 1
-        is_last = self._num_open == 0
-        if is_last:
-            self._leave()
-        self._outbox.finish(self._slot, finished, is_last=is_last)
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Nothing runs any more."""
-        del self._requests.runs[self]
-        if not self._requests.runs:
-            self._requests.none_runs.set()
-        if not self._is_over:
-            assert error is not None, "it ends with its last choice, or badly"
-            self._leave()
-            self._outbox.fail(self._slot, error)
-
-    def silence(self) -> None:
-        """The client has its end, or is gone: whatever still comes goes nowhere."""
-        self._is_over = True
-
-    def _leave(self) -> None:
-        self._is_over = True
-        del self._requests.by_slot[self._slot]
-
-
-# What a router owes one session: everybody's deltas and side messages, until the stream takes them.
-#
-# Nobody waits for a session. What gathers between two messages goes out in one; for a reader that is too slow for
-# that,
-# it is merged by choice and bounded by request.
-
-SideT = TypeVar("SideT", pb.SessionAccepted, pb.SessionPlaced, pb.SessionFinished, pb.SessionFailure)
-
-_MAX_UNSEEN_ENTRIES = 4096
 
 
 class SessionOutbox(Wakeable):
@@ -376,6 +293,84 @@ class SessionOutbox(Wakeable):
         self._wake()
         # The stream takes them before long: until then there is nothing to be done about more.
         self.look_at = len(self.entries) + self._max_unseen
+
+
+@dataclass
+class _Requests:
+    """Those of one session: ``by_slot`` such as have no end yet, ``runs`` such as still may hold something.
+
+    ``none_runs`` is set when the last of these ends.
+    """
+
+    by_slot: dict[int, _Request] = field(default_factory=dict)
+    runs: dict[_Request, SessionRun] = field(default_factory=dict)
+    none_runs: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class _Request:
+    """Brings one request's answer to the outbox, until it has its end there."""
+
+    # There are thousands, and a token finds each of them cold: without a dictionary they lie closer together.
+    __slots__ = ("_entries", "_is_over", "_num_open", "_outbox", "_requests", "_slot", "is_cancelled")
+
+    def __init__(self, asked: SessionStart, outbox: SessionOutbox, requests: _Requests) -> None:
+        """It leaves ``requests`` with its end."""
+        self.is_cancelled = False
+        self._slot = asked.slot
+        self._num_open = asked.start.num_choices if asked.resume is None else 1
+        self._outbox = outbox
+        self._entries = outbox.entries
+        self._requests = requests
+        self._is_over = False
+
+    def accept(self, accepted: Accepted) -> None:
+        """The first of its choices is placed."""
+        if not self._is_over:
+            self._outbox.accept(self._slot, accepted)
+
+    def place(self, placement: ChoicePlacement) -> None:
+        """One more of them is."""
+        if not self._is_over:
+            self._outbox.place(self._slot, placement)
+
+    def add(
+        self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        """More of one choice."""
+        if self._is_over:
+            return
+        entries = self._entries
+        entries.append((self._slot, choice, token_offset, token_ids, text, logprobs))
+        if len(entries) >= self._outbox.look_at:
+            self._outbox.look()
+
+    def finish(self, finished: ChoiceFinished) -> None:
+        """One choice has ended: with the last one the request has, for the client."""
+        if self._is_over:
+            return
+        self._num_open -= 1
+        is_last = self._num_open == 0
+        if is_last:
+            self._leave()
+        self._outbox.finish(self._slot, finished, is_last=is_last)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Nothing runs any more."""
+        del self._requests.runs[self]
+        if not self._requests.runs:
+            self._requests.none_runs.set()
+        if not self._is_over:
+            assert error is not None, "it ends with its last choice, or badly"
+            self._leave()
+            self._outbox.fail(self._slot, error)
+
+    def silence(self) -> None:
+        """The client has its end, or is gone: whatever still comes goes nowhere."""
+        self._is_over = True
+
+    def _leave(self) -> None:
+        self._is_over = True
+        del self._requests.by_slot[self._slot]
 
 
 def _first(pending: deque[SideT], held: Container[int], room: int) -> tuple[list[SideT], int]:

@@ -1,4 +1,4 @@
-"""A watch that a task feeds: the same for every registry."""
+"""The watch of every registry: a task feeds it what the registry holds, and its reader gets the differences."""
 
 from __future__ import annotations
 
@@ -74,14 +74,12 @@ class LiveWatch:
             raise DiscoveryError(f"the watch broke: {cause!r}") from cause
 
 
-# What one watch knows against what its reader was told; pure.
-#
-# Differences are worked out when the reader asks. So nothing queues up behind a slow reader, and after a broken
-# connection a fresh list turns into exactly the events that the reader missed.
-
-
 class WorkerSet:
-    """The workers as known, and which of them the reader has yet to hear about."""
+    """The workers as known, and which of them the reader has not been told about; pure.
+
+    Differences are worked out when the reader asks for the next one. So nothing queues up behind a slow reader, and
+    after a broken connection a fresh list turns into exactly the events that the reader missed.
+    """
 
     def __init__(self) -> None:
         self._known: dict[WorkerKey, WorkerRecord] = {}

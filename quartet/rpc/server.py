@@ -1,4 +1,8 @@
-"""A gRPC server as every service runs it: one port with health, reflection, channelz, TLS, and a bounded end."""
+"""A gRPC server as every service runs it: one port with health, reflection, channelz, TLS, and a bounded end.
+
+``ServingInterceptor`` is on the way of every call: it checks the caller's audience, counts calls, refuses them while
+the server drains, and turns errors into statuses. ``StalledCalls`` ends calls whose client takes nothing.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +35,21 @@ from quartet.rpc.errors import abort
 
 logger = logging.getLogger(__name__)
 
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+# gRPC's own types: a request (or an iterator of them) and a response are whatever the method's (de)serializers say.
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+_Behavior: TypeAlias = Callable[[Any, _Context], Any]
+_Deserializer: TypeAlias = Callable[[bytes], Any]
+
 # Telling health watchers waits for their connections; a drain doesn't wait longer for them than this.
 _HEALTH_CHANGE_TIMEOUT_S = 1.0
 
 # Calls that were cut clean up after themselves; the server doesn't wait longer for them than this.
 _CUT_TIMEOUT_S = 5.0
-
+_MAX_POLL_INTERVAL_S = 1.0
+_MIN_POLLS = 4
 _HEALTH_SERVICE = "grpc.health.v1.Health"
-
 _CHANNELZ_SERVICE = "grpc.channelz.v1.Channelz"
 
 
@@ -81,7 +92,7 @@ class ServerConfig:
 
     @property
     def is_open(self) -> bool:
-        """Whether others than processes of this host may be served: by certificates, or by an explicit word."""
+        """Whether callers from other hosts may be served: with certificates, or because ``insecure`` allows it."""
         return self.tls is not None or self.insecure
 
     def check_beside(self, address: str, field: str) -> ListenAddress:
@@ -170,8 +181,8 @@ class RpcServer:
     async def drain(self, grace_s: float) -> None:
         """Say NOT_SERVING, refuse new calls (``DrainingError``), let running ones end for ``grace_s``, cut the rest.
 
-        Ends soon after the last call; watchers of health don't hold it up. May be called again, also meanwhile: the
-        shorter grace counts.
+        Returns soon after the last call; watchers of health don't delay it. It may be called again, also while it runs:
+        the shorter grace counts.
         """
         self._calls.is_draining = True
         await self.set_not_serving_for_good()
@@ -223,190 +234,10 @@ class RpcServer:
             raise ConfigError(f"address: cannot listen on {address}: is it this host's, and free?") from error
 
 
-def _options(config: ServerConfig) -> list[tuple[str, int]]:
-    return [
-        # By default part of a burst of 1000 calls is silently answered CANCELLED; admission is the services' own.
-        ("grpc.server.max_pending_requests", 100_000),
-        ("grpc.server.max_pending_requests_hard_limit", 200_000),
-        # Clients that ping more often than this get GOAWAY, and ours ping every 10 s.
-        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
-        ("grpc.keepalive_permit_without_calls", 1),
-        # A client whose host died must not hold its requests' blocks.
-        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.max_receive_message_length", config.max_receive_message_bytes),
-        ("grpc.max_send_message_length", -1),
-        # Else a second server on the same port starts, and the kernel gives it half of the connections.
-        ("grpc.so_reuseport", 0),
-    ]
-
-
-def _with_port(address: str, port: int) -> str:
-    return f"{address.rpartition(':')[0]}:{port}"
-
-
-# What every call passes: audience, drain and count of calls; malformed messages and errors become statuses.
-#
-# Costs are per call, not per message; a method's handler is wrapped once. Made by hand because OpenTelemetry's ready-
-# made
-# interceptor breaks streaming handlers that use ``context.write``.
-
-_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-# gRPC's own types: a request (or an iterator of them) and a response are whatever the method's (de)serializers say.
-_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-
-_Behavior: TypeAlias = Callable[[Any, _Context], Any]
-
-_Deserializer: TypeAlias = Callable[[bytes], Any]
-
-
-class CallCounter:
-    """Calls that run now, and whether new ones are taken.
-
-    Health, reflection and channelz are left out: they answer until the end, and may stay open for ever.
-    """
-
-    def __init__(self) -> None:
-        self.num_active = 0
-        self.is_draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    def enter(self, context: _Context) -> None:
-        """Count a call until its status has been sent. Raises ``DrainingError`` once ``is_draining`` is set."""
-        if self.is_draining:
-            raise DrainingError("the server is going away")
-        self.num_active += 1
-        self._idle.clear()
-        context.add_done_callback(self._leave)  # type: ignore[arg-type]  # the stubs forgot that it is a Protocol
-
-    async def wait_idle(self) -> None:
-        """Return when no call runs."""
-        await self._idle.wait()
-
-    def _leave(self, ctx: _Context) -> None:
-        self.num_active -= 1
-        if self.num_active == 0:
-            self._idle.set()
-
-
-class ServingInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every handler, whether it yields its responses, writes them, or works on raw bytes.
-
-    A ``ServingError`` becomes its status; a message that can't be parsed INVALID_ARGUMENT; anything unexpected
-    INTERNAL, which leaks nothing. Cancellation passes through, and a generator is always closed.
-    """
-
-    def __init__(self, gate: Gate | None, calls: CallCounter) -> None:
-        """``gate`` is ``None`` where everybody may call everything: without TLS."""
-        self._gate = gate
-        self._calls = calls
-        self._wrapped: dict[str, _Handler] = {}
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> _Handler | None:
-        """The method's handler, wrapped; ``None`` (gRPC answers UNIMPLEMENTED) where there is none."""
-        method = str(handler_call_details.method)
-        wrapped = self._wrapped.get(method)
-        if wrapped is None:
-            handler = await continuation(handler_call_details)
-            if handler is None:
-                return None
-            wrapped = self._wrapped[method] = self._wrap(method, handler)
-        return wrapped
-
-    def _wrap(self, method: str, handler: _Handler) -> _Handler:
-        behavior, make_handler = _parts(handler)
-        parse = _parser(handler.request_deserializer)
-        respond = _writer(behavior) if inspect.isasyncgenfunction(behavior) else behavior
-        is_counted = not method.startswith("/grpc.")
-
-        async def serve(request: Any, context: _Context) -> Any:
-            try:
-                if is_counted:
-                    self._calls.enter(context)
-                if self._gate is not None:
-                    self._gate.check(method, context.auth_context())
-                return await respond(request if handler.request_streaming else parse(request), context)
-            except grpc.aio.AbortError:
-                raise
-            except Exception as error:  # noqa: BLE001 - the call ends here; `abort` logs what is not a ServingError
-                return await abort(context, error)
-
-        # A lone request is parsed in `serve`, where a failure gets a status; those of a stream where they are read.
-        return make_handler(serve, parse if handler.request_streaming else None, handler.response_serializer)
-
-
-def _parts(handler: _Handler) -> tuple[_Behavior, Callable[..., _Handler]]:
-    if handler.request_streaming and handler.response_streaming:
-        return handler.stream_stream, grpc.stream_stream_rpc_method_handler  # type: ignore[return-value]
-    if handler.request_streaming:
-        return handler.stream_unary, grpc.stream_unary_rpc_method_handler  # type: ignore[return-value]
-    if handler.response_streaming:
-        return handler.unary_stream, grpc.unary_stream_rpc_method_handler  # type: ignore[return-value]
-    return handler.unary_unary, grpc.unary_unary_rpc_method_handler  # type: ignore[return-value]
-
-
-def _parser(deserialize: _Deserializer | None) -> _Deserializer:
-    def parse(message: bytes) -> Any:
-        try:
-            return message if deserialize is None else deserialize(message)
-        except DecodeError as error:
-            raise ProtocolError("the message is malformed") from error
-
-    return parse
-
-
-def _writer(generate: _Behavior) -> _Behavior:
-    async def write_all(request: Any, context: _Context) -> None:
-        # Closed also when the call is cancelled in `write`: its `finally` blocks free what the request held.
-        async with aclosing(generate(request, context)) as responses:
-            async for response in responses:
-                await context.write(response)
-
-    return write_all
-
-
-# Calls whose client takes nothing: it still answers gRPC's pings, so gRPC itself never ends them.
-
-_MAX_POLL_INTERVAL_S = 1.0
-
-_MIN_POLLS = 4
-
-
-class WatchedCall:
-    """The writes of one call, bounded by the ``StalledCalls`` that made it."""
-
-    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], task: asyncio.Task[Any]) -> None:
-        """``task`` writes to ``context``."""
-        self.is_stalled = False
-        self._context = context
-        self._task = task
-        self._num_polls: int | None = None  # since the write under way began; None: there is none
-
-    async def write(self, message: Any) -> None:
-        """Write ``message``; returns when the client has room for the next one."""
-        self._num_polls = 0
-        await self._context.write(message)
-        self._num_polls = None
-
-    def poll(self, max_polls: int) -> None:
-        """End the call if one write has lasted for more than ``max_polls`` polls."""
-        if self._num_polls is None or self.is_stalled:
-            return
-        self._num_polls += 1
-        if self._num_polls > max_polls:
-            self.is_stalled = True
-            self._task.cancel()
-
-
 class StalledCalls:
     """Bounds the time that one write may take. One timer for all calls costs less than one for each message.
+
+    A client that reads nothing still answers gRPC's pings, so gRPC itself never ends its call.
 
     Time is counted in polls: while this process gets no CPU no poll runs, and no client is blamed for it.
     """
@@ -449,3 +280,165 @@ class StalledCalls:
             call.poll(self._max_polls)
         if self._calls:
             self._set_timer()
+
+
+class WatchedCall:
+    """The writes of one call, bounded by the ``StalledCalls`` that made it."""
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], task: asyncio.Task[Any]) -> None:
+        """``task`` writes to ``context``."""
+        self.is_stalled = False
+        self._context = context
+        self._task = task
+        self._num_polls: int | None = None  # since the write under way began; None: there is none
+
+    async def write(self, message: Any) -> None:
+        """Write ``message``; returns when the client has room for the next one."""
+        self._num_polls = 0
+        await self._context.write(message)
+        self._num_polls = None
+
+    def poll(self, max_polls: int) -> None:
+        """End the call if one write has lasted for more than ``max_polls`` polls."""
+        if self._num_polls is None or self.is_stalled:
+            return
+        self._num_polls += 1
+        if self._num_polls > max_polls:
+            self.is_stalled = True
+            self._task.cancel()
+
+
+class CallCounter:
+    """Counts the calls that run now, and refuses new ones during a drain.
+
+    Calls of health, reflection and channelz are not counted: they answer until the end, and may stay open for ever.
+    """
+
+    def __init__(self) -> None:
+        self.num_active = 0
+        self.is_draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def enter(self, context: _Context) -> None:
+        """Count a call until its status has been sent. Raises ``DrainingError`` once ``is_draining`` is set."""
+        if self.is_draining:
+            raise DrainingError("the server is going away")
+        self.num_active += 1
+        self._idle.clear()
+        context.add_done_callback(self._leave)  # type: ignore[arg-type]  # the stubs forgot that it is a Protocol
+
+    async def wait_idle(self) -> None:
+        """Return when no call runs."""
+        await self._idle.wait()
+
+    def _leave(self, ctx: _Context) -> None:
+        self.num_active -= 1
+        if self.num_active == 0:
+            self._idle.set()
+
+
+class ServingInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps every handler once, whether it yields its responses, writes them, or works on raw bytes.
+
+    It costs something for each call, nothing for a message. It is made by hand because OpenTelemetry's ready-made
+    interceptor breaks streaming handlers that use ``context.write``.
+
+    A ``ServingError`` becomes its status; a message that can't be parsed INVALID_ARGUMENT; anything unexpected
+    INTERNAL, which leaks nothing. Cancellation passes through, and a generator is always closed.
+    """
+
+    def __init__(self, gate: Gate | None, calls: CallCounter) -> None:
+        """``gate`` is ``None`` without TLS: every caller may call everything."""
+        self._gate = gate
+        self._calls = calls
+        self._wrapped: dict[str, _Handler] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Handler | None:
+        """The method's handler, wrapped; ``None`` (gRPC answers UNIMPLEMENTED) where there is none."""
+        method = str(handler_call_details.method)
+        wrapped = self._wrapped.get(method)
+        if wrapped is None:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None
+            wrapped = self._wrapped[method] = self._wrap(method, handler)
+        return wrapped
+
+    def _wrap(self, method: str, handler: _Handler) -> _Handler:
+        behavior, make_handler = _parts(handler)
+        parse = _parser(handler.request_deserializer)
+        respond = _writer(behavior) if inspect.isasyncgenfunction(behavior) else behavior
+        is_counted = not method.startswith("/grpc.")
+
+        async def serve(request: Any, context: _Context) -> Any:
+            try:
+                if is_counted:
+                    self._calls.enter(context)
+                if self._gate is not None:
+                    self._gate.check(method, context.auth_context())
+                return await respond(request if handler.request_streaming else parse(request), context)
+            except grpc.aio.AbortError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the call ends here; `abort` logs what is not a ServingError
+                return await abort(context, error)
+
+        # A lone request is parsed in `serve`, where a failure gets a status; those of a stream where they are read.
+        return make_handler(serve, parse if handler.request_streaming else None, handler.response_serializer)
+
+
+def _options(config: ServerConfig) -> list[tuple[str, int]]:
+    return [
+        # By default part of a burst of 1000 calls is silently answered CANCELLED; admission is the services' own.
+        ("grpc.server.max_pending_requests", 100_000),
+        ("grpc.server.max_pending_requests_hard_limit", 200_000),
+        # Clients that ping more often than this get GOAWAY, and ours ping every 10 s.
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # A client whose host died must not hold its requests' blocks.
+        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_receive_message_length", config.max_receive_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        # Else a second server on the same port starts, and the kernel gives it half of the connections.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def _with_port(address: str, port: int) -> str:
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+def _parts(handler: _Handler) -> tuple[_Behavior, Callable[..., _Handler]]:
+    if handler.request_streaming and handler.response_streaming:
+        return handler.stream_stream, grpc.stream_stream_rpc_method_handler  # type: ignore[return-value]
+    if handler.request_streaming:
+        return handler.stream_unary, grpc.stream_unary_rpc_method_handler  # type: ignore[return-value]
+    if handler.response_streaming:
+        return handler.unary_stream, grpc.unary_stream_rpc_method_handler  # type: ignore[return-value]
+    return handler.unary_unary, grpc.unary_unary_rpc_method_handler  # type: ignore[return-value]
+
+
+def _parser(deserialize: _Deserializer | None) -> _Deserializer:
+    def parse(message: bytes) -> Any:
+        try:
+            return message if deserialize is None else deserialize(message)
+        except DecodeError as error:
+            raise ProtocolError("the message is malformed") from error
+
+    return parse
+
+
+def _writer(generate: _Behavior) -> _Behavior:
+    async def write_all(request: Any, context: _Context) -> None:
+        # Closed also when the call is cancelled in `write`: its `finally` blocks free what the request held.
+        async with aclosing(generate(request, context)) as responses:
+            async for response in responses:
+                await context.write(response)
+
+    return write_all

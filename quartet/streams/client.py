@@ -1,4 +1,8 @@
-"""Decodes and prefills on one worker: starts go up, outputs come down to their calls."""
+"""Decodes and prefills on one worker, as a router or a direct client runs them.
+
+Starts go up on one stream, outputs come down to their calls. Beside them stand what both users of the stream need: a
+wait that gives up on a silent worker, and what a failed attempt means for the next one.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +36,22 @@ from quartet.streams.messages import (
 )
 from quartet.streams.slots import SlotClient
 from quartet.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
+
+#: Trying again elsewhere would end the same way, or nobody waits any more.
+FINAL = (
+    errors.InvalidRequestError,
+    errors.ProtocolError,
+    errors.MessageTooLargeError,
+    errors.ModelNotFoundError,
+    errors.PermissionDeniedError,
+    errors.UnauthenticatedError,
+    errors.UnimplementedError,
+    errors.RequestTimeoutError,
+)
+
+#: No room just now.
+_CAPACITY = (errors.OutOfBlocksError, errors.QueueFullError)
+_FIRST_PAUSE_S, _PAUSE_GROWTH, _MAX_PAUSE_S = 0.02, 4.0, 1.0
 
 # A stream of a single start lasts as long as its request may, and a little longer: its end has to be told. So long at
 # most where nothing is said of that.
@@ -324,45 +344,6 @@ def has_files(start: WorkerStart) -> bool:
     return any(isinstance(item.source, MediaFile) for item in start.media)
 
 
-def _alone_for_s(start: WorkerStart) -> float:
-    timeout_s = start.context.timeout_s
-    return _MAX_ALONE_S if timeout_s is None else timeout_s + _LAST_WORDS_S
-
-
-def _decode_messages(slot: int, start: WorkerStart) -> list[decode_pb2.DecodeRequest]:
-    message = decode_pb2.DecodeRequest()
-    put_decode_start(message.start, slot, start)
-    return [message, *map(_decode_rest, take_chunks(message.start))]
-
-
-def _prefill_messages(slot: int, start: WorkerStart) -> list[prefill_pb2.PrefillRequest]:
-    message = prefill_pb2.PrefillRequest()
-    put_prefill_start(message.start, slot, start)
-    return [message, *map(_prefill_rest, take_chunks(message.start))]
-
-
-def _signed_message(slot: int, placement: SignedPlacement) -> decode_pb2.DecodeRequest:
-    message = decode_pb2.DecodeRequest(signed_start=to_signed_decode_start(slot, placement))
-    if message.ByteSize() > MAX_STREAM_MESSAGE_BYTES:
-        raise MessageTooLargeError("a signed start exceeds 1 MiB")
-    return message
-
-
-def _decode_rest(part: StartRest) -> decode_pb2.DecodeRequest:
-    if isinstance(part, types_pb2.StartChunk):
-        return decode_pb2.DecodeRequest(chunk=part)
-    return decode_pb2.DecodeRequest(start_done=part)
-
-
-def _prefill_rest(part: StartRest) -> prefill_pb2.PrefillRequest:
-    if isinstance(part, types_pb2.StartChunk):
-        return prefill_pb2.PrefillRequest(chunk=part)
-    return prefill_pb2.PrefillRequest(start_done=part)
-
-
-# Waits for the end of a decode, but not for a worker that is silent.
-
-
 class RunningDecode(Protocol):
     """A decode under way."""
 
@@ -400,26 +381,6 @@ async def outcome_in_time(
                 raise
 
 
-# What a failed attempt means for the next one, whoever counts the attempts; pure.
-
-#: Trying again elsewhere would end the same way, or nobody waits any more.
-FINAL = (
-    errors.InvalidRequestError,
-    errors.ProtocolError,
-    errors.MessageTooLargeError,
-    errors.ModelNotFoundError,
-    errors.PermissionDeniedError,
-    errors.UnauthenticatedError,
-    errors.UnimplementedError,
-    errors.RequestTimeoutError,
-)
-
-#: No room just now.
-_CAPACITY = (errors.OutOfBlocksError, errors.QueueFullError)
-
-_FIRST_PAUSE_S, _PAUSE_GROWTH, _MAX_PAUSE_S = 0.02, 4.0, 1.0
-
-
 def pause_s(error: ServingError, num_failures: int) -> float:
     """Seconds to pause after so many failed attempts, the last of which a worker ended with ``error``."""
     is_capacity = isinstance(error, _CAPACITY)
@@ -428,3 +389,39 @@ def pause_s(error: ServingError, num_failures: int) -> float:
     # The first move elsewhere is free, unless everybody may be short of the same thing.
     num_pauses = num_failures - (0 if is_capacity else 1)
     return min(_FIRST_PAUSE_S * _PAUSE_GROWTH ** (num_pauses - 1), _MAX_PAUSE_S) if num_pauses else 0.0
+
+
+def _alone_for_s(start: WorkerStart) -> float:
+    timeout_s = start.context.timeout_s
+    return _MAX_ALONE_S if timeout_s is None else timeout_s + _LAST_WORDS_S
+
+
+def _decode_messages(slot: int, start: WorkerStart) -> list[decode_pb2.DecodeRequest]:
+    message = decode_pb2.DecodeRequest()
+    put_decode_start(message.start, slot, start)
+    return [message, *map(_decode_rest, take_chunks(message.start))]
+
+
+def _prefill_messages(slot: int, start: WorkerStart) -> list[prefill_pb2.PrefillRequest]:
+    message = prefill_pb2.PrefillRequest()
+    put_prefill_start(message.start, slot, start)
+    return [message, *map(_prefill_rest, take_chunks(message.start))]
+
+
+def _signed_message(slot: int, placement: SignedPlacement) -> decode_pb2.DecodeRequest:
+    message = decode_pb2.DecodeRequest(signed_start=to_signed_decode_start(slot, placement))
+    if message.ByteSize() > MAX_STREAM_MESSAGE_BYTES:
+        raise MessageTooLargeError("a signed start exceeds 1 MiB")
+    return message
+
+
+def _decode_rest(part: StartRest) -> decode_pb2.DecodeRequest:
+    if isinstance(part, types_pb2.StartChunk):
+        return decode_pb2.DecodeRequest(chunk=part)
+    return decode_pb2.DecodeRequest(start_done=part)
+
+
+def _prefill_rest(part: StartRest) -> prefill_pb2.PrefillRequest:
+    if isinstance(part, types_pb2.StartChunk):
+        return prefill_pb2.PrefillRequest(chunk=part)
+    return prefill_pb2.PrefillRequest(start_done=part)

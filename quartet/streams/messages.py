@@ -1,4 +1,7 @@
-"""The worker streams in domain terms: what the router starts on a worker, and what comes back for one slot."""
+"""Worker streams in domain terms: what the router starts on a worker, and what comes back.
+
+Every start carries a ``RequestContext`` from hop to hop: who asks, and how long it may take.
+"""
 
 from __future__ import annotations
 
@@ -15,34 +18,55 @@ from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile, MediaItem
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 
-
-@dataclass(frozen=True, kw_only=True)
-class SignedPlacement:
-    """A way to a decode worker, good for once and for a short time.
-
-    Attributes:
-        address: ``host:port`` of the worker.
-        signed_start: a serialized ``SignedStart``; it holds the prompt and the hand-off's secret.
-        key_id: names the key of ``mac``.
-        mac: HMAC-SHA256 over exactly the bytes of ``signed_start``.
-    """
-
-    address: str
-    signed_start: bytes = field(repr=False)
-    key_id: str
-    mac: bytes = field(repr=False)
-
-
 #: An engine's own state has to fit into one start, beside all else that isn't sent in chunks.
 MAX_OPAQUE_STATE_BYTES = MAX_STREAM_MESSAGE_BYTES - (128 << 10)
+_REQUEST_ID = re.compile(r"[0-9a-f]{32}")
+_MAX_NAME_LENGTH = 256
 
 
-@dataclass(frozen=True)
-class MediaInput:
-    """A media item whose embeddings a worker needs: pulled from an encode worker, or computed there from the file."""
+@dataclass(frozen=True, kw_only=True)
+class RequestContext:
+    """What names a request and bounds it, on every hop.
 
-    media_id: bytes
-    source: HandOff | MediaFile
+    Attributes:
+        request_id: 32 lower-case hexadecimal digits, or empty: whoever gets it draws one.
+        attempt: which try of this request it is, from 0.
+        choice: which of the request's parallel answers this is, from 0.
+        timeout_s: seconds left for the whole request when the message was made; ``None``: no limit of its own.
+        traceparent: W3C trace context; empty: no trace.
+        tenant: whom the request is accounted to; empty: nobody in particular.
+        priority: higher first among waiting requests.
+        session_key: requests of one conversation share it; empty: none.
+        router_id: the router that placed it; empty: it came without one.
+        router_request_number: counts the starts that this router sent to this worker, from 1; 0: without a router.
+
+    Raises:
+        InvalidRequestError: with ``field`` = ``context.NAME``.
+    """
+
+    request_id: str = ""
+    attempt: int = 0
+    choice: int = 0
+    timeout_s: float | None = None
+    traceparent: str = ""
+    tenant: str = ""
+    priority: int = 0
+    session_key: str = field(default="", repr=False)
+    router_id: str = ""
+    router_request_number: int = 0
+
+    def __post_init__(self) -> None:
+        if self.request_id and not is_request_id(self.request_id):
+            raise InvalidRequestError("request_id is not 32 lower-case hexadecimal digits", field="context.request_id")
+        for name in ("traceparent", "tenant", "session_key", "router_id"):
+            if len(getattr(self, name)) > _MAX_NAME_LENGTH:
+                message = f"{name} is longer than {_MAX_NAME_LENGTH} characters"
+                raise InvalidRequestError(message, field=f"context.{name}")
+
+
+def is_request_id(text: str) -> bool:
+    """Whether ``text`` is 32 lower-case hexadecimal digits."""
+    return _REQUEST_ID.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +84,31 @@ class WorkerStart:
     hand_off: HandOff | None = None
     is_signed: bool = False
     media: tuple[MediaInput, ...] = ()
+
+
+@dataclass(frozen=True)
+class MediaInput:
+    """A media item whose embeddings a worker needs: pulled from an encode worker, or computed there from the file."""
+
+    media_id: bytes
+    source: HandOff | MediaFile
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignedPlacement:
+    """A way to a decode worker, good for once and for a short time.
+
+    Attributes:
+        address: ``host:port`` of the worker.
+        signed_start: a serialized ``SignedStart``; it holds the prompt and the hand-off's secret.
+        key_id: names the key of ``mac``.
+        mac: HMAC-SHA256 over exactly the bytes of ``signed_start``.
+    """
+
+    address: str
+    signed_start: bytes = field(repr=False)
+    key_id: str
+    mac: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,61 +176,6 @@ class DecodeSink(Protocol):
             ServingError: tokens are missing, or make no sense: the decode ends with it.
         """
         ...
-
-
-# Who asks, and how long it may take: what every start carries from hop to hop.
-
-_REQUEST_ID = re.compile(r"[0-9a-f]{32}")
-
-_MAX_NAME_LENGTH = 256
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestContext:
-    """What names a request and bounds it, on every hop.
-
-    Attributes:
-        request_id: 32 lower-case hexadecimal digits, or empty: whoever gets it draws one.
-        attempt: which try of this request it is, from 0.
-        choice: which of the request's parallel answers this is, from 0.
-        timeout_s: seconds left for the whole request when the message was made; ``None``: no limit of its own.
-        traceparent: W3C trace context; empty: no trace.
-        tenant: whom the request is accounted to; empty: nobody in particular.
-        priority: higher first among waiting requests.
-        session_key: requests of one conversation share it; empty: none.
-        router_id: the router that placed it; empty: it came without one.
-        router_request_number: counts the starts that this router sent to this worker, from 1; 0: without a router.
-
-    Raises:
-        InvalidRequestError: with ``field`` = ``context.NAME``.
-    """
-
-    request_id: str = ""
-    attempt: int = 0
-    choice: int = 0
-    timeout_s: float | None = None
-    traceparent: str = ""
-    tenant: str = ""
-    priority: int = 0
-    session_key: str = field(default="", repr=False)
-    router_id: str = ""
-    router_request_number: int = 0
-
-    def __post_init__(self) -> None:
-        if self.request_id and not is_request_id(self.request_id):
-            raise InvalidRequestError("request_id is not 32 lower-case hexadecimal digits", field="context.request_id")
-        for name in ("traceparent", "tenant", "session_key", "router_id"):
-            if len(getattr(self, name)) > _MAX_NAME_LENGTH:
-                message = f"{name} is longer than {_MAX_NAME_LENGTH} characters"
-                raise InvalidRequestError(message, field=f"context.{name}")
-
-
-def is_request_id(text: str) -> bool:
-    """Whether ``text`` is 32 lower-case hexadecimal digits."""
-    return _REQUEST_ID.fullmatch(text) is not None
-
-
-# The encode hop in domain terms: what the router starts on an encode worker, and what comes back.
 
 
 @dataclass(frozen=True, kw_only=True)

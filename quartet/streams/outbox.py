@@ -1,4 +1,4 @@
-"""What a worker owes one worker stream: pending outputs by slot, merged until the stream takes them.
+"""What a worker still has to write on one Decode or Prefill stream: outputs by slot, merged until they are taken.
 
 The engine never waits for a stream. Whatever gathers while a message is being written goes into the next one, so
 a slow stream gets fewer, larger messages, and memory stays bounded by the answers themselves.
@@ -24,17 +24,17 @@ from quartet.streams import convert
 from quartet.v1 import decode_pb2, prefill_pb2
 
 ResponseT_co = TypeVar("ResponseT_co", bound=Message, covariant=True)
-
 EndT = TypeVar("EndT", decode_pb2.SlotStarted, decode_pb2.SlotFinished, decode_pb2.SlotFailure)
 
 # Upper bounds of serialized sizes.
 #: Bytes of a message without the tags and lengths of its packed columns.
 ROOM_BYTES = MAX_STREAM_MESSAGE_BYTES - 64
+
 #: Tag and length of an entry of a repeated message, up to 2 MiB.
 ENTRY_BYTES = 4
+
 #: A token id: a varint of 32 bits.
 TOKEN_BYTES = 5
-
 _SLOT_BYTES = 32  # one slot's part of the columns, and the frame of its log probabilities
 _LOGPROB_BYTES, _ALTERNATIVE_BYTES = 24, 9  # of one token, and of each alternative to it
 
@@ -71,37 +71,6 @@ class Outbox(Protocol[ResponseT_co]):
     def close(self) -> None:
         """The stream is gone: let go of everything that was not written."""
         ...
-
-
-@dataclass(slots=True)
-class _Pending:
-    offset: int
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs]
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One engine step's columns; a slot comes once."""
-
-    slots: Sequence[int]
-    num_tokens: Sequence[int]
-    offsets: Sequence[int]
-    token_ids: Sequence[int]
-
-    def put(self, message: decode_pb2.DecodeResponse) -> None:
-        """Append them to those of ``message``."""
-        message.slots.extend(self.slots)
-        message.num_tokens.extend(self.num_tokens)
-        message.token_offsets.extend(self.offsets)
-        message.token_ids.extend(self.token_ids)
-
-    def parts(self) -> Iterator[tuple[int, int, Sequence[int]]]:
-        """Slot, offset and tokens of each."""
-        begin = 0
-        for slot, num_tokens, offset in zip(self.slots, self.num_tokens, self.offsets, strict=True):
-            yield slot, offset, self.token_ids[begin : begin + num_tokens]
-            begin += num_tokens
 
 
 class DecodeOutbox:
@@ -232,60 +201,6 @@ class DecodeOutbox:
         return room
 
 
-def payload_bytes(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> int:
-    """Bytes that these add to a message at most; ``logprobs`` may be empty."""
-    size_bytes = TOKEN_BYTES * len(token_ids)
-    for entry in logprobs:
-        size_bytes += _LOGPROB_BYTES + _ALTERNATIVE_BYTES * len(entry.top_token_ids)
-    return size_bytes
-
-
-def _split(pending: _Pending, room: int) -> _Pending:
-    """Take as many of the first tokens off ``pending`` as fit into ``room`` bytes."""
-    num_tokens = max(0, room) // TOKEN_BYTES
-    if pending.logprobs:
-        num_tokens = 0
-        for entry in pending.logprobs:
-            room -= payload_bytes((entry.token_id,), (entry,))
-            if room < 0:
-                break
-            num_tokens += 1
-    part = _Pending(pending.offset, pending.token_ids[:num_tokens], pending.logprobs[:num_tokens])
-    pending.token_ids = pending.token_ids[num_tokens:]
-    pending.logprobs = pending.logprobs[num_tokens:]
-    pending.offset += len(part.token_ids)
-    return part
-
-
-def _add_columns(message: decode_pb2.DecodeResponse, tokens: dict[int, _Pending]) -> None:
-    parts = tokens.values()
-    message.slots.extend(tokens)
-    message.num_tokens.extend([len(part.token_ids) for part in parts])
-    message.token_offsets.extend([part.offset for part in parts])
-    message.token_ids.extend(list(chain.from_iterable([part.token_ids for part in parts])))
-    for slot, part in tokens.items():
-        if part.logprobs:
-            message.logprobs.append(convert.to_slot_logprobs(slot, part.logprobs))
-
-
-def _first(entries: dict[int, EndT], blocked: Container[int], room: int) -> tuple[list[EndT], int]:
-    """Take entries of slots not in ``blocked`` that fit into ``room`` bytes; those, and the room left."""
-    taken: list[EndT] = []
-    for slot, entry in entries.items():
-        size_bytes = entry.ByteSize() + ENTRY_BYTES
-        if size_bytes > room:
-            break
-        if slot not in blocked:
-            taken.append(entry)
-            room -= size_bytes
-    for entry in taken:
-        del entries[entry.slot]
-    return taken, room
-
-
-# What a worker owes one Prefill stream: an output a slot, until the stream takes it.
-
-
 class PrefillOutbox:
     """Pending outputs of a Prefill stream."""
 
@@ -355,3 +270,85 @@ class PrefillOutbox:
         self._being_written = []
         self._holders.clear()
         self._outputs.clear()
+
+
+def payload_bytes(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> int:
+    """Bytes that these add to a message at most; ``logprobs`` may be empty."""
+    size_bytes = TOKEN_BYTES * len(token_ids)
+    for entry in logprobs:
+        size_bytes += _LOGPROB_BYTES + _ALTERNATIVE_BYTES * len(entry.top_token_ids)
+    return size_bytes
+
+
+@dataclass(slots=True)
+class _Pending:
+    offset: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One engine step's columns; a slot comes once."""
+
+    slots: Sequence[int]
+    num_tokens: Sequence[int]
+    offsets: Sequence[int]
+    token_ids: Sequence[int]
+
+    def put(self, message: decode_pb2.DecodeResponse) -> None:
+        """Append them to those of ``message``."""
+        message.slots.extend(self.slots)
+        message.num_tokens.extend(self.num_tokens)
+        message.token_offsets.extend(self.offsets)
+        message.token_ids.extend(self.token_ids)
+
+    def parts(self) -> Iterator[tuple[int, int, Sequence[int]]]:
+        """Slot, offset and tokens of each."""
+        begin = 0
+        for slot, num_tokens, offset in zip(self.slots, self.num_tokens, self.offsets, strict=True):
+            yield slot, offset, self.token_ids[begin : begin + num_tokens]
+            begin += num_tokens
+
+
+def _split(pending: _Pending, room: int) -> _Pending:
+    """Take as many of the first tokens off ``pending`` as fit into ``room`` bytes."""
+    num_tokens = max(0, room) // TOKEN_BYTES
+    if pending.logprobs:
+        num_tokens = 0
+        for entry in pending.logprobs:
+            room -= payload_bytes((entry.token_id,), (entry,))
+            if room < 0:
+                break
+            num_tokens += 1
+    part = _Pending(pending.offset, pending.token_ids[:num_tokens], pending.logprobs[:num_tokens])
+    pending.token_ids = pending.token_ids[num_tokens:]
+    pending.logprobs = pending.logprobs[num_tokens:]
+    pending.offset += len(part.token_ids)
+    return part
+
+
+def _add_columns(message: decode_pb2.DecodeResponse, tokens: dict[int, _Pending]) -> None:
+    parts = tokens.values()
+    message.slots.extend(tokens)
+    message.num_tokens.extend([len(part.token_ids) for part in parts])
+    message.token_offsets.extend([part.offset for part in parts])
+    message.token_ids.extend(list(chain.from_iterable([part.token_ids for part in parts])))
+    for slot, part in tokens.items():
+        if part.logprobs:
+            message.logprobs.append(convert.to_slot_logprobs(slot, part.logprobs))
+
+
+def _first(entries: dict[int, EndT], blocked: Container[int], room: int) -> tuple[list[EndT], int]:
+    """Take entries of slots not in ``blocked`` that fit into ``room`` bytes; those, and the room left."""
+    taken: list[EndT] = []
+    for slot, entry in entries.items():
+        size_bytes = entry.ByteSize() + ENTRY_BYTES
+        if size_bytes > room:
+            break
+        if slot not in blocked:
+            taken.append(entry)
+            room -= size_bytes
+    for entry in taken:
+        del entries[entry.slot]
+    return taken, room

@@ -1,4 +1,7 @@
-"""Signed starts: what a router lets a client start at one worker, once, for a short time."""
+"""Signed starts: what a router lets a client start at one worker, once, for a short time; and the keys that sign them.
+
+The keys are in a file that every router and decode worker has; it is read again when it changes.
+"""
 
 from __future__ import annotations
 
@@ -34,27 +37,32 @@ from quartet.streams.convert.messages import put_decode_start
 from quartet.streams.messages import SignedPlacement, WorkerStart
 from quartet.v1 import decode_pb2
 
+logger = logging.getLogger(__name__)
+
 #: A signature that is good for longer than this was made by a clock that is wrong.
 MAX_SIGNED_START_TTL_S = 300.0
 
 #: Bytes of a signed start at most; the rest of a worker stream's message is for the frame, the key's name and the MAC.
 MAX_SIGNED_START_BYTES = MAX_STREAM_MESSAGE_BYTES - 512
 
+#: Bytes of a MAC.
+MAC_SIZE_BYTES = 32
+
 # Some 32 MB. At 20 s a signature it stands for 6500 placements a second at one worker.
 _MAX_REMEMBERED = 1 << 17
+_SETTING = "signing_keys_file"
+_KEY_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
+# As long as the MAC: a shorter secret would be the weakest part of it.
+_MIN_SECRET_BYTES = 32
+_MAX_FILE_BYTES = 1 << 16
+_LOOK_INTERVAL_S = 1.0
 
-class Keys(Protocol):
-    """Where keys are looked up (``quartet.streams.signed_start.SigningKeys``)."""
+# After a name that is not known, which the file may have by now; whoever makes names up has it looked at no oftener.
+_UNKNOWN_LOOK_INTERVAL_S = 0.05
 
-    @property
-    def signing_key(self) -> SigningKey:
-        """The key that signs."""
-        ...
-
-    def find(self, key_id: str) -> SigningKey | None:
-        """The key of that name, if it verifies."""
-        ...
+# What tells one content of a file from the next: time of change, inode, size. ``None``: there is no file.
+_Signature: TypeAlias = "tuple[int, int, int] | None"
 
 
 def sign(
@@ -173,39 +181,17 @@ class SignedStartVerifier:
             self._used.discard(heapq.heappop(self._expiries)[1])
 
 
-def _parse(signed_start: bytes) -> decode_pb2.SignedStart:
-    try:
-        signed = decode_pb2.SignedStart.FromString(signed_start)
-    except DecodeError as error:
-        raise ProtocolError("the signed bytes are no start", field="signed_start.signed_start") from error
-    if signed.start.chunked:
-        raise ProtocolError("a signed start is whole", field="signed_start.signed_start")
-    return signed
+class Keys(Protocol):
+    """Where keys are looked up (``quartet.streams.signed_start.SigningKeys``)."""
 
+    @property
+    def signing_key(self) -> SigningKey:
+        """The key that signs."""
+        ...
 
-# The secrets that sign and verify starts: a file of keys, followed while it changes.
-
-logger = logging.getLogger(__name__)
-
-#: Bytes of a MAC.
-MAC_SIZE_BYTES = 32
-
-_SETTING = "signing_keys_file"
-
-_KEY_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-
-# As long as the MAC: a shorter secret would be the weakest part of it.
-_MIN_SECRET_BYTES = 32
-
-_MAX_FILE_BYTES = 1 << 16
-
-_LOOK_INTERVAL_S = 1.0
-
-# After a name that is not known, which the file may have by now; whoever makes names up has it looked at no oftener.
-_UNKNOWN_LOOK_INTERVAL_S = 0.05
-
-# What tells one content of a file from the next: time of change, inode, size. ``None``: there is no file.
-_Signature: TypeAlias = "tuple[int, int, int] | None"
+    def find(self, key_id: str) -> SigningKey | None:
+        """The key of that name, if it verifies."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +254,16 @@ class SigningKeys:
             logger.warning("the keys stay as they were: %s", error)
         else:
             logger.info("keys for signed starts: %s", ", ".join(self._keys))
+
+
+def _parse(signed_start: bytes) -> decode_pb2.SignedStart:
+    try:
+        signed = decode_pb2.SignedStart.FromString(signed_start)
+    except DecodeError as error:
+        raise ProtocolError("the signed bytes are no start", field="signed_start.signed_start") from error
+    if signed.start.chunked:
+        raise ProtocolError("a signed start is whole", field="signed_start.signed_start")
+    return signed
 
 
 def _look(path: Path) -> _Signature:
