@@ -251,16 +251,24 @@ class SessionOutbox(Wakeable):
             return None
         self._is_writing = True
         self.look_at = self._max_unseen
-        # What finds no room leaves none to those that come after it.
-        accepted, room = _first(self._accepted, (), ROOM_BYTES)
-        placed, room = _first(self._placed, (), room)
+        room = ROOM_BYTES
+        accepted: Sequence[pb.SessionAccepted] = ()
+        placed: Sequence[pb.SessionPlaced] = ()
+        # Most messages hold only deltas: what is empty costs no call. What finds no room leaves none to what follows.
+        if self._accepted:
+            accepted, room = _first(self._accepted, (), room)
+        if self._placed:
+            placed, room = _first(self._placed, (), room)
         message, room = self._take_deltas(room)
-        message.accepted.extend(accepted)
-        message.placed.extend(placed)
-        finished, room = _first(self._finished, self._backlog, room)
-        message.finished.extend(finished)
-        failures, room = _first(self._failures, self._backlog, room)
-        message.failures.extend(failures)
+        if accepted or placed:
+            message.accepted.extend(accepted)
+            message.placed.extend(placed)
+        if self._finished:
+            finished, room = _first(self._finished, self._backlog, room)
+            message.finished.extend(finished)
+        if self._failures:
+            failures, room = _first(self._failures, self._backlog, room)
+            message.failures.extend(failures)
         if self._ended:
             self._forget_ended()
         return message

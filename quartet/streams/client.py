@@ -211,7 +211,9 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
 
     def _receive_tokens(self, response: decode_pb2.DecodeResponse, now: float) -> None:
         token_ids = list(response.token_ids)
-        logprobs = {entry.slot: list(map(convert.from_token_logprobs, entry.tokens)) for entry in response.logprobs}
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        if response.logprobs:
+            logprobs = {entry.slot: list(map(convert.from_token_logprobs, entry.tokens)) for entry in response.logprobs}
         calls = self._calls()
         begin = 0
         # Lists first: each look into a repeated field costs as much as the rest of the loop.

@@ -151,15 +151,21 @@ class DecodeOutbox:
             self.ready.clear()
             return None
         message = decode_pb2.DecodeResponse()
-        started, room = _first(self._started, (), ROOM_BYTES)
-        message.started.extend(started)
+        room = ROOM_BYTES
+        # Most messages hold only tokens: what is empty costs no call.
         if self._started:
-            return message  # an end must not overtake a start
-        room = self._take_tokens(message, room)
-        finished, room = _first(self._finished, self._tokens, room)
-        message.finished.extend(finished)
-        failures, room = _first(self._failures, self._tokens, room)
-        message.failures.extend(failures)
+            started, room = _first(self._started, (), room)
+            message.started.extend(started)
+            if self._started:
+                return message  # an end must not overtake a start
+        if self._step is not None or self._tokens:
+            room = self._take_tokens(message, room)
+        if self._finished:
+            finished, room = _first(self._finished, self._tokens, room)
+            message.finished.extend(finished)
+        if self._failures:
+            failures, room = _first(self._failures, self._tokens, room)
+            message.failures.extend(failures)
         return message
 
     def close(self) -> None:
@@ -180,8 +186,10 @@ class DecodeOutbox:
             room -= self._tokens_size_bytes
             if self._step is not None:
                 self._step.put(message)
-            _add_columns(message, self._tokens)
-            self._step, self._tokens = None, {}
+                self._step = None
+            else:
+                _add_columns(message, self._tokens)
+                self._tokens = {}
             self._tokens_size_bytes = 0
             return room
         self._spill()
