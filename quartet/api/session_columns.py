@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from quartet.engine.sampling import TokenLogprobs
 from quartet.streams.outbox import TOKEN_BYTES, payload_bytes
@@ -19,9 +19,8 @@ _ENTRY_BYTES = 40  # one entry's part of the columns without tokens and text, an
 _CHARACTER_BYTES = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Columns:
-    """Entries as a message holds them, field by field."""
+class Columns(NamedTuple):
+    """Entries as a message holds them, field by field. A tuple: one is made for each message."""
 
     slots: Sequence[int]
     choices: Sequence[int]
@@ -35,8 +34,11 @@ class Columns:
     def max_size_bytes(self) -> int:
         """Upper bound of their size in a message."""
         size_bytes = _ENTRY_BYTES * len(self.slots) + TOKEN_BYTES * len(self.token_ids)
-        size_bytes += _CHARACTER_BYTES * sum(map(len, self.texts))
-        return size_bytes + sum(payload_bytes((), logprobs) for logprobs in self.logprobs if logprobs)
+        if self.texts:
+            size_bytes += _CHARACTER_BYTES * sum(map(len, self.texts))
+        if self.logprobs:
+            size_bytes += sum(payload_bytes((), logprobs) for logprobs in self.logprobs)
+        return size_bytes
 
 
 def to_columns(entries: Sequence[Entry]) -> Columns:

@@ -279,9 +279,10 @@ class SessionOutbox(Wakeable):
             return pb.SessionResponse(), room
         if not self._backlog:
             columns = to_columns(self.entries)
-            if columns.max_size_bytes <= room:
+            size_bytes = columns.max_size_bytes
+            if size_bytes <= room:
                 self.entries.clear()
-                return to_session_response(columns), room - columns.max_size_bytes
+                return to_session_response(columns), room - size_bytes
         self._gather()
         entries = self._backlog.take(room)
         if not entries:
