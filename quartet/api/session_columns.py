@@ -42,7 +42,7 @@ class Columns(NamedTuple):
 
 
 def to_columns(entries: Sequence[Entry]) -> Columns:
-    """The columns of ``entries``, of which there is at least one."""
+    """The columns of at least one entry."""
     columns: Any = zip(*entries, strict=True)
     slots, choices, offsets, token_ids, texts, logprobs = columns
     return Columns(
@@ -103,7 +103,7 @@ class SessionBacklog:
             request.size_bytes += _entry_bytes(token_ids, text, logprobs)
 
     def beyond(self, max_tokens: int, max_bytes: int) -> list[int]:
-        """Slots of the requests of which more waits than that."""
+        """Slots of the requests with more tokens or bytes waiting than that."""
         requests = self._requests.items()
         return [slot for slot, it in requests if it.num_tokens > max_tokens or it.size_bytes > max_bytes]
 

@@ -41,7 +41,7 @@ from quartet.v1 import router_pb2 as pb
 Begin: TypeAlias = Callable[[SessionStart, AnswerSink], SessionRun]
 SideT = TypeVar("SideT", pb.SessionAccepted, pb.SessionPlaced, pb.SessionFinished, pb.SessionFailure)
 
-# To come back to another router, or to the next one at this address.
+# After which a client may try another router, or the next one at this address.
 _DRAINING_RETRY_DELAY_S = 1.0
 
 # The event loop's timers count milliseconds: for less than half of one none is set.
@@ -86,7 +86,7 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
 
     def _start(self, message: pb.SessionStart) -> None:
         slot = message.slot
-        # A slot is free only once its end was sent: whoever reuses it earlier can't tell the two requests apart.
+        # A slot is free only once its end was sent: before, the client could not tell the two requests apart.
         if slot in self._requests.by_slot or self._outbox.owes(slot):
             raise ProtocolError(f"slot {slot} is still in use", field="start.slot")
         try:
@@ -151,18 +151,18 @@ class SessionOutbox(Wakeable):
     """Pending columns and side messages of one session.
 
     Attributes:
-        entries: deltas as they came. Whoever appends calls ``look`` if there are ``look_at`` of them then: a method
-            that did both would double the price of a token.
-        look_at: so many entries are worth a look.
+        entries: deltas as they came. After appending one, call ``poll`` if there are ``poll_at`` of them: a method that
+            did both would double the price of a token.
+        poll_at: the number of entries at which ``poll`` must be called.
     """
 
     def __init__(self, limits: SessionLimits, on_overflow: Callable[[int, ServingError], None]) -> None:
-        """``on_overflow`` hears of a request of which too much gathered: it has been given its failure."""
+        """``on_overflow`` is called with a request of which too much gathered, once it has its failure here."""
         super().__init__()
         self.entries: Final[list[Entry]] = []
         self._limits = limits
         self._on_overflow = on_overflow
-        self._max_unseen = self.look_at = min(_MAX_UNSEEN_ENTRIES, limits.max_pending_tokens)
+        self._max_unseen = self.poll_at = min(_MAX_UNSEEN_ENTRIES, limits.max_pending_tokens)
         self._backlog = SessionBacklog()
         self._accepted: deque[pb.SessionAccepted] = deque()
         self._placed: deque[pb.SessionPlaced] = deque()
@@ -208,7 +208,7 @@ class SessionOutbox(Wakeable):
         self._ended.add(slot)
         self.wake()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Many entries have come: wake the stream, or, where the message before still is not taken, count them."""
         if not self._is_writing:
             self._release()
@@ -224,14 +224,14 @@ class SessionOutbox(Wakeable):
 
     def wake(self) -> None:
         """Let ``wait`` return."""
-        if self.look_at == 1:
+        if self.poll_at == 1:
             self._release()
 
     async def wait(self) -> None:
-        """Until something is pending, or ``wake`` is called. For one reader, who has written what it took."""
+        """Wait until something is pending or ``wake`` is called. For one reader, who has written what it took."""
         self._is_writing = False
         if self.is_empty:
-            self.look_at = 1
+            self.poll_at = 1
             await self._woken()
 
     async def pause(self, duration_s: float) -> None:
@@ -250,7 +250,7 @@ class SessionOutbox(Wakeable):
         if self.is_empty:
             return None
         self._is_writing = True
-        self.look_at = self._max_unseen
+        self.poll_at = self._max_unseen
         room = ROOM_BYTES
         accepted: Sequence[pb.SessionAccepted] = ()
         placed: Sequence[pb.SessionPlaced] = ()
@@ -301,7 +301,7 @@ class SessionOutbox(Wakeable):
     def _release(self) -> None:
         self._wake()
         # The stream takes them before long: until then there is nothing to be done about more.
-        self.look_at = len(self.entries) + self._max_unseen
+        self.poll_at = len(self.entries) + self._max_unseen
 
 
 @dataclass
@@ -350,8 +350,8 @@ class _Request:
             return
         entries = self._entries
         entries.append((self._slot, choice, token_offset, token_ids, text, logprobs))
-        if len(entries) >= self._outbox.look_at:
-            self._outbox.look()
+        if len(entries) >= self._outbox.poll_at:
+            self._outbox.poll()
 
     def finish(self, finished: ChoiceFinished) -> None:
         """One choice has ended: with the last one the request has, for the client."""
@@ -374,7 +374,7 @@ class _Request:
             self._outbox.fail(self._slot, error)
 
     def silence(self) -> None:
-        """The client has its end, or is gone: whatever still comes goes nowhere."""
+        """The client has the request's end, or is gone: drop what still comes."""
         self._is_over = True
 
     def _leave(self) -> None:

@@ -65,7 +65,7 @@ class WorkerRecord:
     Attributes:
         worker_id: 1 to 128 letters, digits, ``.``, ``_`` or ``-``, beginning with a letter or digit.
         role: what the worker does.
-        epoch: random unsigned 64-bit number of this start; another epoch is another life of the worker.
+        epoch: random unsigned 64-bit number of this start of the worker: another epoch means that it has started again.
         grpc_address: ``host:port`` that peers dial.
         events_address: ``tcp://host:port`` of the ZMQ PUB socket; empty when the worker has none.
         model_name: what requests ask for.
@@ -80,7 +80,7 @@ class WorkerRecord:
         media: what the worker takes of media: ``image``, ``embeddings`` (files of each, which it encodes or checks
             itself), ``hand_off`` (embeddings that an encode worker holds).
         max_media_tokens: tokens that one media item fills at most; 0: it takes none.
-        adapters: names of the LoRA adapters that the worker has.
+        adapters: names of the LoRA adapters that the worker serves.
         contract_version: the version of the protos that the worker was built with.
         http_address: ``host:port`` of metrics and health; empty when the worker has none.
     """
@@ -123,7 +123,7 @@ class WorkerRecord:
 class Rank(NamedTuple):
     """One data-parallel rank of one worker: what requests are routed to, everywhere.
 
-    A tuple, as routers look places up hundreds of times a request: a dataclass takes four times as long.
+    A tuple: routers look it up hundreds of times a request, and a dataclass takes four times as long.
     """
 
     worker_id: str
@@ -157,7 +157,7 @@ class WorkerRemoved:
 
 @dataclass(frozen=True)
 class Synchronised:
-    """Every worker of the first list has been told; comes once per watch."""
+    """The watch has given every worker of its first list; comes once per watch."""
 
 
 WorkerEvent: TypeAlias = WorkerAdded | WorkerChanged | WorkerRemoved | Synchronised

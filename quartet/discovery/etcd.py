@@ -92,7 +92,7 @@ class EtcdRegistration:
                 await asyncio.sleep(self._back_off.next_delay_s())
 
     async def _register(self) -> None:
-        # Known before it is granted: whatever of this fails, the next step finds the lease held or lost.
+        # Set before it is granted: if any of this fails, the next step finds the lease held or lost.
         self._lease_id = new_lease_id()
         await self._client.grant(self._lease_id)
         await self._put(self._lease_id)

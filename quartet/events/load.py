@@ -1,4 +1,4 @@
-"""How loaded a worker is, as it tells routers."""
+"""How loaded a worker is, as it reports to routers."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ class WorkerLoad:
     """A worker's report.
 
     Attributes:
-        worker_id: whose.
-        epoch: of which of its lives.
+        worker_id: the worker that reports.
+        epoch: of which start of the worker.
         ranks: one entry a data-parallel rank, in order.
         router_progress: by router id, the last ``router_request_number`` of it that ``ranks`` counts in.
-        router_arrivals: by router id, the last one of which ``ranks`` has the prompt tokens: a start that waits for the
+        router_arrivals: by router id, the last one whose prompt tokens are in ``ranks``: a start that waits for the
             running batch has arrived, but is not counted in.
         placements: by router id, what became of its placements; a router without news is left out.
         is_draining: nothing new is taken.

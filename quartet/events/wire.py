@@ -19,7 +19,7 @@ from quartet.v1 import kv_events_pb2 as pb
 LOAD_TOPIC = b"load"
 #: Topic of ``KvEventBatch`` frames.
 KV_TOPIC = b"kv"
-#: A longer frame is taken by nobody.
+#: Subscribers refuse a longer frame.
 MAX_FRAME_BYTES = 1 << 20
 
 _NUM_FRAMES = 3

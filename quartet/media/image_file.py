@@ -98,7 +98,7 @@ def read_header(data: bytes, *, max_pixels: int) -> ImageHeader:
 
 
 def decode(data: bytes, *, max_pixels: int) -> Image:
-    """The picture as RGB, of the size that ``read_header`` tells. Transparent pixels have the colour stored below.
+    """The picture as RGB, of the size that ``read_header`` gives. Transparent pixels have the colour stored below.
 
     Raises:
         InvalidMediaError: of another format, damaged or cut short. ``field`` is ``file``.
@@ -161,7 +161,7 @@ class _Container:
 
 
 def _read_container(data: bytes) -> _Container:
-    """Of a file of any of the four formats, told by its content.
+    """The container of a file of any of the four formats, recognised by its content.
 
     Raises:
         InvalidMediaError: it is of none, or it ends too early, or it is built as no encoder builds them.
@@ -325,7 +325,7 @@ def _webp_exif(data: bytes) -> bytes:
 
 
 def _orientation(exif: bytes) -> int:
-    """Of an EXIF block, a TIFF file; 1 where it tells none that is possible, and where it is damaged."""
+    """The orientation in an EXIF block, a TIFF file; 1 where it is missing, impossible or damaged."""
     tiff = exif.removeprefix(_EXIF_PREFIX)
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
     if order is None:

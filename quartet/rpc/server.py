@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-# gRPC's own types: a request (or an iterator of them) and a response are whatever the method's (de)serializers say.
+# gRPC's own types: requests and responses are of the types that the method's (de)serializers make and take.
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Behavior: TypeAlias = Callable[[Any, _Context], Any]
 _Deserializer: TypeAlias = Callable[[bytes], Any]
@@ -176,7 +176,7 @@ class RpcServer:
             async with asyncio.timeout(_HEALTH_CHANGE_TIMEOUT_S):
                 await self._health.enter_graceful_shutdown()
         except TimeoutError:
-            logger.warning("a health watcher takes no messages; it was not told of the drain")
+            logger.warning("a health watcher takes no messages; it was not notified of the drain")
 
     async def drain(self, grace_s: float) -> None:
         """Say NOT_SERVING, refuse new calls (``DrainingError``), let running ones end for ``grace_s``, cut the rest.

@@ -27,7 +27,7 @@ class Wakeable:
     __slots__ = ("_loop", "_waiter")
 
     def __init__(self) -> None:
-        """Nobody waits."""
+        """Begin with no task that waits."""
         self._waiter: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -79,7 +79,7 @@ class ServerStream(ABC, Generic[RequestT, ResponseT]):
 
         Raises:
             StalledStreamError: the caller takes nothing.
-            ServingError: whatever the subclass names; it may come in an ``ExceptionGroup``.
+            ServingError: as the subclass says; it may come in an ``ExceptionGroup``.
         """
         # Else the metadata goes out with the first message, and while that is being written gRPC can send no status.
         await context.send_initial_metadata(())

@@ -37,7 +37,7 @@ from quartet.streams.messages import (
 from quartet.streams.slots import SlotClient
 from quartet.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 
-#: Trying again elsewhere would end the same way, or nobody waits any more.
+#: A request that ended with one of these is not tried again: it would end the same way, or its client has gone.
 FINAL = (
     errors.InvalidRequestError,
     errors.ProtocolError,
@@ -53,8 +53,8 @@ FINAL = (
 _CAPACITY = (errors.OutOfBlocksError, errors.QueueFullError)
 _FIRST_PAUSE_S, _PAUSE_GROWTH, _MAX_PAUSE_S = 0.02, 4.0, 1.0
 
-# A stream of a single start lasts as long as its request may, and a little longer: its end has to be told. So long at
-# most where nothing is said of that.
+# A stream of a single start may last as long as its request and a little longer, so that its end can arrive. A request
+# without a time limit gets the second.
 _LAST_WORDS_S, _MAX_ALONE_S = 5.0, 3600.0
 
 
@@ -76,7 +76,7 @@ class WorkerCall(Wakeable):
         self.is_over = False
 
     def cancel(self) -> None:
-        """Ask the worker to end it; harmless when it has ended. Nobody needs to wait for the end."""
+        """Ask the worker to end it; harmless when it has ended. The caller need not wait for the end."""
         if not self.is_over and not self._is_cancelled:
             self._is_cancelled = True
             self._send_cancel()
@@ -93,7 +93,7 @@ class DecodeCall(WorkerCall):
     """One decode: what it gives goes to its sink, and ``outcome`` waits for its end.
 
     Attributes:
-        heard_at: when the worker last said something of it, monotonic seconds; ``None`` before its first word.
+        heard_at: when the worker last sent something of it, monotonic seconds; ``None``: it has sent nothing yet.
     """
 
     __slots__ = ("_outcome", "_sink", "heard_at")
@@ -118,7 +118,7 @@ class DecodeCall(WorkerCall):
         return self._outcome
 
     def take_tokens(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], now: float) -> None:
-        """Bring tokens that begin at ``offset`` to the sink. What it makes no sense of ends this decode, not others."""
+        """Bring tokens that begin at ``offset`` to the sink. If the sink refuses them, only this decode ends."""
         if self.is_over:
             return
         self.heard_at = now
@@ -158,7 +158,7 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
         *,
         alone_for_s: float | None = None,
     ) -> None:
-        """Speak over ``channel``; ``on_broken`` hears of every end of the stream.
+        """Use ``channel``; ``on_broken`` is called at every end of the stream.
 
         ``alone_for_s``: it is for one start, which ends within that time.
         """
@@ -168,11 +168,11 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
         self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
         self._make_own = partial(DecodeClient, worker_id, channel, on_broken)
         self._timeout_s = alone_for_s
-        # While one runs its task holds it; then nobody does.
+        # The task of a stream holds it while it runs.
         self._own: WeakSet[DecodeClient] = WeakSet()
 
     def start(self, start: WorkerStart, sink: DecodeSink) -> DecodeCall:
-        """Start a decode, whose outputs go to ``sink``; never waits or raises: what is wrong comes out of the call.
+        """Start a decode with its outputs going to ``sink``; never waits or raises: errors come out of the call.
 
         One with media files has a stream of its own.
         """
@@ -191,7 +191,7 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
         )
 
     async def close(self) -> None:
-        """As that of any; the streams of single decodes too."""
+        """Break the stream for good, and the streams of single decodes too."""
         await asyncio.gather(super().close(), *(own.close() for own in self._own))
 
     def _open(self) -> grpc.aio.StreamStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]:
@@ -216,7 +216,7 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
             logprobs = {entry.slot: list(map(convert.from_token_logprobs, entry.tokens)) for entry in response.logprobs}
         calls = self._calls()
         begin = 0
-        # Lists first: each look into a repeated field costs as much as the rest of the loop.
+        # Lists first: each access to a repeated field costs as much as the rest of the loop.
         columns = zip(list(response.slots), list(response.num_tokens), list(response.token_offsets), strict=True)
         for slot, num_tokens, offset in columns:
             end = begin + num_tokens
@@ -230,12 +230,12 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
 
 
 class PrefillCall(WorkerCall):
-    """One prefill: ``outcome`` gives its one output. A hand-off that nobody took goes to ``drop``."""
+    """One prefill: ``outcome`` gives its one output. A hand-off that is not taken goes to ``drop``."""
 
     __slots__ = ("_drop", "_is_taken", "_outcome")
 
     def __init__(self, send_cancel: Callable[[], None], drop: Callable[[HandOff], None]) -> None:
-        """``drop`` is given the hand-off when it comes after nobody waits any more."""
+        """``drop`` is given a hand-off that comes after the call was cancelled."""
         super().__init__(send_cancel)
         self._drop = drop
         self._outcome: PrefillOutcome | None = None
@@ -260,7 +260,7 @@ class PrefillCall(WorkerCall):
         return self._outcome
 
     def cancel(self) -> None:
-        """End it: what the worker still brings, or has brought and nobody took, is dropped. No-op once it was taken."""
+        """End it and drop its hand-off, whether it has come or still comes. No-op once the output was taken."""
         if self._is_taken:
             return
         super().cancel()
@@ -295,7 +295,7 @@ class PrefillClient(SlotClient[prefill_pb2.PrefillRequest, prefill_pb2.PrefillRe
         *,
         alone_for_s: float | None = None,
     ) -> None:
-        """Speak over ``channel``; ``drop`` is given hand-offs that come after nobody waits for them any more.
+        """Use ``channel``; ``drop`` is given hand-offs of calls that were cancelled.
 
         ``alone_for_s``: it is for one start, which ends within that time.
         """
@@ -306,11 +306,11 @@ class PrefillClient(SlotClient[prefill_pb2.PrefillRequest, prefill_pb2.PrefillRe
         self._drop = drop
         self._make_own = partial(PrefillClient, worker_id, channel, on_broken, drop)
         self._timeout_s = alone_for_s
-        # While one runs its task holds it; then nobody does.
+        # The task of a stream holds it while it runs.
         self._own: WeakSet[PrefillClient] = WeakSet()
 
     def start(self, start: WorkerStart) -> PrefillCall:
-        """Start a prefill; never waits or raises: what is wrong comes out of the call.
+        """Start a prefill; never waits or raises: errors come out of the call.
 
         One with media files has a stream of its own.
         """
@@ -323,7 +323,7 @@ class PrefillClient(SlotClient[prefill_pb2.PrefillRequest, prefill_pb2.PrefillRe
         )
 
     async def close(self) -> None:
-        """As that of any; the streams of single prefills too."""
+        """Break the stream for good, and the streams of single prefills too."""
         await asyncio.gather(super().close(), *(own.close() for own in self._own))
 
     def _open(self) -> grpc.aio.StreamStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]:
@@ -342,7 +342,7 @@ class PrefillClient(SlotClient[prefill_pb2.PrefillRequest, prefill_pb2.PrefillRe
 
 
 def has_files(start: WorkerStart) -> bool:
-    """Whether ``start`` brings media files: these never ride a stream with others."""
+    """Whether ``start`` brings media files: such a start never shares a stream."""
     return any(isinstance(item.source, MediaFile) for item in start.media)
 
 
@@ -351,7 +351,7 @@ class RunningDecode(Protocol):
 
     @property
     def heard_at(self) -> float | None:
-        """When the worker last said something of it, monotonic seconds; ``None`` before its first word."""
+        """When the worker last sent something of it, monotonic seconds; ``None``: it has sent nothing yet."""
         ...
 
     async def outcome(self) -> DecodeFinished | None:
@@ -365,7 +365,7 @@ async def outcome_in_time(
     """What ``decode.outcome`` gives.
 
     Raises:
-        TimeoutError: the worker said nothing of it within ``start_timeout_s``, or nothing more for ``stall_timeout_s``.
+        TimeoutError: the worker sent nothing of it within ``start_timeout_s``, or nothing more for ``stall_timeout_s``.
         ServingError: it ended badly.
     """
     loop = asyncio.get_running_loop()
@@ -373,8 +373,8 @@ async def outcome_in_time(
     while True:
         give_up_at = start_by if decode.heard_at is None else decode.heard_at + stall_timeout_s
         try:
-            # Looking now and then costs nothing for each token, as moving a timer would. Nobody tells of the first
-            # word: one that came may be as old as the time between two looks.
+            # Polling costs nothing for each token; moving a timer would. Nothing wakes this task at the first output,
+            # so wait no longer than the stall timeout: by then an output may have come, and be that old.
             async with asyncio.timeout_at(min(give_up_at, loop.time() + stall_timeout_s)):
                 return await decode.outcome()
         except TimeoutError:
@@ -384,11 +384,11 @@ async def outcome_in_time(
 
 
 def pause_s(error: ServingError, num_failures: int) -> float:
-    """Seconds to pause after so many failed attempts, the last of which a worker ended with ``error``."""
+    """Seconds to pause after ``num_failures`` failed attempts; a worker ended the last one with ``error``."""
     is_capacity = isinstance(error, _CAPACITY)
     if error.retry_delay_s is not None and is_capacity:
         return min(error.retry_delay_s, _MAX_PAUSE_S)
-    # The first move elsewhere is free, unless everybody may be short of the same thing.
+    # The first try elsewhere needs no pause, unless all workers may be short of the same thing.
     num_pauses = num_failures - (0 if is_capacity else 1)
     return min(_FIRST_PAUSE_S * _PAUSE_GROWTH ** (num_pauses - 1), _MAX_PAUSE_S) if num_pauses else 0.0
 

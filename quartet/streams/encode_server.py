@@ -32,7 +32,7 @@ class EncodeWork(Protocol):
         ...
 
     def withdraw(self, holder: int) -> None:
-        """End the hand-off of ``holder``, of which nobody was told; nothing happens where it has none any more."""
+        """End the hand-off of ``holder``, which the caller was not told of; no-op where it has none any more."""
         ...
 
 
@@ -52,11 +52,11 @@ class EncodeOutbox:
         return 0
 
     def sized(self, sizes: Sequence[MediaSize]) -> None:
-        """Tell how much the items fill; first, once."""
+        """Send how many tokens each item fills; first, once."""
         self._put(encode_pb2.EncodeResponse(sized=to_encode_sized(sizes)), None)
 
     def encoded(self, encoded: EncodedItem, holder: int) -> None:
-        """Tell where an item can be pulled; ``holder`` has the hand-off."""
+        """Send where an item can be pulled; ``holder`` has the hand-off."""
         self._put(encode_pb2.EncodeResponse(encoded=to_encoded_item(encoded)), holder)
 
     def take(self) -> encode_pb2.EncodeResponse | None:
@@ -72,7 +72,7 @@ class EncodeOutbox:
         return message
 
     def close(self) -> None:
-        """The stream has ended: let go of the hand-offs that nobody was told of."""
+        """The stream has ended: withdraw the hand-offs that were not written."""
         holders = [self._being_written, *(holder for _, holder in self._pending)]
         self._being_written = None
         self._pending.clear()

@@ -26,15 +26,15 @@ _MAX_NAME_LENGTH = 256
 
 @dataclass(frozen=True, kw_only=True)
 class RequestContext:
-    """What names a request and bounds it, on every hop.
+    """What names a request and bounds it on every hop.
 
     Attributes:
-        request_id: 32 lower-case hexadecimal digits, or empty: whoever gets it draws one.
+        request_id: 32 lower-case hexadecimal digits, or empty: the receiver draws one.
         attempt: which try of this request it is, from 0.
         choice: which of the request's parallel answers this is, from 0.
         timeout_s: seconds left for the whole request when the message was made; ``None``: no limit of its own.
         traceparent: W3C trace context; empty: no trace.
-        tenant: whom the request is accounted to; empty: nobody in particular.
+        tenant: the account of the request; empty: none.
         priority: higher first among waiting requests.
         session_key: requests of one conversation share it; empty: none.
         router_id: the router that placed it; empty: it came without one.
@@ -76,7 +76,7 @@ class WorkerStart:
     Attributes:
         media: hand-offs, aligned with ``generation.media``; or files, one for each placeholder of the prompt, whose
             ``generation.media`` is empty.
-        is_signed: it came from a client, under a router's sign: its number is that of a placement.
+        is_signed: a client brought it, signed by a router: its number is that of a placement.
     """
 
     context: RequestContext
@@ -96,7 +96,7 @@ class MediaInput:
 
 @dataclass(frozen=True, kw_only=True)
 class SignedPlacement:
-    """A way to a decode worker, good for once and for a short time.
+    """What lets a client start one request at a decode worker, once and within a short time.
 
     Attributes:
         address: ``host:port`` of the worker.
@@ -157,7 +157,7 @@ class DecodeFinished:
 class DecodeSink(Protocol):
     """Takes what one decode gives, as it comes. Called on the event loop; nothing here waits.
 
-    A call, not a wake-up: a task that is woken for each token costs more than all else that is done with it.
+    It is called, not woken: waking a task for each token would cost more than everything else done with the token.
     """
 
     def started(self, started: DecodeStarted) -> None:
@@ -165,7 +165,7 @@ class DecodeSink(Protocol):
         ...
 
     def take(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:
-        """Take tokens, the first of which is output token number ``offset``; some may have come before.
+        """Take tokens from output token number ``offset`` on; some may have come before.
 
         ``logprobs`` is empty or has one entry a token; ``now`` is monotonic seconds.
 
@@ -173,7 +173,7 @@ class DecodeSink(Protocol):
             Whether more is wanted: else the decode is cancelled.
 
         Raises:
-            ServingError: tokens are missing, or make no sense: the decode ends with it.
+            ServingError: tokens are missing or impossible: the decode ends with it.
         """
         ...
 

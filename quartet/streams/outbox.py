@@ -58,7 +58,7 @@ class Outbox(Protocol[ResponseT_co]):
         ...
 
     def recall(self, slot: int) -> None:
-        """The caller cancelled ``slot``, whose end waits here: take back what it would have to let go of again."""
+        """The caller cancelled ``slot``, whose end waits here: take back a hand-off that it would have to release."""
         ...
 
     def take(self) -> ResponseT_co | None:
@@ -69,7 +69,7 @@ class Outbox(Protocol[ResponseT_co]):
         ...
 
     def close(self) -> None:
-        """The stream is gone: let go of everything that was not written."""
+        """The stream is gone: release everything that was not written."""
         ...
 
 
@@ -96,7 +96,7 @@ class DecodeOutbox:
         return slot in self._finished or slot in self._failures
 
     def tokens(self, slot: int, offset: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        """Add tokens of ``slot``, the first of which is its output token number ``offset``.
+        """Add tokens of ``slot`` from its output token number ``offset`` on.
 
         ``logprobs`` is empty or has one entry a token, the same each time.
         """
@@ -124,7 +124,7 @@ class DecodeOutbox:
             self.tokens(slot, offset, part, ())
 
     def started(self, slot: int, started: Started, num_prompt_tokens: int = 0) -> None:
-        """Tell that ``slot`` joined the running batch; ``num_prompt_tokens`` where its prompt is not as it came."""
+        """Say that ``slot`` joined the running batch; ``num_prompt_tokens`` where its prompt is not as it came."""
         self._started[slot] = convert.to_slot_started(slot, started, num_prompt_tokens)
         self.ready.set()
 
@@ -143,7 +143,7 @@ class DecodeOutbox:
         self.ready.set()
 
     def recall(self, slot: int) -> None:
-        """Nothing: what a decode ended with holds nothing."""
+        """No-op: the end of a decode holds nothing."""
 
     def take(self) -> decode_pb2.DecodeResponse | None:
         """The next message: starts, then tokens up to the size limit, then ends of slots with nothing left."""
@@ -213,7 +213,7 @@ class PrefillOutbox:
     """Pending outputs of a Prefill stream."""
 
     def __init__(self, withdraw: Callable[[int], None]) -> None:
-        """Start with nothing pending; ``withdraw`` ends the hand-off of an engine id that nobody was told of."""
+        """Start with nothing pending; ``withdraw`` ends the hand-off of an engine id that was not written."""
         self.ready = asyncio.Event()
         self._withdraw = withdraw
         self._outputs: dict[int, prefill_pb2.PrefillOutput] = {}
@@ -272,7 +272,7 @@ class PrefillOutbox:
         return message
 
     def close(self) -> None:
-        """The stream is gone: end the hand-offs that nobody was told of."""
+        """The stream is gone: end the hand-offs that were not written."""
         for holder in (*self._being_written, *self._holders.values()):
             self._withdraw(holder)
         self._being_written = []

@@ -55,7 +55,7 @@ class Work(Protocol[OutboxT_contra]):
         ...
 
     def abandon(self, ids: list[int]) -> None:
-        """The stream is gone: end these requests; what they would still bring goes nowhere."""
+        """The stream is gone: end these requests; their outputs are dropped."""
         ...
 
 
@@ -64,7 +64,7 @@ class StreamLimits:
     """Bounds of one worker stream.
 
     Attributes:
-        stall_timeout_s: a reader that takes nothing for so long loses its requests.
+        stall_timeout_s: a caller that takes nothing for so long loses its requests.
         chunks_timeout_s: a chunked start must be complete within it.
         max_prompt_bytes: packed token ids of one start at most.
         max_media_bytes: media files of one start at most.
@@ -106,7 +106,7 @@ class WorkerStream(ServerStream[_Request, Message], Generic[OutboxT]):
     ) -> None:
         """Serve with ``work``, which brings its outputs to ``outbox``.
 
-        ``verifier`` opens signed starts. ``takes_unsigned``: this caller may start whatever it likes.
+        ``verifier`` opens signed starts. ``takes_unsigned``: this caller needs no signature.
         """
         super().__init__(outbox, StalledCalls(limits.stall_timeout_s), max_owed_ends=_MAX_OWED_ENDS)
         self._work = work
@@ -138,14 +138,14 @@ class WorkerStream(ServerStream[_Request, Message], Generic[OutboxT]):
                 raise ProtocolError("a message must hold a start, chunk, start_done or cancel", field="message")
 
     def _check_unused(self, slot: int) -> None:
-        # A slot is free only once its end was sent: whoever reuses it earlier can't tell the two requests apart.
+        # A slot is free only once its end was sent: before, the caller could not tell the two requests apart.
         if slot in self._ids or slot in self._chunked or self._outbox.owes(slot):
             raise ProtocolError(f"slot {slot} is still in use", field="start.slot")
 
     def _start(self, start: StartMessage) -> None:
         self._check_unused(start.slot)
         if not self._takes_unsigned:
-            # Chunks that follow are for a slot that is unknown by then: they are ignored like all such.
+            # Its chunks that follow are for an unknown slot and are ignored.
             error = PermissionDeniedError("a start that no router signed takes a router's or worker's identity")
             self._outbox.failed(start.slot, error)
         elif start.chunked:

@@ -39,7 +39,7 @@ from quartet.v1 import decode_pb2
 
 logger = logging.getLogger(__name__)
 
-#: A signature that is good for longer than this was made by a clock that is wrong.
+#: Seconds that a signed start may be valid at most: a longer time means that a clock is wrong.
 MAX_SIGNED_START_TTL_S = 300.0
 
 #: Bytes of a signed start at most; the rest of a worker stream's message is for the frame, the key's name and the MAC.
@@ -56,19 +56,19 @@ _KEY_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # As long as the MAC: a shorter secret would be the weakest part of it.
 _MIN_SECRET_BYTES = 32
 _MAX_FILE_BYTES = 1 << 16
-_LOOK_INTERVAL_S = 1.0
+_POLL_INTERVAL_S = 1.0
 
-# After a name that is not known, which the file may have by now; whoever makes names up has it looked at no oftener.
-_UNKNOWN_LOOK_INTERVAL_S = 0.05
+# The same after an unknown name, which the file may have by now; made-up names cause no more reads than that.
+_UNKNOWN_POLL_INTERVAL_S = 0.05
 
-# What tells one content of a file from the next: time of change, inode, size. ``None``: there is no file.
+# Differs between two contents of a file: time of change, inode, size. ``None``: there is no file.
 _Signature: TypeAlias = "tuple[int, int, int] | None"
 
 
 def sign(
     start: WorkerStart, key: SigningKey, *, address: str, worker_id: str, epoch: int, expires_at_unix_s: float
 ) -> SignedPlacement:
-    """Let whoever holds the result run ``start`` at that life of the worker at ``address``, once, until it expires.
+    """Let the holder of the result run ``start`` at that start of the worker at ``address``, once, until it expires.
 
     Raises:
         MessageTooLargeError: a decode worker would not take so long a message, and no chunks are signed.
@@ -88,10 +88,10 @@ def check_signed_size(size_bytes: int) -> None:
 
 
 class SignedStartVerifier:
-    """Opens signed starts at one life of one worker.
+    """Opens signed starts at one start of one worker.
 
-    The MAC comes first: of bytes that no router signed, nothing is read. MACs of what was opened are remembered until
-    they expire, and then the clock refuses them.
+    The MAC is checked first: bytes that no router signed are not parsed. MACs of opened starts are remembered until
+    they expire; from then on the clock refuses them.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class SignedStartVerifier:
     ) -> None:
         """Verify with ``keys``; ``None`` refuses all.
 
-        ``on_outcome`` hears of each one ``opened``, or the reason in lower case; ``clock`` gives Unix seconds.
+        ``on_outcome`` gets ``opened``, or the error's reason in lower case, for each; ``clock`` gives Unix seconds.
         """
         self._keys = keys
         self._worker_id = worker_id
@@ -127,7 +127,7 @@ class SignedStartVerifier:
         """The start inside, in the slot that the caller chose; from now on it is used up.
 
         Raises:
-            NoSigningKeyError, SigningKeyUnknownError: there is nothing to verify it with.
+            NoSigningKeyError, SigningKeyUnknownError: there is no key to verify it with.
             SignedStartError: it was altered, or made up.
             SignedStartForeignError, SignedStartExpiredError, SignedStartUsedError: not here, not now, not again.
             QueueFullError: too many are remembered.
@@ -161,7 +161,7 @@ class SignedStartVerifier:
             raise SignedStartError("these bytes were not signed with this key", field="signed_start.mac")
 
     def _use(self, mac: bytes, expires_at_unix_ms: int) -> None:
-        # A clock that was set back must not bring back what has expired, and is forgotten.
+        # A clock that is set back must not make a start valid again that has expired and been forgotten.
         now_ms = self._now_ms = max(self._now_ms, int(self._clock() * 1000))
         if now_ms > expires_at_unix_ms:
             raise SignedStartExpiredError("this start has expired: ask the router for another placement")
@@ -171,7 +171,7 @@ class SignedStartVerifier:
         if mac in self._used:
             raise SignedStartUsedError("this start was used before: ask the router for another placement")
         if len(self._used) >= self._max_remembered:
-            # What can't be remembered could come again.
+            # A start that is not remembered could be used twice.
             raise QueueFullError("too many signed starts came at once", retry_delay_s=1.0)
         self._used.add(mac)
         heapq.heappush(self._expiries, (expires_at_unix_ms, mac))
@@ -182,7 +182,7 @@ class SignedStartVerifier:
 
 
 class Keys(Protocol):
-    """Where keys are looked up (``quartet.streams.signed_start.SigningKeys``)."""
+    """Where keys are found; ``SigningKeys`` is one."""
 
     @property
     def signing_key(self) -> SigningKey:
@@ -213,18 +213,18 @@ class SigningKeys:
     are left out. The first key signs, all verify. So a new key is given to every process below the old one, then put
     first, and the old one taken out once nothing is under way that it signed: no start is ever refused.
 
-    A changed file that can't be used changes nothing but the log. Nothing here ever tells a secret.
+    A changed file that can't be used is logged and changes nothing else. No message or log ever holds a secret.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Read ``path``; look at it again once a second of ``clock``, or for an unknown name, 20 times at most.
+        """Read ``path``; check it for changes once a second of ``clock``, for an unknown name at most 20 times.
 
         Raises:
             ConfigError: the file can't be used; the message names the setting and the line, never a secret.
         """
         self._path = path
         self._clock = clock
-        self._looked_at = clock()
+        self._polled_at = clock()
         self._signature, self._keys = _read(path)
 
     @property
@@ -233,14 +233,14 @@ class SigningKeys:
         return next(iter(self._current().values()))
 
     def find(self, key_id: str) -> SigningKey | None:
-        """The key of that name, if it verifies; for one that is not known the file is looked at sooner."""
-        return self._current().get(key_id) or self._current(_UNKNOWN_LOOK_INTERVAL_S).get(key_id)
+        """The key of that name, if it verifies; an unknown name checks the file sooner."""
+        return self._current().get(key_id) or self._current(_UNKNOWN_POLL_INTERVAL_S).get(key_id)
 
-    def _current(self, look_interval_s: float = _LOOK_INTERVAL_S) -> dict[str, SigningKey]:
+    def _current(self, poll_interval_s: float = _POLL_INTERVAL_S) -> dict[str, SigningKey]:
         now = self._clock()
-        if now - self._looked_at >= look_interval_s:
-            self._looked_at = now
-            signature = _look(self._path)
+        if now - self._polled_at >= poll_interval_s:
+            self._polled_at = now
+            signature = _poll(self._path)
             if signature != self._signature:
                 self._reread(signature)
         return self._keys
@@ -249,7 +249,7 @@ class SigningKeys:
         try:
             self._signature, self._keys = _read(self._path)
         except ConfigError as error:
-            # Told once for each content of the file.
+            # Log once for each content of the file.
             self._signature = signature
             logger.warning("the keys stay as they were: %s", error)
         else:
@@ -266,7 +266,7 @@ def _parse(signed_start: bytes) -> decode_pb2.SignedStart:
     return signed
 
 
-def _look(path: Path) -> _Signature:
+def _poll(path: Path) -> _Signature:
     try:
         return _signature_of(path.stat())
     except OSError:
@@ -285,7 +285,7 @@ def _read(path: Path) -> tuple[_Signature, dict[str, SigningKey]]:
     except OSError as error:
         raise ConfigError(f"{_SETTING}: cannot read {path}: {error.strerror}") from error
     if stat.S_IMODE(found.st_mode) & stat.S_IRWXO:
-        # Who can read a key can start whatever they like; who can write it too.
+        # A process that can read or write a key can start anything.
         raise ConfigError(
             f"{_SETTING}: {path} is open to everybody: chmod o-rwx (for a Kubernetes secret, defaultMode)"
         )

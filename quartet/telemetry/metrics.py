@@ -46,7 +46,7 @@ _ENGINE_COUNTERS = (
 
 
 class ProcessMetrics:
-    """What every process tells: CPU, memory and files (``process_*``), and how late its event loop is."""
+    """Metrics of every process: CPU, memory and files (``process_*``), and how late its event loop is."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         ProcessCollector(registry=registry)
@@ -108,7 +108,7 @@ class ModelMetrics:
 
 
 class RouterMetrics:
-    """What a router tells. ``model`` is a label: give only names of models that are served, never a client's word."""
+    """Metrics of a router. ``model`` is a label: give only names of models that are served, never a client's text."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._models: dict[str, ModelMetrics] = {}
@@ -171,7 +171,7 @@ class RouterMetrics:
         self._attempts[cause].inc()
 
     def watch_requests(self, num_queued: Callable[[], int], num_running: Callable[[], int]) -> None:
-        """Tell at each scrape how many requests wait for room, and how many are between arrival and end.
+        """Show at each scrape how many requests wait for room, and how many are between arrival and end.
 
         Both are called on the scrape's thread and may not block.
         """
@@ -225,7 +225,7 @@ class EngineFigures(Protocol):
 
     @property
     def num_cached_blocks(self) -> int:
-        """KV blocks that nobody uses, kept for reuse."""
+        """KV blocks that no request uses, kept for reuse."""
         ...
 
     @property
@@ -265,7 +265,7 @@ class _ReadCollector(Collector):
 
 
 class WorkerMetrics:
-    """What a worker tells; figures of its engine by data-parallel rank."""
+    """Metrics of a worker; figures of its engine by data-parallel rank."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -302,14 +302,14 @@ class WorkerMetrics:
         )
 
     def watch_engine(self, read: Callable[[], Sequence[EngineFigures]]) -> None:
-        """Tell at each scrape what ``read`` returns: an entry a data-parallel rank, always in the same order.
+        """Show at each scrape what ``read`` returns: an entry a data-parallel rank, always in the same order.
 
         It is called on the scrape's thread and may not block.
         """
         self._registry.register(_EngineCollector(read))
 
     def watch_collected(self, read: Callable[[], Iterable[Metric]]) -> None:
-        """Tell at each scrape what ``read`` returns, which an engine measures by itself; as in ``watch_engine``."""
+        """Show at each scrape what ``read`` returns, which an engine measures by itself; as in ``watch_engine``."""
         self._registry.register(_ReadCollector(read))
 
     def set_load_time(self, duration_s: float) -> None:
@@ -393,7 +393,7 @@ class FastHistogram(Collector):
         registry.register(self)
 
     def labels(self, *values: str) -> FastHistogramChild:
-        """What counts under this value of the label, of which there is one if there is a label; the same each time."""
+        """The counts under this value of the label, or, without a label, the only ones; the same object each time."""
         assert len(values) == len(self._label_names), "a value a label"
         if values not in self._children:
             self._children[values] = FastHistogramChild(self._bounds)

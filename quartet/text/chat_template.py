@@ -99,7 +99,7 @@ class ChatTemplate:
 
     def _write(self, messages: Sequence[Mapping[str, object]], **extra: Any) -> str:
         variables = {
-            # Templates tell "no tools" by a variable that is none, as transformers passes it.
+            # Templates recognise "no tools" by a variable that is none, as transformers passes it.
             **{"tools": None, "documents": None},
             **self._special_tokens.named,
             **extra,

@@ -101,7 +101,7 @@ class TextStream:
         return self._matcher is not None
 
     def push_text(self, token_ids: Sequence[int]) -> str:
-        """Take the next tokens, all of which are shown, where there are no stop strings: their text.
+        """Take the next tokens where there are no stop strings, so that all are shown: their text.
 
         Does what ``push`` does for a third of the price.
 
@@ -190,7 +190,7 @@ class StopMatcher:
     """Ends a text that arrives in pieces at the first complete stop string; holds back what may yet become one.
 
     Of several that are complete at the same character the longest counts (it begins first). That is where
-    a generation that is looked at character by character stops, so the result is the same however the
+    a generation that is checked character by character stops, so the result is the same however the
     text was split, and no match waits for a longer one.
     """
 
@@ -233,7 +233,7 @@ class StopMatcher:
         return StopMatch(held)
 
     def _stop(self, pending: str) -> StopMatch:
-        """End at the first of the stop strings, of which ``pending`` holds at least one."""
+        """End at the first stop string in ``pending``, which holds at least one."""
         self._has_stopped = True
         self._held = ""
         ends = {stop: pending.find(stop) + len(stop) for stop in self._stop_strings if stop in pending}
@@ -244,7 +244,7 @@ class StopMatcher:
     def _num_certain(self, pending: str) -> int:
         """Number of characters before the longest end of ``pending`` that begins a stop string.
 
-        What is passed over here is never looked at again, so the work is linear in the text.
+        Characters before it are never checked again, so the work is linear in the text.
         """
         for begin in range(max(0, len(pending) - self._max_held), len(pending)):
             if pending[begin] in self._first_characters:

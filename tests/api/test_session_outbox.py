@@ -40,8 +40,8 @@ class Owed:
 
     def add(self, *entry: object) -> None:
         self.outbox.entries.append(entry)  # type: ignore[arg-type]
-        if len(self.outbox.entries) >= self.outbox.look_at:
-            self.outbox.look()
+        if len(self.outbox.entries) >= self.outbox.poll_at:
+            self.outbox.poll()
 
     def take(self) -> pb.SessionResponse:
         message = self.outbox.take()

@@ -1,4 +1,4 @@
-"""The messages of worker streams: what is started on a worker (who asks, what to generate), and what comes back.
+"""The messages of worker streams: what is started on a worker, and what comes back.
 
 The order is that of a request: starts, their parts, outputs, and then the same of the encode hop.
 """
@@ -39,7 +39,7 @@ from quartet.streams.messages import (
 )
 from quartet.v1 import decode_pb2, encode_pb2, prefill_pb2, types_pb2
 
-# Fields of presence and of the same name and type on both sides.
+# Optional fields with the same name and type on both sides.
 _SCALAR_FIELDS = frozenset(
     {
         "temperature",
@@ -73,7 +73,7 @@ def to_prefill_start(slot: int, start: WorkerStart) -> prefill_pb2.PrefillStart:
 
 
 def put_prefill_start(into: prefill_pb2.PrefillStart, slot: int, start: WorkerStart) -> None:
-    """Set ``into``, which is empty, as ``to_prefill_start`` would: a message given to another one is copied."""
+    """Set ``into``, which is empty, as ``to_prefill_start`` would: assigning a message to a field copies it."""
     into.slot = slot
     _put_request_context(into.context, start.context)
     put_generation(into.generation, start.generation)
@@ -96,7 +96,7 @@ def to_decode_start(slot: int, start: WorkerStart) -> decode_pb2.DecodeStart:
 
 
 def put_decode_start(into: decode_pb2.DecodeStart, slot: int, start: WorkerStart) -> None:
-    """Set ``into``, which is empty, as ``to_decode_start`` would: a message given to another one is copied."""
+    """Set ``into``, which is empty, as ``to_decode_start`` would: assigning a message to a field copies it."""
     into.slot = slot
     _put_request_context(into.context, start.context)
     put_generation(into.generation, start.generation)
@@ -162,7 +162,7 @@ def to_generation(generation: Generation) -> types_pb2.Generation:
 
 
 def put_generation(into: types_pb2.Generation, generation: Generation) -> None:
-    """Set ``into``, which is empty, as ``to_generation`` would: a message given to another one is copied."""
+    """Set ``into``, which is empty, as ``to_generation`` would: assigning a message to a field copies it."""
     into.prompt_token_ids = pack_token_ids(generation.prompt_token_ids)
     if generation.generated_token_ids:
         into.generated_token_ids = pack_token_ids(generation.generated_token_ids)
@@ -223,7 +223,7 @@ def from_sampling(message: types_pb2.Sampling) -> Sampling:
     Raises:
         InvalidRequestError: a value out of range; ``field`` is ``sampling.NAME``.
     """
-    # Few fields are there: listing them costs half of asking for each.
+    # Few fields are set: listing them costs half of asking for each.
     given: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name in _SCALAR_FIELDS}
     if message.logit_bias:
         given["logit_bias"] = dict(message.logit_bias)
@@ -267,7 +267,7 @@ def to_slot_started(slot: int, started: Started, num_prompt_tokens: int = 0) -> 
 
 
 def from_slot_started(message: decode_pb2.SlotStarted) -> DecodeStarted:
-    """What the worker told when the request joined its batch."""
+    """What the worker reports when a request joins its batch."""
     return DecodeStarted(
         num_cached_tokens=message.num_cached_tokens,
         queue_s=to_seconds(message.queue),
@@ -330,7 +330,7 @@ def to_prefill_result(
 
 
 def from_prefill_result(message: prefill_pb2.PrefillResult) -> PrefillOutcome:
-    """How a prefill ended well. Raises ``ProtocolError`` or ``InvalidRequestError`` where it makes no sense."""
+    """How a prefill ended well. Raises ``ProtocolError`` or ``InvalidRequestError`` for an impossible message."""
     is_finished = message.finish_reason != types_pb2.FINISH_REASON_UNSPECIFIED
     return PrefillOutcome(
         token_id=message.token_id,
@@ -388,7 +388,7 @@ def to_encode_sized(sizes: Sequence[MediaSize]) -> encode_pb2.EncodeSized:
 
 
 def from_encode_sized(message: encode_pb2.EncodeSized) -> tuple[MediaSize, ...]:
-    """The sizes, item by item. Raises ``ProtocolError`` where one makes no sense."""
+    """The sizes, item by item. Raises ``ProtocolError`` for an impossible one."""
     return tuple(map(from_media_size, message.items))
 
 
@@ -403,7 +403,7 @@ def to_encoded_item(encoded: EncodedItem) -> encode_pb2.EncodedItem:
 
 
 def from_encoded_item(message: encode_pb2.EncodedItem) -> EncodedItem:
-    """One item's hand-off. Raises ``ProtocolError`` or ``InvalidRequestError`` where it makes no sense."""
+    """One item's hand-off. Raises ``ProtocolError`` or ``InvalidRequestError`` for an impossible message."""
     hand_off = from_hand_off(message.hand_off)
     if not isinstance(hand_off.payload, EmbeddingsPayload | OpaquePayload):
         raise ProtocolError("an encode worker handed something else off than embeddings")
