@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 #: Seconds that a signed start may be valid at most: a longer time means that a clock is wrong.
 MAX_SIGNED_START_TTL_S = 300.0
 
-#: Bytes of a signed start at most; the rest of a worker stream's message is for the frame, the key's name and the MAC.
+#: Bytes of a signed start at most; the rest of a message is for the frame, the key's name and the MAC.
 MAX_SIGNED_START_BYTES = MAX_STREAM_MESSAGE_BYTES - 512
 
 #: Bytes of a MAC.
