@@ -158,9 +158,9 @@ def _tier(cache_level: int) -> Tier:
 #   largest one still needs, so what is in there says nothing about what can be reused. Before any ``created`` nothing
 # is.
 # - A block has no name of ours if it is not full (the last one of a sequence may be), if something private is or might
-# be
-#   in it (see ``PrivateBlocks``), or if the block before it has none or is unknown. It is kept nonetheless: its
-#   end is no news, and neither are those after it.
+#   be in it (see ``PrivateBlocks``), or if the block before it has none. It is kept nonetheless: its end is no news,
+#   and neither are those after it.
+# - A block after one that is not known here is not kept. If it is stored again after its parent, its name is known.
 # - ``removed`` is the end on every tier; one of a block that was never told of says nothing.
 # - Numbers that do not follow one another mean that events were lost, or that the engine began anew. What was lost may
 #   be the end of any block here: nothing is known to be there any more, and that is told (``Cleared``). Engines do not
@@ -263,6 +263,8 @@ class RankMirror:
         parent_hash, has_name = stored.parent_hash, stored.parent_hash is None or _has_name(parent)
         for told in stored.blocks:
             block = self._find(told.block_hash)
+            if block is None and parent is None and not has_name:
+                continue  # The block before it is unknown. Stored again after a known one, it gets its name.
             if block is None:
                 name = self._name(parent.sequence_hash if parent else None, told) if has_name else None
                 block = self._take_in(told, name, parent_hash, parent)
