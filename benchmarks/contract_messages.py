@@ -79,7 +79,7 @@ def prefill_response(num_tokens: int) -> bytes:
     hand_off = result.hand_off
     hand_off.hand_off_id, hand_off.secret = _ID, _SECRET
     hand_off.worker_id, hand_off.epoch, hand_off.address = _WORKER_ID, _EPOCH, _ADDRESS
-    hand_off.lease.seconds = 30
+    hand_off.time_to_live.seconds = 30
     layout = hand_off.blocks.layout
     layout.model_fingerprint, layout.dtype = _FINGERPRINT, "bfloat16"
     layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size = 16, 8, 64, BLOCK_SIZE

@@ -18,7 +18,7 @@ class Evidence:
 
     Attributes:
         hand_offs: that ended at the prefill worker, by outcome.
-        hand_offs_expired: of these, those whose lease ran out.
+        hand_offs_expired: of these, those that expired.
         preemptions: requests that lost their blocks, at either worker.
         attempts: that the router began, by cause; all but ``first`` are retries.
         prompts_prefilled: prompts that the prefill worker was given.

@@ -125,15 +125,15 @@ class Fleet:
         return self._connection(Role.DECODE, rank).decode(start, sink)
 
     def keep(self, hand_off: HandOff) -> HandOffLease:
-        """Renew the lease of ``hand_off`` until told to stop. Raises ``TransferError`` when closing."""
+        """Renew ``hand_off`` until told to stop. Raises ``TransferError`` when closing."""
         return self._puller.keep(hand_off)
 
     def drop(self, hand_off: HandOff) -> None:
-        """Let the source know that nobody will take ``hand_off``; what can't be told is left to the lease."""
+        """Let the source know that nobody will take ``hand_off``; what can't be told expires."""
         try:
             lease = self._puller.keep(hand_off)
         except TransferError:
-            return  # closing: its lease ends it
+            return  # closing: it expires
         self._spawn(lease.abort())
 
     # Life.
@@ -446,10 +446,10 @@ class EncodeHop(Protocol):
 
 
 class KeptHandOff(Protocol):
-    """A hand-off whose lease is renewed."""
+    """A hand-off that is renewed."""
 
     def stop(self) -> None:
-        """Renew no more; what is left of the lease is left. May be called twice."""
+        """Renew no more; the hand-off lives on for what is left of its time. May be called twice."""
         ...
 
 
@@ -472,7 +472,7 @@ class Hops(Protocol):
         ...
 
     def keep(self, hand_off: HandOff) -> KeptHandOff:
-        """Renew the lease of a hand-off until told to stop. Raises ``TransferError`` when this is closing."""
+        """Renew a hand-off until told to stop. Raises ``TransferError`` when this is closing."""
         ...
 
     def drop(self, hand_off: HandOff) -> None:

@@ -244,6 +244,6 @@ def _hand_off(num_tokens: int) -> HandOff:
         worker_id="",
         epoch=0,
         address="",
-        lease=timedelta(0),
+        time_to_live=timedelta(0),
         payload=BlocksPayload(layout, num_tokens),
     )

@@ -27,7 +27,7 @@ class Pulls:
         self._aborts: set[asyncio.Task[None]] = set()
 
     def open(self, id: int, hand_off: HandOff) -> None:
-        """Accept the hand-off of request ``id``; its lease is renewed from now on.
+        """Accept the hand-off of request ``id``; it is renewed from now on.
 
         Raises:
             LayoutMismatchError: its blocks cannot be taken over here.

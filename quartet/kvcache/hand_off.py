@@ -2,11 +2,11 @@
 
     HELD -> PULLING -> RELEASED | EXPIRED | CANCELLED
 
-A hand-off is HELD until its lease ends; each renewal starts the lease anew, so expiry means that whoever wanted it is
-dead, not busy. ``begin`` makes it PULLING: its blocks stay where they are until the pull finishes, is aborted (which a
-lost stream counts as: the puller throws away what it has) or has taken too long. That last bound is for one-sided ways,
-which read memory without telling us: after it, ``finish`` fails and the puller knows that its data may be another's.
-So every hand-off ends in bounded time once nobody speaks for it, and whoever ends it is told, once, what to let go.
+A hand-off is HELD for its time to live, which each renewal starts anew: one that expires has a dead taker, not a busy
+one. ``begin`` makes it PULLING: its blocks stay where they are until the pull finishes, is aborted (which a lost stream
+counts as: the puller throws away what it has) or has taken too long. That last bound is for one-sided ways, which read
+memory without telling us: after it, ``finish`` fails and the puller knows that its data may be another's. So every
+hand-off ends in bounded time once nobody speaks for it, and whoever ends it is told, once, what to let go.
 
 Pure code: no clock, no lock. ``now`` is in seconds of one monotonic clock, and never goes back between calls.
 """
@@ -32,7 +32,7 @@ class HandOffState(StrEnum):
     HELD = "held"
     PULLING = "pulling"
     RELEASED = "released"  # taken
-    EXPIRED = "expired"  # its lease, or the time for its pull, ran out
+    EXPIRED = "expired"  # not renewed in time, or pulled for too long
     CANCELLED = "cancelled"  # aborted, withdrawn, or its pull's stream was lost
 
 
@@ -83,21 +83,21 @@ class HandOffTable:
     """
 
     def __init__(
-        self, epoch: int, lease_s: float, max_pull_s: float, draw: Callable[[int], bytes] = secrets.token_bytes
+        self, epoch: int, ttl_s: float, max_pull_s: float, draw: Callable[[int], bytes] = secrets.token_bytes
     ) -> None:
         """Start empty.
 
         Args:
             epoch: this life of the worker.
-            lease_s: how long a hand-off lives without a renewal.
+            ttl_s: how long a hand-off lives without a renewal.
             max_pull_s: how long one pull may take.
             draw: gives that many unguessable bytes.
         """
         self.epoch = epoch
-        self.lease_s = lease_s
+        self.ttl_s = ttl_s
         self.max_pull_s = max_pull_s
         self._draw = draw
-        # All leases are equally long, and so are all pulls' bounds: each of the two is in the order of deadlines.
+        # All hand-offs live equally long, and all pulls have one bound: each of the two is in the order of deadlines.
         self._held: OrderedDict[bytes, _Live] = OrderedDict()
         self._pulling: OrderedDict[bytes, _Live] = OrderedDict()
         self._id_by_holder: dict[int, bytes] = {}
@@ -115,10 +115,10 @@ class HandOffTable:
         )
 
     def offer(self, holder: int, block_ids: tuple[int, ...], payload: Payload, *, now: float) -> HandOffEntry:
-        """Make a hand-off of what ``holder``, unique among the living ones, holds; its lease starts."""
+        """Make a hand-off of what ``holder``, unique among the living ones, holds; its time to live starts."""
         assert holder not in self._id_by_holder, "this holder already has a hand-off"
         entry = HandOffEntry(self._draw(_ID_SIZE_BYTES), self._draw(_ID_SIZE_BYTES), holder, block_ids, payload)
-        self._held[entry.hand_off_id] = _Live(entry, now + self.lease_s)
+        self._held[entry.hand_off_id] = _Live(entry, now + self.ttl_s)
         self._id_by_holder[holder] = entry.hand_off_id
         return entry
 
@@ -144,10 +144,10 @@ class HandOffTable:
         return live.entry
 
     def renew(self, hand_off_id: bytes, secret: bytes, epoch: int, *, now: float) -> None:
-        """Start the lease anew; a pull that has begun keeps its own bound."""
+        """Start the time to live anew; a pull that has begun keeps its own bound."""
         live = self._find(hand_off_id, secret, epoch, now)
         if hand_off_id in self._held:
-            live.deadline = now + self.lease_s
+            live.deadline = now + self.ttl_s
             self._held.move_to_end(hand_off_id)
 
     def finish(self, hand_off_id: bytes, secret: bytes, epoch: int, *, now: float) -> EndedHandOff:

@@ -120,7 +120,7 @@ class HandOff:
         worker_id: the worker that holds.
         epoch: that worker's life; a hand-off of another life is refused.
         address: ``host:port`` of that worker's TransferService.
-        lease: time after which it expires unless renewed.
+        time_to_live: time after which it expires unless renewed.
     """
 
     hand_off_id: bytes
@@ -128,5 +128,5 @@ class HandOff:
     worker_id: str
     epoch: int
     address: str
-    lease: timedelta
+    time_to_live: timedelta
     payload: Payload

@@ -139,7 +139,7 @@ class EncodeClient:
     def start(self, start: EncodeStart, on_encoded: Callable[[HandOff], None] = lambda _hand_off: None) -> EncodeCall:
         """Start to encode; never waits or raises: what is wrong comes out of the call.
 
-        ``on_encoded`` hears of each hand-off as it comes, before the caller can take it: its lease runs from then on.
+        ``on_encoded`` hears of each hand-off as it comes, before the caller can take it: its time to live has begun.
         """
         call = EncodeCall(len(start.items), on_encoded, self._drop)
         if self._is_closed:

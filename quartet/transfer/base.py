@@ -91,13 +91,13 @@ class FetchResult:
 
 
 class Claim(Protocol):
-    """A hand-off that this worker accepted; its lease is renewed until ``fetch`` or ``abort`` ends it."""
+    """A hand-off that this worker accepted; it is renewed until ``fetch`` or ``abort`` ends it."""
 
     async def fetch(self, copies: Sequence[PieceCopy]) -> FetchResult:
         """Move the pieces, then tell the source that it may let go; ``copies`` may be empty.
 
         Returns only when nothing writes to the local blocks any more, also when it raises or is cancelled; ``abort``
-        then frees the source sooner than the lease would.
+        then frees the source sooner than its expiry would.
 
         Raises:
             TransferError, TransferTimeoutError, HandOffNotFoundError, HandOffStateError, StaleEpochError,
@@ -118,7 +118,7 @@ class Puller(Protocol):
         ...
 
     def claim(self, hand_off: HandOff) -> Claim:
-        """Accept ``hand_off``: check its layout against the local pool, start renewing its lease.
+        """Accept ``hand_off``: check its layout against the local pool, start renewing it.
 
         Raises:
             LayoutMismatchError: its blocks cannot be taken over here; nothing was started.

@@ -44,7 +44,7 @@ class TransferSource:
         Args:
             worker_id: this worker.
             epoch: this life of it.
-            config: lease and bounds.
+            config: time to live and bounds.
             on_end: called on the event loop; must not raise.
             memory: the pool whose blocks are offered; ``None`` where every hand-off is opaque.
         """
@@ -52,8 +52,8 @@ class TransferSource:
         self._worker_id = worker_id
         self._address = ""
         self._on_end = on_end
-        self._table = HandOffTable(epoch, config.lease_s, config.max_pull_s)
-        self._lease = timedelta(seconds=config.lease_s)
+        self._table = HandOffTable(epoch, config.hand_off_ttl_s, config.max_pull_s)
+        self._time_to_live = timedelta(seconds=config.hand_off_ttl_s)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._holders: set[int] = set()
@@ -69,7 +69,7 @@ class TransferSource:
         self._address = address
 
     def offer(self, holder: int, block_ids: Sequence[int], payload: Payload) -> HandOff:
-        """Hold what ``holder`` has for whoever brings the ticket; its lease starts now.
+        """Hold what ``holder`` has for whoever brings the ticket; its time to live starts now.
 
         Raises:
             DrainingError: the source is closed; nothing is held.
@@ -90,7 +90,7 @@ class TransferSource:
             worker_id=self._worker_id,
             epoch=self._table.epoch,
             address=self._address,
-            lease=self._lease,
+            time_to_live=self._time_to_live,
             payload=payload,
         )
 
@@ -107,9 +107,9 @@ class TransferSource:
         return entry
 
     def renew(self, ticket: HandOffTicket) -> timedelta:
-        """Start the lease anew and say how long it is. Raises as ``HandOffTable.renew`` does."""
+        """Start the time to live anew and return it. Raises as ``HandOffTable.renew`` does."""
         self._table.renew(ticket.hand_off_id, ticket.secret, ticket.epoch, now=self._loop.time())
-        return self._lease
+        return self._time_to_live
 
     def finish(self, ticket: HandOffTicket) -> None:
         """End a pull: only when this returns does what was read count. Raises as ``HandOffTable.finish`` does.

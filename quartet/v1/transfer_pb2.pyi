@@ -68,7 +68,7 @@ class PullRequest(_message.Message):
 
     @_builtins.property
     def renew(self) -> Global___PullRenew:
-        """Makes the lease last from now on again."""
+        """Starts the hand-off's time to live anew."""
 
     @_builtins.property
     def finish(self) -> Global___PullFinish:
@@ -170,7 +170,7 @@ Global___PullBegin: _TypeAlias = PullBegin  # noqa: Y015
 
 @_typing.final
 class PullRenew(_message.Message):
-    """Makes the lease last from now on again."""
+    """Starts the hand-off's time to live anew."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -284,7 +284,7 @@ class PullResponse(_message.Message):
 
     @_builtins.property
     def renewed(self) -> Global___PullRenewed:
-        """The lease was renewed."""
+        """The hand-off was renewed."""
 
     @_builtins.property
     def aborted(self) -> Global___PullAborted:
@@ -434,23 +434,23 @@ Global___PullFinished: _TypeAlias = PullFinished  # noqa: Y015
 
 @_typing.final
 class PullRenewed(_message.Message):
-    """The lease was renewed."""
+    """The hand-off was renewed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    LEASE_FIELD_NUMBER: _builtins.int
+    TIME_TO_LIVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def lease(self) -> _duration_pb2.Duration:
-        """It lasts for this long from now. Always set."""
+    def time_to_live(self) -> _duration_pb2.Duration:
+        """It lives for this long from now, unless renewed again. Always set."""
 
     def __init__(
         self,
         *,
-        lease: _duration_pb2.Duration | None = ...,
+        time_to_live: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time_to_live", b"time_to_live"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["time_to_live", b"time_to_live"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -718,7 +718,7 @@ class HandOff(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
-    LEASE_FIELD_NUMBER: _builtins.int
+    TIME_TO_LIVE_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     OPAQUE_FIELD_NUMBER: _builtins.int
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
@@ -733,7 +733,7 @@ class HandOff(_message.Message):
     address: _builtins.str
     """`host:port` of its TransferService. Required."""
     @_builtins.property
-    def lease(self) -> _duration_pb2.Duration:
+    def time_to_live(self) -> _duration_pb2.Duration:
         """Time after which it expires unless renewed. Required."""
 
     @_builtins.property
@@ -756,14 +756,14 @@ class HandOff(_message.Message):
         worker_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
         address: _builtins.str = ...,
-        lease: _duration_pb2.Duration | None = ...,
+        time_to_live: _duration_pb2.Duration | None = ...,
         blocks: Global___BlocksPayload | None = ...,
         opaque: Global___OpaquePayload | None = ...,
         embeddings: Global___EmbeddingsPayload | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "embeddings", b"embeddings", "lease", b"lease", "opaque", b"opaque", "payload", b"payload"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "embeddings", b"embeddings", "opaque", b"opaque", "payload", b"payload", "time_to_live", b"time_to_live"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "embeddings", b"embeddings", "epoch", b"epoch", "hand_off_id", b"hand_off_id", "lease", b"lease", "opaque", b"opaque", "payload", b"payload", "secret", b"secret", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "embeddings", b"embeddings", "epoch", b"epoch", "hand_off_id", b"hand_off_id", "opaque", b"opaque", "payload", b"payload", "secret", b"secret", "time_to_live", b"time_to_live", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_payload: _TypeAlias = _typing.Literal["blocks", "opaque", "embeddings"]  # noqa: Y015
     _WhichOneofArgType_payload: _TypeAlias = _typing.Literal["payload", b"payload"]  # noqa: Y015

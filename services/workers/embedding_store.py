@@ -11,8 +11,8 @@ from quartet.errors import InvalidRequestError, MediaTooLargeError, OutOfBlocksE
 from quartet.kvcache.block_pool import BlockCounts
 from quartet.kvcache.embedding_pool import EmbeddingPool, PooledItem
 
-# Of the first in line; less than what health takes for a standstill. Who holds embeddings uses them, or loses the
-# lease.
+# Of the first in line; less than what health takes for a standstill. A request that holds embeddings uses them, or its
+# hand-off expires.
 _ROOM_TIMEOUT_S = 10.0
 
 
@@ -29,7 +29,7 @@ class Want:
     make: Callable[[tuple[int, ...]], Awaitable[None]]
 
 
-class Lease:
+class Hold:
     """A hold on an item's embeddings."""
 
     def __init__(self, store: EmbeddingStore, media_id: bytes, item: PooledItem) -> None:
@@ -90,19 +90,19 @@ class EmbeddingStore:
         """Whether the item is there, wholly written."""
         return self._pool.find(media_id) is not None
 
-    async def obtain(self, wants: Sequence[Want], on_lease: Callable[[int, Lease], None]) -> None:
-        """Have all ``wants`` here; each is given to ``on_lease`` with its position as soon as it is.
+    async def obtain(self, wants: Sequence[Want], on_hold: Callable[[int, Hold], None]) -> None:
+        """Have all ``wants`` here; each is given to ``on_hold`` with its position as soon as it is.
 
-        However this ends, leases that were given are whoever's they were given to, to be released; nothing else is
+        However this ends, holds that were given are whoever's they were given to, to be released; nothing else is
         held then, and nothing of what this call began to write is still being written.
 
         Raises:
             InvalidRequestError, MediaTooLargeError: naming ``field``: they never fit, or not what is here.
             OutOfBlocksError: it was first in line, and others held too much of the pool for too long.
-            ServingError: what ``Want.make`` or ``on_lease`` raised; the others' are cancelled.
+            ServingError: what ``Want.make`` or ``on_hold`` raised; the others' are cancelled.
         """
         self._check_fit(wants)
-        pending = [_Pending(index, want, on_lease) for index, want in enumerate(wants)]
+        pending = [_Pending(index, want, on_hold) for index, want in enumerate(wants)]
         try:
             await self._take_room(pending)
             async with asyncio.TaskGroup() as group:
@@ -116,7 +116,7 @@ class EmbeddingStore:
                 self._leave(one)
 
     def let_go(self, media_id: bytes) -> None:
-        """Of a lease: its hold ends."""
+        """End a hold: called by ``Hold.release``."""
         self._pool.release(media_id)
         self._tell()
 
@@ -211,7 +211,7 @@ class EmbeddingStore:
         self._check_size(one, item.num_tokens)
         self._pool.hold(media_id)
         one.is_given = True
-        one.on_lease(one.index, Lease(self, media_id, item))
+        one.on_hold(one.index, Hold(self, media_id, item))
         return True
 
     def _leave(self, one: _Pending) -> None:
@@ -263,7 +263,7 @@ class _Pending:
 
     index: int
     want: Want
-    on_lease: Callable[[int, Lease], None]
+    on_hold: Callable[[int, Hold], None]
     turn: asyncio.Event = field(default_factory=asyncio.Event)
     is_given: bool = False
     error: ServingError | None = None

@@ -71,7 +71,7 @@ def test_a_router_takes_the_hand_off_for_a_stub_engines(prompt: list[int]) -> No
     result = contract_messages.read_prefill_result(contract_messages.prefill_response(len(prompt)))
     outcome = convert.from_prefill_result(result)
     assert outcome.hand_off is not None
-    assert outcome.hand_off.lease == timedelta(seconds=TransferConfig().lease_s)
+    assert outcome.hand_off.time_to_live == timedelta(seconds=TransferConfig().hand_off_ttl_s)
     payload = outcome.hand_off.payload
     assert isinstance(payload, BlocksPayload)
     assert payload.layout == stub_layout(payload.layout.model_fingerprint, BLOCK_SIZE)

@@ -30,7 +30,7 @@ HAND_OFF = HandOff(
     worker_id="encode-0",
     epoch=1,
     address="127.0.0.1:1",
-    lease=timedelta(seconds=30),
+    time_to_live=timedelta(seconds=30),
     payload=EmbeddingsPayload(LAYOUT, 64),
 )
 ANSWERED = Answered(

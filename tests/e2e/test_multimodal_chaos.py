@@ -46,9 +46,9 @@ from tests.engine.torch.vision_checkpoints import Reference
 
 pytestmark = pytest.mark.timeout(120)
 
-LEASE_S = 3.0
-# Blocks come back within a lease.
-RETURN_S = LEASE_S + 2.0
+HAND_OFF_TTL_S = 3.0
+# Blocks come back within a hand-off's time to live.
+RETURN_S = HAND_OFF_TTL_S + 2.0
 WAIT_S = 30.0
 ENCODES, PREFILLS, DECODES = ("encode-0", "encode-1"), ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 # Room for four pictures.
@@ -92,7 +92,7 @@ def picture_stack(start_stack: StartStack, site: PictureSite, folder: Path) -> S
         "media.allowed_private_networks": ["127.0.0.1/32"],
         "media.fetch_timeout_s": FETCH_TIMEOUT_S,
     }
-    worker: Settings = {"transfer.lease_s": LEASE_S, "engine.num_embedding_blocks": NUM_EMBEDDING_BLOCKS}
+    worker: Settings = {"transfer.hand_off_ttl_s": HAND_OFF_TTL_S, "engine.num_embedding_blocks": NUM_EMBEDDING_BLOCKS}
     encode: Settings = {"engine.num_blocks": NUM_EMBEDDING_BLOCKS}
     config = StackConfig(
         num_encode=2,

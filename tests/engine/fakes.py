@@ -279,7 +279,7 @@ class FakePuller:
             worker_id="fake",
             epoch=1,
             address="127.0.0.1:1",
-            lease=timedelta(seconds=30),
+            time_to_live=timedelta(seconds=30),
             payload=BlocksPayload(layout, num_tokens),
         )
 

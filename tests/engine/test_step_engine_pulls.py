@@ -82,7 +82,7 @@ async def test_a_fetch_that_fails_fails_its_request_only(
     engine.submit(other)
     assert type(_error(await consumer.wait_terminal(pulling))) is expected
     assert isinstance(await consumer.wait_terminal(other), Finished)
-    assert puller.claims[0].num_aborts == 1, "the source need not wait for the lease to end"
+    assert puller.claims[0].num_aborts == 1, "the source need not wait for the hand-off to expire"
     assert consumer.tokens[pulling.id] == []
     _check_free(engine)
 
@@ -178,7 +178,7 @@ async def test_a_hand_off_of_another_layout_or_kind_is_refused(start_engine: Sta
         worker_id="w",
         epoch=1,
         address="a:1",
-        lease=blocks.lease,
+        time_to_live=blocks.time_to_live,
         payload=OpaquePayload("other", b""),
     )
     for hand_off in (blocks, opaque):

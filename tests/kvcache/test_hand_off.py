@@ -22,7 +22,7 @@ PAYLOAD = BlocksPayload(LAYOUT, num_tokens=10)
 
 
 def new_table() -> HandOffTable:
-    return HandOffTable(EPOCH, lease_s=30.0, max_pull_s=10.0)
+    return HandOffTable(EPOCH, ttl_s=30.0, max_pull_s=10.0)
 
 
 def offer(table: HandOffTable, holder: int = 1, now: float = 0.0) -> HandOffEntry:
@@ -91,7 +91,7 @@ def test_an_abort_cancels_in_any_living_state(pulls: bool) -> None:
     assert table.counts == HandOffCounts(held=0, pulling=0, released=0, expired=0, cancelled=1)
 
 
-def test_a_lease_that_nobody_renews_expires() -> None:
+def test_a_hand_off_that_nobody_renews_expires() -> None:
     table = new_table()
     entry = offer(table)
     assert table.next_deadline() == 30.0
@@ -101,7 +101,7 @@ def test_a_lease_that_nobody_renews_expires() -> None:
     assert table.next_deadline() is None
 
 
-def test_a_renewal_starts_the_lease_anew() -> None:
+def test_a_renewal_starts_the_time_to_live_anew() -> None:
     table = new_table()
     first, second = offer(table, 1), offer(table, 2)
     table.renew(first.hand_off_id, first.secret, EPOCH, now=20.0)
@@ -111,7 +111,7 @@ def test_a_renewal_starts_the_lease_anew() -> None:
     assert second.holder == 2
 
 
-def test_a_pull_outlives_the_lease_but_not_its_own_bound() -> None:
+def test_a_pull_outlives_the_time_to_live_but_not_its_own_bound() -> None:
     table = new_table()
     entry = offer(table)
     begin(table, entry, now=29.0)
@@ -124,7 +124,7 @@ def test_a_pull_outlives_the_lease_but_not_its_own_bound() -> None:
     assert [ended.state for ended in table.expire(now=39.0)] == [HandOffState.EXPIRED]
 
 
-def test_the_next_deadline_is_the_earliest_of_leases_and_pulls() -> None:
+def test_the_next_deadline_is_the_earliest_of_hand_offs_and_pulls() -> None:
     table = new_table()
     pulled = offer(table, 1)
     begin(table, pulled, now=1.0)

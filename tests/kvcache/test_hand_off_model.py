@@ -13,7 +13,7 @@ from quartet.errors import HandOffNotFoundError, HandOffStateError, StaleEpochEr
 from quartet.kvcache.hand_off import EndedHandOff, HandOffEntry, HandOffState, HandOffTable
 from quartet.kvcache.layout import OpaquePayload
 
-LEASE_S = 6.0
+TTL_S = 6.0
 MAX_PULL_S = 4.0
 ENDS = (HandOffState.RELEASED, HandOffState.EXPIRED, HandOffState.CANCELLED)
 
@@ -32,7 +32,7 @@ class HandOffMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.table = HandOffTable(1, LEASE_S, MAX_PULL_S)
+        self.table = HandOffTable(1, TTL_S, MAX_PULL_S)
         self.known: list[Known] = []  # of all lives, ended ones too
         self.freed: list[int] = []  # in this life
 
@@ -41,7 +41,7 @@ class HandOffMachine(RuleBasedStateMachine):
     def offer(self) -> None:
         holder = len(self.known)
         entry = self.table.offer(holder, (holder,), OpaquePayload("engine", b""), now=self.now)
-        self.known.append(Known(entry, self.table.epoch, self.now + LEASE_S))
+        self.known.append(Known(entry, self.table.epoch, self.now + TTL_S))
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
@@ -64,7 +64,7 @@ class HandOffMachine(RuleBasedStateMachine):
             return
         self.table.renew(entry.hand_off_id, entry.secret, known.epoch, now=self.now)
         if known.state is HandOffState.HELD:
-            known.deadline = self.now + LEASE_S
+            known.deadline = self.now + TTL_S
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
@@ -122,7 +122,7 @@ class HandOffMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.known) % 3 == 2)  # now and then
     @rule()
     def restart(self) -> None:
-        self.table = HandOffTable(self.table.epoch + 1, LEASE_S, MAX_PULL_S)
+        self.table = HandOffTable(self.table.epoch + 1, TTL_S, MAX_PULL_S)
         self.freed = []
 
     @invariant()
@@ -145,7 +145,7 @@ class HandOffMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """If nobody ever asks again, everything has ended after the longest bound, and was freed once."""
-        self.now += max(LEASE_S, MAX_PULL_S)
+        self.now += max(TTL_S, MAX_PULL_S)
         self.expire()
         self.counts_equal_the_models()
         assert self.alive() == []

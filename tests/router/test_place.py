@@ -193,11 +193,11 @@ async def test_bad_input_is_refused_by_its_field(
     assert (await fails(served[1], request_)).field == field
 
 
-async def test_a_placement_that_nobody_takes_up_ends_with_its_lease(
+async def test_a_placement_that_nobody_takes_up_ends_with_its_hand_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.signing._MARGIN_S", 0.1)
-    settings = {"transfer": TransferConfig(lease_s=1.0)}
+    settings = {"transfer": TransferConfig(hand_off_ttl_s=1.0)}
     async with running_system(
         tmp_path, monkeypatch, "prefill-0", "decode-0", worker=settings, signed_start_ttl_s=20.0
     ) as (

@@ -76,7 +76,7 @@ async def scripted(*script: pb.PullResponse) -> AsyncIterator[tuple[ScriptedSour
                 worker_id="liar",
                 epoch=1,
                 address=f"127.0.0.1:{port}",
-                lease=timedelta(seconds=10),
+                time_to_live=timedelta(seconds=10),
                 payload=BlocksPayload(LAYOUT, 2 * LAYOUT.block_size),
             ),
         )
@@ -179,7 +179,7 @@ async def test_closing_the_puller_ends_a_fetch_with_an_error_not_with_a_cancella
             here.puller.claim(hand_off)
 
 
-async def test_a_renewal_that_is_left_unanswered_does_not_lose_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_renewal_that_is_left_unanswered_does_not_lose_the_hand_off(monkeypatch: pytest.MonkeyPatch) -> None:
     was_swallowed = asyncio.Event()
     pull = TransferServicer.Pull
 
@@ -190,9 +190,9 @@ async def test_a_renewal_that_is_left_unanswered_does_not_lose_the_lease(monkeyp
         await pull(self, requests, context)
 
     monkeypatch.setattr(TransferServicer, "Pull", pull_but_the_first)
-    async with source_worker(config=TransferConfig(lease_s=0.9)) as source, puller_worker() as here:
+    async with source_worker(config=TransferConfig(hand_off_ttl_s=0.9)) as source, puller_worker() as here:
         claim = here.puller.claim(source.offer(1, (3, 4)))
-        source.offer(2, ())  # nobody renews this one: it ends when the lease of the other would have
+        source.offer(2, ())  # nobody renews this one: it expires when the other would have
         assert await source.end() == Ended(2, HandOffState.EXPIRED)
         assert was_swallowed.is_set()
         await claim.fetch([PieceCopy(0, 0)])
@@ -200,7 +200,7 @@ async def test_a_renewal_that_is_left_unanswered_does_not_lose_the_lease(monkeyp
 
 async def test_a_renewal_that_fails_is_tried_again_and_abort_is_bounded() -> None:
     async with scripted() as (source, hand_off), puller_worker() as here:
-        claim = here.puller.claim(dataclasses.replace(hand_off, lease=timedelta(seconds=0.3)))
+        claim = here.puller.claim(dataclasses.replace(hand_off, time_to_live=timedelta(seconds=0.3)))
         for _ in range(2):  # each renewal is left unanswered
             async with asyncio.timeout(5):
                 await source.was_left.wait()

@@ -86,13 +86,13 @@ async def test_abort_frees_at_once_and_may_be_repeated() -> None:
             await claim.fetch(())
 
 
-async def test_a_lease_is_renewed_for_as_long_as_the_claim_is_open() -> None:
-    config = TransferConfig(lease_s=0.3)
+async def test_a_hand_off_is_renewed_for_as_long_as_the_claim_is_open() -> None:
+    config = TransferConfig(hand_off_ttl_s=0.3)
     async with source_worker(config=config) as source, puller_worker() as here:
         claimed, forgotten = source.offer(1, BLOCKS), source.offer(2, BLOCKS)
         claim = here.puller.claim(claimed)
         assert await source.end() == Ended(2, HandOffState.EXPIRED)
-        # Three leases of others later the claim is still good.
+        # Three others expired, and the claim is still good.
         for holder in (3, 4, 5):
             source.offer(holder, BLOCKS)
             assert await source.end() == Ended(holder, HandOffState.EXPIRED)
@@ -103,7 +103,7 @@ async def test_a_lease_is_renewed_for_as_long_as_the_claim_is_open() -> None:
 
 
 async def test_keeping_alive_for_somebody_else_needs_no_pool_and_ends_without_an_abort() -> None:
-    config = TransferConfig(lease_s=0.3)
+    config = TransferConfig(hand_off_ttl_s=0.3)
     async with source_worker(config=config) as source, puller_worker() as here:
         lease = here.puller.keep(source.offer(1, BLOCKS))
         source.offer(2, BLOCKS)

@@ -37,7 +37,7 @@ class Claims:
         self._opened: set[int] = set()
 
     def open(self, request: EngineRequest, cache: CacheIdentity) -> HandOffState:
-        """Accept the hand-off of ``request`` for an engine with ``cache``; its lease is renewed from now on.
+        """Accept the hand-off of ``request`` for an engine with ``cache``; it is renewed from now on.
 
         Raises:
             UnsupportedFieldError: none is taken here.
@@ -95,7 +95,7 @@ class Claims:
 
     def _end(self, id: int, outcome: FetchResult | ServingError) -> None:
         if isinstance(outcome, ServingError):
-            # The blocks are here all the same; the source lets go when the lease ends.
+            # The blocks are here all the same; the source lets go when the hand-off expires.
             logger.info("request %s: the source was not told that its hand-off is done: %s", id, outcome.message)
 
 

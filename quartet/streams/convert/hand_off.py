@@ -79,7 +79,7 @@ def to_hand_off(hand_off: HandOff) -> types_pb2.HandOff:
         worker_id=hand_off.worker_id,
         epoch=hand_off.epoch,
         address=hand_off.address,
-        lease=to_duration(hand_off.lease.total_seconds()),
+        time_to_live=to_duration(hand_off.time_to_live.total_seconds()),
     )
     match hand_off.payload:
         case BlocksPayload(layout, num_tokens, block_ids):
@@ -111,7 +111,7 @@ def from_hand_off(message: types_pb2.HandOff, field: str = "hand_off") -> HandOf
         worker_id=message.worker_id,
         epoch=message.epoch,
         address=message.address,
-        lease=to_timedelta(message.lease, f"{field}.lease"),
+        time_to_live=to_timedelta(message.time_to_live, f"{field}.time_to_live"),
         payload=_from_payload(message, field),
     )
 

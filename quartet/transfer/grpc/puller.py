@@ -157,7 +157,7 @@ class TransferPuller:
     def _prepare(self, hand_off: HandOff) -> None:
         """Have a stream ready for ``hand_off``, or the next one of its source."""
         # Well before the source, which waits for a lease, ends what says nothing.
-        self._spares.prepare(hand_off.address, hand_off.lease.total_seconds() / 3)
+        self._spares.prepare(hand_off.address, hand_off.time_to_live.total_seconds() / 3)
 
     def _open(self, address: str, max_idle_s: float = 0.0) -> PullStream:
         with self._channels.use(address) as channel:
@@ -448,7 +448,7 @@ class HandOffLease:
             _log.debug("a hand-off of %s is left to its lease: %s", self.hand_off.worker_id, error)
 
     async def _renew_on(self) -> None:
-        interval_s = max(self.hand_off.lease.total_seconds() / 3, _MIN_RENEWAL_INTERVAL_S)
+        interval_s = max(self.hand_off.time_to_live.total_seconds() / 3, _MIN_RENEWAL_INTERVAL_S)
         retry_interval_s = interval_s / 3
         request = pb.PullRequest(renew=pb.PullRenew(ticket=ticket_to_pb(self.hand_off)))
         pause_s = interval_s

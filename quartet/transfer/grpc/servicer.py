@@ -107,7 +107,7 @@ class _PullStream:
         self._source = servicer.source
         self._context = context
         self._begun: HandOffTicket | None = None
-        self._limit = asyncio.timeout(servicer.config.lease_s)
+        self._limit = asyncio.timeout(servicer.config.hand_off_ttl_s)
 
     async def run(self) -> None:
         """Serve until an end. However the stream ends, what it began has ended too."""
@@ -116,7 +116,7 @@ class _PullStream:
                 while not await self._serve_one():
                     pass
         except TimeoutError:
-            raise TransferTimeoutError("nothing came on the stream for a lease, or the pull took too long") from None
+            raise TransferTimeoutError("nothing came on the stream for too long, or the pull took too long") from None
         finally:
             self._cancel_begun()
 
@@ -168,11 +168,11 @@ class _PullStream:
                 await self._context.write(frame_piece(piece, offset, data))
 
     async def _renew(self, renew: pb.PullRenew) -> None:
-        lease = self._source.renew(self._ticket(renew))
+        time_to_live = self._source.renew(self._ticket(renew))
         if self._begun is None:
-            self._reschedule(self._servicer.config.lease_s)
+            self._reschedule(self._servicer.config.hand_off_ttl_s)
         renewed = pb.PullRenewed()
-        renewed.lease.FromTimedelta(lease)
+        renewed.time_to_live.FromTimedelta(time_to_live)
         await self._context.write(pb.PullResponse(renewed=renewed))
 
     async def _finish(self) -> None:

@@ -155,7 +155,7 @@ def hand_off_of(prefilled: Prefilled, **changes: Any) -> HandOff:
         "worker_id": "prefill",
         "epoch": 1,
         "address": "127.0.0.1:1",
-        "lease": timedelta(seconds=30),
+        "time_to_live": timedelta(seconds=30),
         "payload": OpaquePayload("trtllm", prefilled.opaque),
     }
     return HandOff(**{**given, **changes})
