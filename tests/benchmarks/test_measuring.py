@@ -32,13 +32,13 @@ def test_a_process_that_is_gone_is_not_measured_as_idle() -> None:
 
 def test_counters_are_summed_over_labels_and_told_apart_by_one() -> None:
     metrics = parse(
-        'hand_offs_total{outcome="released",rank="0"} 3\n'
-        'hand_offs_total{outcome="released",rank="1"} 4\n'
+        'hand_offs_total{outcome="taken",rank="0"} 3\n'
+        'hand_offs_total{outcome="taken",rank="1"} 4\n'
         'hand_offs_total{outcome="expired",rank="0"} 1\n'
     )
     assert metrics.total("hand_offs_total") == 8
     assert metrics.total("hand_offs_total", outcome="expired") == 1
-    assert metrics.by_label("hand_offs_total", "outcome") == {"released": 7, "expired": 1}
+    assert metrics.by_label("hand_offs_total", "outcome") == {"taken": 7, "expired": 1}
     assert metrics.total("never_seen_total") == 0
 
 
@@ -115,7 +115,7 @@ quartet_router_queue_seconds_sum 5
 quartet_worker_requests_total{{outcome="length"}} {prefilled}
 quartet_worker_prompt_tokens_total{{rank="0"}} 1000
 quartet_worker_cached_tokens_total{{rank="0"}} {cached_tokens}
-quartet_worker_hand_offs_total{{outcome="released"}} 10
+quartet_worker_hand_offs_total{{outcome="taken"}} 10
 quartet_worker_hand_offs_total{{outcome="expired"}} {expired}
 """
     decode = f"""\

@@ -53,4 +53,4 @@ def test_under_overload_no_work_is_done_twice(report: dict[str, Any]) -> None:
     assert (over["hand_offs_expired"], over["preemptions"], over["prompts_prefilled_twice"]) == (0, 0, 0)
     assert evidence["tokens_computed_again"] == 0
     # All went over the whole path: prefilled remotely, taken over by decode.
-    assert evidence["prompts_prefilled"] == over["requests_finished"] == evidence["hand_offs"]["released"]
+    assert evidence["prompts_prefilled"] == over["requests_finished"] == evidence["hand_offs"]["taken"]

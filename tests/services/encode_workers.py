@@ -128,7 +128,7 @@ async def encode_worker(
     desks: list[EncodeDispatcher] = []
 
     def ended(holder: int, state: HandOffState) -> None:
-        desks[0].release(holder, was_taken=state is HandOffState.RELEASED)
+        desks[0].release(holder, was_taken=state is HandOffState.TAKEN)
 
     transfer = TransferConfig(hand_off_ttl_s=hand_off_ttl_s)
     source = TransferSource(worker_id="encoder", epoch=EPOCH, config=transfer, on_end=ended, memory=memory)

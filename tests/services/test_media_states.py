@@ -143,7 +143,7 @@ async def test_an_engine_that_reads_states_is_given_them_and_they_are_taken_when
         assert request.media_inputs == (state_of(CAT), None, state_of(DOG))
         assert [len(blocks) for blocks in request.media_blocks] == [0, 1, 0]
         assert request.generation == start.generation
-        await until(lambda: source.source.counts.released == 1)  # what was pulled
+        await until(lambda: source.source.counts.taken == 1)  # what was pulled
         assert len(states.held) == 2, "the engine may still have to take them"
         worker.finish(id)
         await until(lambda: not states.held)

@@ -14,13 +14,12 @@ import grpc
 import pytest
 
 from quartet.errors import HandOffNotFoundError, TransferError
-from quartet.kvcache.hand_off import HandOffEntry, HandOffState
+from quartet.kvcache.hand_off import HandOffState, HandOffTicket, Offer
 from quartet.kvcache.layout import BlocksPayload, HandOff
 from quartet.rpc.errors import to_error
 from quartet.transfer.base import PieceCopy, TransferWay
 from quartet.transfer.grpc.messages import PullMessage
 from quartet.transfer.grpc.streams import PullStream
-from quartet.transfer.source import HandOffTicket
 from quartet.v1 import transfer_pb2 as pb
 from tests.transfer.test_hostile_source import FINISHED, GRANTED, HEAR, granted, scripted
 from tests.transfer.workers import (
@@ -42,7 +41,7 @@ async def mapped_workers() -> AsyncIterator[tuple[SourceWorker, PullerWorker]]:
     """A puller that has fetched from the source before."""
     async with source_worker() as source, puller_worker() as here:
         await here.puller.claim(source.offer(1, (0,))).fetch([PieceCopy(0, 0)])
-        assert await source.end() == Ended(1, HandOffState.RELEASED)
+        assert await source.end() == Ended(1, HandOffState.TAKEN)
         yield source, here
 
 
@@ -85,7 +84,7 @@ async def test_what_was_read_and_granted_does_not_count_when_the_source_let_go_b
     async with mapped_workers() as (source, here):
         begin = source.source.begin
 
-        def begin_and_let_go(ticket: HandOffTicket, pieces: Sequence[int]) -> HandOffEntry:
+        def begin_and_let_go(ticket: HandOffTicket, pieces: Sequence[int]) -> Offer:
             entry = begin(ticket, pieces)
             source.source.withdraw(2)
             return entry

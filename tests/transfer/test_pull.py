@@ -45,8 +45,8 @@ async def test_only_the_pieces_asked_for_move_and_their_bytes_are_equal(way: Tra
             piece = next((copy.piece for copy in copies if copy.block_id == block_id), None)
             expected = bytes(layout.piece_size_bytes) if piece is None else source.memory.piece(BLOCKS[piece])
             assert here.memory.piece(block_id) == expected
-        assert await source.end() == Ended(1, HandOffState.RELEASED)
-        assert source.source.counts.released == 1
+        assert await source.end() == Ended(1, HandOffState.TAKEN)
+        assert source.source.counts.taken == 1
 
 
 async def test_shared_memory_is_taken_only_on_the_same_host() -> None:
@@ -65,13 +65,13 @@ async def test_a_source_that_speaks_only_grpc_is_pulled_from_by_grpc() -> None:
 async def test_a_fetch_of_nothing_lets_the_source_go() -> None:
     async with source_worker() as source, puller_worker() as here:
         assert (await here.puller.claim(source.offer(1, BLOCKS)).fetch(())).size_bytes == 0
-        assert await source.end() == Ended(1, HandOffState.RELEASED)
+        assert await source.end() == Ended(1, HandOffState.TAKEN)
 
 
 async def test_opaque_hand_offs_are_finished_and_aborted_like_others() -> None:
     async with source_worker() as source, puller_worker() as here:
         await here.puller.claim(source.offer_opaque(1)).fetch(())
-        assert await source.end() == Ended(1, HandOffState.RELEASED)
+        assert await source.end() == Ended(1, HandOffState.TAKEN)
         await here.puller.claim(source.offer_opaque(2)).abort()
         assert await source.end() == Ended(2, HandOffState.CANCELLED)
 
@@ -97,7 +97,7 @@ async def test_a_hand_off_is_renewed_for_as_long_as_the_claim_is_open() -> None:
             source.offer(holder, BLOCKS)
             assert await source.end() == Ended(holder, HandOffState.EXPIRED)
         await claim.fetch([PieceCopy(0, 0)])
-        assert await source.end() == Ended(1, HandOffState.RELEASED)
+        assert await source.end() == Ended(1, HandOffState.TAKEN)
         with pytest.raises(HandOffNotFoundError):
             await here.puller.claim(forgotten).fetch(())
 

@@ -72,7 +72,7 @@ async def test_a_generated_client_gets_granted_pieces_finished() -> None:
             assert data == source.memory.piece(BLOCKS[piece])
         assert max(part.ByteSize() for part in parts) <= 1 << 20
         assert finished.HasField("finished")
-        assert await source.end() == Ended(1, HandOffState.RELEASED)
+        assert await source.end() == Ended(1, HandOffState.TAKEN)
 
 
 async def test_shm_tells_where_the_pieces_are_and_sends_none() -> None:

@@ -30,7 +30,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def fetch(here: PullerWorker, source: SourceWorker, holder: int) -> None:
     await here.puller.claim(source.offer(holder, (3, 7))).fetch(COPIES)
-    assert await source.end() == Ended(holder, HandOffState.RELEASED)
+    assert await source.end() == Ended(holder, HandOffState.TAKEN)
     assert here.memory.piece(5) == source.memory.piece(3)
 
 

@@ -9,9 +9,9 @@ from typing import TypeAlias
 import grpc
 
 from quartet.discovery.base import HostIdentity
+from quartet.kvcache.hand_off import HandOffTicket
 from quartet.kvcache.layout import HandOff
 from quartet.transfer.base import TransferWay
-from quartet.transfer.source import HandOffTicket
 from quartet.v1 import transfer_pb2 as pb
 
 SERVICE = "quartet.v1.TransferService"

@@ -10,7 +10,7 @@ import grpc
 
 from quartet.discovery.base import HostIdentity
 from quartet.errors import HandOffNotFoundError, InvalidRequestError, ProtocolError, TransferTimeoutError
-from quartet.kvcache.hand_off import HandOffEntry
+from quartet.kvcache.hand_off import HandOffTicket, Offer
 from quartet.kvcache.layout import OpaquePayload
 from quartet.transfer.base import TransferWay
 from quartet.transfer.config import TransferConfig
@@ -26,7 +26,7 @@ from quartet.transfer.grpc.messages import (
 )
 from quartet.transfer.grpc.streams import keep_freed_memory
 from quartet.transfer.shm import ShmServer
-from quartet.transfer.source import HandOffTicket, TransferSource
+from quartet.transfer.source import TransferSource
 from quartet.v1 import transfer_pb2 as pb
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[pb.PullRequest, pb.PullResponse | bytes]"
@@ -146,25 +146,25 @@ class _PullStream:
             raise ProtocolError("a stream takes one hand-off")
         granted = self._servicer.grant(begin)
         ticket = ticket_from_pb(begin.ticket)
-        entry = self._source.begin(ticket, begin.pieces)
+        offer = self._source.begin(ticket, begin.pieces)
         self._begun = ticket
         self._reschedule(self._servicer.config.max_pull_s)
-        if not isinstance(entry.payload, OpaquePayload):
-            granted.piece_size_bytes = entry.payload.layout.piece_size_bytes
+        if not isinstance(offer.payload, OpaquePayload):
+            granted.piece_size_bytes = offer.payload.layout.piece_size_bytes
         if granted.HasField("shm"):
-            offsets = (entry.block_ids[piece] * granted.piece_size_bytes for piece in begin.pieces)
+            offsets = (offer.block_ids[piece] * granted.piece_size_bytes for piece in begin.pieces)
             granted.shm.offsets.extend(offsets)
         await self._context.write(pb.PullResponse(granted=granted))
         if granted.way == WAY_TO_PB[TransferWay.GRPC]:
-            await self._send(entry, begin.pieces)
+            await self._send(offer, begin.pieces)
 
-    async def _send(self, entry: HandOffEntry, pieces: Sequence[int]) -> None:
+    async def _send(self, offer: Offer, pieces: Sequence[int]) -> None:
         memory = self._source.memory
         for piece in pieces:
             assert memory is not None, "a source of blocks has a pool"
-            for offset, data in split_piece(memory.piece(entry.block_ids[piece])):
+            for offset, data in split_piece(memory.piece(offer.block_ids[piece])):
                 # Somebody may have ended the hand-off meanwhile, and the block may be another request's by now.
-                self._source.check_pulling(entry.hand_off_id)
+                self._source.check_pulling(offer)
                 await self._context.write(frame_piece(piece, offset, data))
 
     async def _renew(self, renew: pb.PullRenew) -> None:
