@@ -148,7 +148,7 @@ class _Client:
         items = await self._encode_all(streams, turn.num_at_once)
         use = meter.read()
         tower = (await self._metrics()).since(before)
-        await asyncio.gather(*(self._puller.keep(item.hand_off).abort() for item in items))
+        await asyncio.gather(*(self._puller.claim_for_another(item.hand_off).release() for item in items))
         if not len(items) == turn.num_images == tower.total("quartet_encode_batched_items_total"):
             raise RuntimeError(f"{len(items)} of {turn.num_images} images came, or not each of them was encoded")
         return Sample(

@@ -48,7 +48,7 @@ from quartet.text.chat_template import read_template_file
 from quartet.text.model_files import CHAT_TEMPLATE, TEXT_FILE_NAMES
 from quartet.text.model_text import ModelText
 from quartet.transfer.config import TransferConfig
-from quartet.transfer.grpc.puller import HandOffLease, TransferPuller
+from quartet.transfer.grpc.puller import PullClaim, TransferPuller
 from router.kv_index.feed import KvJoins
 from router.workers import PoolKey, WorkerTable
 
@@ -124,17 +124,17 @@ class Fleet:
         """Start a decode. Raises ``WorkerUnavailableError`` when the worker is gone."""
         return self._connection(Role.DECODE, rank).decode(start, sink)
 
-    def keep(self, hand_off: HandOff) -> HandOffLease:
+    def keep(self, hand_off: HandOff) -> PullClaim:
         """Renew ``hand_off`` until told to stop. Raises ``TransferError`` when closing."""
-        return self._puller.keep(hand_off)
+        return self._puller.claim_for_another(hand_off)
 
     def drop(self, hand_off: HandOff) -> None:
         """Let the source know that nobody will take ``hand_off``; what can't be told expires."""
         try:
-            lease = self._puller.keep(hand_off)
+            claim = self._puller.claim_for_another(hand_off)
         except TransferError:
             return  # closing: it expires
-        self._spawn(lease.abort())
+        self._spawn(claim.release())
 
     # Life.
 

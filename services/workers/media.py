@@ -125,7 +125,7 @@ class MediaStage:
 
     def end(self, claim: Claim, *, was_taken: bool) -> None:
         """Have the source told that a hand-off was taken, by the engine itself, or that nobody will take it."""
-        ending = _tell_taken(claim) if was_taken else claim.abort()
+        ending = _tell_taken(claim) if was_taken else claim.release()
         task = asyncio.get_running_loop().create_task(ending, name="end-media")
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
@@ -283,7 +283,7 @@ async def _tell_taken(claim: Claim) -> None:
     except ServingError as error:
         # Nothing of the request depends on it any more: its source lets go when the hand-off expires, at the latest.
         _LOG.info("the source of a media item could not be told that it was taken: %s", error)
-        await claim.abort()
+        await claim.release()
 
 
 # Requests whose media are not all here yet: nothing of them is in the engine, and all of them are counted.

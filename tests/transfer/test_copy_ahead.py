@@ -122,7 +122,7 @@ async def test_block_ids_outside_the_pool_are_a_transfer_error() -> None:
         claim = here.puller.claim(hand_off)
         with pytest.raises(TransferError):
             await claim.fetch(COPIES)
-        await claim.abort()
+        await claim.release()
         assert await source.end() == Ended(2, HandOffState.CANCELLED)
 
 

@@ -174,7 +174,7 @@ async def test_closing_the_puller_ends_a_fetch_with_an_error_not_with_a_cancella
             await fetch
         with pytest.raises(TransferError):
             await waiting.fetch(COPIES)
-        await waiting.abort()
+        await waiting.release()
         with pytest.raises(TransferError):
             here.puller.claim(hand_off)
 
@@ -206,7 +206,7 @@ async def test_a_renewal_that_fails_is_tried_again_and_abort_is_bounded() -> Non
                 await source.was_left.wait()
             source.was_left.clear()
         async with asyncio.timeout(3):
-            await claim.abort()
+            await claim.release()
 
 
 def test_a_status_that_says_nothing_known_is_a_transfer_error() -> None:

@@ -72,15 +72,15 @@ async def test_opaque_hand_offs_are_finished_and_aborted_like_others() -> None:
     async with source_worker() as source, puller_worker() as here:
         await here.puller.claim(source.offer_opaque(1)).fetch(())
         assert await source.end() == Ended(1, HandOffState.TAKEN)
-        await here.puller.claim(source.offer_opaque(2)).abort()
+        await here.puller.claim(source.offer_opaque(2)).release()
         assert await source.end() == Ended(2, HandOffState.CANCELLED)
 
 
 async def test_abort_frees_at_once_and_may_be_repeated() -> None:
     async with source_worker() as source, puller_worker() as here:
         claim = here.puller.claim(source.offer(1, BLOCKS))
-        await claim.abort()
-        await claim.abort()
+        await claim.release()
+        await claim.release()
         assert await source.end() == Ended(1, HandOffState.CANCELLED)
         with pytest.raises(HandOffStateError):
             await claim.fetch(())
@@ -102,15 +102,15 @@ async def test_a_hand_off_is_renewed_for_as_long_as_the_claim_is_open() -> None:
             await here.puller.claim(forgotten).fetch(())
 
 
-async def test_keeping_alive_for_somebody_else_needs_no_pool_and_ends_without_an_abort() -> None:
+async def test_a_claim_for_another_needs_no_pool_and_stops_without_an_abort() -> None:
     config = TransferConfig(hand_off_ttl_s=0.3)
     async with source_worker(config=config) as source, puller_worker() as here:
-        lease = here.puller.keep(source.offer(1, BLOCKS))
+        claim = here.puller.claim_for_another(source.offer(1, BLOCKS))
         source.offer(2, BLOCKS)
         assert await source.end() == Ended(2, HandOffState.EXPIRED)
         source.offer(3, BLOCKS)
         assert await source.end() == Ended(3, HandOffState.EXPIRED)
-        lease.stop()
+        claim.stop()
         assert await source.end() == Ended(1, HandOffState.EXPIRED)
 
 
@@ -169,7 +169,7 @@ async def test_a_source_that_is_not_there_is_a_failed_transfer_and_abort_does_no
         # Not WorkerUnavailableError: over the wire that would be said of the worker that wanted to pull.
         assert raised.type is TransferError
         async with asyncio.timeout(2):
-            await claim.abort()
+            await claim.release()
 
 
 async def test_a_peer_whose_pool_cannot_be_mapped_is_pulled_from_by_grpc_the_next_time() -> None:

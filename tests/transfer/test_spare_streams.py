@@ -54,7 +54,7 @@ async def test_claims_that_wait_share_one_spare_stream_and_each_gets_its_blocks(
 
 async def test_an_aborted_claim_leaves_the_spare_to_the_next_one() -> None:
     async with source_worker() as source, puller_worker() as here:
-        await here.puller.claim(source.offer(1, (3, 7))).abort()
+        await here.puller.claim(source.offer(1, (3, 7))).release()
         assert await source.end() == Ended(1, HandOffState.CANCELLED)
         await fetch(here, source, 2)
 

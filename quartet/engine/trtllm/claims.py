@@ -62,7 +62,7 @@ class Claims:
             raise InvalidRequestError("the hand-off's first token is not the last one given", field="hand_off")
         if hand_off.hand_off_id in self._used:
             raise HandOffStateError("the hand-off was used already", field="hand_off")
-        self._pulls.open(request.id, hand_off)
+        self._pulls.claim(request.id, hand_off)
         self._opened.add(request.id)
         self._remember(hand_off.hand_off_id)
         return state
@@ -73,7 +73,7 @@ class Claims:
             if started.id in self._opened:
                 self._opened.discard(started.id)
                 # No pieces: TensorRT-LLM has moved everything.
-                self._pulls.start(Pull(started.id, ()))
+                self._pulls.fetch(Pull(started.id, ()))
         for failed in output.failed:
             if failed.id in self._opened:
                 self._opened.discard(failed.id)

@@ -20,11 +20,11 @@ from quartet.transfer.grpc.messages import (
     WAY_TO_PB,
     frame_piece,
     host_from_pb,
+    keep_freed_memory,
     serialize_response,
     split_piece,
     ticket_from_pb,
 )
-from quartet.transfer.grpc.streams import keep_freed_memory
 from quartet.transfer.shm import ShmServer
 from quartet.transfer.source import TransferSource
 from quartet.v1 import transfer_pb2 as pb

@@ -226,7 +226,7 @@ async def test_what_prefill_has_let_go_of_is_a_failed_transfer_and_the_hand_off_
         assert type(await error_of(decode, decode_of(request, prefilled))) is TransferError
         [claim] = decode.puller.claims
         await claim.ended.wait()
-        assert (claim.has_fetched, claim.num_aborts) == (False, 1)
+        assert (claim.has_fetched, claim.num_releases) == (False, 1)
         await assert_serves(decode)
 
 
