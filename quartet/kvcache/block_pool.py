@@ -1,13 +1,13 @@
-"""The block pool: who uses which KV block, and which full blocks can be shared instead of computed.
+"""The block pool: which sequence uses which KV block, and which full blocks can be shared instead of computed.
 
-A block is *free* (empty), *cached* (its content is known, nobody uses it), *held* (kept for a hand-off only) or
+A block is *free* (empty), *cached* (its content is known, but it is not used), *held* (kept for a hand-off only) or
 *in use* (by a running sequence); the four always add up to the pool.
 
 A full block whose KV is computed gets a name: (parent's name, token ids and media), where the first block's parent is
 the digest of the extra key. Names are compared by identity and content, never by a hash alone, so that a crafted
 collision shares nothing. Two sequences that compute the same content at the same time share the name and each keep
 their own copy of the block; later blocks of both go on from that one name, and when the block that bears it is given
-up, a copy that is still used takes over. So whoever uses or holds a block keeps all names before it alive, and the
+up, a copy that is still used takes over. So a block that is used or held keeps all names before it alive, and the
 least recently used cached block is always a leaf: blocks of a sequence are given back last one first.
 
 Pure code without locks: all calls come from the engine's thread.
@@ -84,7 +84,7 @@ class BlockManager:
         """
         assert not seq.block_table, "the sequence already has blocks"
         shared = self._cached_prefix(seq)
-        # Sharing a cached block that nobody uses spends an available block too.
+        # Sharing a cached block, which no sequence uses yet, spends an available block too.
         num_spent = sum(block_id in self._cached for block_id in shared)
         self._check_available(seq.num_blocks - len(shared), self.num_available - num_spent)
         for block_id in shared:
@@ -196,7 +196,7 @@ class BlockManager:
             if self._log is not None:
                 self._log.store(name.sequence_hash, parent.sequence_hash if isinstance(parent, _Name) else None)
         elif name.block_id in self._cached:
-            # Nobody uses that block: if it kept the name, this sequence's later blocks would outlive their parent.
+            # That block may be evicted: if it kept the name, this sequence's later blocks would outlive their parent.
             del self._cached[name.block_id]
             self._make_free(name.block_id)
             name.block_id = block_id
@@ -250,7 +250,7 @@ class BlockManager:
                 self._retire(block_id)
 
     def _retire(self, block_id: int) -> None:
-        """Put away a block that nobody uses or holds any more."""
+        """Put away a block that is neither used nor held any more."""
         name = self._names[block_id]
         if name is None:
             self._make_free(block_id)
@@ -275,32 +275,11 @@ class BlockManager:
         self._free.append(block_id)
 
 
-@dataclass(eq=False, slots=True)
-class _Name:
-    """What a block says, and the block that bears the name. Equal to itself only, so it can never be recycled."""
-
-    key: _Key
-    sequence_hash: int
-    block_id: int
-
-
-_Key: TypeAlias = tuple[_Name | bytes, bytes]
-
-
-def _empty(seq: Sequence) -> None:
-    seq.block_table = []
-    seq.num_named_blocks = 0
-    seq.num_computed_tokens = 0
-
-
-# Takes note of the names that come and go in a block pool: in few events, and as one table.
-
-
 class EventLog:
-    """What changed since somebody last asked, and what is there now.
+    """Notes the names that come and go in a pool: as few events since the last ``take``, and as one table.
 
-    Names are told by their hashes. Should two names that differ have one hash (XXH3 collisions can be crafted), it is
-    there while either is.
+    Events carry the names' hashes. Should two different names have one hash (XXH3 collisions can be crafted), the hash
+    is there while either name is.
     """
 
     def __init__(self) -> None:
@@ -351,3 +330,21 @@ class EventLog:
         self._num_more[sequence_hash] -= 1
         if not self._num_more[sequence_hash]:
             del self._num_more[sequence_hash]
+
+
+@dataclass(eq=False, slots=True)
+class _Name:
+    """What a block says, and the block that bears the name. Equal to itself only, so it can never be recycled."""
+
+    key: _Key
+    sequence_hash: int
+    block_id: int
+
+
+_Key: TypeAlias = tuple[_Name | bytes, bytes]
+
+
+def _empty(seq: Sequence) -> None:
+    seq.block_table = []
+    seq.num_named_blocks = 0
+    seq.num_computed_tokens = 0

@@ -112,11 +112,11 @@ Payload: TypeAlias = PiecesPayload | OpaquePayload
 
 @dataclass(frozen=True, kw_only=True)
 class HandOff:
-    """A claim ticket on what a worker holds for whoever goes on with it.
+    """What a source offers to the worker that continues the request: a ticket, and where and until when to use it.
 
     Attributes:
         hand_off_id: 16 random bytes that name it.
-        secret: 16 random bytes without which nobody may read or end it.
+        secret: 16 random bytes; without them the source lets no caller read or end it.
         worker_id: the worker that holds.
         epoch: that worker's life; a hand-off of another life is refused.
         address: ``host:port`` of that worker's TransferService.

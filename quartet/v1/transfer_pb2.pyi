@@ -64,7 +64,7 @@ class PullRequest(_message.Message):
     ABORT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def begin(self) -> Global___PullBegin:
-        """Takes the hand-off: it is pinned and nobody else can take it."""
+        """Takes the hand-off: its blocks stay where they are, and no other pull can take it."""
 
     @_builtins.property
     def renew(self) -> Global___PullRenew:
@@ -76,7 +76,7 @@ class PullRequest(_message.Message):
 
     @_builtins.property
     def abort(self) -> Global___PullAbort:
-        """Nobody will take it: the source lets go at once."""
+        """The taker releases its claim: the source lets go at once."""
 
     def __init__(
         self,
@@ -358,7 +358,7 @@ class ShmDescriptor(_message.Message):
     POOL_SIZE_BYTES_FIELD_NUMBER: _builtins.int
     OFFSETS_FIELD_NUMBER: _builtins.int
     socket_path: _builtins.str
-    """Abstract or file-system Unix socket that passes the pool's memfd (SCM_RIGHTS) to whoever sends `token`. Always
+    """Abstract or file-system Unix socket that passes the pool's memfd (SCM_RIGHTS) to a peer that sends `token`. Always
     set.
     """
     token: _builtins.bytes

@@ -709,7 +709,7 @@ Global___EmbeddingLayout: _TypeAlias = EmbeddingLayout  # noqa: Y015
 
 @_typing.final
 class HandOff(_message.Message):
-    """A claim ticket on what a worker holds for whoever goes on with it."""
+    """What a source offers to the worker that continues the request: a ticket, and where and until when to use it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -725,7 +725,7 @@ class HandOff(_message.Message):
     hand_off_id: _builtins.bytes
     """16 random bytes that name it. Required."""
     secret: _builtins.bytes
-    """16 random bytes without which nobody may read or end it. Never logged. Required."""
+    """16 random bytes; without them the source lets no caller read or end it. Never logged. Required."""
     worker_id: _builtins.str
     """The worker that holds. Required."""
     epoch: _builtins.int

@@ -1,4 +1,4 @@
-"""TransferService: gives the pieces of a hand-off to whoever proves the right to it."""
+"""TransferService: gives the pieces of a hand-off to the taker that shows its ticket."""
 
 from __future__ import annotations
 
@@ -41,30 +41,20 @@ class TransferServicer:
         """Serve ``source``.
 
         Args:
-            source: what this worker holds.
+            source: what this worker offers.
             host: where this worker runs.
             config: the ways to speak, and bounds.
             shm: passes the pool to peers on this host, started; ``None`` to do without that way.
         """
-        self._source = source
+        self.source = source
+        self.config = config
         self._host = host
-        self._config = config
         self._shm = shm if TransferWay.SHM in config.ways else None
         keep_freed_memory()
 
     async def Pull(self, request_iterator: AsyncIterator[pb.PullRequest], context: _Context) -> None:
-        """As transfer.proto says."""
+        """Serve one stream, as transfer.proto says."""
         await _PullStream(self, context).run()
-
-    @property
-    def source(self) -> TransferSource:
-        """What is served."""
-        return self._source
-
-    @property
-    def config(self) -> TransferConfig:
-        """The ways to speak, and bounds."""
-        return self._config
 
     def grant(self, begin: pb.PullBegin) -> pb.PullGranted:
         """Choose the way: the first of the puller's that can be served. Offsets come later, from the hand-off.
@@ -100,7 +90,7 @@ def add_transfer_servicer(servicer: TransferServicer, server: grpc.aio.Server) -
 
 
 class _PullStream:
-    """One stream: what it has begun, and until when it may go on."""
+    """The source's end of one stream: which pull it has begun, and until when it may go on."""
 
     def __init__(self, servicer: TransferServicer, context: _Context) -> None:
         self._servicer = servicer
@@ -110,7 +100,7 @@ class _PullStream:
         self._limit = asyncio.timeout(servicer.config.hand_off_ttl_s)
 
     async def run(self) -> None:
-        """Serve until an end. However the stream ends, what it began has ended too."""
+        """Serve until an end. However the stream ends, the pull that it began has ended too."""
         try:
             async with self._limit:
                 while not await self._serve_one():
@@ -163,7 +153,7 @@ class _PullStream:
         for piece in pieces:
             assert memory is not None, "a source of blocks has a pool"
             for offset, data in split_piece(memory.piece(offer.block_ids[piece])):
-                # Somebody may have ended the hand-off meanwhile, and the block may be another request's by now.
+                # The hand-off may have ended meanwhile, and its block may hold another request's KV by now.
                 self._source.check_pulling(offer)
                 await self._context.write(frame_piece(piece, offset, data))
 
