@@ -1,4 +1,4 @@
-"""Hand-offs: who may do what, when they end, and that their end is told once."""
+"""Offers: what each ticket allows, when they end, and that each ends once."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class HandOffMachine(RuleBasedStateMachine):
             assert self.offers.is_pulling(known.offer.ticket.hand_off_id, now=self.now) == pulls
 
     def teardown(self) -> None:
-        """If nobody ever asks again, everything has ended after the longest bound, and was freed once."""
+        """Without another call everything has ended after the longest bound, and was freed once."""
         self.now += max(TTL_S, MAX_PULL_S)
         self.expire()
         self.counts_equal_the_models()

@@ -53,7 +53,7 @@ def ready(error: Exception | None = None) -> Maker:
 
 @dataclass
 class User:
-    """Somebody who wants items: what it was given, and how that goes on."""
+    """A request that wants items: what it was given, and how that goes on."""
 
     store: EmbeddingStore
     wants: Sequence[Want]
@@ -270,7 +270,7 @@ async def test_only_the_first_in_line_holds_what_is_there_of_its_items(stores: S
 
 
 async def test_the_time_of_who_waits_for_room_begins_when_it_is_first_in_line(stores: Stores) -> None:
-    """Else whoever came soon after one that waits in vain would fail with it, though there is room for them."""
+    """Else a request that came soon after one that waits in vain would fail with it, though there is room for it."""
     store = stores(2, room_timeout_s=0.05)
     holder = User(store, [Want(A, 4, ready())])
     await holder.obtained()

@@ -1,6 +1,6 @@
 """Many requests for few items in a pool that has room for few of them; some fail, some are cancelled at any moment.
 
-Every block has what was last written to it, so an item that is written over while somebody reads it shows at once.
+Every block has what was last written to it, so an item that is written over while a request reads it shows at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ITEMS = {bytes([number]) * 32: 1 + number * 3 % 12 for number in range(8)}
 
 
 class Crowd:
-    """A pool and all who use it; every choice is the seed's."""
+    """A pool and all its users; the seed decides every choice."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)

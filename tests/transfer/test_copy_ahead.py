@@ -21,7 +21,7 @@ from quartet.transfer.base import PieceCopy, TransferWay
 from quartet.transfer.grpc.messages import PullMessage
 from quartet.transfer.grpc.streams import PullStream
 from quartet.v1 import transfer_pb2 as pb
-from tests.transfer.test_hostile_source import FINISHED, GRANTED, HEAR, granted, scripted
+from tests.transfer.test_hostile_source import FINISHED, GRANTED, RECEIVE, granted, scripted
 from tests.transfer.workers import (
     CONFIG,
     LAYOUT,
@@ -99,8 +99,8 @@ async def test_the_source_hears_the_end_before_it_has_granted_where_all_was_read
         hand_off = source.offer(2, (3, 7))
         offsets = [block * LAYOUT.piece_size_bytes for block in (3, 7)]
         grant = granted(way=pb.TRANSFER_WAY_SHM, shm=pb.ShmDescriptor(offsets=offsets))
-        # It answers nothing until it was told both.
-        async with scripted(HEAR, HEAR, grant, FINISHED) as (_scripted, elsewhere):
+        # It answers nothing until it has received both.
+        async with scripted(RECEIVE, RECEIVE, grant, FINISHED) as (_scripted, elsewhere):
             result = await here.puller.claim(replace(hand_off, address=elsewhere.address)).fetch(COPIES)
         assert result.way is TransferWay.SHM
         assert here.memory.piece(5) == source.memory.piece(3)
@@ -109,7 +109,7 @@ async def test_the_source_hears_the_end_before_it_has_granted_where_all_was_read
 @pytest.mark.parametrize("answers", [(), (FINISHED,), (GRANTED,)], ids=["none", "no grant", "a grant alone"])
 async def test_of_two_answers_each_has_to_come(answers: tuple[pb.PullResponse, ...]) -> None:
     config = replace(CONFIG, stall_timeout_s=0.2)
-    async with scripted(HEAR, HEAR, *answers) as (source, hand_off), puller_worker(config=config) as here:
+    async with scripted(RECEIVE, RECEIVE, *answers) as (source, hand_off), puller_worker(config=config) as here:
         with pytest.raises(TransferError):
             await here.puller.claim(hand_off).fetch(())
         async with asyncio.timeout(5):

@@ -30,6 +30,8 @@ from tests.transfer.workers import (
 
 ELSEWHERE = HostIdentity(boot_id="another machine", ipc_namespace="ipc:[1]")
 BLOCKS = (3, 4, 9, 0)
+#: Long enough for three tries of a renewal on a busy machine, where an answer takes a tenth of a second.
+TTL_S = 0.9
 
 
 @pytest.mark.parametrize("way", [TransferWay.GRPC, TransferWay.SHM])
@@ -87,7 +89,7 @@ async def test_abort_frees_at_once_and_may_be_repeated() -> None:
 
 
 async def test_a_hand_off_is_renewed_for_as_long_as_the_claim_is_open() -> None:
-    config = TransferConfig(hand_off_ttl_s=0.3)
+    config = TransferConfig(hand_off_ttl_s=TTL_S)
     async with source_worker(config=config) as source, puller_worker() as here:
         claimed, forgotten = source.offer(1, BLOCKS), source.offer(2, BLOCKS)
         claim = here.puller.claim(claimed)
@@ -103,7 +105,7 @@ async def test_a_hand_off_is_renewed_for_as_long_as_the_claim_is_open() -> None:
 
 
 async def test_a_claim_for_another_needs_no_pool_and_stops_without_an_abort() -> None:
-    config = TransferConfig(hand_off_ttl_s=0.3)
+    config = TransferConfig(hand_off_ttl_s=TTL_S)
     async with source_worker(config=config) as source, puller_worker() as here:
         claim = here.puller.claim_for_another(source.offer(1, BLOCKS))
         source.offer(2, BLOCKS)

@@ -1,4 +1,4 @@
-"""A stream that is open before it is needed saves time, and must cost nobody anything when it is not needed."""
+"""A stream that is open before it is needed saves time, and must cost nothing when it is not needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COPIES = (PieceCopy(0, 5), PieceCopy(1, 2))
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - of another part, which tells nobody
+        while not condition():  # noqa: ASYNC110 - of another part, which has no event for it
             await asyncio.sleep(0.001)
 
 
