@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from quartet.errors import OutOfBlocksError
-from quartet.events.kv import KvEvent, Removed, Stored
+from quartet.events.kv import Cleared, KvEvent, Removed, Stored, Tier
 from quartet.kvcache.sequence import Sequence
 
 
@@ -276,43 +276,68 @@ class BlockManager:
 
 
 class EventLog:
-    """Notes the names that come and go in a pool: as few events since the last ``take``, and as one table.
+    """Notes the names that come to a cache, go and move: as few events since the last ``take``, and as a table a tier.
 
-    Events carry the names' hashes. Should two different names have one hash (XXH3 collisions can be crafted), the hash
-    is there while either name is.
+    Events carry the names' hashes. Several blocks or names may have one hash, as a salted and a plain block of equal
+    tokens in TensorRT-LLM, or names whose XXH3 collides by intent: the hash is there while any of them is.
     """
 
     def __init__(self) -> None:
         self._events: list[KvEvent] = []
-        self._parents: dict[int, int | None] = {}
-        self._num_more: dict[int, int] = {}  # of a hash that several names have: names beyond the first
-        # What is being added to: hashes of the last event, if it is of this kind, and the last of a chain.
+        # By tier; lists, because hashing an enum's member costs more than all else here.
+        self._parents: list[dict[int, int | None]] = [{} for _ in Tier]
+        self._num_more: list[dict[int, int]] = [{} for _ in Tier]  # of a hash: names beyond the first
+        # What is being added to: hashes of the last event, if it is of this kind, and its tier.
         self._stored: list[int] | None = None
         self._removed: list[int] | None = None
+        self._tier = Tier.DEVICE
 
-    def store(self, sequence_hash: int, parent_hash: int | None) -> None:
-        """A name came, whose block follows the one with ``parent_hash``."""
-        if sequence_hash in self._parents:
-            self._num_more[sequence_hash] = self._num_more.get(sequence_hash, 0) + 1
+    def num_blocks(self, tier: Tier) -> int:
+        """Hashes that are there."""
+        return len(self._parents[tier])
+
+    def store(self, sequence_hash: int, parent_hash: int | None, tier: Tier = Tier.DEVICE) -> None:
+        """A name came, or came to that tier; its block follows the one with ``parent_hash``."""
+        parents = self._parents[tier]
+        if sequence_hash in parents:
+            num_more = self._num_more[tier]
+            num_more[sequence_hash] = num_more.get(sequence_hash, 0) + 1
             return
-        self._parents[sequence_hash] = parent_hash
-        if self._stored is not None and self._stored[-1] == parent_hash:
+        parents[sequence_hash] = parent_hash
+        if self._stored is not None and self._stored[-1] == parent_hash and self._tier is tier:
             self._stored.append(sequence_hash)
             return
-        self._stored, self._removed = [sequence_hash], None
-        self._events.append(Stored(parent_hash, self._stored))
+        self._stored, self._removed, self._tier = [sequence_hash], None, tier
+        self._events.append(Stored(parent_hash, self._stored, tier))
 
-    def remove(self, sequence_hash: int) -> None:
-        """A name went."""
-        if sequence_hash in self._num_more:
-            self._forget_one_of_several(sequence_hash)
+    def remove(self, sequence_hash: int, tier: Tier = Tier.DEVICE) -> None:
+        """A name that is there went."""
+        num_more = self._num_more[tier]
+        if sequence_hash in num_more:
+            num_more[sequence_hash] -= 1
+            if not num_more[sequence_hash]:
+                del num_more[sequence_hash]
             return
-        del self._parents[sequence_hash]
-        if self._removed is not None:
+        del self._parents[tier][sequence_hash]
+        if self._removed is not None and self._tier is tier:
             self._removed.append(sequence_hash)
             return
-        self._stored, self._removed = None, [sequence_hash]
-        self._events.append(Removed(self._removed))
+        self._stored, self._removed, self._tier = None, [sequence_hash], tier
+        self._events.append(Removed(self._removed, tier))
+
+    def move(self, sequence_hash: int, old: Tier, new: Tier) -> None:
+        """A name that is there moved to another tier: stored there first, then removed, as other blocks follow it."""
+        self.store(sequence_hash, self._parents[old][sequence_hash], new)
+        self.remove(sequence_hash, old)
+
+    def clear(self) -> None:
+        """No name is known to be there any more."""
+        if not self._events and not any(self._parents):
+            return
+        self._parents = [{} for _ in Tier]
+        self._num_more = [{} for _ in Tier]
+        # Events that were not taken yet are of no use now.
+        self._events, self._stored, self._removed = [Cleared()], None, None
 
     def take(self) -> list[KvEvent]:
         """What changed since the last call, in order."""
@@ -323,13 +348,12 @@ class EventLog:
         return events
 
     def parent_hashes(self) -> dict[int, int | None]:
-        """Of every hash that is there the one before it, in an order in which no block comes before its parent."""
-        return self._parents.copy()
+        """Of every hash on the device the one before it; parents come first where no name ever moved."""
+        return self._parents[Tier.DEVICE].copy()
 
-    def _forget_one_of_several(self, sequence_hash: int) -> None:
-        self._num_more[sequence_hash] -= 1
-        if not self._num_more[sequence_hash]:
-            del self._num_more[sequence_hash]
+    def tables(self) -> dict[Tier, dict[int, int | None]]:
+        """Of every hash that is there the one before it, by tier; parents come first."""
+        return {tier: _parents_first(self._parents[tier]) for tier in Tier if self._parents[tier]}
 
 
 @dataclass(eq=False, slots=True)
@@ -348,3 +372,17 @@ def _empty(seq: Sequence) -> None:
     seq.block_table = []
     seq.num_named_blocks = 0
     seq.num_computed_tokens = 0
+
+
+def _parents_first(table: dict[int, int | None]) -> dict[int, int | None]:
+    """``table`` in another order: chains move to another tier from their end on."""
+    ordered: dict[int, int | None] = {}
+    for sequence_hash in table:
+        chain: list[int] = []
+        step: int | None = sequence_hash
+        while step is not None and step in table and step not in ordered:
+            chain.append(step)
+            step = table[step]
+        for link in reversed(chain):
+            ordered[link] = table[link]
+    return ordered
