@@ -26,10 +26,9 @@ from benchmarks.bare_chain import BareChain, bare_chain
 from benchmarks.disagg_client import ask, random_prompt
 from benchmarks.disagg_copies import BlockCopier
 from benchmarks.disagg_figures import BareFigures, LengthFigures, Round, summarize, summarize_bare
-from benchmarks.disagg_stack import BLOCK_SIZE, EngineName, Side, StackMaker, tiny_block_bytes
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, add_report_argument, write_report
-from benchmarks.stack import Stack
+from benchmarks.stack import BLOCK_SIZE, EngineName, Side, Stack, StackMaker, tiny_block_bytes
 from benchmarks.stub_engine.runner import STEP_S, stub_layout
 from quartet.rpc.channels import create_channel
 from quartet.v1 import router_pb2_grpc

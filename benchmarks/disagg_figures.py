@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from benchmarks.bare_chain import Sample
 from benchmarks.disagg_client import Answered
 from benchmarks.disagg_copies import CopyTimes
-from benchmarks.disagg_stack import Side
+from benchmarks.stack import Side
 
 
 @dataclass(frozen=True, kw_only=True)

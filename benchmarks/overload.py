@@ -3,7 +3,8 @@
 A closed loop of clients against one Prefill, one Decode with a small block pool, and the Router, all prompts prefilled
 remotely. First the concurrency at which finished tokens/s peak is looked for; then that load, twice that load, and that
 load again are measured in one go, because a shared machine's speed drifts: the ratio is taken against the mean of the
-two peaks.
+two peaks. Each phase goes from an idle stack to an idle stack, and tells what the clients saw, what the processes
+counted and what it cost.
 
     python -m benchmarks.overload --json FILE [--plot FILE.png] [--seconds 120] [--short]
 """
@@ -11,15 +12,18 @@ two peaks.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
-from benchmarks.closed_loop import Workload
-from benchmarks.overload_phase import Phase, PhaseRunner
+from benchmarks.closed_loop import ClosedLoop, LoadFigures, Workload
+from benchmarks.processes import CpuMeter, CpuUse, Evidence, collect_evidence
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, add_report_argument, write_report
 from benchmarks.stack import Stack
@@ -36,6 +40,10 @@ _WORKLOAD = Workload(
 _LOG = Path(".run/benchmark-overload.log")
 # The peak is behind us when two doublings in a row brought less than this over the best so far.
 _GAIN, _MAX_LEVELS_WITHOUT_GAIN = 1.02, 2
+_ROUTER, _PREFILL, _DECODE, _CLIENT = "router", "prefill-0", "decode-0", "client"
+# Workers refresh their engines' figures once a second.
+_SETTLE_S = 2.5
+_SAMPLE_INTERVAL_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +59,6 @@ class Plan:
     peak_s: float = 45.0
     overload_s: float = 120.0
     max_concurrency: int = 128
-
-
-_SHORT = Plan(ramp_s=0.5, sweep_s=2.0, peak_s=3.0, overload_s=5.0, max_concurrency=4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +134,7 @@ def main() -> None:
     written = report.finish(uvloop.run(_run(plan)))
     write_report(written, arguments.json)
     if arguments.plot is not None:
-        from benchmarks.plot import plot_overload  # matplotlib takes a second to import
-
-        plot_overload(written, arguments.plot)
+        _plot(written, arguments.plot)
 
 
 def next_level(plan: Plan, sweep: Mapping[int, float]) -> int | None:
@@ -144,6 +147,73 @@ def next_level(plan: Plan, sweep: Mapping[int, float]) -> int | None:
     return None if num_without_gain >= _MAX_LEVELS_WITHOUT_GAIN or level > plan.max_concurrency else level
 
 
+@dataclass(frozen=True, kw_only=True)
+class Extremes:
+    """The largest values seen at the samples taken every two seconds.
+
+    Attributes:
+        queued_requests: that waited in the router.
+        decode_blocks: in use at the decode worker.
+        prefill_held_blocks: held at the prefill worker for hand-offs.
+    """
+
+    queued_requests: int = 0
+    decode_blocks: int = 0
+    prefill_held_blocks: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """What one phase gave."""
+
+    load: LoadFigures
+    evidence: Evidence
+    extremes: Extremes
+    cpu: CpuUse
+
+
+class PhaseRunner:
+    """Runs phases one after the other, each from an idle stack to an idle stack."""
+
+    def __init__(self, stack: Stack, line: LiveLine, workload: Workload, *, ramp_s: float) -> None:
+        """``workload``'s seed is the first phase's; every later one has a new one."""
+        self._stack = stack
+        self._line = line
+        self._workload = workload
+        self._ramp_s = ramp_s
+
+    async def run(self, name: str, concurrency: int, duration_s: float) -> Phase:
+        """Load the stack with ``concurrency`` clients for the ramp and ``duration_s``."""
+        self._workload = replace(self._workload, seed=self._workload.seed + 1)
+        loop = ClosedLoop(self._stack.router_address, self._workload)
+        before = await self._stack.metrics()
+        meter = CpuMeter({**self._stack.pids, _CLIENT: os.getpid()})
+        async with self._watched(name, concurrency, loop) as sampler:
+            load = await loop.run(concurrency, ramp_s=self._ramp_s, duration_s=duration_s)
+            cpu = meter.read()
+        await asyncio.sleep(_SETTLE_S)
+        after = await self._stack.metrics()
+        grown = {process: after[process].since(before[process]) for process in before}
+        evidence = collect_evidence(
+            grown[_ROUTER], grown[_PREFILL], grown[_DECODE], prompt_tokens_sent=load.prompt_tokens_sent
+        )
+        self._line.say(_summary(name, load, evidence))
+        return Phase(load=load, evidence=evidence, extremes=sampler.extremes, cpu=cpu)
+
+    @asynccontextmanager
+    async def _watched(self, name: str, concurrency: int, loop: ClosedLoop) -> AsyncIterator[_Sampler]:
+        """Show and sample while the load runs."""
+        shown = _Shown(f"{name}, {concurrency} clients", loop)
+        sampler = _Sampler(self._stack)
+        tasks = [asyncio.create_task(self._line.follow(shown.describe)), asyncio.create_task(sampler.run())]
+        try:
+            yield sampler
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overload", description=__doc__.partition("\n")[0])
     add_report_argument(parser)
@@ -151,6 +221,32 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="length of the overload (120)")
     parser.add_argument("--short", action="store_true", help="a few seconds a phase: shows that it works, not how well")
     return parser.parse_args()
+
+
+def _plot(report: Mapping[str, Any], path: Path) -> None:
+    """Draw finished tokens/s against concurrency: the sweep, both peaks and the overload."""
+    from matplotlib.figure import Figure  # takes a second to import
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    sweep = [phase["load"] for phase in report["sweep"]]
+    axes.plot([load["concurrency"] for load in sweep], [load["tokens_per_s"] for load in sweep], "o-", label="sweep")
+    peak, over = report["peak"], report["overload"]
+    peaks = [peak[name]["load"]["tokens_per_s"] for name in ("before", "after")]
+    axes.plot([peak["concurrency"]] * len(peaks), peaks, "^", label="peak, before and after the overload")
+    seconds = round(over["phase"]["load"]["duration_s"])
+    label = f"twice the peak's load, for {seconds} s: {over['ratio']:.2f} of the peak"
+    axes.plot([over["concurrency"]], [over["tokens_per_s"]], "s", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted({load["concurrency"] for load in sweep} | {over["concurrency"]}))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("clients in a closed loop")
+    axes.set_ylabel("finished tokens/s")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
 
 
 async def _run(plan: Plan) -> Results:
@@ -225,6 +321,61 @@ def _topology() -> Topology:
         ],
     }
     return build(Topology, settings)
+
+
+class _Sampler:
+    def __init__(self, stack: Stack) -> None:
+        self.extremes = Extremes()
+        self._stack = stack
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(_SAMPLE_INTERVAL_S)
+            found = await self._stack.metrics()
+            blocks = "quartet_worker_blocks"
+            self.extremes = _max(
+                self.extremes,
+                Extremes(
+                    queued_requests=round(found[_ROUTER].total("quartet_router_queued_requests")),
+                    decode_blocks=round(found[_DECODE].total(blocks, state="used")),
+                    prefill_held_blocks=round(found[_PREFILL].total(blocks, state="held")),
+                ),
+            )
+
+
+@dataclass
+class _Shown:
+    name: str
+    loop: ClosedLoop
+    num_tokens: int = 0
+
+    def describe(self, elapsed_s: float, interval_s: float) -> str:
+        rate = (self.loop.num_tokens - self.num_tokens) / interval_s
+        self.num_tokens = self.loop.num_tokens
+        errors = ", ".join(f"{count} {status}" for status, count in self.loop.errors.items()) or "none"
+        return (
+            f"{self.name}: {elapsed_s:5.1f} s  {rate:7.1f} tok/s  {self.loop.num_in_flight} in flight  errors: {errors}"
+        )
+
+
+def _max(one: Extremes, other: Extremes) -> Extremes:
+    return Extremes(
+        queued_requests=max(one.queued_requests, other.queued_requests),
+        decode_blocks=max(one.decode_blocks, other.decode_blocks),
+        prefill_held_blocks=max(one.prefill_held_blocks, other.prefill_held_blocks),
+    )
+
+
+def _summary(name: str, load: LoadFigures, evidence: Evidence) -> str:
+    return (
+        f"{name}: {load.concurrency} clients, {load.tokens_per_s:.1f} tok/s, {load.requests_finished} finished, "
+        f"errors {dict(load.errors) or 'none'}, {evidence.requests_waited} waited, "
+        f"{evidence.preemptions} preemptions, {evidence.hand_offs_expired} expired, "
+        f"{evidence.prompts_prefilled_twice} prefilled twice"
+    )
+
+
+_SHORT = Plan(ramp_s=0.5, sweep_s=2.0, peak_s=3.0, overload_s=5.0, max_concurrency=4)
 
 
 if __name__ == "__main__":

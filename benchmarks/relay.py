@@ -17,11 +17,12 @@ from statistics import median
 
 import uvloop
 
+from benchmarks.floors.relay_floor import Floor, measure_floor
+from benchmarks.floors.request_floor import RequestFloor, measure_request_floor
 from benchmarks.paced_engine import PERIOD, STEP_S
 from benchmarks.progress import LiveLine
 from benchmarks.relay_clients import AbsentError, LoadFailedError
-from benchmarks.relay_floor import Floor, measure_floor
-from benchmarks.relay_job import Way
+from benchmarks.relay_load import Way
 from benchmarks.relay_measure import (
     Case,
     Figures,
@@ -34,7 +35,6 @@ from benchmarks.relay_measure import (
 )
 from benchmarks.relay_stack import RelayStack
 from benchmarks.report import Report, add_report_argument, write_report
-from benchmarks.request_floor import RequestFloor, measure_request_floor
 
 _LOG = Path(".run/benchmark-relay.log")
 _STREAMS = (256, 1024)

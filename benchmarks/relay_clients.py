@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-from benchmarks.relay_job import Command, Job, Opened, Window, encode_job, new_latencies
+from benchmarks.relay_load import Command, Job, Opened, Window, encode_job, new_latencies
 
 _ANSWER_TIMEOUT_S = 90.0
 _QUIT_TIMEOUT_S = 15.0

@@ -16,7 +16,7 @@ from benchmarks.paced_engine import PERIOD, STEP_S
 from benchmarks.processes import CpuMeter, CpuUse
 from benchmarks.progress import LiveLine
 from benchmarks.relay_clients import Clients, LoadFailedError
-from benchmarks.relay_job import Job, Load, Way, Window
+from benchmarks.relay_load import Job, Load, Way, Window
 from benchmarks.relay_stack import DECODE, ROUTER, RelayStack
 
 #: A stream gets so many tokens a second.

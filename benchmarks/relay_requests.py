@@ -12,9 +12,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from benchmarks.paced_clock import MAX_STREAMS
-from benchmarks.relay_job import Job, Opened, Way
-from benchmarks.relay_messages import describe, describe_failure, make_start, sealed_request
-from benchmarks.relay_tally import Tally
+from benchmarks.relay_load import Job, Opened, Tally, Way, describe, describe_failure, make_start, sealed_request
 from quartet.rpc.channels import create_channel
 from quartet.v1 import decode_pb2, decode_pb2_grpc, router_pb2, router_pb2_grpc
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import contract_messages
 from benchmarks.bare_chain import bare_chain
 from benchmarks.disagg_client import NUM_OUTPUT_TOKENS
-from benchmarks.disagg_stack import BLOCK_SIZE
+from benchmarks.stack import BLOCK_SIZE
 from benchmarks.stub_engine.runner import stub_layout
 from quartet.engine.sampling import Sampling
 from quartet.kvcache.layout import BlocksPayload

@@ -11,7 +11,7 @@ from benchmarks.bare_chain import Sample
 from benchmarks.disagg_client import Answered
 from benchmarks.disagg_copies import BlockCopier, CopyTimes
 from benchmarks.disagg_figures import Round, split, summarize, summarize_bare
-from benchmarks.tables.disagg import disagg_tables
+from benchmarks.table import disagg_tables
 
 AGG = Answered(
     ttft_ms=14.0,

@@ -1,4 +1,4 @@
-"""The overload benchmark end to end, in its short form: that it measures what it says, not how fast this machine is."""
+"""How the overload benchmark looks for the peak, and its short form end to end: that it measures what it says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,27 @@ from typing import Any
 
 import pytest
 
+from benchmarks.overload import Plan, next_level
+
 REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("sweep", "level"),
+    [
+        ({}, 1),
+        ({1: 100.0}, 2),
+        ({1: 100.0, 2: 190.0, 4: 191.0}, 8),
+        ({1: 100.0, 2: 190.0, 4: 191.0, 8: 189.0}, None),
+        ({1: 100.0, 2: 190.0, 4: 191.0, 8: 250.0}, 16),
+    ],
+)
+def test_the_sweep_doubles_until_two_levels_brought_nothing(sweep: dict[int, float], level: int | None) -> None:
+    assert next_level(Plan(), sweep) == level
+
+
+def test_the_sweep_ends_at_its_bound() -> None:
+    assert next_level(Plan(max_concurrency=4), {1: 1.0, 2: 2.0, 4: 4.0}) is None
 
 
 @pytest.fixture(scope="module")

@@ -9,26 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bare_processes import bare_relay
-from benchmarks.many_streams import run as run_many_streams
-from benchmarks.paced_clock import MAX_STREAMS, PacedClock
-from benchmarks.progress import LiveLine
-from benchmarks.relay_clients import Clients, LoadFailedError
-from benchmarks.relay_floor import measure_floor
-from benchmarks.relay_job import Job, Load, Way, Window, decode_job, encode_job
-from benchmarks.relay_measure import Case, Figures, Measurer, Windows, medians, stream_jobs
-from benchmarks.relay_messages import make_start
-from benchmarks.relay_stack import RelayStack
-from benchmarks.relay_tally import Tally
-from benchmarks.request_floor import measure_request_floor
-from benchmarks.request_floor_messages import (
+from benchmarks.floors.bare_processes import bare_relay
+from benchmarks.floors.relay_floor import measure_floor
+from benchmarks.floors.request_floor import (
     ACCEPTED,
     DELTA,
     FINISHED,
     make_place_response,
     make_start_bytes,
+    measure_request_floor,
 )
-from benchmarks.tables.relay import relay_tables
+from benchmarks.many_streams import run as run_many_streams
+from benchmarks.paced_clock import MAX_STREAMS, PacedClock
+from benchmarks.progress import LiveLine
+from benchmarks.relay_clients import Clients, LoadFailedError
+from benchmarks.relay_load import Job, Load, Tally, Way, Window, decode_job, encode_job, make_start
+from benchmarks.relay_measure import Case, Figures, Measurer, Windows, medians, stream_jobs
+from benchmarks.relay_stack import RelayStack
+from benchmarks.table import relay_tables
 from quartet.rpc.channels import create_channel
 from quartet.v1 import router_pb2, router_pb2_grpc
 

@@ -12,7 +12,7 @@ from benchmarks.report import Report, write_report
 from benchmarks.routing import Job, Results, find_jobs, read_runs, replay, replay_all
 from benchmarks.routing_bars import Bar, Run, bars_of, rows_of
 from benchmarks.routing_cases import CASES, OTHERS, OURS
-from benchmarks.tables.routing import routing_tables
+from benchmarks.table import routing_tables
 from cli.replay.results import PolicyResult, Spread
 from cli.traces.arrivals import ArrivalKind, Arrivals
 from cli.traces.format import read_trace, write_trace

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from benchmarks import prefixes
-from benchmarks.tables.prefixes import prefixes_tables
+from benchmarks.table import prefixes_tables
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("etcd_binary")]
 

@@ -4,23 +4,25 @@ Clients ask in a closed loop. Their starts are as long as real ones with prompts
 to the worker by one stream, all that wait in one message, and answers each with what the real one would: placement,
 tokens and end are a message each of the request's own stream (``generate``), or parts of the messages of the stream
 that all share, at most one a tick (``session``). ``place`` is a unary call; the client then takes the placement up at
-the worker. The worker is paced like the real one's engine: each request has its turn in one of ten steps. Nobody reads
-what is in a message: whoever waits longest has the next answer.
+the worker. The worker is paced like the real one's engine: each request has its turn in one of ten steps. Nothing reads
+the messages, which have the real ones' lengths: the request that has waited longest has the next answer.
 
-    python -m benchmarks.request_floor worker|router|client JOB      (``measure_request_floor`` starts all three)
+    python -m benchmarks.floors.request_floor worker|router|client JOB      (``measure_request_floor`` starts all three)
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from statistics import median
 
 import grpc
 
-from benchmarks.bare_processes import (
+from benchmarks.floors.bare_processes import (
     BareCall,
     BareContext,
     BareHandler,
@@ -35,22 +37,23 @@ from benchmarks.bare_processes import (
     tell_windows,
 )
 from benchmarks.paced_engine import PERIOD
-from benchmarks.relay_job import Way
+from benchmarks.relay_load import Way, make_start
 from benchmarks.relay_measure import Windows
-from benchmarks.request_floor_client import Method, run_clients
-from benchmarks.request_floor_messages import (
-    ACCEPTED,
-    DELTA,
-    FINISHED,
-    WORKER_ANSWER,
-    make_place_response,
-    make_start_bytes,
-)
 from quartet.rpc.channels import create_channel
 from quartet.rpc.session import SessionLimits
+from quartet.v1 import router_pb2
 
 # The event loop's timers count milliseconds: for less than half of one none is set.
 _TIMER_RESOLUTION_S = 0.0005
+#: Ends each answer's last message, and is in no other: a client counts them.
+MARK = b"\1"
+#: What a request with one token out is answered with, less what tells whose it is on a shared stream.
+ACCEPTED, DELTA, FINISHED = bytes(122), bytes(6), bytes(46) + MARK
+#: What the worker says of one request.
+WORKER_ANSWER = bytes(39) + MARK
+_LONG_SEED = 1 << 13
+# The prompt is in the sealed start, four bytes a token.
+_PLACE_BYTES, _PLACE_BYTES_PER_TOKEN = 360, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +70,7 @@ async def measure_request_floor(way: Way, num_clients: int, num_prompt_tokens: i
     Raises:
         RuntimeError, TimeoutError: one of them failed.
     """
-    module = "benchmarks.request_floor"
+    module = "benchmarks.floors.request_floor"
     async with bare_relay(module, way, num_clients, windows, num_prompt_tokens=num_prompt_tokens) as relay:
         await relay.begun()
         found = await relay.windows()
@@ -75,6 +78,41 @@ async def measure_request_floor(way: Way, num_clients: int, num_prompt_tokens: i
         router_cpu_ms_per_request=median(1e3 * window.cpu_s / window.count for window in found),
         requests_per_s=median(window.count / window.duration_s for window in found),
     )
+
+
+class Method(StrEnum):
+    """What is called: the first three of the router, the last of the worker."""
+
+    GENERATE = "Generate"
+    SESSION = "Session"
+    PLACE = "Place"
+    WORK = "Work"
+
+
+async def run_clients(job: BareJob) -> None:
+    """Ask until cancelled; it fails with the first request that does."""
+    async with (
+        create_channel(job.router_address, None) as router,
+        create_channel(job.worker_address, None) as worker,
+        asyncio.TaskGroup() as group,
+    ):
+        clients = _Clients(job, router, worker)
+        if clients.shared is not None:
+            group.create_task(clients.shared.read())
+        for _ in range(job.count):
+            group.create_task(clients.run_one())
+
+
+def make_start_bytes(num_prompt_tokens: int) -> bytes:
+    """A start with so many token ids."""
+    rng = random.Random(0)
+    start = make_start(rng, seed=_LONG_SEED, num_prompt_tokens=num_prompt_tokens, num_output_tokens=1, with_text=False)
+    return bytes(router_pb2.GenerateRequest(start=start).ByteSize())
+
+
+def make_place_response(num_prompt_tokens: int) -> bytes:
+    """A placement of such a start."""
+    return bytes(_PLACE_BYTES + _PLACE_BYTES_PER_TOKEN * num_prompt_tokens)
 
 
 class _Worker:
@@ -217,6 +255,62 @@ async def _work(role: BareRole, job: BareJob) -> None:
 async def _read_out(context: BareContext) -> None:
     while await context.read() is not grpc.aio.EOF:
         continue
+
+
+class _SharedStream:
+    """One stream for the requests of all clients. Nobody reads whose an answer is: who waits longest has it."""
+
+    def __init__(self, call: BareCall) -> None:
+        self._call = call
+        self._writing = asyncio.Lock()  # gRPC takes one message at a time
+        self._waiting: deque[asyncio.Event] = deque()
+
+    async def run(self, start: bytes) -> None:
+        ended = asyncio.Event()
+        async with self._writing:
+            self._waiting.append(ended)
+            await self._call.write(start)
+        await ended.wait()
+
+    async def read(self) -> None:
+        while isinstance(message := await self._call.read(), bytes):
+            for _ in range(message.count(MARK)):
+                self._waiting.popleft().set()
+
+
+class _Clients:
+    """What all clients of the closed loop share; ``shared`` is a stream to the router or the worker, or ``None``."""
+
+    def __init__(self, job: BareJob, router: grpc.aio.Channel, worker: grpc.aio.Channel) -> None:
+        self._way = job.way
+        self._start = make_start_bytes(job.num_prompt_tokens)
+        self._generate_method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = router.stream_stream(
+            method_path(Method.GENERATE)
+        )
+        self._place_method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = router.unary_unary(
+            method_path(Method.PLACE)
+        )
+        self.shared: _SharedStream | None = None
+        if job.way is not Way.GENERATE:
+            channel, method = (router, Method.SESSION) if job.way is Way.SESSION else (worker, Method.WORK)
+            self.shared = _SharedStream(channel.stream_stream(method_path(method))(wait_for_ready=True))
+
+    async def run_one(self) -> None:
+        """One client: a request, and when it has its end, the next."""
+        while True:
+            if self.shared is None:
+                await self._generate()
+            else:
+                if self._way is not Way.SESSION:
+                    await self._place_method(self._start, wait_for_ready=True)
+                await self.shared.run(self._start)
+
+    async def _generate(self) -> None:
+        call: BareCall = self._generate_method(wait_for_ready=True)
+        await call.write(self._start)
+        await call.done_writing()
+        while await call.read() is not grpc.aio.EOF:
+            continue
 
 
 if __name__ == "__main__":

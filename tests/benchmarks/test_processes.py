@@ -8,10 +8,7 @@ import time
 import pytest
 
 from benchmarks.closed_loop import quantile
-from benchmarks.evidence import Evidence, collect_evidence
-from benchmarks.overload import Plan, next_level
-from benchmarks.processes import CpuMeter
-from benchmarks.scrape import Metrics, parse
+from benchmarks.processes import CpuMeter, Evidence, Metrics, collect_evidence, parse
 
 
 def test_a_busy_process_is_seen_to_be_busy() -> None:
@@ -69,24 +66,6 @@ def test_what_decode_computes_beyond_one_token_a_prompt_is_double_work() -> None
 def test_expired_hand_offs_and_preemptions_are_counted() -> None:
     evidence = _evidence(expired=2, preemptions=3)
     assert (evidence.hand_offs_expired, evidence.preemptions) == (2, 3)
-
-
-@pytest.mark.parametrize(
-    ("sweep", "level"),
-    [
-        ({}, 1),
-        ({1: 100.0}, 2),
-        ({1: 100.0, 2: 190.0, 4: 191.0}, 8),
-        ({1: 100.0, 2: 190.0, 4: 191.0, 8: 189.0}, None),
-        ({1: 100.0, 2: 190.0, 4: 191.0, 8: 250.0}, 16),
-    ],
-)
-def test_the_sweep_doubles_until_two_levels_brought_nothing(sweep: dict[int, float], level: int | None) -> None:
-    assert next_level(Plan(), sweep) == level
-
-
-def test_the_sweep_ends_at_its_bound() -> None:
-    assert next_level(Plan(max_concurrency=4), {1: 1.0, 2: 2.0, 4: 4.0}) is None
 
 
 def test_a_quantile_is_one_of_the_values() -> None:

@@ -12,8 +12,7 @@ import torch
 import transformers
 from torch.nn import functional
 
-from benchmarks.engine_sides import Tokens
-from benchmarks.engine_work import Job
+from benchmarks.engine_sides import Job, Tokens
 from quartet.engine.torch.linear import ROWS_ON_CPU, Linear, PlainLinear, best_order
 
 

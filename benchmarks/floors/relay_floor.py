@@ -4,7 +4,7 @@ A worker writes one message a step; a router reads it and writes either one mess
 (``session``), or a small one to each of the tenth of its client streams whose turn it is (``generate``). No parsing, no
 text, no metrics, no bookkeeping: what the real Router spends beyond this is its own.
 
-    python -m benchmarks.relay_floor worker|router|client JOB      (``measure_floor`` starts all three)
+    python -m benchmarks.floors.relay_floor worker|router|client JOB      (``measure_floor`` starts all three)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from statistics import median
 
 import grpc
 
-from benchmarks.bare_processes import (
+from benchmarks.floors.bare_processes import (
     BareCall,
     BareContext,
     BareJob,
@@ -31,7 +31,7 @@ from benchmarks.bare_processes import (
 )
 from benchmarks.paced_engine import PERIOD
 from benchmarks.processes import process_cpu_s
-from benchmarks.relay_job import Way
+from benchmarks.relay_load import Way
 from benchmarks.relay_measure import Windows
 from quartet.rpc.channels import create_channel
 
@@ -56,7 +56,7 @@ async def measure_floor(way: Way, num_streams: int, windows: Windows) -> Floor:
         RuntimeError, TimeoutError: one of them failed.
     """
     num_tokens_per_step = num_streams / PERIOD
-    async with bare_relay("benchmarks.relay_floor", way, num_streams, windows) as relay:
+    async with bare_relay("benchmarks.floors.relay_floor", way, num_streams, windows) as relay:
         await relay.begun()
         worker_cpu_s = process_cpu_s(relay.worker_pid)
         found = await relay.windows()

@@ -1,6 +1,6 @@
 """The processes of a bare relay: worker, router and client with nothing of Quartet between ``read`` and ``write``.
 
-``benchmarks.relay_floor`` and ``benchmarks.request_floor`` say what each of them does.
+``benchmarks.floors.relay_floor`` and ``benchmarks.floors.request_floor`` say what each of them does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import grpc
 import uvloop
 
 from benchmarks.paced_engine import STEP_S
-from benchmarks.relay_job import Way
+from benchmarks.relay_load import Way
 from benchmarks.relay_measure import Windows
 from services.local_etcd import free_port
 
