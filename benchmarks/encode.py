@@ -31,8 +31,7 @@ import grpc
 import uvloop
 from PIL import Image
 
-from benchmarks.disagg_client import Answered, make_start, random_prompt, send
-from benchmarks.disagg_figures import median_parts
+from benchmarks.disagg_client import Answered, make_start, median_parts, random_prompt, send
 from benchmarks.processes import CpuMeter, Metrics
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, add_report_argument, write_report
