@@ -37,6 +37,8 @@ async def _run() -> None:
         while (line := await reader.readline()) and (command := Command(line.decode().strip())) is not Command.QUIT:
             if command is Command.BEGIN:
                 tally.begin()
+            elif command is not Command.END and isinstance(load, RequestLoad):
+                load.set_paused(command is Command.PAUSE)
             _answer(tally.read().encode())
     finally:
         await load.close()

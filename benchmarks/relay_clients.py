@@ -120,6 +120,14 @@ class Clients:
         """Count from now on."""
         await self._command(Command.BEGIN)
 
+    async def pause(self) -> None:
+        """Send no more requests, until ``resume``; endless streams go on."""
+        await self._command(Command.PAUSE)
+
+    async def resume(self) -> None:
+        """Send requests again."""
+        await self._command(Command.RESUME)
+
     async def end(self) -> Window:
         """What was counted, by all of them together. Raises ``LoadFailedError`` where requests failed."""
         windows = await self._command(Command.END)

@@ -61,6 +61,8 @@ class Command(StrEnum):
 
     BEGIN = "begin"  # count from now on
     END = "end"  # tell what was counted
+    PAUSE = "pause"  # send no more requests
+    RESUME = "resume"  # send requests again
     QUIT = "quit"
 
 

@@ -215,8 +215,19 @@ _WANTED = (
 )
 
 
+# By the names of ``ratio_to_grpc``: what it is of, the most that it may be, and what is hoped for after that.
+_RATIOS = {
+    "generate_256": ("generate, 256 streams: a token", "<= 1.35", ""),
+    "session_256": ("session, 256 streams: a token", "<= 1.7", ""),
+    "session_1024": ("session, 1024 streams: a token", "<= 2.8", ""),
+    "request_generate": ("generate, a request of one token", "<= 2.6", "2.0"),
+    "request_session": ("session, a request of one token", "<= 3.2", "2.5"),
+    "request_place": ("place, a request of one token", "stated", ""),
+}
+
+
 def relay_tables(report: Report) -> str:
-    """What is wanted, every load, one-token requests, and what could not be measured."""
+    """Ratios to nothing but gRPC, what is wanted, every load, one-token requests, and what could not be measured."""
     wanted = markdown_table(
         ["what", "measured", "wanted", "goal", "nothing but gRPC (ids)", "times that"],
         [wanted.row(report) for wanted in _WANTED],
@@ -241,7 +252,19 @@ def relay_tables(report: Report) -> str:
     )
     idle = report["idle"]
     without = f"Without any load: router {idle['router_share']:.3f} of a core, decode {idle['decode_share']:.3f}.\n"
-    return "\n".join([wanted, loads, requests, without, *_gaps(report)])
+    return "\n".join([*_ratios(report), wanted, loads, requests, without, *_gaps(report)])
+
+
+def _ratios(report: Report) -> Iterator[str]:
+    if ratios := report.get("ratio_to_grpc"):
+        rows = []
+        for name, ratio in ratios.items():
+            what, limit, goal = _RATIOS[name]
+            spread = report["ratio_to_grpc_spread"][name]
+            runs = f"{min(spread['runs']):.2f}, {max(spread['runs']):.2f}"
+            rows.append([what, f"{ratio:.2f}", limit, goal, runs, f"{spread['lowest']:.2f}, {spread['highest']:.2f}"])
+        head = ["Router's CPU time over nothing but gRPC's", "median", "wanted", "goal"]
+        yield markdown_table([*head, "runs: lowest, highest", "windows: lowest, highest"], rows)
 
 
 def _look_up(report: Report, path: str) -> float | None:

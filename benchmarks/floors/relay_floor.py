@@ -4,22 +4,24 @@ A worker writes one message a step; a router reads it and writes either one mess
 (``session``), or a small one to each of the tenth of its client streams whose turn it is (``generate``). No parsing, no
 text, no metrics, no bookkeeping: what the real Router spends beyond this is its own.
 
-    python -m benchmarks.floors.relay_floor worker|router|client JOB      (``measure_floor`` starts all three)
+    python -m benchmarks.floors.relay_floor worker|router|client JOB      (``open_floor`` starts all three)
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from statistics import median
 
 import grpc
 
 from benchmarks.floors.bare_processes import (
     BareCall,
     BareContext,
+    BareControl,
     BareJob,
+    BareRelay,
     BareRole,
     bare_relay,
     method_path,
@@ -30,7 +32,6 @@ from benchmarks.floors.bare_processes import (
     tell_windows,
 )
 from benchmarks.paced_engine import PERIOD
-from benchmarks.processes import process_cpu_s
 from benchmarks.relay_load import Way
 from benchmarks.relay_measure import Windows
 from quartet.rpc.channels import create_channel
@@ -49,41 +50,60 @@ class Floor:
     decode_cpu_us_per_token: float
 
 
-async def measure_floor(way: Way, num_streams: int, windows: Windows) -> Floor:
-    """Start the three processes, and take the median of a round of windows.
+class BareStreams:
+    """Endless streams through a bare relay; made by ``open_floor``.
+
+    Attributes:
+        found: of each window so far.
+    """
+
+    def __init__(self, relay: BareRelay, num_streams: int) -> None:
+        self.found: list[Floor] = []
+        self._relay = relay
+        self._num_tokens_per_step = num_streams / PERIOD
+
+    async def window(self) -> None:
+        """Measure one more. Raises ``RuntimeError``, ``TimeoutError``: a process failed."""
+        window = await self._relay.window()
+        num_tokens = window.count * self._num_tokens_per_step
+        self.found.append(
+            Floor(
+                router_cpu_us_per_token=1e6 * window.cpu_s / num_tokens,
+                decode_cpu_us_per_token=1e6 * window.worker_cpu_s / num_tokens,
+            )
+        )
+
+
+@asynccontextmanager
+async def open_floor(way: Way, num_streams: int, windows: Windows) -> AsyncIterator[BareStreams]:
+    """Start the three processes, which rest between windows.
 
     Raises:
         RuntimeError, TimeoutError: one of them failed.
     """
-    num_tokens_per_step = num_streams / PERIOD
     async with bare_relay("benchmarks.floors.relay_floor", way, num_streams, windows) as relay:
         await relay.begun()
-        worker_cpu_s = process_cpu_s(relay.worker_pid)
-        found = await relay.windows()
-        worker_cpu_s = process_cpu_s(relay.worker_pid) - worker_cpu_s
-    num_steps = sum(window.count for window in found)
-    return Floor(
-        router_cpu_us_per_token=median(1e6 * window.cpu_s / (window.count * num_tokens_per_step) for window in found),
-        decode_cpu_us_per_token=1e6 * worker_cpu_s / (num_steps * num_tokens_per_step),
-    )
+        yield BareStreams(relay, num_streams)
 
 
 class _Worker:
     """Writes one message a step to whoever opens a stream."""
 
-    def __init__(self, num_streams: int) -> None:
+    def __init__(self, num_streams: int, control: BareControl) -> None:
+        self._control = control
         self._message = bytes(_BYTES_PER_TOKEN * num_streams // PERIOD)
 
     async def stream(self, _requests: object, context: BareContext) -> None:
-        async for _ in paced_steps():
+        async for _ in paced_steps(self._control):
             await context.write(self._message)
 
 
 class _Router:
     """Reads the worker's stream, and writes to its clients' streams."""
 
-    def __init__(self, job: BareJob) -> None:
+    def __init__(self, job: BareJob, control: BareControl) -> None:
         self._job = job
+        self._control = control
         self._is_each = job.way is Way.GENERATE
         self._due: list[asyncio.Event] = []
         self._num_steps = 0
@@ -105,7 +125,7 @@ class _Router:
         await self._all_connected.wait()
         async with create_channel(self._job.worker_address, None) as channel, asyncio.TaskGroup() as group:
             group.create_task(self._relay(channel))
-            await tell_windows(self._job.windows, lambda: self._num_steps)
+            await tell_windows(self._control, self._job.windows, lambda: self._num_steps)
 
     async def _relay(self, channel: grpc.aio.Channel) -> None:
         call: BareCall = channel.stream_stream(method_path(_METHOD))(wait_for_ready=True)
@@ -132,14 +152,14 @@ async def _read_one(channel: grpc.aio.Channel) -> None:
         continue
 
 
-async def _work(role: BareRole, job: BareJob) -> None:
+async def _work(role: BareRole, job: BareJob, control: BareControl) -> None:
     """One process's part; it goes on until the process is killed, unless it fails."""
     if role is BareRole.CLIENT:
         await _read(job)
     elif role is BareRole.WORKER:
-        await _serve(job.worker_address, _Worker(job.count), rest())
+        await _serve(job.worker_address, _Worker(job.count, control), rest())
     else:
-        router = _Router(job)
+        router = _Router(job, control)
         await _serve(job.router_address, router, router.measure())
 
 

@@ -7,7 +7,7 @@ that all share, at most one a tick (``session``). ``place`` is a unary call; the
 the worker. The worker is paced like the real one's engine: each request has its turn in one of ten steps. Nothing reads
 the messages, which have the real ones' lengths: the request that has waited longest has the next answer.
 
-    python -m benchmarks.floors.request_floor worker|router|client JOB      (``measure_request_floor`` starts all three)
+    python -m benchmarks.floors.request_floor worker|router|client JOB      (``open_request_floor`` starts all three)
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from statistics import median
 
 import grpc
 
 from benchmarks.floors.bare_processes import (
     BareCall,
     BareContext,
+    BareControl,
     BareHandler,
     BareJob,
+    BareRelay,
     BareRole,
     bare_relay,
     method_path,
@@ -64,8 +66,33 @@ class RequestFloor:
     requests_per_s: float
 
 
-async def measure_request_floor(way: Way, num_clients: int, num_prompt_tokens: int, windows: Windows) -> RequestFloor:
-    """Start the three processes, and take the medians of a round of windows; both Place ways are one to the router.
+class BareRequests:
+    """A closed loop of requests through a bare relay; made by ``open_request_floor``.
+
+    Attributes:
+        found: of each window so far.
+    """
+
+    def __init__(self, relay: BareRelay) -> None:
+        self.found: list[RequestFloor] = []
+        self._relay = relay
+
+    async def window(self) -> None:
+        """Measure one more. Raises ``RuntimeError``, ``TimeoutError``: a process failed."""
+        window = await self._relay.window()
+        self.found.append(
+            RequestFloor(
+                router_cpu_ms_per_request=1e3 * window.cpu_s / window.count,
+                requests_per_s=window.count / window.duration_s,
+            )
+        )
+
+
+@asynccontextmanager
+async def open_request_floor(
+    way: Way, num_clients: int, num_prompt_tokens: int, windows: Windows
+) -> AsyncIterator[BareRequests]:
+    """Start the three processes, which rest between windows; both Place ways are one to the router.
 
     Raises:
         RuntimeError, TimeoutError: one of them failed.
@@ -73,11 +100,7 @@ async def measure_request_floor(way: Way, num_clients: int, num_prompt_tokens: i
     module = "benchmarks.floors.request_floor"
     async with bare_relay(module, way, num_clients, windows, num_prompt_tokens=num_prompt_tokens) as relay:
         await relay.begun()
-        found = await relay.windows()
-    return RequestFloor(
-        router_cpu_ms_per_request=median(1e3 * window.cpu_s / window.count for window in found),
-        requests_per_s=median(window.count / window.duration_s for window in found),
-    )
+        yield BareRequests(relay)
 
 
 class Method(StrEnum):
@@ -89,14 +112,14 @@ class Method(StrEnum):
     WORK = "Work"
 
 
-async def run_clients(job: BareJob) -> None:
+async def run_clients(job: BareJob, control: BareControl) -> None:
     """Ask until cancelled; it fails with the first request that does."""
     async with (
         create_channel(job.router_address, None) as router,
         create_channel(job.worker_address, None) as worker,
         asyncio.TaskGroup() as group,
     ):
-        clients = _Clients(job, router, worker)
+        clients = _Clients(job, control, router, worker)
         if clients.shared is not None:
             group.create_task(clients.shared.read())
         for _ in range(job.count):
@@ -118,14 +141,15 @@ def make_place_response(num_prompt_tokens: int) -> bytes:
 class _Worker:
     """Answers each start when its turn comes; of a stream, those of one step together."""
 
-    def __init__(self, job: BareJob) -> None:
+    def __init__(self, job: BareJob, control: BareControl) -> None:
+        self._control = control
         self._start_bytes = len(make_start_bytes(job.num_prompt_tokens))
 
     async def stream(self, _requests: object, context: BareContext) -> None:
         due = [0] * PERIOD
         async with asyncio.TaskGroup() as group:
             group.create_task(self._read(context, due))
-            async for step in paced_steps():
+            async for step in paced_steps(self._control):
                 turn = step % PERIOD
                 if num_answers := due[turn]:
                     due[turn] = 0
@@ -142,8 +166,9 @@ class _Worker:
 class _Router:
     """Passes starts on to the worker, and its answers to the clients."""
 
-    def __init__(self, job: BareJob) -> None:
+    def __init__(self, job: BareJob, control: BareControl) -> None:
         self._job = job
+        self._control = control
         self._place_response = make_place_response(job.num_prompt_tokens)
         self._tick_s = SessionLimits().tick_s
         self._starts: list[bytes] = []
@@ -195,7 +220,7 @@ class _Router:
             group.create_task(self._write_starts(call))
             group.create_task(self._read_answers(call))
             await self._has_ended_one.wait()
-            await tell_windows(self._job.windows, lambda: self._num_requests)
+            await tell_windows(self._control, self._job.windows, lambda: self._num_requests)
 
     async def _write_ticks(self, context: BareContext, pending: list[bytes], has_pending: asyncio.Event) -> None:
         """At most one message a tick, but at once after a pause."""
@@ -235,15 +260,15 @@ class _Router:
         self._has_ended_one.set()
 
 
-async def _work(role: BareRole, job: BareJob) -> None:
+async def _work(role: BareRole, job: BareJob, control: BareControl) -> None:
     """One process's part; it goes on until the process is killed, unless it fails."""
     if role is BareRole.CLIENT:
-        await run_clients(job)
+        await run_clients(job, control)
     elif role is BareRole.WORKER:
-        worker = _Worker(job)
+        worker = _Worker(job, control)
         await serve(job.worker_address, {Method.WORK: grpc.stream_stream_rpc_method_handler(worker.stream)}, rest())
     else:
-        router = _Router(job)
+        router = _Router(job, control)
         methods: dict[str, BareHandler] = {
             Method.GENERATE: grpc.stream_stream_rpc_method_handler(router.generate),
             Method.SESSION: grpc.stream_stream_rpc_method_handler(router.session),
@@ -281,7 +306,8 @@ class _SharedStream:
 class _Clients:
     """What all clients of the closed loop share; ``shared`` is a stream to the router or the worker, or ``None``."""
 
-    def __init__(self, job: BareJob, router: grpc.aio.Channel, worker: grpc.aio.Channel) -> None:
+    def __init__(self, job: BareJob, control: BareControl, router: grpc.aio.Channel, worker: grpc.aio.Channel) -> None:
+        self._control = control
         self._way = job.way
         self._start = make_start_bytes(job.num_prompt_tokens)
         self._generate_method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = router.stream_stream(
@@ -298,6 +324,7 @@ class _Clients:
     async def run_one(self) -> None:
         """One client: a request, and when it has its end, the next."""
         while True:
+            await self._control.loaded()
             if self.shared is None:
                 await self._generate()
             else:
