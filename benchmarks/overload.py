@@ -14,29 +14,33 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from benchmarks.closed_loop import ClosedLoop, LoadFigures, Workload
 from benchmarks.processes import CpuMeter, CpuUse, Evidence, collect_evidence
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, add_report_argument, write_report
 from benchmarks.stack import Stack
+from cli.bench.lengths import IntRange
+from cli.bench.load import Load, LoadKind
+from cli.bench.measure import Recorder, Totals
+from cli.bench.run import BenchPlan, Limits, Point, run_plan
+from cli.bench.sender import SenderConfig
+from cli.bench.window import Window
+from cli.bench.workload import WorkloadConfig
+from quartet.client import QuartetClient
 from quartet.config import build
 from services.topology import Topology
 
 _BLOCK_SIZE = 32
 # About five of the requests below: the router has to hold the others back at any load worth the name.
 _NUM_DECODE_BLOCKS = 64
-# The tiny model's ids below the first are special tokens.
-_WORKLOAD = Workload(
-    min_prompt_tokens=200, max_prompt_tokens=400, num_output_tokens=64, first_token_id=16, end_token_id=2048
-)
 _LOG = Path(".run/benchmark-overload.log")
 # The peak is behind us when two doublings in a row brought less than this over the best so far.
 _GAIN, _MAX_LEVELS_WITHOUT_GAIN = 1.02, 2
@@ -44,6 +48,36 @@ _ROUTER, _PREFILL, _DECODE, _CLIENT = "router", "prefill-0", "decode-0", "client
 # Workers refresh their engines' figures once a second.
 _SETTLE_S = 2.5
 _SAMPLE_INTERVAL_S = 2.0
+# Longer than any request should take; one that takes longer has failed.
+_REQUEST_TIMEOUT_S = 120.0
+_REFUSED, _NOT_ENDED = "RESOURCE_EXHAUSTED", "NOT_ENDED"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What clients ask for: prompts of random token ids, so that no two share a prefix.
+
+    Attributes:
+        min_prompt_tokens, max_prompt_tokens: bounds of a prompt's length, drawn evenly.
+        num_output_tokens: of each answer; end-of-sequence is ignored.
+        first_token_id, end_token_id: ids are drawn from this range.
+        seed: of prompts and lengths: the same seed gives the same prompts, which are cached the second time.
+    """
+
+    min_prompt_tokens: int
+    max_prompt_tokens: int
+    num_output_tokens: int
+    first_token_id: int
+    end_token_id: int
+    seed: int = 0
+
+    def config(self) -> WorkloadConfig:
+        """The same for the load generator of ``quartet bench``."""
+        return WorkloadConfig(
+            prompt_tokens=IntRange(self.min_prompt_tokens, self.max_prompt_tokens),
+            output_tokens=IntRange(self.num_output_tokens, self.num_output_tokens),
+            ids=IntRange(self.first_token_id, self.end_token_id - 1),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +182,39 @@ def next_level(plan: Plan, sweep: Mapping[int, float]) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoadFigures:
+    """What the clients saw. Requests count from the ramp on until the last has ended; rates in the window only.
+
+    Attributes:
+        concurrency: clients.
+        duration_s: length of the window, which begins after the ramp and ends when clients send nothing new.
+        tokens_per_s: output tokens of requests that ended well within the window, for each second of it.
+        requests_per_s: such requests.
+        requests_finished: requests that ended well.
+        requests_failed: requests that ended otherwise, but for those refused.
+        requests_refused: requests that got RESOURCE_EXHAUSTED.
+        errors: requests by status, refused ones included.
+        prompt_tokens_sent: of requests that ended well, as the router told.
+        ttft_ms_p50, ttft_ms_p99: from a request's start to its first token; 0 where there was none.
+        duration_ms_p50, duration_ms_p99: the same to its end, of requests that ended well.
+    """
+
+    concurrency: int
+    duration_s: float
+    tokens_per_s: float
+    requests_per_s: float
+    requests_finished: int
+    requests_failed: int
+    requests_refused: int
+    errors: Mapping[str, int]
+    prompt_tokens_sent: int
+    ttft_ms_p50: float
+    ttft_ms_p99: float
+    duration_ms_p50: float
+    duration_ms_p99: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Extremes:
     """The largest values seen at the samples taken every two seconds.
 
@@ -170,6 +237,69 @@ class Phase:
     evidence: Evidence
     extremes: Extremes
     cpu: CpuUse
+
+
+class ClosedLoop:
+    """Clients against one router, made by the load generator of ``quartet bench``.
+
+    What counts is finished work: tokens of requests that ended within the window, not tokens that arrived in it, some
+    of them of requests that fail later. Requests are followed from the ramp on until the last has ended, because what
+    the processes counted is set against all of them.
+    """
+
+    def __init__(self, router_address: str, workload: Workload) -> None:
+        self._router_address = router_address
+        self._workload = workload
+        self._progress = _Progress()
+
+    async def run(self, num_clients: int, *, ramp_s: float, duration_s: float) -> LoadFigures:
+        """Run ``num_clients`` for ``ramp_s`` and then for the window of ``duration_s``; wait for the last to end.
+
+        Raises:
+            RuntimeError: an answer ended in order, but before its length.
+        """
+        self._progress.ramp_s = ramp_s
+        plan = BenchPlan(
+            loads=(Load(LoadKind.CONCURRENCY, num_clients),),
+            limits=Limits(warmup_s=0.0, duration_s=ramp_s + duration_s, max_requests=None),
+            workload=self._workload.config(),
+            sender=SenderConfig(timeout_s=_REQUEST_TIMEOUT_S),
+            seed=self._workload.seed,
+        )
+        async with QuartetClient(self._router_address) as client:
+            [point] = await run_plan(client, plan, self._progress)
+        if point.result.is_interrupted:
+            raise asyncio.CancelledError
+        return self._figures(num_clients)
+
+    def describe(self, elapsed_s: float, interval_s: float) -> str:
+        """What the last ``interval_s`` brought, for people."""
+        return self._progress.describe(elapsed_s, interval_s)
+
+    def _figures(self, num_clients: int) -> LoadFigures:
+        recorder = self._progress.recorder
+        measured = recorder.measured
+        if measured.output_tokens != measured.finished * self._workload.num_output_tokens:
+            raise RuntimeError(f"{measured.finished} answers have {measured.output_tokens} tokens: some were cut short")
+        window = recorder.in_window.minus(self._progress.in_ramp)
+        errors = Counter({_NOT_ENDED: measured.cut_off} if measured.cut_off else {})
+        for kind, count in measured.errors.items():
+            errors[kind.status] += count
+        return LoadFigures(
+            concurrency=num_clients,
+            duration_s=window.at_s,
+            tokens_per_s=window.finished * self._workload.num_output_tokens / window.at_s,
+            requests_per_s=window.finished / window.at_s,
+            requests_finished=measured.finished,
+            requests_failed=errors.total() - errors[_REFUSED],
+            requests_refused=errors[_REFUSED],
+            errors=dict(+errors),
+            prompt_tokens_sent=measured.prompt_tokens,
+            ttft_ms_p50=1e3 * measured.ttft.quantile_s(0.5),
+            ttft_ms_p99=1e3 * measured.ttft.quantile_s(0.99),
+            duration_ms_p50=1e3 * measured.e2e.quantile_s(0.5),
+            duration_ms_p99=1e3 * measured.e2e.quantile_s(0.99),
+        )
 
 
 class PhaseRunner:
@@ -203,9 +333,9 @@ class PhaseRunner:
     @asynccontextmanager
     async def _watched(self, name: str, concurrency: int, loop: ClosedLoop) -> AsyncIterator[_Sampler]:
         """Show and sample while the load runs."""
-        shown = _Shown(f"{name}, {concurrency} clients", loop)
         sampler = _Sampler(self._stack)
-        tasks = [asyncio.create_task(self._line.follow(shown.describe)), asyncio.create_task(sampler.run())]
+        shown = self._line.follow(lambda *times: f"{name}, {concurrency} clients: {loop.describe(*times)}")
+        tasks = [asyncio.create_task(shown), asyncio.create_task(sampler.run())]
         try:
             yield sampler
         finally:
@@ -344,18 +474,34 @@ class _Sampler:
 
 
 @dataclass
-class _Shown:
-    name: str
-    loop: ClosedLoop
-    num_tokens: int = 0
+class _Progress:
+    """Looks at a run (``cli.bench.run.RunObserver``); ``in_ramp`` is what came before the window."""
+
+    ramp_s: float = 0.0
+    recorder: Recorder = field(default_factory=lambda: Recorder(Window(None)))
+    in_ramp: Totals = field(default_factory=Totals)
+    num_shown_tokens: int = 0
+    _ramping: asyncio.Task[None] | None = None
+
+    def began(self, load: Load, number: int, recorder: Recorder, window: Window) -> None:
+        self.recorder = recorder
+        self._ramping = asyncio.create_task(self._ramp(recorder.totals()))
+
+    def ended(self, point: Point) -> None:
+        if self._ramping is not None:
+            self._ramping.cancel()
+
+    async def _ramp(self, began: Totals) -> None:
+        await asyncio.sleep(self.ramp_s)
+        self.in_ramp = self.recorder.totals().minus(began)
 
     def describe(self, elapsed_s: float, interval_s: float) -> str:
-        rate = (self.loop.num_tokens - self.num_tokens) / interval_s
-        self.num_tokens = self.loop.num_tokens
-        errors = ", ".join(f"{count} {status}" for status, count in self.loop.errors.items()) or "none"
-        return (
-            f"{self.name}: {elapsed_s:5.1f} s  {rate:7.1f} tok/s  {self.loop.num_in_flight} in flight  errors: {errors}"
-        )
+        num_tokens = self.recorder.totals().output_tokens
+        rate = (num_tokens - self.num_shown_tokens) / interval_s
+        self.num_shown_tokens = num_tokens
+        found = self.recorder.measured.errors.items()
+        errors = ", ".join(f"{count} {kind.status}" for kind, count in found) or "none"
+        return f"{elapsed_s:5.1f} s  {rate:7.1f} tok/s  {self.recorder.num_running} in flight  errors: {errors}"
 
 
 def _max(one: Extremes, other: Extremes) -> Extremes:
@@ -375,6 +521,10 @@ def _summary(name: str, load: LoadFigures, evidence: Evidence) -> str:
     )
 
 
+# The tiny model's ids below the first are special tokens.
+_WORKLOAD = Workload(
+    min_prompt_tokens=200, max_prompt_tokens=400, num_output_tokens=64, first_token_id=16, end_token_id=2048
+)
 _SHORT = Plan(ramp_s=0.5, sweep_s=2.0, peak_s=3.0, overload_s=5.0, max_concurrency=4)
 
 

@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from benchmarks.closed_loop import quantile
 from benchmarks.processes import CpuMeter, Evidence, Metrics, collect_evidence, parse
 
 
@@ -66,11 +65,6 @@ def test_what_decode_computes_beyond_one_token_a_prompt_is_double_work() -> None
 def test_expired_hand_offs_and_preemptions_are_counted() -> None:
     evidence = _evidence(expired=2, preemptions=3)
     assert (evidence.hand_offs_expired, evidence.preemptions) == (2, 3)
-
-
-def test_a_quantile_is_one_of_the_values() -> None:
-    values = [float(value) for value in range(1, 101)]
-    assert (quantile(values, 0.5), quantile(values, 0.99), quantile([7.0], 0.99), quantile([], 0.5)) == (50, 99, 7, 0)
 
 
 def _evidence(
