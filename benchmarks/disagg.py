@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
@@ -26,17 +28,40 @@ import uvloop
 from benchmarks.disagg_client import Answered, ask, median_parts, split
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, add_report_argument, write_report
-from benchmarks.stack import BLOCK_SIZE, EngineName, Side, Stack, StackMaker, tiny_block_bytes
-from benchmarks.stub_engine.runner import STEP_S, stub_layout
+from benchmarks.stack import Stack
+from benchmarks.stub_engine import ROLE_VARIABLE, STEP_S, stub_layout
+from quartet.config import build
 from quartet.rpc.channels import create_channel
 from quartet.transfer.base import PoolMemory
 from quartet.v1 import router_pb2_grpc
+from services.plan import ProcessPlan
+from services.topology import DEFAULT_MODEL_PATH, Topology
 
 _PROMPT_LENGTHS = (128, 1024, 4096)
 _NUM_WARM_UP_ROUNDS = 2
 # Lets what a request left behind come to rest, on both sides alike.
 _PAUSE_S = 0.02
 _NUM_COPY_BLOCKS = 256
+_BLOCK_SIZE = 32
+# Room for the longest prompt and some; what it has of earlier prompts is evicted, as in a worker that runs for long.
+_NUM_BLOCKS = 288
+_MAX_MODEL_LEN = 4608  # the tiny model's
+_DTYPE, _DTYPE_BYTES = "float32", 4
+_LOGS = Path(".run")
+
+
+class Side(StrEnum):
+    """Which of the two."""
+
+    AGG = "agg"
+    DISAGG = "disagg"
+
+
+class EngineName(StrEnum):
+    """What the workers compute with: nothing at all, or the tiny model in PyTorch."""
+
+    STUB = "stub"
+    TINY = "tiny"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,12 +194,12 @@ class BlockCopier:
 
 
 async def _run(plan: Plan) -> Results:
-    stub_block_bytes = stub_layout("", BLOCK_SIZE).piece_size_bytes
+    stub_block_bytes = stub_layout("", _BLOCK_SIZE).piece_size_bytes
     with LiveLine() as line:
         rounds = await _measure(EngineName.STUB, plan.num_stub_rounds, stub_block_bytes, line)
         stub = _summarize(EngineName.STUB, rounds, stub_block_bytes, line)
-        rounds = await _measure(EngineName.TINY, plan.num_tiny_rounds, tiny_block_bytes(), line)
-        tiny = _summarize(EngineName.TINY, rounds, tiny_block_bytes(), line)
+        rounds = await _measure(EngineName.TINY, plan.num_tiny_rounds, _tiny_block_bytes(), line)
+        tiny = _summarize(EngineName.TINY, rounds, _tiny_block_bytes(), line)
     return Results(
         step_ms=1e3 * STEP_S,
         num_stub_rounds=plan.num_stub_rounds,
@@ -191,7 +216,7 @@ async def _measure(
     engine: EngineName, num_rounds: int, block_bytes: int, line: LiveLine
 ) -> Mapping[int, Sequence[Round]]:
     async with AsyncExitStack() as exits:
-        maker = StackMaker(Path(exits.enter_context(tempfile.TemporaryDirectory())), line.say)
+        maker = _StackMaker(Path(exits.enter_context(tempfile.TemporaryDirectory())), line.say)
         stacks = {side: await exits.enter_async_context(maker.make(engine, side)) for side in Side}
         stubs = {}
         for side, stack in stacks.items():
@@ -220,6 +245,40 @@ def _describe(figures: LengthFigures) -> str:
     if figures.overhead_ms is not None:
         overhead = f"; {figures.overhead_ms:.2f} ms beyond step and copying"
     return f"second token {second} ms{overhead}"
+
+
+@dataclass(frozen=True)
+class _StackMaker:
+    """Makes both sides' stacks; workers find each other in ``discovery_directory``."""
+
+    discovery_directory: Path
+    on_progress: Callable[[str], None]
+
+    def make(self, engine: EngineName, side: Side) -> Stack:
+        """A stack, not started yet."""
+        topology = build(Topology, self._settings(engine, side))
+        log = _LOGS / f"benchmark-disagg-{engine}-{side}.log"
+        if engine is EngineName.TINY:
+            return Stack(topology, log, self.on_progress)
+        return Stack(topology, log, self.on_progress, adapt=_stub_plan)
+
+    def _settings(self, engine: EngineName, side: Side) -> Mapping[str, object]:
+        quiet = {"log": {"level": "warning"}}
+        roles = ("prefill", "decode") if side is Side.DISAGG else ("decode",)
+        return {
+            "namespace": f"{engine}-{side}",
+            "discovery": {"kind": "file", "file": {"directory": str(self.discovery_directory)}},
+            "engine": {
+                "num_threads": 1,
+                "dtype": _DTYPE,
+                "block_size": _BLOCK_SIZE,
+                "num_blocks": _NUM_BLOCKS,
+                "max_model_len": _MAX_MODEL_LEN,
+            },
+            "router": {"overrides": {**quiet, "policy": {"local_prefill_max_tokens": 0}}},
+            "workers": [{"role": role, "overrides": quiet} for role in roles],
+            "drain_timeout_s": 0.5,
+        }
 
 
 class _Rounds:
@@ -275,12 +334,24 @@ async def _check_moved(stack: Stack, num_rounds: int, block_bytes: int) -> None:
         raise RuntimeError(f"{moved:.0f} bytes were moved, not {expected}: some prompts were not handed off")
 
 
+def _tiny_block_bytes() -> int:
+    """Bytes of one block of the tiny model's KV cache."""
+    config = json.loads((DEFAULT_MODEL_PATH / "config.json").read_text(encoding="utf-8"))["text_config"]
+    num_values = config["num_hidden_layers"] * 2 * _BLOCK_SIZE * config["num_key_value_heads"] * config["head_dim"]
+    return int(num_values * _DTYPE_BYTES)
+
+
+def _stub_plan(plan: ProcessPlan) -> ProcessPlan:
+    variables = {**plan.environment, ROLE_VARIABLE: plan.role.value}
+    return replace(plan, module="benchmarks.stub_engine", environment=variables)
+
+
 def _by_side(rounds: Sequence[Round], value: Callable[[Answered], float]) -> Mapping[str, float]:
     return {side: statistics.median(value(item.of(side)) for item in rounds) for side in Side}
 
 
 def _num_blocks(num_prompt_tokens: int) -> int:
-    return -(-num_prompt_tokens // BLOCK_SIZE)
+    return -(-num_prompt_tokens // _BLOCK_SIZE)
 
 
 if __name__ == "__main__":

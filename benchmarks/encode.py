@@ -35,9 +35,10 @@ from benchmarks.disagg_client import Answered, make_start, median_parts, random_
 from benchmarks.processes import CpuMeter, Metrics
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, add_report_argument, write_report
-from benchmarks.stack import BLOCK_SIZE, ENCODE, Stack, make_encode_stack
+from benchmarks.stack import Stack
 from benchmarks.transfer import Plan, Run, measure_transfer
 from benchmarks.transfer_source import PoolShape
+from quartet.config import build
 from quartet.discovery.host import host_identity
 from quartet.media.items import MediaFile, MediaItem, MediaKind
 from quartet.rpc.channels import create_channel
@@ -47,6 +48,7 @@ from quartet.rpc.encode import EncodedItem, EncodeStart
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.puller import TransferPuller
 from quartet.v1 import encode_pb2, encode_pb2_grpc, router_pb2, router_pb2_grpc
+from services.topology import Topology
 
 _NUM_RATE_ROUNDS = 7
 _NUM_TTFT_ROUNDS = 31
@@ -54,10 +56,14 @@ _NUM_TTFT_ROUNDS = 31
 _PULLS = Plan(PoolShape(90, 256 << 10, holds_embeddings=True), 15)
 _TIMEOUT_S = 60.0
 _CLIENT = "client"
+#: The Encode worker's id.
+ENCODE = "encode-0"
+_BLOCK_SIZE = 32  # tokens, of KV and of embeddings
+_LOG = Path(".run/benchmark-encode.log")
 # Of the tiny model: `<|image|>`, and what each fills.
 _IMAGE_TOKEN_ID, _NUM_IMAGE_TOKENS = 7, 64
 # All but the prompt's last token lie in full blocks, so all of them can be cached.
-_NUM_TEXT_TOKENS = BLOCK_SIZE + 1
+_NUM_TEXT_TOKENS = _BLOCK_SIZE + 1
 #: Of every prompt.
 NUM_PROMPT_TOKENS = _NUM_IMAGE_TOKENS + _NUM_TEXT_TOKENS
 _OTHER_SALT = "another"
@@ -97,6 +103,20 @@ def main() -> None:
     arguments = parser.parse_args()
     report = Report("encode", packages=("torch", "transformers", "pillow"))
     write_report(report.finish(uvloop.run(_run())), arguments.json)
+
+
+def make_stack(discovery_directory: Path, on_progress: Callable[[str], None], *, log: Path = _LOG) -> Stack:
+    """A stack, not started yet: workers find each other in that directory, output goes to the file ``log``."""
+    quiet = {"log": {"level": "warning"}}
+    settings = {
+        "namespace": "encode",
+        "discovery": {"kind": "file", "file": {"directory": str(discovery_directory)}},
+        "engine": {"dtype": "float32", "num_threads": 1, "block_size": _BLOCK_SIZE},
+        "router": {"overrides": {**quiet, "policy": {"local_prefill_max_tokens": 0}}},
+        "workers": [{"role": role, "overrides": quiet} for role in ("encode", "prefill", "decode")],
+        "drain_timeout_s": 0.5,
+    }
+    return Stack(build(Topology, settings), log, on_progress)
 
 
 class Load(StrEnum):
@@ -278,7 +298,7 @@ def photo(rng: random.Random) -> bytes:
 async def _run() -> Results:
     with LiveLine() as line, tempfile.TemporaryDirectory() as directory:
         pulls = await measure_transfer(_PULLS, line)
-        async with make_encode_stack(Path(directory), line.say) as stack:
+        async with make_stack(Path(directory), line.say) as stack:
             with _shown("images a second", _NUM_RATE_ROUNDS, line) as on_round:
                 worker = await measure_rate(stack, _NUM_RATE_ROUNDS, on_round)
             line.say(

@@ -1,18 +1,12 @@
-"""Topologies of a benchmark's own: real processes, started on entry, ended on exit, watched in between.
-
-``benchmarks.disagg`` compares one Decode worker that prefills too with a Prefill worker before a Decode worker
-(``StackMaker``); ``benchmarks.encode`` asks an Encode, a Prefill and a Decode worker (``make_encode_stack``).
-"""
+"""A topology of a benchmark's own: real processes, started on entry, ended on exit, watched in between."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -20,28 +14,17 @@ from typing import TextIO
 import grpc
 
 from benchmarks.processes import Metrics, scrape
-from quartet.config import build
 from quartet.rpc.channels import create_channel
 from quartet.v1 import router_pb2, router_pb2_grpc
 from services.launch import Environment, LocalTopology
 from services.local_etcd import free_port
 from services.plan import ProcessPlan
 from services.run_directory import make_run_directory
-from services.topology import DEFAULT_MODEL_PATH, Topology
+from services.topology import Topology
 
 _POLL_S = 0.1
 _CALL_TIMEOUT_S = 2.0
 _ROUTER = "router"
-#: Tokens of a block, of KV and of embeddings.
-BLOCK_SIZE = 32
-# Room for the longest prompt and some; what it has of earlier prompts is evicted, as in a worker that runs for long.
-_NUM_BLOCKS = 288
-_MAX_MODEL_LEN = 4608  # the tiny model's
-_DTYPE, _DTYPE_BYTES = "float32", 4
-_LOGS = Path(".run")
-#: The Encode worker's id.
-ENCODE = "encode-0"
-_ENCODE_LOG = Path(".run/benchmark-encode.log")
 
 
 class Stack:
@@ -152,76 +135,6 @@ class Stack:
         return self.worker_addresses.keys() >= set(self._running.worker_ids)
 
 
-class Side(StrEnum):
-    """Which of the two."""
-
-    AGG = "agg"
-    DISAGG = "disagg"
-
-
-class EngineName(StrEnum):
-    """What the workers compute with: nothing at all, or the tiny model in PyTorch."""
-
-    STUB = "stub"
-    TINY = "tiny"
-
-
-@dataclass(frozen=True)
-class StackMaker:
-    """Makes both sides' stacks; workers find each other in ``discovery_directory``."""
-
-    discovery_directory: Path
-    on_progress: Callable[[str], None]
-
-    def make(self, engine: EngineName, side: Side) -> Stack:
-        """A stack, not started yet."""
-        topology = build(Topology, self._settings(engine, side))
-        adapt = _stub_plan if engine is EngineName.STUB else _same_plan
-        log = _LOGS / f"benchmark-disagg-{engine}-{side}.log"
-        return Stack(topology, log, self.on_progress, adapt=adapt)
-
-    def _settings(self, engine: EngineName, side: Side) -> Mapping[str, object]:
-        quiet = {"log": {"level": "warning"}}
-        roles = ("prefill", "decode") if side is Side.DISAGG else ("decode",)
-        return {
-            "namespace": f"{engine}-{side}",
-            "discovery": {"kind": "file", "file": {"directory": str(self.discovery_directory)}},
-            "engine": {
-                "num_threads": 1,
-                "dtype": _DTYPE,
-                "block_size": BLOCK_SIZE,
-                "num_blocks": _NUM_BLOCKS,
-                "max_model_len": _MAX_MODEL_LEN,
-            },
-            "router": {"overrides": {**quiet, "policy": {"local_prefill_max_tokens": 0}}},
-            "workers": [{"role": role, "overrides": quiet} for role in roles],
-            "drain_timeout_s": 0.5,
-        }
-
-
-def tiny_block_bytes() -> int:
-    """Bytes of one block of the tiny model's KV cache."""
-    config = json.loads((DEFAULT_MODEL_PATH / "config.json").read_text(encoding="utf-8"))["text_config"]
-    num_values = config["num_hidden_layers"] * 2 * BLOCK_SIZE * config["num_key_value_heads"] * config["head_dim"]
-    return int(num_values * _DTYPE_BYTES)
-
-
-def make_encode_stack(
-    discovery_directory: Path, on_progress: Callable[[str], None], *, log: Path = _ENCODE_LOG
-) -> Stack:
-    """A stack, not started yet: workers find each other in that directory, output goes to the file ``log``."""
-    quiet = {"log": {"level": "warning"}}
-    settings = {
-        "namespace": "encode",
-        "discovery": {"kind": "file", "file": {"directory": str(discovery_directory)}},
-        "engine": {"dtype": "float32", "num_threads": 1, "block_size": BLOCK_SIZE},
-        "router": {"overrides": {**quiet, "policy": {"local_prefill_max_tokens": 0}}},
-        "workers": [{"role": role, "overrides": quiet} for role in ("encode", "prefill", "decode")],
-        "drain_timeout_s": 0.5,
-    }
-    return Stack(build(Topology, settings), log, on_progress)
-
-
 @dataclass(frozen=True)
 class _Observer:
     log: TextIO
@@ -232,11 +145,3 @@ class _Observer:
 
     def progress(self, message: str) -> None:
         self.on_progress(message)
-
-
-def _same_plan(plan: ProcessPlan) -> ProcessPlan:
-    return plan
-
-
-def _stub_plan(plan: ProcessPlan) -> ProcessPlan:
-    return replace(plan, module=plan.module.replace("services.", "benchmarks.stub_engine."))

@@ -16,11 +16,13 @@ from PIL import Image
 
 from benchmarks.disagg_client import Answered
 from benchmarks.encode import (
+    ENCODE,
     NUM_PROMPT_TOKENS,
     Load,
     Prompt,
     Sample,
     checked,
+    make_stack,
     measure_rate,
     measure_ttft,
     noise_image,
@@ -30,7 +32,7 @@ from benchmarks.encode import (
     summarize_ttft,
 )
 from benchmarks.processes import Metrics
-from benchmarks.stack import ENCODE, Stack, make_encode_stack
+from benchmarks.stack import Stack
 from benchmarks.table import encode_tables
 from benchmarks.transfer import CpuPerGb, Figures, Run
 from quartet.kvcache.layout import EmbeddingLayout, EmbeddingsPayload, HandOff
@@ -173,7 +175,7 @@ async def assert_nothing_stays_held(stack: Stack) -> None:
 @pytest.mark.timeout(180)
 async def test_images_are_measured_on_real_servers_and_none_stays_held(tmp_path: Path) -> None:
     rounds: list[int] = []
-    async with make_encode_stack(tmp_path / "workers", lambda _: None, log=tmp_path / "log") as stack:
+    async with make_stack(tmp_path / "workers", lambda _: None, log=tmp_path / "log") as stack:
         rates = await measure_rate(stack, 1, rounds.append)
         assert rates.keys() == set(Load)
         assert all(figures.images_per_s > 0 < figures.cpu_ms_per_image for figures in rates.values())

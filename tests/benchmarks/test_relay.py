@@ -7,6 +7,7 @@ import json
 import random
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,7 +33,7 @@ from benchmarks.table import relay_tables
 from quartet.rpc.channels import create_channel
 from quartet.v1 import router_pb2, router_pb2_grpc
 
-TWO_WINDOWS = Windows(warm_up_s=0.1, window_s=0.3, round_size=2, num_rounds=1)
+TWO_WINDOWS = Windows(warm_up_s=0.1, window_s=0.5, round_size=2, num_rounds=1)
 TINY = Windows(warm_up_s=0.1, window_s=0.5, round_size=1, num_rounds=1)
 
 
@@ -79,15 +80,12 @@ def test_medians_are_taken_figure_by_figure() -> None:
     assert medians([figures(3.0), figures(1.0), figures(2.0)]) == figures(2.0)
 
 
-async def test_clients_of_one_load_share_no_seed(tmp_path: Path) -> None:
-    stack = RelayStack(tmp_path / "log", lambda _: None)
-    try:
-        for way in Way:
-            jobs = stream_jobs(stack, Case(way=way, num_streams=1024, with_text=False))
-            seeds = [seed for job in jobs for seed in range(job.first_seed, job.first_seed + job.count)]
-            assert sorted(seeds) == list(range(1024))
-    finally:
-        await stack.__aexit__(None, None, None)  # it never ran, but has a directory
+def test_clients_of_one_load_share_no_seed() -> None:
+    stack = SimpleNamespace(router_address="127.0.0.1:1", clock_path="/c")
+    for way in Way:
+        jobs = stream_jobs(stack, Case(way=way, num_streams=1024, with_text=False))
+        seeds = [seed for job in jobs for seed in range(job.first_seed, job.first_seed + job.count)]
+        assert sorted(seeds) == list(range(1024))
 
 
 def test_the_table_sets_what_was_measured_against_what_is_wanted_and_names_gaps() -> None:
