@@ -15,6 +15,7 @@ from quartet.discovery.base import Role
 from quartet.engine.base import Engine, RequestKind
 from quartet.engine.core import StepEngine
 from quartet.engine.mock import SAMPLING_FIELDS, MockEngineConfig, MockRunner, MockSettings, SharedByRanks, StepTiming
+from quartet.engine.mock.pacer import StepPacer
 from quartet.kvcache.layout import KvLayout
 from quartet.transfer.base import PoolMemory, Puller
 from services.workers.command import main
@@ -62,6 +63,18 @@ class StubShared(SharedByRanks):
         self.memory = PoolMemory(config.num_blocks, self.layout.piece_size_bytes)
 
 
+class WholeSteps(StepPacer):
+    """Gives each step its whole time from when it really began.
+
+    The mock engine's pacer takes off what the step before took too long. Only a worker that does both steps of a
+    request can do that, so a request that is handed off would seem dearer than it is.
+    """
+
+    def begin(self, *, is_continued: bool) -> None:
+        """A step begins."""
+        self._began_at = self._clock()
+
+
 def create_engine(config: WorkerConfig, kind: RequestKind, puller: Puller) -> Engine:
     """A ``StepEngine`` on the mock engine's runner; of the model only its text files are used."""
     settings = config.engine
@@ -73,7 +86,7 @@ def create_engine(config: WorkerConfig, kind: RequestKind, puller: Puller) -> En
         settings=MockSettings(timing=_TIMING),
     )
     return StepEngine(
-        lambda: MockRunner(StubShared(mock)),
+        lambda: MockRunner(StubShared(mock), pacer=WholeSteps()),
         settings.scheduler,
         puller=puller,
         kinds=frozenset({kind}),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.stub_engine import StubShared, stub_layout
+from benchmarks.stub_engine import STEP_S, StubShared, WholeSteps, stub_layout
 from quartet.engine.mock import MockEngineConfig, MockRunner
 from quartet.engine.mock.stamps import WrongBlocksError
 from quartet.engine.running import RunningRequest, ScheduledChunk
@@ -81,3 +81,13 @@ def test_another_prompt_s_blocks_are_found(runner: MockRunner) -> None:
 
 def test_a_block_is_one_mebibyte_for_32_tokens() -> None:
     assert stub_layout("f", 32).piece_size_bytes == 1 << 20
+
+
+def test_a_step_that_began_late_takes_its_whole_time() -> None:
+    # Each step looks at the clock when it begins and before it sleeps. The second one begins 3 ms late.
+    times_s, slept_s = [5.0, 5.0, 5.013, 5.013], []
+    pacer = WholeSteps(clock=iter(times_s).__next__, sleep=slept_s.append)
+    for _ in range(2):
+        pacer.begin(is_continued=True)
+        pacer.end(STEP_S)
+    assert slept_s == pytest.approx([STEP_S, STEP_S])
