@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeAlias
 
 from benchmarks.routing_cases import OTHERS, OURS
@@ -711,6 +712,20 @@ def routing_cost_tables(report: Report) -> str:
     )
 
 
+def harness_tables(report: Report) -> str:
+    """A row a figure: what the harness before and the one after it gave, in alternation."""
+    rows = []
+    for figure in report["figures"]:
+        before, after = (sorted(figure[side]) for side in ("before", "after"))
+        rows.append([figure["name"], _middle(before), _middle(after), len(before), len(after)])
+    head = ["figure", "before: median (lowest, highest)", "after", "runs before", "after"]
+    return markdown_table(head, rows)
+
+
+def _middle(values: Sequence[float]) -> str:
+    return f"{median(values):.3g} ({values[0]:.3g}, {values[-1]:.3g})"
+
+
 def total_tables(report: Report) -> str:
     """A row for each benchmark, and their sum with all that is between them."""
     rows = [[run["name"], f"{run['duration_s']:.0f}", _outcome(run["is_done"])] for run in report["runs"]]
@@ -736,6 +751,7 @@ _TABLES: Mapping[str, Callable[[Report], str]] = {
     "prefixes": prefixes_tables,
     "routing_cost": routing_cost_tables,
     "total": total_tables,
+    "harness": harness_tables,
 }
 
 
