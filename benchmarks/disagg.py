@@ -27,15 +27,15 @@ import uvloop
 
 from benchmarks.disagg_client import Answered, ask, median_parts, split
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument, write_report
+from benchmarks.report import Report, add_report_argument
 from benchmarks.stack import Stack
 from benchmarks.stub_engine import ROLE_VARIABLE, STEP_S, stub_layout
 from quartet.config import build
 from quartet.rpc.channels import create_channel
+from quartet.telemetry.provenance import write_report
 from quartet.transfer.base import PoolMemory
 from quartet.v1 import router_pb2_grpc
-from services.plan import ProcessPlan
-from services.topology import DEFAULT_MODEL_PATH, Topology
+from services.topology.topology import DEFAULT_MODEL_PATH, ProcessPlan, Topology
 
 _PROMPT_LENGTHS = (128, 1024, 4096)
 _NUM_WARM_UP_ROUNDS = 2

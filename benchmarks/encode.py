@@ -34,7 +34,7 @@ from PIL import Image
 from benchmarks.disagg_client import Answered, make_start, median_parts, random_prompt, send
 from benchmarks.processes import CpuMeter, Metrics
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument, write_report
+from benchmarks.report import Report, add_report_argument
 from benchmarks.stack import Stack
 from benchmarks.transfer import Plan, Run, measure_transfer
 from benchmarks.transfer_source import PoolShape
@@ -42,13 +42,13 @@ from quartet.config import build
 from quartet.discovery.host import host_identity
 from quartet.media.items import MediaFile, MediaItem, MediaKind
 from quartet.rpc.channels import create_channel
-from quartet.rpc.context import RequestContext
-from quartet.rpc.convert.encode import from_encoded_item, to_encode_start
-from quartet.rpc.encode import EncodedItem, EncodeStart
+from quartet.streams.convert.inner import from_encoded_item, to_encode_start
+from quartet.streams.messages import EncodedItem, EncodeStart, RequestContext
+from quartet.telemetry.provenance import write_report
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.puller import TransferPuller
 from quartet.v1 import encode_pb2, encode_pb2_grpc, router_pb2, router_pb2_grpc
-from services.topology import Topology
+from services.topology.topology import Topology
 
 _NUM_RATE_ROUNDS = 7
 _NUM_TTFT_ROUNDS = 31

@@ -34,8 +34,9 @@ from benchmarks.engine_sides import (
 )
 from benchmarks.floors.engine_floor import Floor
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument, write_report
+from benchmarks.report import Report, add_report_argument
 from quartet.engine.scheduler import SchedulerConfig
+from quartet.telemetry.provenance import write_report
 
 _ROUNDS = 5
 # Of the short form. A round of these two takes 24 and 16 s of CPU time, one of all the others together 8 s.

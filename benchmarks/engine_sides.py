@@ -16,9 +16,9 @@ import torch
 import transformers
 
 from quartet.engine.base import EngineRequest, Generation, RequestKind, StepOutput
-from quartet.engine.core import StepEngine
 from quartet.engine.sampling import Sampling
 from quartet.engine.scheduler import SchedulerConfig
+from quartet.engine.step_engine import StepEngine
 from quartet.engine.torch import TorchEngineConfig, create_runner
 
 VOCAB_SIZE = 4096

@@ -25,16 +25,14 @@ from itertools import pairwise
 import uvloop
 
 from benchmarks.index_case import PROMPT_BLOCKS
-from quartet.discovery.base import Role, WorkerRecord
+from quartet.discovery.base import Rank, Role, WorkerRecord
 from quartet.discovery.host import host_identity
-from quartet.discovery.place import Place
-from quartet.events.kv import KvSnapshot, StoredBlocks
+from quartet.events.kv import KvSnapshot, StoredBlocks, Tier
 from quartet.events.load import WorkerLoad
-from quartet.kvcache.events import Tier
 from quartet.rpc.channels import create_channel
 from quartet.rpc.server import RpcServer, ServerConfig
-from quartet.rpc.worker_client import WorkerClient
-from router.prefix_index import PrefixIndex
+from quartet.streams.worker_client import WorkerClient
+from router.kv_index.index import PrefixIndex
 from services.workers.servicer import DrainOutcome, WorkerServicer, worker_service
 
 _TIMEOUT_S = 120.0
@@ -95,15 +93,15 @@ async def _rebuild(ports: Sequence[int]) -> PrefixIndex:
     index = PrefixIndex()
     async with asyncio.TaskGroup() as group:
         for number, port in enumerate(ports):
-            group.create_task(_take(index, Place(f"worker-{number}"), port))
+            group.create_task(_take(index, Rank(f"worker-{number}"), port))
     return index
 
 
-async def _take(index: PrefixIndex, place: Place, port: int) -> None:
+async def _take(index: PrefixIndex, rank: Rank, port: int) -> None:
     async with create_channel(f"127.0.0.1:{port}", None, is_bulk=True) as channel:
         async for part in WorkerClient(channel).kv_snapshot(_TIMEOUT_S):
             for stored in part.stored:
-                index.store(place, stored.parent_hash, stored.sequence_hashes, stored.tier)
+                index.store(rank, stored.parent_hash, stored.sequence_hashes, stored.tier)
 
 
 @asynccontextmanager

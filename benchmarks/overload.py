@@ -25,7 +25,7 @@ import uvloop
 
 from benchmarks.processes import CpuMeter, CpuUse, Evidence, collect_evidence
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument, write_report
+from benchmarks.report import Report, add_report_argument
 from benchmarks.stack import Stack
 from cli.bench.lengths import IntRange
 from cli.bench.load import Load, LoadKind
@@ -36,7 +36,8 @@ from cli.bench.window import Window
 from cli.bench.workload import WorkloadConfig
 from quartet.client import QuartetClient
 from quartet.config import build
-from services.topology import Topology
+from quartet.telemetry.provenance import write_report
+from services.topology.topology import Topology
 
 _BLOCK_SIZE = 32
 # About five of the requests below: the router has to hold the others back at any load worth the name.

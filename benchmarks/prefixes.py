@@ -20,7 +20,7 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument, write_report
+from benchmarks.report import Report, add_report_argument
 from benchmarks.stack import Stack
 from cli.bench.histogram import DurationHistogram
 from cli.bench.lengths import IntRange
@@ -33,7 +33,8 @@ from cli.bench.workload import WorkloadConfig
 from cli.traces.format import BLOCK_SIZE, TraceRequest
 from quartet.client import QuartetClient
 from quartet.config import build
-from services.topology import Topology
+from quartet.telemetry.provenance import write_report
+from services.topology.topology import Topology
 
 _NUM_WORKERS, _BLOCK_SIZE = 4, 32
 _FIRST_TOKEN_ID, _LAST_TOKEN_ID = 16, 2047

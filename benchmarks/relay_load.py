@@ -169,12 +169,12 @@ def make_start(
     )
 
 
-def sealed_request(placed: router_pb2.SealedPlacement, slot: int) -> decode_pb2.DecodeRequest:
-    """The start that the router sealed, for the decode worker."""
-    start = decode_pb2.SealedDecodeStart(
-        slot=slot, sealed_start=placed.sealed_start, key_id=placed.key_id, mac=placed.mac
+def signed_request(placed: router_pb2.SignedPlacement, slot: int) -> decode_pb2.DecodeRequest:
+    """The start that the router signed, for the decode worker."""
+    start = decode_pb2.SignedDecodeStart(
+        slot=slot, signed_start=placed.signed_start, key_id=placed.key_id, mac=placed.mac
     )
-    return decode_pb2.DecodeRequest(sealed_start=start)
+    return decode_pb2.DecodeRequest(signed_start=start)
 
 
 def describe(error: grpc.aio.AioRpcError) -> str:
@@ -333,14 +333,14 @@ class StreamLoad:
         async with self._opening:
             placed = await self._place(seed)
             call: _Call = self._decode_stub(placed).Decode()
-            await call.write(sealed_request(placed, 0))
+            await call.write(signed_request(placed, 0))
             await call.done_writing()
         await self._read_columns(call, {0: seed})
 
     async def _decode_many(self, seeds: range) -> None:
         placements = await asyncio.gather(*map(self._place_in_turn, seeds))
         call: _Call = self._decode_stub(placements[0]).Decode()  # there is but one worker
-        await self._share(call, seeds, [sealed_request(placed, slot) for slot, placed in enumerate(placements)])
+        await self._share(call, seeds, [signed_request(placed, slot) for slot, placed in enumerate(placements)])
 
     async def _share(self, call: _Call, seeds: range, starts: Sequence[object]) -> None:
         """Send ``starts``, of ``seeds`` in slots from 0 on, and read the stream to its end."""
@@ -370,15 +370,15 @@ class StreamLoad:
             self._tally.failed(describe_failure(item.failure))
             self._tally.num_waiting -= 1
 
-    async def _place_in_turn(self, seed: int) -> router_pb2.SealedPlacement:
+    async def _place_in_turn(self, seed: int) -> router_pb2.SignedPlacement:
         async with self._opening:
             return await self._place(seed)
 
-    async def _place(self, seed: int) -> router_pb2.SealedPlacement:
+    async def _place(self, seed: int) -> router_pb2.SignedPlacement:
         response = await self._router.Place(router_pb2.PlaceRequest(start=self._start(seed)))
         return response.choices[0].stream
 
-    def _decode_stub(self, placed: router_pb2.SealedPlacement) -> decode_pb2_grpc.DecodeServiceAsyncStub:
+    def _decode_stub(self, placed: router_pb2.SignedPlacement) -> decode_pb2_grpc.DecodeServiceAsyncStub:
         return decode_pb2_grpc.DecodeServiceStub(self._channel(placed.address))
 
     def _start(self, seed: int) -> router_pb2.GenerateStart:

@@ -13,8 +13,7 @@ from benchmarks.paced_clock import CLOCK_VARIABLE, PacedClock
 from benchmarks.paced_engine import PERIOD
 from benchmarks.stack import Stack
 from quartet.config import build
-from services.plan import ProcessPlan
-from services.topology import Topology
+from services.topology.topology import ProcessPlan, Topology
 
 ROUTER, DECODE = "router", "decode"
 

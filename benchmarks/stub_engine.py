@@ -13,13 +13,13 @@ import os
 
 from quartet.discovery.base import Role
 from quartet.engine.base import Engine, RequestKind
-from quartet.engine.core import StepEngine
 from quartet.engine.mock import SAMPLING_FIELDS, MockEngineConfig, MockRunner, MockSettings, SharedByRanks, StepTiming
-from quartet.engine.mock.pacer import StepPacer
+from quartet.engine.mock.runner import StepPacer
+from quartet.engine.step_engine import StepEngine
 from quartet.kvcache.layout import KvLayout
 from quartet.transfer.base import PoolMemory, Puller
-from services.workers.command import main
 from services.workers.config import WorkerConfig
+from services.workers.process import main
 
 #: The environment variable that names the worker's role.
 ROLE_VARIABLE = "QUARTET_BENCHMARK_ROLE"

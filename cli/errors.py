@@ -9,7 +9,7 @@ import typer
 
 from quartet.errors import ConfigError, ServingError
 from quartet.rpc.errors import status_code
-from services.launch import LaunchError
+from services.topology.launch import LaunchError
 
 
 @contextmanager

@@ -26,8 +26,8 @@ from cli.options import (
     make_tls,
 )
 from cli.prompt import ChatOption, FileOption, PromptArgument, SessionKeyOption, TokenIdsOption, read_prompt
-from quartet.client import Explanation, GenerateFields, PlaceOption, QuartetClient, Sampling
-from quartet.rpc.tls import TlsConfig
+from quartet.client import Explanation, GenerateFields, QuartetClient, RankOption, Sampling
+from quartet.rpc.channels import TlsConfig
 
 # Not a terminal: whoever reads it wants whole lines.
 _PIPE_WIDTH = 240
@@ -77,7 +77,7 @@ def _show(explanation: Explanation) -> None:
     if explanation.wait_s is not None:
         console.print(f"The router would keep it for {explanation.wait_s * 1e3:.3g} ms first, if nothing changed.")
     elif not any(option.is_chosen for option in explanation.options):
-        console.print("No place takes it now: it would wait in the router for room.")
+        console.print("No rank takes it now: it would wait in the router for room.")
 
 
 def _headline(explanation: Explanation) -> str:
@@ -86,10 +86,10 @@ def _headline(explanation: Explanation) -> str:
 
 
 def option_table(explanation: Explanation) -> Table:
-    """One row a place."""
+    """One row a rank."""
     table = Table()
-    for name in ("place", "role", "chosen"):
-        table.add_column(name, no_wrap=name == "place")
+    for name in ("rank", "role", "chosen"):
+        table.add_column(name, no_wrap=name == "rank")
     for name in ("matched tokens", "cost"):
         table.add_column(name, justify="right")
     for name in ("made of", "why not"):
@@ -101,9 +101,9 @@ def option_table(explanation: Explanation) -> Table:
     return table
 
 
-def _cells(option: PlaceOption) -> list[str]:
+def _cells(option: RankOption) -> list[str]:
     return [
-        str(option.place),
+        str(option.rank),
         option.role,
         "yes" if option.is_chosen else "",
         str(option.num_matched_tokens),

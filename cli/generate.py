@@ -31,7 +31,7 @@ from cli.options import (
 )
 from cli.prompt import ChatOption, FileOption, PromptArgument, SessionKeyOption, TokenIdsOption, read_prompt
 from quartet.client import Completion, Delta, GenerateFields, QuartetClient, RequestPath
-from quartet.rpc.tls import TlsConfig
+from quartet.rpc.channels import TlsConfig
 
 
 def generate(

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.text import Text
 
 from cli.options import DEFAULT_ROUTER
-from services.child import Child
-from services.tools import find_grpcurl
+from services.topology.child import Child
+from services.topology.launch import find_grpcurl
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta", "bright_green")
 _MIN_NAME_WIDTH = 9

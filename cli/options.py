@@ -8,8 +8,8 @@ from typing import Annotated, TypeAlias
 import typer
 
 from quartet.client import RequestPath, Sampling
-from quartet.rpc.tls import TlsConfig
-from services.topology import DEFAULT_ROUTER_PORT
+from quartet.rpc.channels import TlsConfig
+from services.topology.topology import DEFAULT_ROUTER_PORT
 
 DEFAULT_ROUTER = f"127.0.0.1:{DEFAULT_ROUTER_PORT}"
 

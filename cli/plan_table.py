@@ -12,8 +12,7 @@ from quartet.config import build
 from quartet.discovery.base import Role
 from quartet.discovery.create import DiscoveryKind
 from router.config import RouterConfig
-from services.plan import ProcessPlan, plan_router, plan_workers, to_settings
-from services.topology import Topology
+from services.topology.topology import ProcessPlan, Topology, plan_router, plan_workers, to_settings
 from services.workers.config import WorkerConfig
 
 # Not a terminal: whoever reads it wants what fits a page.

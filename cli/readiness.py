@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from quartet.client import QuartetClient, WorkerState, WorkerStatus
 from quartet.errors import ServingError
-from quartet.rpc.health_check import is_serving
+from quartet.rpc.channels import is_serving
 
 _POLL_INTERVAL_S = 0.2
 

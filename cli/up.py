@@ -22,14 +22,10 @@ from quartet.client import WorkerStatus
 from quartet.config import build
 from quartet.media.items import MediaKind
 from router.config import RouterConfig
-from services.child import Child
-from services.choices import Choices, choose
-from services.launch import Environment, LaunchError, LocalTopology
-from services.plan import ROUTER, plan_router, plan_workers
-from services.restarts import RestartConfig
-from services.run_directory import make_run_directory
-from services.supervisor import Supervisor
-from services.topology import Topology, read_settings
+from services.topology.child import Child
+from services.topology.launch import Environment, LaunchError, LocalTopology, make_run_directory
+from services.topology.supervisor import RestartConfig, Supervisor
+from services.topology.topology import ROUTER, Choices, Topology, choose, plan_router, plan_workers, read_settings
 
 _RUN_PARENT = Path(".run")
 

@@ -22,7 +22,7 @@ from cli.options import (
     make_tls,
 )
 from quartet.client import QuartetClient, WorkerState, WorkerStatus
-from quartet.rpc.tls import TlsConfig
+from quartet.rpc.channels import TlsConfig
 
 # Not a terminal: whoever reads it wants whole lines.
 _PIPE_WIDTH = 240

@@ -24,8 +24,8 @@ from benchmarks.paced_engine import STEP_S
 from benchmarks.processes import process_cpu_s
 from benchmarks.relay_load import Way
 from benchmarks.relay_measure import SETTLE_S, Windows
-from quartet.rpc.poller_thread import yielding_poller
-from services.local_etcd import free_port
+from quartet.rpc.channels import yielding_poller
+from services.topology.launch import free_port
 
 #: gRPC's own types: messages are bytes.
 BareCall: TypeAlias = "grpc.aio.StreamStreamCall[Any, Any]"

@@ -13,7 +13,7 @@ import transformers
 from torch.nn import functional
 
 from benchmarks.engine_sides import Job, Tokens
-from quartet.engine.torch.linear import ROWS_ON_CPU, Linear, PlainLinear, best_order
+from quartet.engine.torch.decoder import ROWS_ON_CPU, Linear, PlainLinear, best_order
 
 
 @dataclass(frozen=True, eq=False)

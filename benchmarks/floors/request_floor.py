@@ -41,8 +41,8 @@ from benchmarks.floors.bare_processes import (
 from benchmarks.paced_engine import PERIOD
 from benchmarks.relay_load import Way, make_start
 from benchmarks.relay_measure import Windows
+from quartet.api.request import SessionLimits
 from quartet.rpc.channels import create_channel
-from quartet.rpc.session import SessionLimits
 from quartet.v1 import router_pb2
 
 # The event loop's timers count milliseconds: for less than half of one none is set.
@@ -54,7 +54,7 @@ ACCEPTED, DELTA, FINISHED = bytes(122), bytes(6), bytes(46) + MARK
 #: What the worker says of one request.
 WORKER_ANSWER = bytes(39) + MARK
 _LONG_SEED = 1 << 13
-# The prompt is in the sealed start, four bytes a token.
+# The prompt is in the signed start, four bytes a token.
 _PLACE_BYTES, _PLACE_BYTES_PER_TOKEN = 360, 4
 
 

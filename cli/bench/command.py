@@ -57,7 +57,7 @@ from cli.options import (
     make_tls,
 )
 from quartet.client import Model, QuartetClient, RequestPath
-from quartet.rpc.tls import TlsConfig
+from quartet.rpc.channels import TlsConfig
 from quartet.telemetry.provenance import write_report
 
 _STDOUT = "-"

@@ -70,7 +70,7 @@ def judge_ntp(state: int | None) -> Sequence[Finding]:
         return []
     if state == _CLOCK_UNSYNCHRONISED:
         advice = (
-            "fine on one host; with several, sealed starts and logs need the same time: chrony or systemd-timesyncd"
+            "fine on one host; with several, signed starts and logs need the same time: chrony or systemd-timesyncd"
         )
         return [warning("wall clock", "the kernel says that nothing keeps it in time", advice)]
     return [ok("wall clock", "kept in time (NTP or the like)")]

@@ -10,8 +10,7 @@ from pathlib import Path
 from cli.doctor.finding import Finding, ok, warning, wrong
 from quartet.errors import TransferError
 from quartet.transfer.base import PoolMemory
-from quartet.transfer.shm_pools import PoolOwner, SharedPool, ShmPools
-from quartet.transfer.shm_server import ShmServer
+from quartet.transfer.shm import PoolOwner, SharedPool, ShmPools, ShmServer
 
 MIB = 2**20
 GIB = 2**30

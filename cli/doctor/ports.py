@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from cli.doctor.finding import Finding, ok, warning
 from quartet.client import QuartetClient
-from quartet.discovery.etcd_config import EtcdConfig
+from quartet.discovery.etcd_client import EtcdConfig
 from quartet.errors import ServingError
-from services.local_etcd import etcd_answers
-from services.topology import DEFAULT_ROUTER_PORT
+from services.topology.launch import etcd_answers
+from services.topology.topology import DEFAULT_ROUTER_PORT
 
 DEFAULT_ETCD_PORT = 2379
 _LOOPBACK = "127.0.0.1"

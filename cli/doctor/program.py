@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.child import Child, start_child
+from services.topology.child import Child, start_child
 
 # What a killed process takes to end. One that waits in a driver can't be killed, and is left behind.
 _END_TIMEOUT_S = 1.0

@@ -9,12 +9,20 @@ from tempfile import TemporaryDirectory
 
 from cli.doctor.finding import Finding, ok, warning, wrong
 from cli.doctor.program import ProgramRun, run_program
-from quartet.engine.trtllm.inspection import ABSENT, PROGRESS, Fact, Lack, OtherDefault, Report
-from quartet.engine.trtllm.reliance import OTHER_VERSIONS, VERSION
-from quartet.engine.trtllm.uncertain import UNTOLD
+from quartet.engine.trtllm.doctor import (
+    ABSENT,
+    OTHER_VERSIONS,
+    PROGRESS,
+    UNTOLD,
+    VERSION,
+    Fact,
+    Lack,
+    OtherDefault,
+    Report,
+)
 
 _NAME = "TensorRT-LLM"
-_INSPECTION = "quartet.engine.trtllm.inspection"
+_INSPECTION = "quartet.engine.trtllm.doctor"
 # Of what the package said before it broke.
 _NUM_LAST_LINES = 3
 

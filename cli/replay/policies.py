@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from cli.replay.dynamo import DynamoPolicy
 from cli.replay.simulation import MakePolicy
 from quartet.errors import InvalidRequestError
+from router.policy.greedy import LeastLoadedPolicy, PowerOfTwoPolicy, RoundRobinPolicy
 from router.policy.kv_aware import KvAwarePolicy
-from router.policy.least_loaded import LeastLoadedPolicy
-from router.policy.power_of_two import PowerOfTwoPolicy
-from router.policy.round_robin import RoundRobinPolicy
 
 #: Each makes a policy of its own for one router.
 POLICIES: Mapping[str, MakePolicy] = {

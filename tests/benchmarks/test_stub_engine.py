@@ -8,10 +8,10 @@ import pytest
 
 from benchmarks.stub_engine import STEP_S, StubShared, WholeSteps, stub_layout
 from quartet.engine.mock import MockEngineConfig, MockRunner
-from quartet.engine.mock.stamps import WrongBlocksError
-from quartet.engine.running import RunningRequest, ScheduledChunk
+from quartet.engine.mock.runner import WrongBlocksError
+from quartet.engine.runner import RunningRequest, ScheduledChunk
 from quartet.kvcache.sequence import Sequence
-from services.topology import DEFAULT_MODEL_PATH
+from services.topology.topology import DEFAULT_MODEL_PATH
 from tests.engine.fakes import make_request
 
 PROMPT = list(range(20, 32))  # three blocks of four

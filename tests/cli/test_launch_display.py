@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cli.launch_display import LaunchDisplay, paste_lines
-from services.tools import find_grpcurl
+from services.topology.launch import find_grpcurl
 
 BIN = Path(sys.executable).parent
 

@@ -21,8 +21,8 @@ from cli.doctor.finding import Finding, Verdict, ok, worst
 from cli.doctor.memory import check_shared_memory
 from cli.doctor.ports import PortsCheck, is_free
 from cli.doctor.program import run_program
-from quartet.discovery.etcd_config import EtcdConfig
-from services.tools import find_etcd
+from quartet.discovery.etcd_client import EtcdConfig
+from services.topology.launch import find_etcd
 from tests.cli.conftest import RunCli
 from tests.client.conftest import StartRouter
 from tests.client.fake_router import FakeRouter, worker_status
