@@ -6,15 +6,15 @@ import random
 
 import pytest
 
-from cli.replay.dynamo import DynamoPolicy
+from cli.replay.policies import DynamoPolicy, ReplayCandidate
 from quartet.discovery.place import Place
-from router.policy.base import Candidate, Pending, Snapshot
+from router.policy.base import Pending, Snapshot
 
 A, B = Place("a"), Place("b")
 
 
-def candidate(place: Place, *, unanswered: int = 0, prompt_blocks: int = 0, used: int = 0) -> Candidate:
-    return Candidate(
+def candidate(place: Place, *, unanswered: int = 0, prompt_blocks: int = 0, used: int = 0) -> ReplayCandidate:
+    return ReplayCandidate(
         place=place,
         num_total_blocks=100,
         block_size=10,
@@ -57,7 +57,7 @@ def policy(scale: float, seed: int = 0) -> DynamoPolicy:
     ],
 )
 def test_a_place_costs_what_it_prefills_and_the_prompts_that_it_holds(
-    scale: float, request_: Pending, place: Candidate, prefill: float, decode: float
+    scale: float, request_: Pending, place: ReplayCandidate, prefill: float, decode: float
 ) -> None:
     snapshot = Snapshot([], [place])
     [option] = policy(scale).explain(request_, snapshot)
@@ -119,3 +119,15 @@ def test_places_that_only_prefill_are_left_idle() -> None:
         "only places that decode are used",
     )
     assert (used.place, used.cost) == (B, pytest.approx(59.5))
+
+
+def test_the_policy_that_replays_compare_with_explains_itself_too() -> None:
+    snapshot = Snapshot([candidate(Place("p"))], [candidate(Place("d0"), unanswered=50), candidate(Place("d1"))])
+    request = pending(100, {Place("d1"): 40})
+    dynamo = policy(2.0)
+    options = {option.place.worker_id: option for option in dynamo.explain(request, snapshot)}
+    assert options["p"].obstacle
+    assert options["d1"].terms == {"prefill_blocks": 12.0, "decode_blocks": 10.0}
+    [placement] = dynamo.assign([request], snapshot).placements
+    assert placement is not None
+    assert (placement.decode, placement.cost) == (Place("d1"), options["d1"].cost)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from cli.readiness import wait_ready
+from cli.up import wait_ready
 from quartet.rpc.server import RpcServer, ServerConfig
 from quartet.v1 import router_pb2
 from tests.client.fake_router import FakeRouter, worker_status

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.media import MediaError, to_media
+from cli.prompt import MediaError, to_media
 from quartet.client import MediaFile, MediaKind, MediaUrl
 from quartet.errors import MediaNotAllowedError
 from quartet.v1 import router_pb2

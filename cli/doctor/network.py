@@ -1,9 +1,11 @@
-"""Whether etcd answers the way Quartet asks it, and else whether one can be started here."""
+"""Checks of etcd and of ports: does an etcd answer, could one be started here, who has the ports of Quartet."""
 
 from __future__ import annotations
 
 import asyncio
 import email.utils
+import errno
+import socket
 import ssl
 import time
 from collections.abc import Sequence
@@ -11,21 +13,26 @@ from dataclasses import dataclass, replace
 
 import aiohttp
 
-from cli.doctor.finding import Finding, ok, warning, wrong
-from cli.doctor.program import run_program
+from cli.doctor.finding import Finding, ok, run_program, warning, wrong
+from quartet.client import QuartetClient
 from quartet.discovery.etcd_config import EtcdConfig
+from quartet.errors import ServingError
 from services.local_etcd import etcd_answers
 from services.tools import find_etcd
+from services.topology import DEFAULT_ROUTER_PORT
 
 _HTTP_TIMEOUT_S = 2.0
 _VERSION_TIMEOUT_S = 3.0
-# What etcd says of the time is whole seconds, and half a round trip old.
+# etcd gives its time in whole seconds, half a round trip late.
 _MAX_SKEW_S = 2.0
+DEFAULT_ETCD_PORT = 2379
+_LOOPBACK = "127.0.0.1"
+_ROUTER_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True)
 class EtcdFacts:
-    """What an etcd tells over HTTP; ``None`` where it doesn't."""
+    """What an etcd reports over HTTP; ``None``: it does not."""
 
     version: str | None = None
     skew_s: float | None = None
@@ -33,18 +40,18 @@ class EtcdFacts:
 
 @dataclass(frozen=True)
 class EtcdCheck:
-    """The check.
+    """Checks that etcd answers as Quartet asks it, or that ``quartet up`` could start one.
 
     Attributes:
         config: where etcd is.
-        is_chosen: somebody named the endpoints: one that does not answer is then wrong.
+        is_chosen: the user named the endpoints, so one that does not answer is wrong.
     """
 
     config: EtcdConfig
     is_chosen: bool
 
     async def __call__(self) -> Sequence[Finding]:
-        """Ask every endpoint by itself, at the same time."""
+        """Ask all endpoints at the same time, each for itself."""
         singly = [replace(self.config, endpoints=(endpoint,)) for endpoint in self.config.endpoints]
         answers = await asyncio.gather(*(self._ask(config) for config in singly))
         return [finding for findings in answers for finding in findings]
@@ -63,7 +70,7 @@ class EtcdCheck:
 
 
 async def ask_facts(config: EtcdConfig) -> EtcdFacts:
-    """Version and clock of ``config``'s one etcd, as far as it tells them; bounded in time."""
+    """Version and clock of ``config``'s only endpoint, as far as it reports them; bounded in time."""
     [endpoint] = config.endpoints
     is_secure = config.ca_file is not None or endpoint.startswith("https://")
     address = endpoint.removeprefix("https://").removeprefix("http://")
@@ -77,19 +84,65 @@ async def ask_facts(config: EtcdConfig) -> EtcdFacts:
             now_s = time.time()
             body = await response.json(content_type=None)
             return EtcdFacts(str(body["etcdserver"]), _skew(response.headers.get("Date"), now_s))
-    # It answered over gRPC, which is what counts; where it has HTTP elsewhere, it just tells less.
+    # It answered over gRPC, which is what counts. An etcd with HTTP on another port just reports less.
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError):
         return EtcdFacts()
 
 
 def judge_skew(endpoint: str, skew_s: float | None) -> Sequence[Finding]:
-    """What it means that this host's clock is ``skew_s`` seconds ahead of etcd's."""
+    """What a host's clock that is ``skew_s`` seconds ahead of etcd's means."""
     if skew_s is None:
         return []
     if abs(skew_s) <= _MAX_SKEW_S:
         return [ok("clock", f"within {_MAX_SKEW_S:g} s of the etcd at {endpoint}")]
     message = f"{abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} the etcd at {endpoint}"
     return [warning("clock", message, "sealed starts and certificates expire by the clock: set up NTP on both hosts")]
+
+
+@dataclass(frozen=True)
+class PortsCheck:
+    """Checks that the two ports of 127.0.0.1 that Quartet takes by default are free, or who answers there."""
+
+    router_port: int = DEFAULT_ROUTER_PORT
+    etcd_port: int = DEFAULT_ETCD_PORT
+
+    async def __call__(self) -> Sequence[Finding]:
+        """Check both at the same time."""
+        return await asyncio.gather(self._router(), self._etcd())
+
+    async def _router(self) -> Finding:
+        port = self.router_port
+        name = f"port {port}"
+        if is_free(port):
+            return ok(name, "free, for the router")
+        num_workers = await _count_workers(port)
+        if num_workers is None:
+            return warning(name, "taken, and no Quartet router answers", "quartet up FILE --router-port PORT")
+        advice = "another one beside it: quartet up FILE --router-port PORT"
+        return warning(name, f"a Quartet router serves there, with {num_workers} workers", advice)
+
+    async def _etcd(self) -> Finding:
+        port = self.etcd_port
+        name = f"port {port}"
+        if is_free(port):
+            return ok(name, "free, for etcd")
+        if await etcd_answers(EtcdConfig(endpoints=(f"{_LOOPBACK}:{port}",))):
+            return ok(name, "an etcd answers; `quartet up` uses it")
+        return ok(name, "taken, and no etcd answers without TLS; `quartet up` starts its own on another port")
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen there now."""
+    with socket.socket() as probe:
+        # Servers set it too: a connection that has just ended does not keep the port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((_LOOPBACK, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise
+    return True
 
 
 async def _startable(endpoint: str) -> Finding:
@@ -109,7 +162,7 @@ async def _startable(endpoint: str) -> Finding:
 def _skew(date: str | None, now_s: float) -> float | None:
     if date is None:
         return None
-    # Half a second is what the whole seconds cut off on average.
+    # Whole seconds lose half a second on average.
     return now_s - (email.utils.parsedate_to_datetime(date).timestamp() + 0.5)
 
 
@@ -118,3 +171,11 @@ def _ssl(config: EtcdConfig) -> ssl.SSLContext:
     if config.cert_file is not None and config.key_file is not None:
         context.load_cert_chain(str(config.cert_file), str(config.key_file))
     return context
+
+
+async def _count_workers(port: int) -> int | None:
+    try:
+        async with asyncio.timeout(_ROUTER_TIMEOUT_S), QuartetClient([f"{_LOOPBACK}:{port}"]) as client:
+            return len(await client.list_workers())
+    except (ServingError, TimeoutError):
+        return None

@@ -9,9 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cli.bench.closed_loop import ClosedLoop
-from cli.bench.open_loop import OpenLoop, poisson_schedule, replay_schedule
-from cli.bench.window import Phase, Window
+from cli.bench.load import ClosedLoop, OpenLoop, Phase, Window, poisson_schedule, replay_schedule
 from cli.bench.workload import BenchRequest
 
 
