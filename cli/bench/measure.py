@@ -17,6 +17,7 @@ from quartet.client import ChoiceFinished, FinishReason, TimeBreakdown
 from quartet.errors import ServingError
 from quartet.rpc.errors import status_code
 
+# Buckets of ``DurationHistogram``.
 _GROWTH = 1.01
 _LOWEST_S = 1e-6
 _NUM_BUCKETS = 2400  # up to 6.5 hours
@@ -73,18 +74,18 @@ class Hop(StrEnum):
     OUTSIDE = "outside"  # the time that the router did not see: network, this client, and its delay in sending
 
 
-def split_time(time: TimeBreakdown, e2e_s: float) -> Mapping[Hop, float]:
+def split_time(seen: TimeBreakdown, e2e_s: float) -> Mapping[Hop, float]:
     """Seconds by hop; 0 for a hop that did not happen. Their sum is ``e2e_s``, unless the router saw more time."""
-    prefill_queue_s = time.prefill_queue_s or 0.0
+    prefill_queue_s = seen.prefill_queue_s or 0.0
     parts = {
-        Hop.TOKENIZE: time.tokenize_s or 0.0,
-        Hop.ROUTER_QUEUE: time.router_queue_s or 0.0,
+        Hop.TOKENIZE: seen.tokenize_s or 0.0,
+        Hop.ROUTER_QUEUE: seen.router_queue_s or 0.0,
         Hop.PREFILL_QUEUE: prefill_queue_s,
-        Hop.PREFILL: max(0.0, (time.prefill_s or 0.0) - prefill_queue_s),
-        Hop.TRANSFER: time.transfer_s or 0.0,
-        Hop.DECODE_QUEUE: time.decode_queue_s or 0.0,
+        Hop.PREFILL: max(0.0, (seen.prefill_s or 0.0) - prefill_queue_s),
+        Hop.TRANSFER: seen.transfer_s or 0.0,
+        Hop.DECODE_QUEUE: seen.decode_queue_s or 0.0,
     }
-    total_s = time.total_s or 0.0
+    total_s = seen.total_s or 0.0
     parts[Hop.DECODE] = max(0.0, total_s - sum(parts.values()))
     parts[Hop.OUTSIDE] = max(0.0, e2e_s - total_s)
     return parts
@@ -92,7 +93,7 @@ def split_time(time: TimeBreakdown, e2e_s: float) -> Mapping[Hop, float]:
 
 @dataclass(frozen=True)
 class ErrorKind:
-    """How a request failed. ``reason`` is empty where the router cancelled the request in an orderly end."""
+    """How a request failed; ``reason`` is empty if the router cancelled it without an error."""
 
     status: str
     reason: str

@@ -69,7 +69,7 @@ class PointResult:
 
     Attributes:
         is_interrupted: the user ended it early; these are the figures so far.
-        prompt_tokens, cached_tokens, output_tokens: of requests that ended well, as the router told.
+        prompt_tokens, cached_tokens, output_tokens: of requests that ended well, as the router reports.
         send_delay_ms: from when a request was due until it was sent.
         hops: of requests that ended well; empty if none did.
     """

@@ -121,7 +121,7 @@ class SimulatedWorker:
         )
         # As the engine that the default timing is of: what a step will write can be shared from its start.
         self.scheduler = Scheduler(config, self._blocks, limits, shares_within_step=True)
-        self._state: WorkerState | None = None  # until somebody calls
+        self._state: WorkerState | None = None  # until the next call
         self._num_missing: dict[int, int] = {}  # tokens to compute of those that no step has begun
         self._num_left = 0  # of prompts that steps have begun, after the running one
         self._chunks: Sequence[ScheduledChunk] = ()  # of the running step
