@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import Self, Unpack
+from typing import TYPE_CHECKING, Self, Unpack
 
 import grpc
 
 from quartet.client.completion import Completion, CompletionBuilder
-from quartet.client.direct import DirectRequest
-from quartet.client.direct_tools import DirectTools
 from quartet.client.generate import GenerateRequest
 from quartet.client.path import RequestPath, to_path
 from quartet.client.request import GenerateFields, check_size, make_start
@@ -24,6 +22,9 @@ from quartet.rpc.explanation import Explanation
 from quartet.rpc.fleet import Model, WorkerStatus
 from quartet.rpc.tls import TlsConfig
 from quartet.v1 import router_pb2
+
+if TYPE_CHECKING:
+    from quartet.client.direct_tools import DirectTools
 
 #: Seconds for calls that only look something up.
 _LOOK_UP_TIMEOUT_S = 4.0
@@ -52,7 +53,8 @@ class QuartetClient:
         """
         self._routers = Routers([target] if isinstance(target, str) else target, tls)
         self._sessions = Sessions()
-        self._direct = DirectTools(self._routers, tls)
+        self._tls = tls
+        self._direct: DirectTools | None = None
 
     def generate(
         self,
@@ -133,7 +135,8 @@ class QuartetClient:
     async def close(self) -> None:
         """End all requests and connections."""
         await self._sessions.close()
-        await self._direct.close()
+        if self._direct is not None:
+            await self._direct.close()
         await self._routers.close()
 
     async def __aenter__(self) -> Self:
@@ -151,7 +154,16 @@ class QuartetClient:
             case RequestPath.SESSION:
                 return SessionRequest(self._routers, self._sessions, start)
             case RequestPath.DIRECT:
-                return DirectRequest(self._direct, start)
+                return self._direct_request(start)
+
+    def _direct_request(self, start: GenerateStart) -> ClientRequest:
+        # Imported late: with it come tokenizers and chat templates, which take as long as all the rest of a client.
+        from quartet.client.direct import DirectRequest
+        from quartet.client.direct_tools import DirectTools
+
+        if self._direct is None:
+            self._direct = DirectTools(self._routers, self._tls)
+        return DirectRequest(self._direct, start)
 
     async def _get_models(self, name: str) -> list[Model]:
         async def call(router: Router) -> list[Model]:
