@@ -163,6 +163,9 @@ class BenchReport:
 
 
 async def _run(routers: list[str], tls: TlsConfig | None, plan: BenchPlan) -> tuple[Model, list[Point]]:
+    if plan.sender.path is RequestPath.DIRECT:
+        # The client would import it, with tokenizers, at the first request, whose latency would then have that in it.
+        import quartet.client.direct  # noqa: F401
     async with QuartetClient(routers, tls=tls) as client:
         # Before any load: report a router that does not answer, or a model that can't take these lengths.
         model = await _find_model(client, plan.sender.model)

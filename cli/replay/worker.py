@@ -119,7 +119,7 @@ class SimulatedWorker:
         config = SchedulerConfig(
             max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens
         )
-        # As the engine that the default timing is of: what a step will write can be shared from its start.
+        # Like the engine of the default timing: a block can be shared from the start of the step that writes it.
         self.scheduler = Scheduler(config, self._blocks, limits, shares_within_step=True)
         self._state: WorkerState | None = None  # until the next call
         self._num_missing: dict[int, int] = {}  # tokens to compute of those that no step has begun
@@ -128,7 +128,7 @@ class SimulatedWorker:
         self._quiet_ends: Sequence[float] = ()  # of the quiet steps under way, which are taken all together
 
     def state(self) -> WorkerState:
-        """What it does from now on."""
+        """What it does until the next call."""
         if self._state is None:
             counts, scheduler = self._blocks.counts, self.scheduler
             lengths = [len(running.seq) for running in scheduler.running if running.is_decoding]
@@ -144,7 +144,7 @@ class SimulatedWorker:
         return self._state
 
     def take_events(self) -> Sequence[KvEvent]:
-        """What became or ceased to be shareable since the last call."""
+        """Blocks that became shareable, or ceased to be, since the last call."""
         return self._blocks.take_events()
 
     @property
