@@ -15,7 +15,7 @@ BIN := .venv/bin
 PACKAGES := quartet services router cli models codegen benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools test test-unit bench lint lint-format lint-code lint-types lint-imports lint-sizes lint-protos \
+.PHONY: help setup tools test test-unit bench lint lint-format lint-code lint-types lint-imports lint-protos \
   lint-stubs generate format release-protos clean
 
 help:  ## List the targets
@@ -43,7 +43,7 @@ test-unit: setup tools  ## Run the tests that start no service processes (JOBS=4
 bench: setup  ## Run all benchmarks' short forms and fill docs/performance.md from them (about 10 minutes)
 	$(BIN)/python -m benchmarks
 
-lint: lint-format lint-code lint-types lint-imports lint-sizes lint-protos lint-stubs  ## Run every check of the gate
+lint: lint-format lint-code lint-types lint-imports lint-protos lint-stubs  ## Run every check of the gate
 
 lint-format: setup
 	$(BIN)/ruff format --check .
@@ -56,9 +56,6 @@ lint-types: setup
 
 lint-imports: setup
 	$(BIN)/lint-imports --no-logo
-
-lint-sizes: setup
-	$(BIN)/python tools/check_sizes.py $(wildcard $(PACKAGES)) tests tools
 
 lint-protos: setup
 	$(BIN)/buf lint

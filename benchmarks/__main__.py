@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.report import Report, write_report
+from benchmarks.report import Report
 from benchmarks.table import PAGE, RESULTS, fill_page
+from quartet.telemetry.provenance import write_report
 
 _TIME_LIMIT_S = 400.0
 # For one that is interrupted to end the servers that it started.

@@ -32,7 +32,7 @@ class _Job(Generic[ResultT]):
 
 
 class StepThread:
-    """A thread that waits as ``quartet.engine.thread.EngineThread`` does, and answers as that does."""
+    """A thread that waits as ``quartet.engine.step_engine.EngineThread`` does, and answers as that does."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

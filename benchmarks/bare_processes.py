@@ -23,7 +23,7 @@ import uvloop
 from benchmarks.paced_engine import STEP_S
 from benchmarks.relay_job import Way
 from benchmarks.relay_measure import Windows
-from services.local_etcd import free_port
+from services.topology.launch import free_port
 
 #: gRPC's own types: messages are bytes.
 BareCall: TypeAlias = "grpc.aio.StreamStreamCall[Any, Any]"

@@ -42,7 +42,7 @@ def read_generate_start(message: bytes) -> router_pb2.GenerateStart:
 
 
 def pack_prompt(start: router_pb2.GenerateStart) -> bytes:
-    """The prompt as the inner plane wants it."""
+    """The prompt as the worker streams wants it."""
     return array("I", list(start.token_ids.ids)).tobytes()
 
 

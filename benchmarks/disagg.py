@@ -28,10 +28,11 @@ from benchmarks.disagg_copies import BlockCopier
 from benchmarks.disagg_figures import BareFigures, LengthFigures, Round, summarize, summarize_bare
 from benchmarks.disagg_stack import BLOCK_SIZE, EngineName, Side, StackMaker, tiny_block_bytes
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument, write_report
+from benchmarks.report import Report, add_report_argument
 from benchmarks.stack import Stack
 from benchmarks.stub_engine.runner import STEP_S, stub_layout
 from quartet.rpc.channels import create_channel
+from quartet.telemetry.provenance import write_report
 from quartet.v1 import router_pb2_grpc
 
 _PROMPT_LENGTHS = (128, 1024, 4096)

@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from quartet.transfer.base import PoolMemory
-from quartet.transfer.block_copy import copy_runs, merge_runs
+from quartet.transfer.shm import copy_runs, merge_runs
 
 ParamsT = ParamSpec("ParamsT")
 ResultT = TypeVar("ResultT")

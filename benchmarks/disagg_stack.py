@@ -10,8 +10,7 @@ from pathlib import Path
 
 from benchmarks.stack import Stack
 from quartet.config import build
-from services.plan import ProcessPlan
-from services.topology import DEFAULT_MODEL_PATH, Topology
+from services.topology.topology import DEFAULT_MODEL_PATH, ProcessPlan, Topology
 
 #: Tokens of a block.
 BLOCK_SIZE = 32

@@ -23,9 +23,10 @@ from benchmarks.encode_rate import RateFigures, measure_rate
 from benchmarks.encode_stack import make_stack
 from benchmarks.encode_ttft import Quantiles, measure_ttft
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument, write_report
+from benchmarks.report import Report, add_report_argument
 from benchmarks.transfer import Plan, Run, measure_transfer
 from benchmarks.transfer_source import PoolShape
+from quartet.telemetry.provenance import write_report
 
 _NUM_RATE_ROUNDS = 7
 _NUM_TTFT_ROUNDS = 31

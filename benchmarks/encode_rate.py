@@ -24,9 +24,8 @@ from benchmarks.stack import Stack
 from quartet.discovery.host import host_identity
 from quartet.media.items import MediaFile, MediaItem, MediaKind
 from quartet.rpc.channels import create_channel
-from quartet.rpc.context import RequestContext
-from quartet.rpc.convert.encode import from_encoded_item, to_encode_start
-from quartet.rpc.encode import EncodedItem, EncodeStart
+from quartet.streams.convert.inner import from_encoded_item, to_encode_start
+from quartet.streams.messages import EncodedItem, EncodeStart, RequestContext
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.puller import TransferPuller
 from quartet.v1 import encode_pb2, encode_pb2_grpc

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.stack import Stack
 from quartet.config import build
-from services.topology import Topology
+from services.topology.topology import Topology
 
 #: The Encode worker's id.
 ENCODE = "encode-0"

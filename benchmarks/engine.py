@@ -26,8 +26,9 @@ from benchmarks.engine_floor import Floor
 from benchmarks.engine_sides import NUM_THREADS, GenerateSide, QuartetSide, Side, Tokens, write_checkpoint
 from benchmarks.engine_work import WORKLOADS, Workload
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument, write_report
+from benchmarks.report import Report, add_report_argument
 from quartet.engine.scheduler import SchedulerConfig
+from quartet.telemetry.provenance import write_report
 
 _ROUNDS = 5
 # Of the short form. A round of these two takes 24 and 16 s of CPU time, one of all the others together 8 s.

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from benchmarks.engine_sides import Tokens
 from benchmarks.engine_work import Job
-from quartet.engine.torch.linear import ROWS_ON_CPU, Linear, PlainLinear, best_order
+from quartet.engine.torch.decoder import ROWS_ON_CPU, Linear, PlainLinear, best_order
 
 
 @dataclass(frozen=True, eq=False)

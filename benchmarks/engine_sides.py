@@ -12,9 +12,9 @@ import transformers
 
 from benchmarks.engine_work import VOCAB_SIZE, Job
 from quartet.engine.base import EngineRequest, Generation, RequestKind, StepOutput
-from quartet.engine.core import StepEngine
 from quartet.engine.sampling import Sampling
 from quartet.engine.scheduler import SchedulerConfig
+from quartet.engine.step_engine import StepEngine
 from quartet.engine.torch import TorchEngineConfig, create_runner
 
 NUM_THREADS = 1

@@ -21,8 +21,9 @@ import uvloop
 from benchmarks.index_case import Case, Percentiles, measure_case, percentiles
 from benchmarks.index_rebuild import Rebuild, measure_rebuild
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument, write_report
+from benchmarks.report import Report, add_report_argument
 from quartet.kvcache.block_hash import sequence_hashes
+from quartet.telemetry.provenance import write_report
 
 _WORKERS = (10, 100, 1000)
 _SHORT_BLOCKS, _LONG_BLOCKS = (1_000_000,), (1_000_000, 10_000_000)

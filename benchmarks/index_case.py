@@ -10,10 +10,9 @@ from resource import getpagesize
 from typing import TypeVarTuple
 
 from benchmarks.index_work import Workload
-from quartet.discovery.place import Place
-from quartet.kvcache.events import Tier
-from router.prefix_index import PrefixIndex
-from router.prefix_match import Matches
+from quartet.discovery.base import Rank
+from quartet.events.kv import Tier
+from router.kv_index.index import Matches, PrefixIndex
 
 _Given = TypeVarTuple("_Given")
 
@@ -37,10 +36,10 @@ class Case:
 
     Attributes:
         num_blocks: different ones in the index.
-        num_stored: counting a block once for each place that has it.
+        num_stored: counting a block once for each rank that has it.
         num_groups: mean number of different matches of a prompt.
         lookup_us: of ``PrefixIndex.match``, each prompt looked up once.
-        predicted_lookup_us: the same while predictions of 100 prompts are there, each made for the place with the
+        predicted_lookup_us: the same while predictions of 100 prompts are there, each made for the rank with the
             longest match.
         predict_us: time to predict one of these, in CPU time.
         inserts_per_s: blocks stored a second of CPU time, in runs of up to 240.
@@ -65,24 +64,24 @@ class Case:
 def measure_case(num_blocks: int, num_workers: int) -> Case:
     """Measure it in this process, which is best a new one: memory that was given back would be used again."""
     workload = Workload(num_blocks, num_workers)
-    places = [Place(f"worker-{number}") for number in range(num_workers)]
+    ranks = [Rank(f"worker-{number}") for number in range(num_workers)]
     before_bytes = _resident_bytes()
     index = PrefixIndex()
     stored_s = [
-        _cpu_s(lambda run, hashes: index.store(places[run.worker], run.parent_hash, hashes), run, run.hashes.tolist())
+        _cpu_s(lambda run, hashes: index.store(ranks[run.worker], run.parent_hash, hashes), run, run.hashes.tolist())
         for run in workload.runs
     ]
     size_bytes = _resident_bytes() - before_bytes
     lookup_us, num_groups = _look_up(index, workload)
     predicted_s = []
     for prompt in workload.prompts(_NUM_PREDICTED):
-        place = next(iter(index.match(prompt)), places[0])
-        predicted_s.append(_cpu_s(lambda place, prompt: index.predict(place, prompt, 1.0), place, prompt))
+        rank = next(iter(index.match(prompt)), ranks[0])
+        predicted_s.append(_cpu_s(lambda rank, prompt: index.predict(rank, prompt, 1.0), rank, prompt))
     predicted_lookup_us, _ = _look_up(index, workload)
     num_stored_blocks = index.num_blocks(Tier.DEVICE)
     removed = workload.runs[-_NUM_REMOVED_RUNS:]
     removed_s = [
-        _cpu_s(lambda run, hashes: index.remove(places[run.worker], hashes), run, run.hashes[::-1].tolist())
+        _cpu_s(lambda run, hashes: index.remove(ranks[run.worker], hashes), run, run.hashes[::-1].tolist())
         for run in removed
     ]
     return Case(

@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from quartet.discovery.place import Place
-from quartet.kvcache.events import Tier
+from quartet.discovery.base import Rank
+from quartet.events.kv import Tier
 from quartet.rpc.channels import create_channel
-from quartet.rpc.worker_client import WorkerClient
-from router.prefix_index import PrefixIndex
+from quartet.streams.worker_client import WorkerClient
+from router.kv_index.index import PrefixIndex
 
 _TIMEOUT_S = 120.0
 
@@ -66,15 +66,15 @@ async def _rebuild(ports: Sequence[int]) -> PrefixIndex:
     index = PrefixIndex()
     async with asyncio.TaskGroup() as group:
         for number, port in enumerate(ports):
-            group.create_task(_take(index, Place(f"worker-{number}"), port))
+            group.create_task(_take(index, Rank(f"worker-{number}"), port))
     return index
 
 
-async def _take(index: PrefixIndex, place: Place, port: int) -> None:
+async def _take(index: PrefixIndex, rank: Rank, port: int) -> None:
     async with create_channel(f"127.0.0.1:{port}", None, is_bulk=True) as channel:
         async for part in WorkerClient(channel).kv_snapshot(_TIMEOUT_S):
             for stored in part.stored:
-                index.store(place, stored.parent_hash, stored.sequence_hashes, stored.tier)
+                index.store(rank, stored.parent_hash, stored.sequence_hashes, stored.tier)
 
 
 @asynccontextmanager

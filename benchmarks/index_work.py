@@ -1,7 +1,7 @@
 """What fills the prefix index in ``benchmarks.index``, and what is looked up in it: sessions that share system prompts.
 
 A system prompt has 16 to 64 blocks and some are far more popular than others; a session goes on from one to 256 blocks
-(8 k tokens in blocks of 32). It was served by one place, and in three of ten cases, up to some point, by a second.
+(8 k tokens in blocks of 32). It was served by one rank, and in three of ten cases, up to some point, by a second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SECOND_PLACE_SHARE = 0.3
 
 @dataclass(frozen=True)
 class StoredRun:
-    """Blocks that one place stores at once.
+    """Blocks that one rank stores at once.
 
     Attributes:
         worker: its number.
@@ -53,7 +53,7 @@ class Workload:
 
     @property
     def num_stored(self) -> int:
-        """Blocks of all runs: a block counts once for each place."""
+        """Blocks of all runs: a block counts once for each rank."""
         return sum(len(run.hashes) for run in self.runs)
 
     def prompts(self, count: int) -> Iterator[list[int]]:
@@ -65,12 +65,12 @@ class Workload:
 
     def _fill(self, num_blocks: int, num_workers: int) -> None:
         weights = [1 / rank for rank in range(1, _NUM_SYSTEM_PROMPTS + 1)]
-        at_place: set[tuple[int, int]] = set()
+        at_rank: set[tuple[int, int]] = set()
 
         def serve(worker: int, which: int, own: array[int]) -> None:
             system_prompt = self._system_prompts[which]
-            if (worker, which) not in at_place:
-                at_place.add((worker, which))
+            if (worker, which) not in at_rank:
+                at_rank.add((worker, which))
                 self.runs.append(StoredRun(worker, None, system_prompt))
             self.runs.append(StoredRun(worker, system_prompt[-1], own))
 

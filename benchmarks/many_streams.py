@@ -22,7 +22,8 @@ from benchmarks.paced_engine import STEP_S
 from benchmarks.progress import LiveLine
 from benchmarks.relay_job import Job, Way, encode_job
 from benchmarks.relay_stack import DECODE, ROUTER, RelayStack
-from benchmarks.report import Report, add_report_argument, write_report
+from benchmarks.report import Report, add_report_argument
+from quartet.telemetry.provenance import write_report
 
 _LOG = Path(".run/benchmark-many-streams.log")
 _NUM_STREAMS = 2_000

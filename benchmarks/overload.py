@@ -21,10 +21,11 @@ import uvloop
 from benchmarks.closed_loop import Workload
 from benchmarks.overload_phase import Phase, PhaseRunner
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument, write_report
+from benchmarks.report import Report, add_report_argument
 from benchmarks.stack import Stack
 from quartet.config import build
-from services.topology import Topology
+from quartet.telemetry.provenance import write_report
+from services.topology.topology import Topology
 
 _BLOCK_SIZE = 32
 # About five of the requests below: the router has to hold the others back at any load worth the name.

@@ -34,14 +34,14 @@ from quartet.engine.base import (
     Started,
     StepOutput,
 )
-from quartet.engine.core import ALL_SAMPLING_FIELDS
 from quartet.engine.fingerprint import model_fingerprint
+from quartet.engine.step_engine import ALL_SAMPLING_FIELDS
 from quartet.errors import RequestCancelledError, WorkerUnavailableError
 from quartet.text.model_files import read_text_files
 from quartet.text.model_text import ModelText
 from quartet.transfer.base import PoolMemory, Puller
-from services.workers.command import main as run_worker
 from services.workers.config import WorkerConfig
+from services.workers.process import main as run_worker
 
 #: Seconds between two steps, and in how many of them each request has its turn once.
 STEP_S, PERIOD = 0.002, 10

@@ -21,12 +21,13 @@ from statistics import fmean, quantiles
 import uvloop
 
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument, write_report
+from benchmarks.report import Report, add_report_argument
 from benchmarks.stack import Stack
 from quartet.client import Accepted, ChoiceFinished, Delta, QuartetClient, Sampling
 from quartet.config import build
 from quartet.errors import ServingError
-from services.topology import Topology
+from quartet.telemetry.provenance import write_report
+from services.topology.topology import Topology
 
 _NUM_WORKERS, _BLOCK_SIZE = 4, 32
 _FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 2048

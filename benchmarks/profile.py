@@ -24,7 +24,8 @@ from benchmarks.relay_clients import AbsentError
 from benchmarks.relay_job import Way
 from benchmarks.relay_measure import Case, open_streams
 from benchmarks.relay_stack import RelayStack
-from benchmarks.report import Report, add_report_argument, write_report
+from benchmarks.report import Report, add_report_argument
+from quartet.telemetry.provenance import write_report
 
 _LOG = Path(".run/benchmark-profile.log")
 _WAYS = (Way.GENERATE, Way.SESSION)

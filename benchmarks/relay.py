@@ -33,8 +33,9 @@ from benchmarks.relay_measure import (
     request_medians,
 )
 from benchmarks.relay_stack import RelayStack
-from benchmarks.report import Report, add_report_argument, write_report
+from benchmarks.report import Report, add_report_argument
 from benchmarks.request_floor import RequestFloor, measure_request_floor
+from quartet.telemetry.provenance import write_report
 
 _LOG = Path(".run/benchmark-relay.log")
 _STREAMS = (256, 1024)

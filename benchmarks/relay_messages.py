@@ -25,12 +25,12 @@ def make_start(
     )
 
 
-def sealed_request(placed: router_pb2.SealedPlacement, slot: int) -> decode_pb2.DecodeRequest:
-    """The start that the router sealed, for the decode worker."""
-    start = decode_pb2.SealedDecodeStart(
-        slot=slot, sealed_start=placed.sealed_start, key_id=placed.key_id, mac=placed.mac
+def signed_request(placed: router_pb2.SignedPlacement, slot: int) -> decode_pb2.DecodeRequest:
+    """The start that the router signed, for the decode worker."""
+    start = decode_pb2.SignedDecodeStart(
+        slot=slot, signed_start=placed.signed_start, key_id=placed.key_id, mac=placed.mac
     )
-    return decode_pb2.DecodeRequest(sealed_start=start)
+    return decode_pb2.DecodeRequest(signed_start=start)
 
 
 def describe(error: grpc.aio.AioRpcError) -> str:

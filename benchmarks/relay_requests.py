@@ -13,7 +13,7 @@ import grpc
 
 from benchmarks.paced_clock import MAX_STREAMS
 from benchmarks.relay_job import Job, Opened, Way
-from benchmarks.relay_messages import describe, describe_failure, make_start, sealed_request
+from benchmarks.relay_messages import describe, describe_failure, make_start, signed_request
 from benchmarks.relay_tally import Tally
 from quartet.rpc.channels import create_channel
 from quartet.v1 import decode_pb2, decode_pb2_grpc, router_pb2, router_pb2_grpc
@@ -138,7 +138,7 @@ class RequestLoad:
         placed = response.choices[0].stream
         if self._slots is None:
             self._slots = SlotStream(decode_pb2_grpc.DecodeServiceStub(self._channel(placed.address)).Decode())
-        await self._slots.run(slot, sealed_request(placed, slot))
+        await self._slots.run(slot, signed_request(placed, slot))
 
     def _start(self) -> router_pb2.GenerateStart:
         return make_start(

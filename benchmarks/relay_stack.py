@@ -22,10 +22,9 @@ from benchmarks.paced_engine import PERIOD
 from quartet.config import build
 from quartet.rpc.channels import create_channel
 from quartet.v1 import router_pb2, router_pb2_grpc
-from services.child import Child, start_child
-from services.local_etcd import free_port
-from services.plan import ProcessPlan, plan_router, plan_workers
-from services.topology import Topology
+from services.topology.child import Child, start_child
+from services.topology.launch import free_port
+from services.topology.topology import ProcessPlan, Topology, plan_router, plan_workers
 
 ROUTER, DECODE = "router", "decode"
 
@@ -89,20 +88,20 @@ class RelayStack:
         await self._stop()
 
     def _topology(self) -> Topology:
-        seal = {"seal_keys_file": str(self._write_seal_key())}
+        sign = {"signing_keys_file": str(self._write_signing_key())}
         settings = {
             "namespace": "relay",
             "discovery": {"kind": "file", "file": {"directory": str(self._directory / "workers")}},
             "engine": {"num_blocks": _NUM_BLOCKS, "max_model_len": _MAX_MODEL_LEN},
-            "router": {"port": self._port, "overrides": seal},
-            "workers": [{"role": "decode", "overrides": seal}],
+            "router": {"port": self._port, "overrides": sign},
+            "workers": [{"role": "decode", "overrides": sign}],
             "drain_timeout_s": 0.2,
         }
         return build(Topology, settings)
 
-    def _write_seal_key(self) -> Path:
+    def _write_signing_key(self) -> Path:
         """Place is only offered with a key."""
-        path = self._directory / "seal-keys"
+        path = self._directory / "sign-keys"
         path.touch(mode=0o600)
         path.write_text(f"relay {secrets.token_hex(32)}\n", encoding="utf-8")
         return path

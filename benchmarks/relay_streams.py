@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from benchmarks.relay_job import Job, Opened, Way
-from benchmarks.relay_messages import describe, describe_failure, make_start, sealed_request
+from benchmarks.relay_messages import describe, describe_failure, make_start, signed_request
 from benchmarks.relay_tally import Tally
 from quartet.rpc.channels import create_channel
 from quartet.v1 import decode_pb2, decode_pb2_grpc, router_pb2, router_pb2_grpc
@@ -94,14 +94,14 @@ class StreamLoad:
         async with self._opening:
             placed = await self._place(seed)
             call: _Call = self._decode_stub(placed).Decode()
-            await call.write(sealed_request(placed, 0))
+            await call.write(signed_request(placed, 0))
             await call.done_writing()
         await self._read_columns(call, {0: seed})
 
     async def _decode_many(self, seeds: range) -> None:
         placements = await asyncio.gather(*map(self._place_in_turn, seeds))
         call: _Call = self._decode_stub(placements[0]).Decode()  # there is but one worker
-        await self._share(call, seeds, [sealed_request(placed, slot) for slot, placed in enumerate(placements)])
+        await self._share(call, seeds, [signed_request(placed, slot) for slot, placed in enumerate(placements)])
 
     async def _share(self, call: _Call, seeds: range, starts: Sequence[object]) -> None:
         """Send ``starts``, of ``seeds`` in slots from 0 on, and read the stream to its end."""
@@ -131,15 +131,15 @@ class StreamLoad:
             self._tally.failed(describe_failure(item.failure))
             self._tally.num_waiting -= 1
 
-    async def _place_in_turn(self, seed: int) -> router_pb2.SealedPlacement:
+    async def _place_in_turn(self, seed: int) -> router_pb2.SignedPlacement:
         async with self._opening:
             return await self._place(seed)
 
-    async def _place(self, seed: int) -> router_pb2.SealedPlacement:
+    async def _place(self, seed: int) -> router_pb2.SignedPlacement:
         response = await self._router.Place(router_pb2.PlaceRequest(start=self._start(seed)))
         return response.choices[0].stream
 
-    def _decode_stub(self, placed: router_pb2.SealedPlacement) -> decode_pb2_grpc.DecodeServiceAsyncStub:
+    def _decode_stub(self, placed: router_pb2.SignedPlacement) -> decode_pb2_grpc.DecodeServiceAsyncStub:
         return decode_pb2_grpc.DecodeServiceStub(self._channel(placed.address))
 
     def _start(self, seed: int) -> router_pb2.GenerateStart:

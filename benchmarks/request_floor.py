@@ -46,8 +46,8 @@ from benchmarks.request_floor_messages import (
     make_place_response,
     make_start_bytes,
 )
+from quartet.api.request import SessionLimits
 from quartet.rpc.channels import create_channel
-from quartet.rpc.session import SessionLimits
 
 # The event loop's timers count milliseconds: for less than half of one none is set.
 _TIMER_RESOLUTION_S = 0.0005

@@ -15,7 +15,7 @@ ACCEPTED, DELTA, FINISHED = bytes(122), bytes(6), bytes(46) + MARK
 WORKER_ANSWER = bytes(39) + MARK
 
 _LONG_SEED = 1 << 13
-# The prompt is in the sealed start, four bytes a token.
+# The prompt is in the signed start, four bytes a token.
 _PLACE_BYTES, _PLACE_BYTES_PER_TOKEN = 360, 4
 
 

@@ -20,13 +20,13 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument, write_report
+from benchmarks.report import Report, add_report_argument
 from benchmarks.routing_bars import Bar, Row, Run, bars_of, rows_of
 from benchmarks.routing_cases import CASES
 from cli.replay.policies import POLICIES
 from cli.replay.simulation import Simulation
 from quartet.config import build
-from quartet.telemetry.provenance import read_commit
+from quartet.telemetry.provenance import read_commit, write_report
 
 _STDOUT = "-"
 

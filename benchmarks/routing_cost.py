@@ -1,6 +1,6 @@
-"""What routing one request costs the router: its blocks named, looked up in a full index, a place chosen and booked.
+"""What routing one request costs the router: its blocks named, looked up in a full index, a rank chosen and booked.
 
-The router's own parts, in this process, without network: a prompt of 8192 tokens, 100 decode places of which half
+The router's own parts, in this process, without network: a prompt of 8192 tokens, 100 decode ranks of which half
 compute something, an index of a million blocks.
 
     python -m benchmarks.routing_cost --json FILE [--short]
@@ -21,22 +21,20 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.index_work import PROMPT_BLOCKS, Workload
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument, write_report
-from quartet.discovery.base import HostIdentity, Role, WorkerRecord
-from quartet.discovery.place import Place
+from benchmarks.report import Report, add_report_argument
+from quartet.discovery.base import HostIdentity, Rank, Role, WorkerRecord
 from quartet.events.load import RankLoad, WorkerLoad
 from quartet.events.step_time import StepTime
 from quartet.kvcache.block_hash import sequence_hashes
+from quartet.telemetry.provenance import write_report
 from quartet.telemetry.routing_metrics import RoutingMetrics
-from router.admission import Admission, AdmissionConfig
+from router.admission import Admission
+from router.config import AdmissionConfig
+from router.kv_index.index import PrefixIndex, PromptMatches
 from router.policy.base import Pending, Policy
+from router.policy.greedy import LeastLoadedPolicy, RoundRobinPolicy
 from router.policy.kv_aware import KvAwarePolicy
-from router.policy.least_loaded import LeastLoadedPolicy
-from router.policy.round_robin import RoundRobinPolicy
-from router.prefix_index import PrefixIndex
-from router.prompt_matches import PromptMatches
-from router.worker import PoolKey
-from router.worker_table import WorkerTable
+from router.workers import PoolKey, WorkerTable
 
 _NUM_WORKERS, _BLOCK_SIZE, _PROMPT_TOKENS = 100, 32, 8192
 _NUM_BLOCKS, _SHORT_NUM_BLOCKS = 1_000_000, 100_000
@@ -52,7 +50,7 @@ class PolicyCost:
     """Microseconds of CPU that one request takes by one policy, means over all.
 
     Attributes:
-        snapshot_us: the places put together for the policy.
+        snapshot_us: the ranks put together for the policy.
         assign_us: the policy's choice, with the look-up where it asks for one.
         total_us: a request's whole way through the queue, ``snapshot`` and ``assign`` included: waiting line, matches,
             booking, prediction, release. Naming its blocks is not in it.
@@ -70,7 +68,7 @@ class Results:
     Attributes:
         num_workers, num_blocks, num_prompt_tokens, block_size: what the router knew, and was asked for.
         hash_us: naming the prompt's blocks, once a request.
-        lookup_us: finding which places have how much of it.
+        lookup_us: finding which ranks have how much of it.
         report_us: taking in one worker's load report.
         routing_us: by policy: ``hash_us`` and ``total_us``.
     """
@@ -135,7 +133,7 @@ async def measure(num_blocks: int) -> Results:
         records = [_record(number) for number in range(_NUM_WORKERS)]
         workload, index = Workload(num_blocks, _NUM_WORKERS), PrefixIndex()
         for run in workload.runs:
-            index.store(Place(records[run.worker].worker_id), run.parent_hash, run.hashes.tolist())
+            index.store(Rank(records[run.worker].worker_id), run.parent_hash, run.hashes.tolist())
         pendings = [_pending(prompt) for prompt in workload.prompts(_NUM_REQUESTS)]
         hash_us = _measure_hashing()
         lookup_us = fmean(_cpu_us(partial(_look_up, index, pending)) for pending in pendings)
@@ -194,7 +192,7 @@ def _measure_hashing() -> float:
     return fmean(_cpu_us(partial(sequence_hashes, prompt, _BLOCK_SIZE)) for prompt in prompts)
 
 
-def _look_up(index: PrefixIndex, pending: Pending) -> dict[Place, int]:
+def _look_up(index: PrefixIndex, pending: Pending) -> dict[Rank, int]:
     return dict(PromptMatches(index, pending.sequence_hashes, _BLOCK_SIZE))
 
 

@@ -16,11 +16,8 @@ import grpc
 from benchmarks.scrape import Metrics, scrape
 from quartet.rpc.channels import create_channel
 from quartet.v1 import router_pb2, router_pb2_grpc
-from services.launch import Environment, LocalTopology
-from services.local_etcd import free_port
-from services.plan import ProcessPlan
-from services.run_directory import make_run_directory
-from services.topology import Topology
+from services.topology.launch import Environment, LocalTopology, free_port, make_run_directory
+from services.topology.topology import ProcessPlan, Topology
 
 _POLL_S = 0.1
 _CALL_TIMEOUT_S = 2.0

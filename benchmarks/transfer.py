@@ -19,9 +19,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument, write_report
+from benchmarks.report import Report, add_report_argument
 from benchmarks.transfer_puller import Mover, Sample, Temperature
 from benchmarks.transfer_source import PoolShape
+from quartet.telemetry.provenance import write_report
 
 _MIB = 1 << 20
 _TIMEOUT_S = 300.0

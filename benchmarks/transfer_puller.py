@@ -24,7 +24,7 @@ from benchmarks.transfer_source import PoolShape, fill
 from quartet.discovery.host import host_identity
 from quartet.kvcache.layout import HandOff
 from quartet.rpc.channels import create_channel
-from quartet.rpc.convert.hand_off import from_hand_off
+from quartet.streams.convert.hand_off import from_hand_off
 from quartet.transfer.base import PieceCopy, PoolMemory, TransferWay
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.puller import TransferPuller

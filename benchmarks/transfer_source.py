@@ -28,13 +28,13 @@ from quartet.kvcache.layout import (
     PieceLayout,
     PiecesPayload,
 )
-from quartet.rpc.convert.hand_off import to_hand_off
 from quartet.rpc.server import RpcServer, ServerConfig, Service
+from quartet.streams.convert.hand_off import to_hand_off
 from quartet.transfer.base import PoolMemory
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.messages import SERVICE
 from quartet.transfer.grpc.servicer import TransferServicer, add_transfer_servicer
-from quartet.transfer.shm_server import ShmServer
+from quartet.transfer.shm import ShmServer
 from quartet.transfer.source import TransferSource
 
 _BLOCK_SIZE = 32

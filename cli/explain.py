@@ -31,8 +31,8 @@ from cli.prompt import (
     TokenIdsOption,
     read_prompt,
 )
-from quartet.client import Explanation, GenerateFields, PlaceOption, QuartetClient, Sampling
-from quartet.rpc.tls import TlsConfig
+from quartet.client import Explanation, GenerateFields, QuartetClient, RankOption, Sampling
+from quartet.rpc.channels import TlsConfig
 
 # Wide enough for whole lines where the output is no terminal.
 _PIPE_WIDTH = 240
@@ -80,7 +80,7 @@ def _show(explanation: Explanation) -> None:
     if explanation.wait_s is not None:
         console.print(f"The router would keep it for {explanation.wait_s * 1e3:.3g} ms first, if nothing changed.")
     elif not any(option.is_chosen for option in explanation.options):
-        console.print("No place takes it now: it would wait in the router for room.")
+        console.print("No rank takes it now: it would wait in the router for room.")
 
 
 def _headline(explanation: Explanation) -> str:
@@ -91,8 +91,8 @@ def _headline(explanation: Explanation) -> str:
 def option_table(explanation: Explanation) -> Table:
     """One row a rank."""
     table = Table()
-    for name in ("place", "role", "chosen"):
-        table.add_column(name, no_wrap=name == "place")
+    for name in ("rank", "role", "chosen"):
+        table.add_column(name, no_wrap=name == "rank")
     for name in ("matched tokens", "cost"):
         table.add_column(name, justify="right")
     for name in ("made of", "why not"):
@@ -104,9 +104,9 @@ def option_table(explanation: Explanation) -> Table:
     return table
 
 
-def _cells(option: PlaceOption) -> list[str]:
+def _cells(option: RankOption) -> list[str]:
     return [
-        str(option.place),
+        str(option.rank),
         option.role,
         "yes" if option.is_chosen else "",
         str(option.num_matched_tokens),

@@ -37,7 +37,7 @@ from cli.prompt import (
     read_prompt,
 )
 from quartet.client import Completion, Delta, GenerateFields, QuartetClient, RequestPath
-from quartet.rpc.tls import TlsConfig
+from quartet.rpc.channels import TlsConfig
 
 
 def generate(

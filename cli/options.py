@@ -8,9 +8,9 @@ from typing import Annotated, TypeAlias
 import typer
 
 from quartet.client import RequestPath, Sampling
-from quartet.rpc.tls import TlsConfig
+from quartet.rpc.channels import TlsConfig
 
-#: Where ``quartet up`` starts a router. The port is ``services.topology.DEFAULT_ROUTER_PORT``, which is not imported
+#: Where ``quartet up`` starts a router. The port is ``services.topology.topology.DEFAULT_ROUTER_PORT``, which is not imported
 #: because numpy, Jinja and the engines' settings would come with it; a test holds that both are equal.
 DEFAULT_ROUTER = "127.0.0.1:50050"
 

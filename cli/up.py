@@ -20,16 +20,12 @@ from quartet.config import build
 from quartet.engine.settings import EngineKind
 from quartet.errors import ServingError
 from quartet.media.items import MediaKind
-from quartet.rpc.health_check import is_serving
+from quartet.rpc.channels import is_serving
 from router.config import RouterConfig
-from services.child import Child
-from services.choices import Choices, choose
-from services.launch import Environment, LaunchError, LocalTopology
-from services.plan import ROUTER, plan_router, plan_workers
-from services.restarts import RestartConfig
-from services.run_directory import make_run_directory
-from services.supervisor import Supervisor
-from services.topology import Topology, read_settings
+from services.topology.child import Child
+from services.topology.launch import Environment, LaunchError, LocalTopology, make_run_directory
+from services.topology.supervisor import RestartConfig, Supervisor
+from services.topology.topology import ROUTER, Choices, Topology, choose, plan_router, plan_workers, read_settings
 
 _RUN_PARENT = Path(".run")
 _POLL_INTERVAL_S = 0.2

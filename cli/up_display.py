@@ -20,10 +20,9 @@ from quartet.config import build
 from quartet.discovery.base import Role
 from quartet.discovery.create import DiscoveryKind
 from router.config import RouterConfig
-from services.child import Child
-from services.plan import ProcessPlan, plan_router, plan_workers, to_settings
-from services.tools import find_grpcurl
-from services.topology import Topology
+from services.topology.child import Child
+from services.topology.launch import find_grpcurl
+from services.topology.topology import ProcessPlan, Topology, plan_router, plan_workers, to_settings
 from services.workers.config import WorkerConfig
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta", "bright_green")

@@ -21,7 +21,7 @@ from cli.options import (
 )
 from cli.output import open_console, reporting_errors
 from quartet.client import QuartetClient, WorkerState, WorkerStatus
-from quartet.rpc.tls import TlsConfig
+from quartet.rpc.channels import TlsConfig
 
 # Wide enough for whole lines where the output is no terminal.
 _PIPE_WIDTH = 240

@@ -135,43 +135,43 @@ class UnimplementedError(ServingError):
     reason = "UNIMPLEMENTED"
 
 
-# Sealed starts. Whoever meets one but the first two asks the router for another placement.
+# Signed starts. Whoever meets one but the first two asks the router for another placement.
 
 
-class SealError(ServingError):
-    """The MAC of a sealed start is not that of its bytes under the key that it names."""
+class SignedStartError(ServingError):
+    """The MAC of a signed start is not that of its bytes under the key that it names."""
 
-    reason = "SEAL_INVALID"
-
-
-class NoSealKeyError(ServingError):
-    """This server has no key: it neither makes nor takes sealed starts."""
-
-    reason = "NO_SEAL_KEY"
+    reason = "SIGNED_START_INVALID"
 
 
-class SealKeyUnknownError(ServingError):
-    """The key that a sealed start names is not, or no longer, one of this server's."""
+class NoSigningKeyError(ServingError):
+    """This server has no key: it neither makes nor takes signed starts."""
 
-    reason = "SEAL_KEY_UNKNOWN"
-
-
-class SealForeignError(ServingError):
-    """The sealed start is for another worker, or for another life of this one."""
-
-    reason = "SEAL_FOREIGN"
+    reason = "NO_SIGNING_KEY"
 
 
-class SealExpiredError(ServingError):
-    """The sealed start came too late."""
+class SigningKeyUnknownError(ServingError):
+    """The key that a signed start names is not, or no longer, one of this server's."""
 
-    reason = "SEAL_EXPIRED"
+    reason = "SIGNING_KEY_UNKNOWN"
 
 
-class SealUsedError(ServingError):
-    """The sealed start came before: each is good for once."""
+class SignedStartForeignError(ServingError):
+    """The signed start is for another worker, or for another life of this one."""
 
-    reason = "SEAL_USED"
+    reason = "SIGNED_START_FOREIGN"
+
+
+class SignedStartExpiredError(ServingError):
+    """The signed start came too late."""
+
+    reason = "SIGNED_START_EXPIRED"
+
+
+class SignedStartUsedError(ServingError):
+    """The signed start came before: each is good for once."""
+
+    reason = "SIGNED_START_USED"
 
 
 class PlaceTooLargeError(ServingError):

@@ -13,7 +13,7 @@ import uvloop
 
 from quartet.config import build, load_yaml, override
 from quartet.errors import ConfigError, ServingError
-from quartet.rpc.poller_thread import yielding_poller
+from quartet.rpc.channels import yielding_poller
 from quartet.telemetry.logging import configure
 from router.config import RouterConfig
 from router.process import RouterProcess

@@ -1,33 +1,34 @@
-"""The router's one queue: requests wait here, by priority and fair share, until a policy finds them a place."""
+"""The router's one queue: requests wait here, by priority and fair share, until a policy finds them a rank."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left, insort
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from operator import attrgetter
+from typing import TypeAlias
 
 from quartet.errors import PlaceTooLargeError, QueueFullError, ServingError, WorkerUnavailableError
 from quartet.telemetry.routing_metrics import AdmissionOutcome, RoutingMetrics
-from router.admission_config import AdmissionConfig
 from router.book import Reservation
+from router.config import AdmissionConfig
 from router.fair_share import FairShare
+from router.kv_index.index import PrefixIndex, PromptMatches
 from router.policy.base import Pending, Placement, Policy, Snapshot
 from router.policy.room import with_way
-from router.prefix_index import PrefixIndex
-from router.prompt_matches import PromptMatches
-from router.together import Together
-from router.waiting import Ticket, Waiting, WaitingLine
-from router.worker import PoolKey
-from router.worker_table import WorkerTable
-
-__all__ = ["MAX_ASSIGNED_TOGETHER", "Admission", "AdmissionConfig", "Ticket"]
+from router.signing import Together
+from router.workers import PoolKey, WorkerTable
 
 #: As many requests at the head of the queue are assigned together; the rest would hardly find room anyway.
 MAX_ASSIGNED_TOGETHER = 256
 
 # Waits end late by this share of their limit at most, and never by more than that many seconds.
 _LATENESS, _MAX_LOOK_INTERVAL_S = 0.1, 1.0
+
 # Tokens pass the same event loop: where a long queue makes the policy take so long, it gets a fifth of the time.
 _LONG_PUMP_S, _REST = 0.002, 4.0
 
@@ -81,7 +82,7 @@ class Admission:
         num_choices: int = 1,
         deadline: float = float("inf"),
     ) -> Ticket:
-        """Draw a place in the queue, for ``num_choices`` choices of ``num_tokens`` tokens of work each."""
+        """Draw a rank in the queue, for ``num_choices`` choices of ``num_tokens`` tokens of work each."""
         self._num_tickets += 1
         return Ticket(
             pool=pool,
@@ -114,7 +115,7 @@ class Admission:
     async def admit(
         self, ticket: Ticket, pending: Pending, *, is_retry: bool = False, together: Together | None = None
     ) -> Reservation:
-        """Wait for a place; the caller must release the reservation. Leaves nothing behind when cancelled.
+        """Wait for a rank; the caller must release the reservation. Leaves nothing behind when cancelled.
 
         One of several that are ``together`` does not wait while another one of them holds room.
 
@@ -237,7 +238,7 @@ class Admission:
     def _assign(self, pool: PoolKey, line: WaitingLine, now: float) -> float | None:
         """Place those of one pool; returns ``Decision.look_again_in_s``."""
         snapshot = self._table.snapshot(pool, now)
-        adapters = frozenset[str]().union(*(place.adapters for place in snapshot.decode))
+        adapters = frozenset[str]().union(*(candidate.adapters for candidate in snapshot.decode))
         head = line.head(MAX_ASSIGNED_TOGETHER, adapters)
         if not head:
             return None
@@ -279,3 +280,105 @@ class Admission:
         if not line:
             del self._lines[pool]
         return True
+
+
+# Who waits in the router's queue, and in what order.
+
+#: Less is further ahead.
+Rank: TypeAlias = tuple[int, float, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ticket:
+    """A request's standing in the queue; its retries keep it.
+
+    Attributes:
+        tenant: whom it is accounted to.
+        priority: higher first.
+        start: among equals, lower first (see ``router.fair_share``).
+        number: arrival at this router; lower first among those that start together.
+        num_tokens: of work that each of its choices is.
+        deadline: when the request ends in any case, in monotonic seconds.
+    """
+
+    pool: PoolKey
+    tenant: str
+    priority: int
+    start: float
+    number: int
+    num_tokens: int
+    deadline: float
+
+
+@dataclass(eq=False, kw_only=True)
+class Waiting:
+    """A choice that waits.
+
+    Attributes:
+        entry: of all that ever waited, its number: orders the choices of one request.
+        pending: what policies are shown of it; what ``matches`` say is in there.
+        placed: its end, good or bad.
+        since: when it came, in monotonic seconds.
+        ready_at: when a decode worker was last seen to be ready.
+        is_retry: an attempt was made before: it is never refused for want of room in the queue.
+    """
+
+    ticket: Ticket
+    entry: int
+    pending: Pending
+    matches: PromptMatches
+    placed: asyncio.Future[Reservation]
+    since: float
+    ready_at: float
+    is_retry: bool
+    together: Together | None
+    rank: Rank = field(init=False)
+
+    def __post_init__(self) -> None:
+        ticket = self.ticket
+        self.rank = (-ticket.priority, ticket.start, ticket.number, self.entry)
+
+    def can_run(self, adapters: frozenset[str]) -> bool:
+        """Whether it still waits, and for no other adapter."""
+        return not self.placed.done() and (not self.pending.adapter or self.pending.adapter in adapters)
+
+    @property
+    def is_refusable(self) -> bool:
+        """Whether it may be sent away to make room in the queue."""
+        return not (self.is_retry or self.placed.done())
+
+
+_by_rank: Callable[[Waiting], Rank] = attrgetter("rank")
+
+
+class WaitingLine:
+    """Those that wait for one pool, best rank first."""
+
+    def __init__(self) -> None:
+        self._line: list[Waiting] = []
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        return iter(self._line)
+
+    def head(self, length: int, adapters: frozenset[str]) -> list[Waiting]:
+        """The first ``length`` at most whose end is not known and that need none but these adapters."""
+        return list(islice((waiting for waiting in self._line if waiting.can_run(adapters)), length))
+
+    def add(self, waiting: Waiting) -> None:
+        """Queue ``waiting`` at its rank."""
+        insort(self._line, waiting, key=_by_rank)
+
+    def remove(self, waiting: Waiting) -> bool:
+        """Take ``waiting`` out; return whether it was in there."""
+        index = bisect_left(self._line, waiting.rank, key=_by_rank)
+        if index == len(self._line) or self._line[index] is not waiting:
+            return False
+        del self._line[index]
+        return True
+
+    def last_refusable(self) -> Waiting | None:
+        """Of those that may be refused, the one that stands last."""
+        return next((waiting for waiting in reversed(self._line) if waiting.is_refusable), None)

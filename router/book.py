@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
 
 from quartet.events.load import PlacementProgress
-from router.placed_book import PlacedBooking, PlacedBookings, PlacedShare
 from router.policy.base import Placement
 
 _NO_PLACEMENTS = PlacementProgress()
@@ -23,11 +26,11 @@ def numbering(router_id: str, epoch: int) -> str:
 
 @dataclass
 class RankAccount:
-    """Running sums over the bookings at one place.
+    """Running sums over the bookings at one rank.
 
     Attributes:
-        num_promised_blocks: blocks that the bookings may take beyond what the place reports as used.
-        num_unreported_tokens: tokens to prefill of bookings that have not arrived, as far as the place's reports tell.
+        num_promised_blocks: blocks that the bookings may take beyond what the rank reports as used.
+        num_unreported_tokens: tokens to prefill of bookings that have not arrived, as far as the rank's reports tell.
         num_placed_tokens: of starts that clients may bring at any time, or never.
     """
 
@@ -113,7 +116,7 @@ class WorkerBook:
 
 
 class Booking:
-    """One request's share of one place, from placement to release."""
+    """One request's share of one rank, from placement to release."""
 
     def __init__(
         self, book: WorkerBook, account: RankAccount, block_size: int, num_blocks: int, num_queued_tokens: int
@@ -164,7 +167,7 @@ class Booking:
         return self._book.placed.add(share, self._account)
 
     def hold(self, num_tokens: int) -> int:
-        """The place now has the KV of ``num_tokens`` tokens of the request.
+        """The rank now has the KV of ``num_tokens`` tokens of the request.
 
         Returns:
             Up to so many there is nothing new to say.
@@ -190,12 +193,12 @@ class Booking:
         self._promise()
 
     def arrive(self) -> None:
-        """The place's reports have its tokens to prefill from now on."""
+        """The rank's reports have its tokens to prefill from now on."""
         self._account.num_unreported_tokens -= self._num_queued_tokens
         self._num_queued_tokens = 0
 
     def count_in(self) -> None:
-        """The place's reports hold its blocks from now on."""
+        """The rank's reports hold its blocks from now on."""
         self._is_reported = True
         self._promise()
 
@@ -220,7 +223,7 @@ class Booking:
 
 @dataclass(frozen=True)
 class Reservation:
-    """A placed request's bookings; ``prefill`` is ``None`` where the decode place prefills itself."""
+    """A placed request's bookings; ``prefill`` is ``None`` where the decode rank prefills itself."""
 
     placement: Placement
     prefill: Booking | None
@@ -229,7 +232,7 @@ class Reservation:
 
     @property
     def is_released(self) -> bool:
-        """Whether its room at the decode place was let go of."""
+        """Whether its room at the decode rank was let go of."""
         return self.decode.is_released
 
     def release(self) -> None:
@@ -237,3 +240,163 @@ class Reservation:
         if self.prefill is not None:
             self.prefill.release()
         self.decode.release()
+
+
+# What the router goes on booking after Place has answered: starts that clients may bring to a worker, or never do.
+
+
+class Account(Protocol):
+    """The sums of one rank (``router.book.RankAccount``)."""
+
+    num_promised_blocks: int
+    num_placed_tokens: int
+
+
+class PlacedState(Enum):
+    """How far a placed start is, as its worker's reports tell."""
+
+    WAITING = auto()  # nobody brought it yet, or it waits for the running batch
+    STARTED = auto()  # it is in the worker's load
+    LAPSED = auto()  # its signature has expired; only one that still waits for the batch may come yet
+    ENDED = auto()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedShare:
+    """What one placed start takes, in blocks and tokens, and how long it is waited for, in monotonic seconds.
+
+    Attributes:
+        request_id, choice: whose it is.
+        num_reserved_blocks: blocks that it may take in all.
+        num_first_blocks: blocks that it has from its first step on.
+        num_queued_tokens: tokens to prefill at the rank itself.
+        lapses_at: nobody can bring it any more.
+        ends_at: by then it has ended in any case.
+    """
+
+    request_id: str
+    choice: int
+    num_reserved_blocks: int
+    num_first_blocks: int
+    num_queued_tokens: int
+    lapses_at: float
+    ends_at: float
+
+
+class PlacedBooking:
+    """One placed start's share of one rank.
+
+    It counts in full until a report says that it started. From then on it counts with what it may still take beyond
+    its first blocks, until it ends: its tokens don't pass the router, so nobody tells what of that it has taken.
+    """
+
+    def __init__(
+        self, number: int, share: PlacedShare, account: Account, on_change: Callable[[PlacedBooking, bool], None]
+    ) -> None:
+        """Book ``share``; ``on_change`` is told, after each change, whether it was booked before."""
+        self.number = number
+        self.state = PlacedState.WAITING
+        self._share = share
+        self._account = account
+        self._on_change = on_change
+        self._num_promised = 0
+        self._num_queued = 0
+        self._count(share.num_reserved_blocks, share.num_queued_tokens)
+
+    @property
+    def looks_at(self) -> float:
+        """When time changes it next, unless something else does before."""
+        return self._share.lapses_at if self.state is PlacedState.WAITING else self._share.ends_at
+
+    @property
+    def is_booked(self) -> bool:
+        """Whether it counts as a request at its rank."""
+        return self.state in (PlacedState.WAITING, PlacedState.STARTED)
+
+    def is_for(self, request_id: str, choice: int) -> bool:
+        """Whether it is an attempt of that choice of that request."""
+        return (self._share.request_id, self._share.choice) == (request_id, choice)
+
+    def start(self) -> None:
+        """A report counts it in; one that was given up as lapsed had waited at the worker."""
+        if self.state is not PlacedState.ENDED:
+            num_promised = max(0, self._share.num_reserved_blocks - self._share.num_first_blocks)
+            self._change(PlacedState.STARTED, num_promised)
+
+    def look(self, now: float) -> None:
+        """Time has passed."""
+        if now >= self._share.ends_at:
+            self.release()
+        elif self.state is PlacedState.WAITING and now >= self._share.lapses_at:
+            self._change(PlacedState.LAPSED, 0)
+
+    def release(self) -> None:
+        """It has ended, or was never given out. May be called twice."""
+        if self.state is not PlacedState.ENDED:
+            self._change(PlacedState.ENDED, 0)
+
+    def _change(self, state: PlacedState, num_promised: int) -> None:
+        was_booked, self.state = self.is_booked, state
+        self._count(num_promised, 0)
+        self._on_change(self, was_booked)
+
+    def _count(self, num_promised: int, num_queued: int) -> None:
+        self._account.num_promised_blocks += num_promised - self._num_promised
+        self._account.num_placed_tokens += num_queued - self._num_queued
+        self._num_promised, self._num_queued = num_promised, num_queued
+
+
+class PlacedBookings:
+    """The placed starts of one life of one worker, by their own sequence of numbers."""
+
+    def __init__(self) -> None:
+        """Nothing is placed."""
+        self._bookings: dict[int, PlacedBooking] = {}
+        self._looks: list[tuple[float, int]] = []  # a heap of when to look at which; some have ended meanwhile
+        self._num_booked = 0
+        self._last_number = 0
+
+    @property
+    def num_booked(self) -> int:
+        """Placed starts that count as requests."""
+        return self._num_booked
+
+    def add(self, share: PlacedShare, account: Account) -> PlacedBooking:
+        """Book ``share``; its number is the next one."""
+        self._last_number += 1
+        booking = PlacedBooking(self._last_number, share, account, self._changed)
+        self._bookings[booking.number] = booking
+        self._num_booked += 1
+        self._look_later(booking)
+        return booking
+
+    def has(self, request_id: str, choice: int) -> bool:
+        """Whether that choice of that request was placed here, and has not ended as far as is known."""
+        return any(booking.is_for(request_id, choice) for booking in self._bookings.values())
+
+    def reported(self, progress: PlacementProgress) -> None:
+        """The worker told what became of some; each is told several times."""
+        for number in progress.started:
+            if number in self._bookings:
+                self._bookings[number].start()
+        for number in progress.ended:
+            if number in self._bookings:
+                self._bookings[number].release()
+
+    def look(self, now: float) -> None:
+        """Give up what nobody brought in time."""
+        while self._looks and self._looks[0][0] <= now:
+            _, number = heapq.heappop(self._looks)
+            booking = self._bookings.get(number)
+            if booking is not None:
+                booking.look(now)
+                if number in self._bookings:
+                    self._look_later(booking)
+
+    def _look_later(self, booking: PlacedBooking) -> None:
+        heapq.heappush(self._looks, (booking.looks_at, booking.number))
+
+    def _changed(self, booking: PlacedBooking, was_booked: bool) -> None:
+        self._num_booked += booking.is_booked - was_booked
+        if booking.state is PlacedState.ENDED:
+            del self._bookings[booking.number]

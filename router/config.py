@@ -2,19 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quartet.api.request import SessionLimits
 from quartet.discovery.create import DiscoveryConfig
 from quartet.errors import ConfigError
-from quartet.rpc.seal import MAX_SEAL_TTL_S
 from quartet.rpc.server import ServerConfig
-from quartet.rpc.session import SessionLimits
+from quartet.streams.signed_start import MAX_SIGNED_START_TTL_S
 from quartet.telemetry.logging import LogConfig
-from router.admission import AdmissionConfig
-from router.attempt_tools import AttemptConfig
+from router.fair_share import check_weights
 from router.media.config import MediaConfig
 from router.policy.create import PolicyConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptConfig:
+    """Bounds of one choice's attempts.
+
+    Attributes:
+        max_attempts: attempts in all; the last one's error is the choice's.
+        reserve_tokens: a decode rank must have room for the prompt, what was generated, and so many tokens more
+            (or what is left to generate, if less).
+        encode_timeout_s: longest encode of a request's media at one worker, that one's queue included.
+        prefill_timeout_s: longest prefill hop, the worker's queue included.
+        decode_start_timeout_s: longest wait for a decode worker's first word, its queue and the transfer included.
+        decode_stall_timeout_s: longest silence of a decode worker after that.
+    """
+
+    max_attempts: int = 5
+    reserve_tokens: int = 512
+    encode_timeout_s: float = 60.0
+    prefill_timeout_s: float = 120.0
+    decode_start_timeout_s: float = 120.0
+    decode_stall_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        for name in ("max_attempts", "reserve_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: must be at least 1")
+        for name in ("encode_timeout_s", "prefill_timeout_s", "decode_start_timeout_s", "decode_stall_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}: must be above 0")
+
+
+# Bounds of the router's queue.
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionConfig:
+    """Bounds of the queue.
+
+    Attributes:
+        max_queue_length: choices that wait at most; more are refused at once. A router's own retries always get in.
+        queue_timeout_s: longest wait for room.
+        unavailable_timeout_s: longest wait while no decode worker is ready at all.
+        retry_delay_s: what refused clients are told to wait.
+        tenant_weights: by tenant, its share of the work while others wait too; a tenant left out weighs 1.
+        prediction_life_s: blocks of a prompt count as cached where it was sent for so long, unless KV events tell.
+    """
+
+    max_queue_length: int = 4096
+    queue_timeout_s: float = 60.0
+    unavailable_timeout_s: float = 10.0
+    retry_delay_s: float = 1.0
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    prediction_life_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        if self.max_queue_length < 1:
+            raise ConfigError("max_queue_length: must be at least 1")
+        for name in ("queue_timeout_s", "unavailable_timeout_s", "retry_delay_s", "prediction_life_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}: must be above 0")
+        check_weights(self.tenant_weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +94,8 @@ class RouterConfig:
         heartbeat_timeout_s: a worker silent for longer gets nothing new.
         stall_timeout_s: a client that takes nothing for so long loses its request, or its session.
         session: bounds of each session.
-        seal_keys_file: keys that seal placements (see ``quartet.rpc.seal_keys``); ``None``: Place is not offered.
-        seal_ttl_s: a placement must be taken up within it. Less where a hand-off's lease is shorter.
+        signing_keys_file: keys that sign placements (``quartet.streams.signed_start``); ``None``: Place is not offered.
+        signed_start_ttl_s: a placement must be taken up within it. Less where a hand-off's lease is shorter.
         events_key_file: the key that workers serve their events with (see ``quartet.events.curve``); ``None``: they are
             listened to in the clear.
         custom_chat_template: a Jinja file that lays out the chats of every model here, in place of the model's own.
@@ -51,8 +115,8 @@ class RouterConfig:
     heartbeat_timeout_s: float = 30.0
     stall_timeout_s: float = 30.0
     session: SessionLimits = field(default_factory=SessionLimits)
-    seal_keys_file: Path | None = None
-    seal_ttl_s: float = 20.0
+    signing_keys_file: Path | None = None
+    signed_start_ttl_s: float = 20.0
     events_key_file: Path | None = None
     custom_chat_template: Path | None = None
     trusted_gateways: tuple[str, ...] = ()
@@ -64,6 +128,6 @@ class RouterConfig:
         for name in ("max_request_timeout_s", "heartbeat_timeout_s", "stall_timeout_s", "drain_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0")
-        if not 0 < self.seal_ttl_s < MAX_SEAL_TTL_S:
-            raise ConfigError(f"seal_ttl_s: must be above 0 and below {MAX_SEAL_TTL_S:g}")
+        if not 0 < self.signed_start_ttl_s < MAX_SIGNED_START_TTL_S:
+            raise ConfigError(f"signed_start_ttl_s: must be above 0 and below {MAX_SIGNED_START_TTL_S:g}")
         self.server.check_beside(self.http_address, "http_address")

@@ -8,19 +8,15 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
-from quartet.discovery.base import Role
-from quartet.discovery.place import Place
-from quartet.rpc.edge import GenerateStart
-from quartet.rpc.explanation import Explanation, PlaceOption
-from quartet.rpc.fleet import WorkerState
-from router.pending import make_pending
-from router.pipeline_tools import PipelineTools
+from quartet.api.fleet import Explanation, RankOption, WorkerState
+from quartet.api.request import GenerateStart
+from quartet.discovery.base import Rank, Role
+from router.attempts import make_pending
+from router.context import PipelineTools
 from router.policy.base import Option
-from router.prepare import run_prepared
-from router.prepared import ArrivedRequest, PreparedRequest
+from router.prepare import ArrivedRequest, PreparedRequest, run_prepared
 from router.retry import RetryHints
-from router.worker import PoolKey
-from router.worker_table import WorkerTable
+from router.workers import PoolKey, WorkerTable
 
 _ROLES = frozenset({Role.PREFILL, Role.DECODE})
 
@@ -49,9 +45,9 @@ def _explain(request: PreparedRequest, tools: PipelineTools) -> Explanation:
     at_once = copy.deepcopy(policy).assign([replace(pending, binds_at_once=True)], snapshot)
     placement = now or at_once.placements[0]
     chosen = set() if placement is None else {placement.prefills_at, placement.decode}
-    options = [_to_place_option(option, chosen) for option in policy.explain(pending, snapshot)]
-    known = {option.place for option in options}
-    options += [option for option in _not_ready(pool, tools.table) if option.place not in known]
+    options = [_to_rank_option(option, chosen) for option in policy.explain(pending, snapshot)]
+    known = {option.rank for option in options}
+    options += [option for option in _not_ready(pool, tools.table) if option.rank not in known]
     return Explanation(
         policy=policy.name,
         model=pool.model_name,
@@ -63,11 +59,11 @@ def _explain(request: PreparedRequest, tools: PipelineTools) -> Explanation:
     )
 
 
-def _to_place_option(option: Option, chosen: set[Place]) -> PlaceOption:
-    return PlaceOption(
-        place=option.place,
+def _to_rank_option(option: Option, chosen: set[Rank]) -> RankOption:
+    return RankOption(
+        rank=option.rank,
         role=Role.DECODE if option.is_decode else Role.PREFILL,
-        is_chosen=option.place in chosen,
+        is_chosen=option.rank in chosen,
         num_matched_tokens=option.num_cached_tokens,
         cost=option.cost,
         cost_unit=option.cost_unit,
@@ -76,18 +72,18 @@ def _to_place_option(option: Option, chosen: set[Place]) -> PlaceOption:
     )
 
 
-def _not_ready(pool: PoolKey, table: WorkerTable) -> Iterable[PlaceOption]:
+def _not_ready(pool: PoolKey, table: WorkerTable) -> Iterable[RankOption]:
     """Places that no policy is shown."""
     for status in table.statuses(time.monotonic()):
         record = status.record
         is_of_pool = PoolKey(record.model_name, record.model_fingerprint) == pool and record.role in _ROLES
         if is_of_pool and status.state is not WorkerState.READY:
-            for rank in range(record.data_parallel_size):
-                place = Place(record.worker_id, rank)
-                yield PlaceOption(place=place, role=record.role, obstacle=f"not ready: {status.state}")
+            for number in range(record.data_parallel_size):
+                rank = Rank(record.worker_id, number)
+                yield RankOption(rank=rank, role=record.role, obstacle=f"not ready: {status.state}")
 
 
-def _rank(option: PlaceOption) -> tuple[bool, bool, float, str, Place]:
+def _rank(option: RankOption) -> tuple[bool, bool, float, str, Rank]:
     """Chosen ones first, those that can't take it last; costs of one role can be compared."""
     cost = math.inf if option.cost is None else option.cost
-    return not option.is_chosen, bool(option.obstacle), cost, option.role, option.place
+    return not option.is_chosen, bool(option.obstacle), cost, option.role, option.rank

@@ -6,9 +6,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
 
+from quartet.api.fleet import WorkerState
+from quartet.api.text_cache import MAX_FILES_BYTES, TextCache
 from quartet.discovery.base import (
+    Rank,
     Role,
     Synchronised,
     Watch,
@@ -20,35 +25,41 @@ from quartet.discovery.base import (
     WorkerRemoved,
 )
 from quartet.discovery.host import host_identity
-from quartet.discovery.place import Place
-from quartet.errors import DrainingError, ServingError, TransferError, WorkerUnavailableError
+from quartet.errors import (
+    ConfigError,
+    DrainingError,
+    ModelFilesError,
+    ServingError,
+    TransferError,
+    WorkerUnavailableError,
+)
 from quartet.events.curve import EventsKey
 from quartet.events.load import NumberedLoad
 from quartet.events.subscriber import EventSubscriber
 from quartet.kvcache.layout import HandOff
-from quartet.rpc.channels import create_channel
-from quartet.rpc.encode import EncodeStart
-from quartet.rpc.encode_client import EncodeCall
-from quartet.rpc.fleet import WorkerState
-from quartet.rpc.inner import DecodeSink, InnerStart
-from quartet.rpc.inner_client import DecodeCall, PrefillCall
-from quartet.rpc.text_cache import MAX_FILES_BYTES
-from quartet.rpc.tls import TlsConfig
+from quartet.media.items import MediaSize
+from quartet.rpc.channels import TlsConfig, create_channel, watch_connection
+from quartet.streams.client import DecodeCall, DecodeClient, PrefillCall, PrefillClient
+from quartet.streams.encode_client import EncodeCall, EncodeClient
+from quartet.streams.messages import DecodeFinished, DecodeSink, EncodeStart, PrefillOutcome, WorkerStart
+from quartet.streams.worker_client import WorkerClient
 from quartet.telemetry.metrics import RouterMetrics
+from quartet.text.chat_template import read_template_file
+from quartet.text.model_files import CHAT_TEMPLATE, TEXT_FILE_NAMES
+from quartet.text.model_text import ModelText
 from quartet.transfer.config import TransferConfig
-from quartet.transfer.grpc.lease import HandOffLease
-from quartet.transfer.grpc.puller import TransferPuller
-from router.connections import WorkerConnection
-from router.kv_join import KvJoins
-from router.model_texts import FetchedTexts
-from router.worker import PoolKey
-from router.worker_table import WorkerTable
+from quartet.transfer.grpc.puller import HandOffLease, TransferPuller
+from router.kv_index.feed import KvJoins
+from router.workers import PoolKey, WorkerTable
 
 logger = logging.getLogger(__name__)
 
 _WORKER_ROLES = frozenset({Role.ENCODE, Role.PREFILL, Role.DECODE})
+
 _TICK_S = 0.5
+
 _PROBE_TIMEOUT_S = 2.0
+
 _FILES_TIMEOUT_S = 30.0
 
 
@@ -101,17 +112,17 @@ class Fleet:
 
     # Hops.
 
-    def encode(self, place: Place, start: EncodeStart, on_encoded: Callable[[HandOff], None]) -> EncodeCall:
+    def encode(self, rank: Rank, start: EncodeStart, on_encoded: Callable[[HandOff], None]) -> EncodeCall:
         """Start to encode. Raises ``WorkerUnavailableError`` when the worker is gone."""
-        return self._connection(Role.ENCODE, place).encode(start, on_encoded)
+        return self._connection(Role.ENCODE, rank).encode(start, on_encoded)
 
-    def prefill(self, place: Place, start: InnerStart) -> PrefillCall:
+    def prefill(self, rank: Rank, start: WorkerStart) -> PrefillCall:
         """Start a prefill. Raises ``WorkerUnavailableError`` when the worker is gone."""
-        return self._connection(Role.PREFILL, place).prefill(start)
+        return self._connection(Role.PREFILL, rank).prefill(start)
 
-    def decode(self, place: Place, start: InnerStart, sink: DecodeSink) -> DecodeCall:
+    def decode(self, rank: Rank, start: WorkerStart, sink: DecodeSink) -> DecodeCall:
         """Start a decode. Raises ``WorkerUnavailableError`` when the worker is gone."""
-        return self._connection(Role.DECODE, place).decode(start, sink)
+        return self._connection(Role.DECODE, rank).decode(start, sink)
 
     def keep(self, hand_off: HandOff) -> HandOffLease:
         """Renew the lease of ``hand_off`` until told to stop. Raises ``TransferError`` when closing."""
@@ -279,10 +290,10 @@ class Fleet:
                 last = error
         raise last
 
-    def _connection(self, role: Role, place: Place) -> WorkerConnection:
-        connection = self._connections.get(WorkerKey(role=role, worker_id=place.worker_id))
+    def _connection(self, role: Role, rank: Rank) -> WorkerConnection:
+        connection = self._connections.get(WorkerKey(role=role, worker_id=rank.worker_id))
         if connection is None:
-            raise WorkerUnavailableError(f"worker {place.worker_id} is gone")
+            raise WorkerUnavailableError(f"worker {rank.worker_id} is gone")
         return connection
 
     def _show_states(self, now: float) -> None:
@@ -295,3 +306,244 @@ class Fleet:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+# What the router holds open to one life of one worker.
+
+
+class WorkerConnection:
+    """One channel, with the worker's worker stream on it once it is needed.
+
+    Attributes:
+        record: of the life that this connects to.
+        client: asks the worker about itself.
+    """
+
+    def __init__(
+        self,
+        record: WorkerRecord,
+        tls: TlsConfig | None,
+        on_broken: Callable[[WorkerRecord, ServingError], None],
+        on_lost: Callable[[WorkerRecord], None],
+        drop: Callable[[HandOff], None],
+    ) -> None:
+        """Connect at the first use; ``drop`` is given hand-offs that nobody waits for any more.
+
+        ``on_broken`` hears of broken streams, ``on_lost`` of a lost connection that had none: a worker's death shows
+        also where only clients run something.
+        """
+        self.record = record
+        self._channel = create_channel(record.grpc_address, tls)
+        self.client = WorkerClient(self._channel)
+        self._on_broken = on_broken
+        self._on_lost = on_lost
+        self._watching = asyncio.create_task(
+            watch_connection(self._channel, self._lost), name=f"connection to {record.worker_id}"
+        )
+        self._is_closed = False
+        self._decode: DecodeClient | None = None
+        self._prefill: PrefillClient | None = None
+        self._encode: EncodeClient | None = None
+        if record.role is Role.DECODE:
+            self._decode = DecodeClient(record.worker_id, self._channel, self._broken)
+        elif record.role is Role.PREFILL:
+            self._prefill = PrefillClient(record.worker_id, self._channel, self._broken, drop)
+        elif record.role is Role.ENCODE:
+            self._encode = EncodeClient(record.worker_id, self._channel, drop)
+
+    def decode(self, start: WorkerStart, sink: DecodeSink) -> DecodeCall:
+        """Start a decode, whose outputs go to ``sink``.
+
+        Raises ``WorkerUnavailableError`` when this is closed, or to no decode worker.
+        """
+        if self._decode is None or self._is_closed:
+            raise WorkerUnavailableError(f"worker {self.record.worker_id} is gone")
+        return self._decode.start(start, sink)
+
+    def prefill(self, start: WorkerStart) -> PrefillCall:
+        """Start a prefill. Raises ``WorkerUnavailableError`` when this is closed, or to no prefill worker."""
+        if self._prefill is None or self._is_closed:
+            raise WorkerUnavailableError(f"worker {self.record.worker_id} is gone")
+        return self._prefill.start(start)
+
+    def encode(self, start: EncodeStart, on_encoded: Callable[[HandOff], None]) -> EncodeCall:
+        """Start to encode. Raises ``WorkerUnavailableError`` when this is closed, or to no encode worker."""
+        if self._encode is None or self._is_closed:
+            raise WorkerUnavailableError(f"worker {self.record.worker_id} is gone")
+        return self._encode.start(start, on_encoded)
+
+    async def close(self) -> None:
+        """Break the stream: requests on it fail with ``WorkerUnavailableError`` and go on elsewhere."""
+        self._is_closed = True
+        self._watching.cancel()
+        await asyncio.wait([self._watching])
+        for client in (self._decode, self._prefill, self._encode):
+            if client is not None:
+                await client.close()
+        await self._channel.close()
+
+    def _lost(self) -> None:
+        client = self._decode or self._prefill
+        # A stream may outlive the word that no new ones are taken; when it breaks, it says so. Encodes only fail.
+        if client is None or not client.is_open:
+            self._on_lost(self.record)
+
+    def _broken(self, error: ServingError) -> None:
+        if not self._is_closed:
+            self._on_broken(self.record, error)
+
+
+# What the pipeline needs of others: hops to workers, and the text side of models.
+
+
+class PrefillHop(Protocol):
+    """One prefill under way."""
+
+    async def outcome(self) -> PrefillOutcome:
+        """Wait for its output. A caller that is cancelled here leaves nothing behind.
+
+        Raises:
+            ServingError: it ended badly.
+        """
+        ...
+
+
+class DecodeHop(Protocol):
+    """One decode under way."""
+
+    @property
+    def heard_at(self) -> float | None:
+        """When the worker last said something of it, monotonic seconds; ``None`` before its first word."""
+        ...
+
+    async def outcome(self) -> DecodeFinished | None:
+        """Wait for its end; ``None``: the sink wanted no more. Raises ``ServingError`` when it ended badly."""
+        ...
+
+    def cancel(self) -> None:
+        """End it early; harmless when it has ended."""
+        ...
+
+
+class EncodeHop(Protocol):
+    """One request's media on their way into embeddings."""
+
+    async def sizes(self) -> Sequence[MediaSize]:
+        """Wait for the size of each item, in order. Raises ``ServingError``: it ended badly before."""
+        ...
+
+    async def hand_offs(self) -> Sequence[HandOff]:
+        """Wait for the hand-off of each item, in order; they are the caller's then.
+
+        Raises:
+            ServingError: it ended badly; nothing is held then.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """End it early and let go of what nobody took; harmless when that was taken."""
+        ...
+
+
+class KeptHandOff(Protocol):
+    """A hand-off whose lease is renewed."""
+
+    def stop(self) -> None:
+        """Renew no more; what is left of the lease is left. May be called twice."""
+        ...
+
+
+class Hops(Protocol):
+    """The ways to workers. Nothing here waits."""
+
+    def encode(self, rank: Rank, start: EncodeStart, on_encoded: Callable[[HandOff], None]) -> EncodeHop:
+        """Start to encode; ``on_encoded`` hears of each hand-off as it comes.
+
+        Raises ``WorkerUnavailableError`` when the worker is gone.
+        """
+        ...
+
+    def prefill(self, rank: Rank, start: WorkerStart) -> PrefillHop:
+        """Start a prefill. Raises ``WorkerUnavailableError`` when the worker is gone."""
+        ...
+
+    def decode(self, rank: Rank, start: WorkerStart, sink: DecodeSink) -> DecodeHop:
+        """Start a decode, whose outputs go to ``sink``. Raises ``WorkerUnavailableError`` when the worker is gone."""
+        ...
+
+    def keep(self, hand_off: HandOff) -> KeptHandOff:
+        """Renew the lease of a hand-off until told to stop. Raises ``TransferError`` when this is closing."""
+        ...
+
+    def drop(self, hand_off: HandOff) -> None:
+        """Let the source of a hand-off know that nobody will take it; harmless when somebody did."""
+        ...
+
+
+class ModelTexts(Protocol):
+    """The text side of models."""
+
+    async def model_text(self, pool: PoolKey) -> ModelText:
+        """Tokenizer and chat template of a pool.
+
+        Raises:
+            WorkerUnavailableError: no worker gave the files in time.
+            ModelFilesError: the files make no sense.
+        """
+        ...
+
+
+# The text side of every model served: fetched from a worker once, kept while the pool lives.
+
+#: Asks one worker after the other for the files named; raises ``ServingError`` when none gives them.
+FetchFiles = Callable[[PoolKey, Collection[str]], Awaitable[Mapping[str, bytes]]]
+
+
+def read_chat_template(file: Path) -> str:
+    """The Jinja source in ``file``. Raises ``ConfigError``: it can't be read, or is none."""
+    try:
+        return read_template_file(file)
+    except ModelFilesError as error:
+        raise ConfigError(f"custom_chat_template: {error}") from error
+
+
+class FetchedTexts:
+    """``ModelTexts`` from workers. Several who wait for one model share one fetch."""
+
+    def __init__(self, fetch: FetchFiles, *, chat_template: str | None = None) -> None:
+        """``chat_template`` is the source of every model's; ``None``: each has its own."""
+        self._fetch = fetch
+        self._chat_template = chat_template
+        self._cache: TextCache[PoolKey] = TextCache()
+
+    def known(self, pool: PoolKey) -> ModelText | None:
+        """The text side, if it is here already."""
+        return self._cache.known(pool)
+
+    async def model_text(self, pool: PoolKey) -> ModelText:
+        """The text side of ``pool``.
+
+        Raises:
+            WorkerUnavailableError: no worker gave the files.
+            ModelFilesError: the files make no sense.
+        """
+        return await self._cache.get(pool, lambda: self._files(pool))
+
+    async def prefetch(self, pool: PoolKey) -> None:
+        """Have the text side ready before it is asked for; a failure is logged, and the next to ask tries again."""
+        try:
+            await self.model_text(pool)
+        except ServingError as error:
+            logger.warning("no tokenizer for %s yet: %s", pool.model_name, error)
+
+    def keep(self, pools: Collection[PoolKey]) -> None:
+        """Forget all pools but these."""
+        self._cache.keep(pools)
+
+    async def close(self) -> None:
+        """End what is being fetched."""
+        await self._cache.close()
+
+    async def _files(self, pool: PoolKey) -> Mapping[str, bytes]:
+        files = await self._fetch(pool, TEXT_FILE_NAMES)
+        return files if self._chat_template is None else {**files, CHAT_TEMPLATE: self._chat_template.encode()}

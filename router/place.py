@@ -8,37 +8,34 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from quartet.api.output import ChoiceOutput, OutputSettings
+from quartet.api.placement import PlacedChoice, PlacedRequest
+from quartet.api.request import ChoicePlacement, Resume
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import ServingError, UnsupportedFieldError
-from quartet.rpc.choice_output import ChoiceOutput, OutputSettings
-from quartet.rpc.edge import ChoicePlacement, Resume
-from quartet.rpc.placement import PlacedChoice, PlacedRequest
 from quartet.text.text_stream import TextStream
 from router.admission import Ticket
-from router.attempts import ChoiceRun
-from router.media_run import RequestMedia
-from router.pending import draw_ticket
-from router.pipeline_tools import PipelineTools
+from router.attempts import ChoiceRun, draw_ticket
+from router.context import PipelineTools
+from router.media.request import RequestMedia
 from router.policy.base import Placement
-from router.prepare import run_prepared
-from router.prepared import ArrivedRequest, PreparedRequest
+from router.prepare import ArrivedRequest, PreparedRequest, run_prepared
 from router.request_log import RequestLog, first_error, outcome_of
-from router.sealing import SealedRun, Sealer
-from router.together import Together
-from router.worker import PoolKey
+from router.signing import SignedRun, Signer, Together
+from router.workers import PoolKey
 
 
 class PlaceRun:
-    """One call of Place. Whatever way it ends but well, nothing is left behind."""
+    """One call of rank. Whatever way it ends but well, nothing is left behind."""
 
-    def __init__(self, arrived: ArrivedRequest, tools: PipelineTools, sealer: Sealer) -> None:
+    def __init__(self, arrived: ArrivedRequest, tools: PipelineTools, signer: Signer) -> None:
         """``run`` runs it."""
         self._arrived = arrived
         # It makes no text, so none is owed.
         self._resume = arrived.resume and replace(arrived.resume, num_text_bytes=0)
         self._tools = tools
-        self._sealer = sealer
+        self._signer = signer
         self._log = RequestLog(arrived.request_id, arrived.start, tools.attempts.metrics, path="place")
         self._choices: list[_Choice] = []
         self._task: asyncio.Task[object] | None = None
@@ -92,9 +89,9 @@ class PlaceRun:
         )
 
     def _check_media(self, media: RequestMedia, pool: PoolKey) -> None:
-        """Refuse what only decode workers could compute: they would need the media with the seal."""
-        places = self._tools.table.snapshot(pool, time.monotonic()).prefill
-        if not any(media.needs <= place.media for place in places):
+        """Refuse what only decode workers could compute: they would need the media with the signature."""
+        candidates = self._tools.table.snapshot(pool, time.monotonic()).prefill
+        if not any(media.needs <= candidate.media for candidate in candidates):
             message = "no prefill worker takes this request's media, so it can't be placed; Generate runs it"
             raise UnsupportedFieldError(message, field=media.field)
 
@@ -133,7 +130,7 @@ class PlaceRun:
         return ChoiceRun(request, choice.number, choice.output, self._tools.attempts, ticket, on_placed, avoid)
 
     async def _place_choice(self, choice: _Choice, run: ChoiceRun, together: Together) -> None:
-        choice.end = await run.place(self._sealer, together)
+        choice.end = await run.place(self._signer, together)
 
     def _begun(self, choice: _Choice, placement: Placement) -> None:
         choice.placement = placement
@@ -141,7 +138,7 @@ class PlaceRun:
 
     def _let_go(self) -> None:
         for choice in self._choices:
-            if isinstance(choice.end, SealedRun):
+            if isinstance(choice.end, SignedRun):
                 choice.end.let_go(self._tools.attempts.hops)
         self._tools.attempts.admission.wake()
 
@@ -153,7 +150,7 @@ class _Choice:
         self.number = number
         self.output = ChoiceOutput(settings, number, TextStream(None), self)
         self.placement: Placement | None = None
-        self.end: SealedRun | FinishReason | None = None
+        self.end: SignedRun | FinishReason | None = None
         self._logprobs: list[TokenLogprobs] = []
         if resume is not None:
             self.output.resume(resume)
@@ -180,7 +177,7 @@ class _Choice:
             placement=self._told_placement(),
             token_ids=tuple(self.output.token_ids[self._num_given_tokens :]),
             logprobs=tuple(self._logprobs),
-            next=self.end.sealed if isinstance(self.end, SealedRun) else self.output.finish(self.end),
+            next=self.end.signed if isinstance(self.end, SignedRun) else self.output.finish(self.end),
             num_cached_tokens=self.output.usage().num_cached_tokens,
             num_attempts=self.output.num_attempts - self._num_given_attempts,
             router_queue_s=times.router_queue_s,

@@ -15,33 +15,29 @@ from prometheus_client import CollectorRegistry
 from quartet.discovery.create import create_registry
 from quartet.errors import DrainingError
 from quartet.events.curve import read_events_key
-from quartet.kvcache.events import Tier
-from quartet.rpc.seal_keys import SealKeys
-from quartet.rpc.server import RpcServer
-from quartet.rpc.stalled_calls import StalledCalls
+from quartet.events.kv import Tier
+from quartet.rpc.server import RpcServer, StalledCalls
+from quartet.streams.signed_start import SigningKeys
 from quartet.telemetry.event_loop_lag import monitor_event_loop_lag
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics
 from quartet.telemetry.routing_metrics import RoutingMetrics
 from router.admission import Admission
-from router.attempt_tools import AttemptTools
 from router.config import RouterConfig
-from router.encoding import EncodeTools
+from router.context import AttemptTools, PipelineTools
 from router.fair_share import FairShare
-from router.fleet import Fleet
-from router.index_upkeep import keep_up
-from router.kv_join import KvJoins
-from router.media.fetcher import MediaFetcher
-from router.media_line import MediaLine, MediaLineConfig
-from router.media_run import MediaTools
-from router.model_texts import read_chat_template
-from router.pipeline import Pipeline
-from router.pipeline_tools import PipelineTools
+from router.fleet import Fleet, read_chat_template
+from router.generate import Pipeline
+from router.kv_index.feed import KvJoins
+from router.kv_index.index import PrefixIndex, keep_up
+from router.media.encode import EncodeTools
+from router.media.fetch import MediaFetcher
+from router.media.queue import MediaLine, MediaLineConfig
+from router.media.request import MediaTools
 from router.policy.create import create_policy
-from router.prefix_index import PrefixIndex
-from router.sealing import Sealer
 from router.servicer import RouterServicer, router_service
-from router.worker_table import WorkerTable
+from router.signing import Signer
+from router.workers import WorkerTable
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +55,7 @@ class RouterProcess:
         self._metrics = RouterMetrics(self._registry)
         self._routing_metrics = RoutingMetrics(self._registry)
         self._stalled = StalledCalls(config.stall_timeout_s)
-        self._seal_keys = None if config.seal_keys_file is None else SealKeys(config.seal_keys_file)
+        self._signing_keys = None if config.signing_keys_file is None else SigningKeys(config.signing_keys_file)
         self._events_key = None if config.events_key_file is None else read_events_key(config.events_key_file)
         template_file = config.custom_chat_template
         self._chat_template = None if template_file is None else read_chat_template(template_file)
@@ -176,7 +172,7 @@ class RouterProcess:
             timeout_s=config.attempts.encode_timeout_s,
             max_attempts=config.attempts.max_attempts,
         )
-        keys, line = self._seal_keys, self._media_line(table)
+        keys, line = self._signing_keys, self._media_line(table)
         pipeline = Pipeline(
             PipelineTools(
                 table=table,
@@ -184,7 +180,7 @@ class RouterProcess:
                 attempts=attempts,
                 media=MediaTools(fetcher, encode, line, config.media.max_size_bytes),
                 max_timeout_s=config.max_request_timeout_s,
-                sealer=None if keys is None else Sealer(keys, table, ttl_s=config.seal_ttl_s),
+                signer=None if keys is None else Signer(keys, table, ttl_s=config.signed_start_ttl_s),
             )
         )
         self._metrics.watch_requests(lambda: admission.length + line.length, lambda: pipeline.num_running)

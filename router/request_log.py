@@ -7,14 +7,14 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
+from quartet.api.output import ChoiceOutput
+from quartet.api.placement import PlacedChoice
+from quartet.api.request import ChoiceFinished, GenerateStart, TimeBreakdown, Usage
 from quartet.errors import ServingError
-from quartet.rpc.choice_output import ChoiceOutput
-from quartet.rpc.edge import ChoiceFinished, GenerateStart, TimeBreakdown, Usage
-from quartet.rpc.placement import PlacedChoice
 from quartet.telemetry.logging import FinishedRequest, log_request
 from quartet.telemetry.metrics import RouterMetrics
 from router.policy.base import Placement
-from router.prepared import PreparedRequest
+from router.prepare import PreparedRequest
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from quartet import errors
-from quartet.discovery.place import Place
+from quartet.discovery.base import Rank
 from quartet.errors import ServingError
-from quartet.rpc.retry import FINAL, pause_s
+from quartet.streams.client import FINAL, pause_s
 from router.policy.base import Placement
 
 #: Blocks or embeddings did not come over; who was to take them is fine.
@@ -47,7 +47,7 @@ class RetryHints:
     """
 
     avoid: set[str] = field(default_factory=set)
-    prefer_prefill: Place | None = None
+    prefer_prefill: Rank | None = None
     _num_failures: int = 0
     _num_failed_transfers: int = 0
     _num_failed_media_transfers: int = 0
@@ -79,16 +79,16 @@ class RetryHints:
         if not isinstance(failure.error, errors.PromptTooLongError):
             return isinstance(failure.error, FINAL)
         # Places differ in size. Whoever is asked though it is to be avoided is the last one that there is.
-        place = placement.prefill if failure.hop is Hop.PREFILL else placement.decode
-        return place is not None and place.worker_id in self.avoid
+        rank = placement.prefill if failure.hop is Hop.PREFILL else placement.decode
+        return rank is not None and rank.worker_id in self.avoid
 
-    def _note_media_transfer(self, place: Place) -> None:
+    def _note_media_transfer(self, rank: Rank) -> None:
         """Most likely it was the encode worker's fault, but not time after time."""
         self._num_failed_media_transfers += 1
         if self._num_failed_media_transfers > 1:
-            self.avoid.add(place.worker_id)
+            self.avoid.add(rank.worker_id)
 
-    def _note_transfer(self, prefill: Place) -> None:
+    def _note_transfer(self, prefill: Rank) -> None:
         self._num_failed_transfers += 1
         if self._num_failed_transfers == 1:
             self.prefer_prefill = prefill

@@ -11,28 +11,24 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from quartet.api.answer import AnswerSink
+from quartet.api.convert.answer import from_place_request, to_place_response
+from quartet.api.convert.fleet import from_explain_request, to_explain_response, to_model, to_worker_status
+from quartet.api.convert.request import from_generate_start
+from quartet.api.fleet import Model, WorkerStatus
+from quartet.api.generate_answer import GenerateAnswer
+from quartet.api.request import GenerateStart, SessionLimits, SessionStart
+from quartet.api.session_server import SessionStream
 from quartet.discovery.base import Role
 from quartet.errors import DrainingError, ModelNotFoundError, ProtocolError, ServingError
-from quartet.rpc.answer import AnswerSink
 from quartet.rpc.audience import Identity, caller_identity
-from quartet.rpc.convert.edge_start import from_generate_start
-from quartet.rpc.convert.explanation import from_explain_request, to_explain_response
-from quartet.rpc.convert.fleet import to_model, to_worker_status
-from quartet.rpc.convert.place import from_place_request, to_place_response
-from quartet.rpc.edge import GenerateStart
-from quartet.rpc.fleet import Model, WorkerStatus
-from quartet.rpc.generate_answer import GenerateAnswer
-from quartet.rpc.server import Service
-from quartet.rpc.session import SessionLimits, SessionStart
-from quartet.rpc.session_stream import SessionStream
-from quartet.rpc.stalled_calls import StalledCalls
+from quartet.rpc.server import Service, StalledCalls
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import router_pb2_grpc
-from router.model_texts import FetchedTexts
-from router.pipeline import GenerateRun, Pipeline
-from router.pools import Pool
-from router.validation import valid_traceparent
-from router.worker_table import WorkerTable
+from router.fleet import FetchedTexts
+from router.generate import GenerateRun, Pipeline
+from router.prepare import valid_traceparent
+from router.workers import Pool, WorkerTable
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 

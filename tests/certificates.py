@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from quartet.rpc.tls import TlsConfig
+from quartet.rpc.channels import TlsConfig
 
 
 class CertificateAuthority:

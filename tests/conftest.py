@@ -9,8 +9,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from services import local_etcd
-from services.tools import find_etcd, find_grpcurl
+from services.topology import launch
+from services.topology.launch import find_etcd, find_grpcurl
 from tests import etcd_server
 
 # A shared machine stalls now and then; how long one example takes is not what these tests are about.
@@ -21,7 +21,7 @@ hypothesis.settings.load_profile("quartet")
 @pytest.fixture
 def free_port() -> Callable[[], int]:
     """A function that returns a free TCP port of 127.0.0.1, a new one at each call."""
-    return local_etcd.free_port
+    return launch.free_port
 
 
 @pytest.fixture

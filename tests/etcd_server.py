@@ -14,7 +14,7 @@ from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
-from services.local_etcd import free_port
+from services.topology.launch import free_port
 
 _START_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 10.0

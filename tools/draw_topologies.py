@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 
 from quartet.discovery.base import Role
-from services.topology import Topology, WorkerGroup, load_topology
+from services.topology.topology import Topology, WorkerGroup, load_topology
 
 CONFIGS, PICTURES = Path("configs/trtllm"), Path("docs/images/topologies")
 

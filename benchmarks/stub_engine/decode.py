@@ -2,7 +2,7 @@
 
 from benchmarks.stub_engine.runner import create_engine
 from quartet.discovery.base import Role
-from services.workers.command import main
+from services.workers.process import main
 
 if __name__ == "__main__":
     main(Role.DECODE, create_engine)

@@ -11,11 +11,10 @@ import time
 from collections.abc import Sequence
 
 from quartet.engine.base import Engine, RequestKind
-from quartet.engine.core import StepEngine
 from quartet.engine.fingerprint import model_fingerprint
-from quartet.engine.mock.stamps import BlockStamps
-from quartet.engine.runner import ModelRunner, SampledToken
-from quartet.engine.running import ScheduledChunk
+from quartet.engine.mock.runner import BlockStamps
+from quartet.engine.runner import ModelRunner, SampledToken, ScheduledChunk
+from quartet.engine.step_engine import StepEngine
 from quartet.kvcache.layout import KvLayout
 from quartet.transfer.base import EmbeddingMemory, PoolMemory, Puller
 from services.workers.config import WorkerConfig

@@ -56,7 +56,7 @@ from cli.options import (
 )
 from cli.output import open_console, reporting_errors, try_write
 from quartet.client import Model, QuartetClient, RequestPath
-from quartet.rpc.tls import TlsConfig
+from quartet.rpc.channels import TlsConfig
 from quartet.telemetry.provenance import read_commit, read_machine, read_versions, write_report
 
 _STDOUT = "-"

@@ -22,7 +22,7 @@ from cli.doctor.network import EtcdCheck, PortsCheck
 from cli.doctor.packages import check_packages
 from cli.doctor.trtllm import check_trtllm
 from cli.output import reporting_errors
-from quartet.discovery.etcd_config import EtcdConfig
+from quartet.discovery.etcd_client import EtcdConfig
 from quartet.errors import ConfigError
 
 _TIMEOUT_S = 45.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from services.child import Child, start_child
+from services.topology.child import Child, start_child
 
 # Time for a killed process to end. One that hangs in a driver can't be killed, and is left behind.
 _END_TIMEOUT_S = 1.0

@@ -13,8 +13,7 @@ from pathlib import Path
 from cli.doctor.finding import Finding, ok, warning, wrong
 from quartet.errors import TransferError
 from quartet.transfer.base import PoolMemory
-from quartet.transfer.shm_pools import PoolOwner, SharedPool, ShmPools
-from quartet.transfer.shm_server import ShmServer
+from quartet.transfer.shm import PoolOwner, SharedPool, ShmPools, ShmServer
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MIN_CPUS = 2
@@ -83,7 +82,7 @@ def judge_ntp(state: int | None) -> Sequence[Finding]:
         return []
     if state == _CLOCK_UNSYNCHRONISED:
         advice = (
-            "fine on one host; with several, sealed starts and logs need the same time: chrony or systemd-timesyncd"
+            "fine on one host; with several, signed starts and logs need the same time: chrony or systemd-timesyncd"
         )
         return [warning("wall clock", "the kernel says that nothing keeps it in time", advice)]
     return [ok("wall clock", "kept in time (NTP or the like)")]
@@ -199,7 +198,7 @@ async def _pools() -> Finding:
     try:
         memory = PoolMemory(1, _PAGE)
     except OSError as error:
-        return _without_pools(f"no sealed memfd: {error.strerror}")
+        return _without_pools(f"no signed memfd: {error.strerror}")
     server = ShmServer(memory)
     try:
         await server.start()
@@ -214,7 +213,7 @@ async def _pools() -> Finding:
         memory.close()
     if not is_same:
         return wrong("pools by memfd", "the bytes read are not those written", "report it, with the kernel's version")
-    return ok("pools by memfd", "a sealed memfd passes over a Unix socket: workers of one host share pools")
+    return ok("pools by memfd", "a signed memfd passes over a Unix socket: workers of one host share pools")
 
 
 def _without_pools(reason: str) -> Finding:

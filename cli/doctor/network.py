@@ -15,11 +15,10 @@ import aiohttp
 
 from cli.doctor.finding import Finding, ok, run_program, warning, wrong
 from quartet.client import QuartetClient
-from quartet.discovery.etcd_config import EtcdConfig
+from quartet.discovery.etcd_client import EtcdConfig
 from quartet.errors import ServingError
-from services.local_etcd import etcd_answers
-from services.tools import find_etcd
-from services.topology import DEFAULT_ROUTER_PORT
+from services.topology.launch import etcd_answers, find_etcd
+from services.topology.topology import DEFAULT_ROUTER_PORT
 
 _HTTP_TIMEOUT_S = 2.0
 _VERSION_TIMEOUT_S = 3.0
@@ -96,7 +95,7 @@ def judge_skew(endpoint: str, skew_s: float | None) -> Sequence[Finding]:
     if abs(skew_s) <= _MAX_SKEW_S:
         return [ok("clock", f"within {_MAX_SKEW_S:g} s of the etcd at {endpoint}")]
     message = f"{abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} the etcd at {endpoint}"
-    return [warning("clock", message, "sealed starts and certificates expire by the clock: set up NTP on both hosts")]
+    return [warning("clock", message, "signed starts and certificates expire by the clock: set up NTP on both hosts")]
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from cli.doctor.finding import Finding, ProgramRun, ok, run_program, warning, wrong
-from quartet.engine.trtllm.inspection import ABSENT, PROGRESS, Fact, Lack, OtherDefault, Report
-from quartet.engine.trtllm.reliance import OTHER_VERSIONS, VERSION
-from quartet.engine.trtllm.uncertain import UNTOLD
+from quartet.engine.trtllm.doctor import (
+    ABSENT,
+    OTHER_VERSIONS,
+    PROGRESS,
+    UNTOLD,
+    VERSION,
+    Fact,
+    Lack,
+    OtherDefault,
+    Report,
+)
 
 _NAME = "TensorRT-LLM"
-_INSPECTION = "quartet.engine.trtllm.inspection"
+_INSPECTION = "quartet.engine.trtllm.doctor"
 # How many of the last lines that the package printed are shown.
 _NUM_LAST_LINES = 3
 

@@ -9,10 +9,10 @@ from math import inf
 
 from cli.replay.policies import ReplayCandidate
 from cli.replay.worker import EngineSettings, SimulatedWorker, WorkerState, measured
-from quartet.discovery.place import Place
-from quartet.kvcache.events import Cleared, KvEvent, Removed, Stored
+from quartet.discovery.base import Rank
+from quartet.events.kv import Cleared, KvEvent, Removed, Stored
+from router.kv_index.index import PrefixIndex
 from router.policy.base import Peers, Pending, Placement, Policy, Snapshot
-from router.prefix_index import PrefixIndex
 
 # Longer than any request waits for its first step.
 _PREDICTION_LIFE_S = 600.0
@@ -64,7 +64,7 @@ class FleetRouter:
     def __init__(
         self,
         policy: Policy,
-        workers: Mapping[Place, SimulatedWorker],
+        workers: Mapping[Rank, SimulatedWorker],
         engine: EngineSettings,
         *,
         num_prefill: int,
@@ -77,34 +77,34 @@ class FleetRouter:
         self._workers = workers
         self._engine = engine
         self._step_time = measured(engine.timing)
-        self._prefill_places, self._decode_places = list(workers)[:num_prefill], list(workers)[num_prefill:]
+        self._prefill_ranks, self._decode_ranks = list(workers)[:num_prefill], list(workers)[num_prefill:]
         self._load_age_s = load_age_s
         self._peers = peers
         self._index = PrefixIndex()
         self._waiting: list[ReplayedRequest] = []
-        self._accounts = {place: _Account() for place in workers}
-        self._reports = {place: deque[tuple[float, WorkerState]]() for place in workers}
-        self._known = {place: (0.0, worker.state()) for place, worker in workers.items()}
+        self._accounts = {rank: _Account() for rank in workers}
+        self._reports = {rank: deque[tuple[float, WorkerState]]() for rank in workers}
+        self._known = {rank: (0.0, worker.state()) for rank, worker in workers.items()}
 
     def arrive(self, waiting: ReplayedRequest) -> None:
         """Queue a request."""
         self._waiting.append(waiting)
 
-    def on_events(self, place: Place, events: Sequence[KvEvent]) -> None:
+    def on_events(self, rank: Rank, events: Sequence[KvEvent]) -> None:
         """A worker's cache has changed."""
         for event in events:
             match event:
                 case Stored(parent_hash, sequence_hashes, tier):
-                    self._index.store(place, parent_hash, sequence_hashes, tier)
+                    self._index.store(rank, parent_hash, sequence_hashes, tier)
                 case Removed(sequence_hashes, tier):
-                    self._index.remove(place, sequence_hashes, tier)
+                    self._index.remove(rank, sequence_hashes, tier)
                 case Cleared():
-                    self._index.clear(place)
+                    self._index.clear(rank)
 
-    def report(self, place: Place, now: float) -> None:
+    def report(self, rank: Rank, now: float) -> None:
         """A worker's state has changed. The router knows it from ``load_age_s`` later."""
         if self._load_age_s:
-            self._reports[place].append((now, self._workers[place].state()))
+            self._reports[rank].append((now, self._workers[rank].state()))
 
     def first_token(self, waiting: ReplayedRequest) -> None:
         """A request that was sent has its first token."""
@@ -126,8 +126,8 @@ class FleetRouter:
         for waiting in self._waiting:
             waiting.pending = replace(waiting.pending, num_cached_tokens=self._num_cached_tokens(waiting.pending))
         snapshot = Snapshot(
-            prefill=[self._candidate(place, now) for place in self._prefill_places],
-            decode=[self._candidate(place, now) for place in self._decode_places],
+            prefill=[self._candidate(rank, now) for rank in self._prefill_ranks],
+            decode=[self._candidate(rank, now) for rank in self._decode_ranks],
             now=now,
             peers=self._peers,
         )
@@ -145,24 +145,24 @@ class FleetRouter:
         return sent
 
     def _book(self, waiting: ReplayedRequest, placement: Placement, now: float) -> None:
-        place = placement.prefills_at
+        rank = placement.prefills_at
         pending = waiting.pending
         waiting.placement, waiting.sent_at = placement, now
         waiting.num_missing_tokens = pending.num_tokens - placement.num_cached_tokens
-        self._index.predict(place, pending.sequence_hashes, now + _PREDICTION_LIFE_S)
-        self._accounts[place].num_unanswered_tokens += waiting.num_missing_tokens
+        self._index.predict(rank, pending.sequence_hashes, now + _PREDICTION_LIFE_S)
+        self._accounts[rank].num_unanswered_tokens += waiting.num_missing_tokens
         if self._load_age_s:
-            self._accounts[place].unreported.append(waiting)
+            self._accounts[rank].unreported.append(waiting)
         decode = self._accounts[placement.decode]
         decode.num_prompt_blocks += self._num_blocks(pending.num_tokens)
         decode.reserve(waiting.number, self._num_blocks(pending.num_reserved_tokens))
 
-    def _candidate(self, place: Place, now: float) -> ReplayCandidate:
-        state, account = self._latest(place, now), self._accounts[place]
+    def _candidate(self, rank: Rank, now: float) -> ReplayCandidate:
+        state, account = self._latest(rank, now), self._accounts[rank]
         step_ends_at, num_context_tokens = state.step_at(now - self._load_age_s)
         num_unreported_tokens = sum([item.num_missing_tokens for item in account.unreported])
         return ReplayCandidate(
-            place=place,
+            rank=rank,
             num_total_blocks=self._engine.num_blocks,
             block_size=self._engine.block_size,
             num_used_blocks=state.num_used_blocks,
@@ -178,20 +178,20 @@ class FleetRouter:
             num_prompt_blocks=account.num_prompt_blocks,
         )
 
-    def _latest(self, place: Place, now: float) -> WorkerState:
+    def _latest(self, rank: Rank, now: float) -> WorkerState:
         if not self._load_age_s:
-            return self._workers[place].state()
-        reports, account = self._reports[place], self._accounts[place]
+            return self._workers[rank].state()
+        reports, account = self._reports[rank], self._accounts[rank]
         while reports and reports[0][0] <= now - self._load_age_s:
-            self._known[place] = reports.popleft()
-        reported_at, state = self._known[place]
+            self._known[rank] = reports.popleft()
+        reported_at, state = self._known[rank]
         while account.unreported and account.unreported[0].sent_at <= reported_at:
             account.unreported.popleft()
         return state
 
-    def _num_cached_tokens(self, pending: Pending) -> dict[Place, int]:
+    def _num_cached_tokens(self, pending: Pending) -> dict[Rank, int]:
         matches = self._index.match(pending.sequence_hashes)
-        return {place: match.num_blocks * self._engine.block_size for place, match in matches.items()}
+        return {rank: match.num_blocks * self._engine.block_size for rank, match in matches.items()}
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._engine.block_size)

@@ -9,10 +9,8 @@ from typing import TypeAlias
 
 from quartet.errors import InvalidRequestError
 from router.policy.base import Candidate, Decision, Option, Pending, Placement, Policy, Snapshot
+from router.policy.greedy import LeastLoadedPolicy, PowerOfTwoPolicy, RoundRobinPolicy
 from router.policy.kv_aware import KvAwarePolicy
-from router.policy.least_loaded import LeastLoadedPolicy
-from router.policy.power_of_two import PowerOfTwoPolicy
-from router.policy.round_robin import RoundRobinPolicy
 
 #: Makes a policy for one router.
 MakePolicy: TypeAlias = Callable[[random.Random], Policy]
@@ -55,32 +53,32 @@ class DynamoPolicy:
         """Assign all of ``waiting``, each as if the earlier ones had been sent already."""
         placements, sent = list[Placement](), dict[Candidate, list[Pending]]()
         for pending in waiting:
-            costs = [sum(self._terms(pending, place, sent.get(place, ())).values()) for place in snapshot.decode]
+            costs = [sum(self._terms(pending, rank, sent.get(rank, ())).values()) for rank in snapshot.decode]
             least = min(costs)
             chosen = self._rng.choice(
-                [place for place, cost in zip(snapshot.decode, costs, strict=True) if cost == least]
+                [rank for rank, cost in zip(snapshot.decode, costs, strict=True) if cost == least]
             )
             num_cached_tokens = _num_cached_tokens(pending, chosen, sent.get(chosen, ()))
             sent.setdefault(chosen, []).append(pending)
-            placements.append(Placement(None, chosen.place, num_cached_tokens, least))
+            placements.append(Placement(None, chosen.rank, num_cached_tokens, least))
         return Decision(placements)
 
     def explain(self, pending: Pending, snapshot: Snapshot) -> Sequence[Option]:
         """What ``pending`` would cost at each rank if nothing else waited."""
         idle = [
-            Option(place=place.place, is_decode=False, obstacle="only places that decode are used")
-            for place in snapshot.prefill
+            Option(rank=candidate.rank, is_decode=False, obstacle="only ranks that decode are used")
+            for candidate in snapshot.prefill
         ]
         return idle + [
             Option(
-                place=place.place,
+                rank=candidate.rank,
                 is_decode=True,
-                num_cached_tokens=pending.num_cached_tokens.get(place.place, 0),
-                cost=sum((terms := self._terms(pending, place, ())).values()),
+                num_cached_tokens=pending.num_cached_tokens.get(candidate.rank, 0),
+                cost=sum((terms := self._terms(pending, candidate, ())).values()),
                 cost_unit="blocks",
                 terms=terms,
             )
-            for place in snapshot.decode
+            for candidate in snapshot.decode
         ]
 
     def _terms(self, pending: Pending, candidate: Candidate, sent: Sequence[Pending]) -> dict[str, float]:
@@ -122,7 +120,7 @@ def find_policies(names: str) -> dict[str, MakePolicy]:
 
 def _num_cached_tokens(pending: Pending, candidate: Candidate, sent: Sequence[Pending]) -> int:
     shared = [pending.num_shared_tokens(other, candidate.block_size) for other in sent]
-    return max(pending.num_cached_tokens.get(candidate.place, 0), *shared, 0)
+    return max(pending.num_cached_tokens.get(candidate.rank, 0), *shared, 0)
 
 
 def _known(candidate: Candidate) -> ReplayCandidate:

@@ -17,7 +17,7 @@ from cli.replay.policies import MakePolicy
 from cli.replay.results import Objectives, PolicyResult, Recorder, Timeline
 from cli.replay.worker import OUTPUT_TOKEN_ID, EngineSettings, Progress, SimulatedWorker
 from cli.traces.format import BLOCK_SIZE, TraceRequest
-from quartet.discovery.place import Place
+from quartet.discovery.base import Rank
 from quartet.engine.base import EngineRequest, Generation, RequestKind
 from quartet.engine.sampling import Sampling
 from quartet.errors import InvalidRequestError
@@ -62,9 +62,9 @@ class Simulation:
         """``seed``: of the policies' random choices."""
         self._requests = requests
         self._settings = settings
-        prefill = [Place(f"prefill-{number:03}") for number in range(settings.num_prefill_workers)]
-        decode = [Place(f"decode-{number:03}") for number in range(settings.num_workers)]
-        self._workers = {place: SimulatedWorker(place, settings.engine) for place in (*prefill, *decode)}
+        prefill = [Rank(f"prefill-{number:03}") for number in range(settings.num_prefill_workers)]
+        decode = [Rank(f"decode-{number:03}") for number in range(settings.num_workers)]
+        self._workers = {rank: SimulatedWorker(rank, settings.engine) for rank in (*prefill, *decode)}
         self._routers = [
             FleetRouter(
                 make_policy(random.Random(seed * 1_000_003 + number)),
@@ -82,7 +82,7 @@ class Simulation:
         self._prompts = Prompts(requests, settings.engine.block_size)
         self._known_blocks: dict[int, KnownBlocks] = {}
         self._timelines: dict[int, Timeline] = {}
-        self._touched: set[Place] = set()
+        self._touched: set[Rank] = set()
         self._num_ended = 0
 
     def run(self, on_progress: Callable[[int], None] = lambda _num_ended: None) -> PolicyResult:
@@ -121,10 +121,10 @@ class Simulation:
                 on_progress(num_told)
 
     def _advance(self, now: float) -> None:
-        for place, worker in self._workers.items():
+        for rank, worker in self._workers.items():
             progress = worker.advance(now)
             if progress is not None:
-                self._touched.add(place)
+                self._touched.add(rank)
                 self._take(progress, now)
         while self._pulls and self._pulls[0][0] <= now:
             self._end_pull(heappop(self._pulls)[1], now)
@@ -180,9 +180,7 @@ class Simulation:
         assert placement is not None, "it was sent"
         self._submit(placement.decode, number, RequestKind.DECODE, now, (OUTPUT_TOKEN_ID,))
 
-    def _submit(
-        self, place: Place, number: int, kind: RequestKind, now: float, generated: tuple[int, ...] = ()
-    ) -> None:
+    def _submit(self, rank: Rank, number: int, kind: RequestKind, now: float, generated: tuple[int, ...] = ()) -> None:
         request = self._requests[number]
         token_ids = self._prompts.token_ids(request)
         generation = Generation(
@@ -194,10 +192,10 @@ class Simulation:
         seq = TokenSequence(
             [*token_ids, *generated], block_size=self._settings.engine.block_size, known=self._known_blocks[number]
         )
-        self._workers[place].submit(
+        self._workers[rank].submit(
             EngineRequest(id=number, kind=kind, generation=generation, hand_off=hand_off), seq, now
         )
-        self._touched.add(place)
+        self._touched.add(rank)
 
     def _end_pull(self, number: int, now: float) -> None:
         placement = self._sent[number][0].placement
@@ -214,14 +212,14 @@ class Simulation:
         return self._settings.transfer_latency_s + num_bytes / (self._settings.transfer_gb_per_s * 1e9)
 
     def _begin(self, now: float) -> None:
-        for place in self._touched:
-            worker = self._workers[place]
+        for rank in self._touched:
+            worker = self._workers[rank]
             for pull in worker.begin(now):
                 heappush(self._pulls, (now + self._transfer_s(len(pull.copies)), pull.id))
             events = worker.take_events()
             for router in self._routers:
-                router.on_events(place, events)
-                router.report(place, now)
+                router.on_events(rank, events)
+                router.report(rank, now)
         self._touched.clear()
 
 

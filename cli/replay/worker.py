@@ -8,19 +8,17 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 
-from quartet.discovery.place import Place
+from quartet.discovery.base import Rank
 from quartet.engine.base import EngineRequest
-from quartet.engine.mock.quiet import num_quiet_steps, take_quiet_steps
-from quartet.engine.mock.timing import FULL_CONTEXT_TOKENS, StepTiming
-from quartet.engine.runner import SampledToken
-from quartet.engine.running import RunningRequest, ScheduledChunk
-from quartet.engine.schedule import Pull, SchedulerConfig
-from quartet.engine.scheduler import Scheduler
-from quartet.engine.step_work import step_work
+from quartet.engine.mock.model import FULL_CONTEXT_TOKENS, StepTiming
+from quartet.engine.mock.runner import num_quiet_steps, take_quiet_steps
+from quartet.engine.runner import RunningRequest, SampledToken, ScheduledChunk
+from quartet.engine.scheduler import Pull, Scheduler, SchedulerConfig
+from quartet.engine.step_time import step_work
 from quartet.engine.validation import EngineLimits
+from quartet.events.kv import KvEvent
 from quartet.events.step_time import StepTime
 from quartet.kvcache.block_pool import BlockManager
-from quartet.kvcache.events import KvEvent
 from quartet.kvcache.sequence import Sequence as TokenSequence
 
 #: The token that replayed engines sample; it is in no trace.
@@ -104,9 +102,9 @@ class SimulatedWorker:
         num_computed_tokens: prompt tokens computed, ever.
     """
 
-    def __init__(self, place: Place, settings: EngineSettings) -> None:
+    def __init__(self, rank: Rank, settings: EngineSettings) -> None:
         """Idle, with an empty cache."""
-        self.place = place
+        self.rank = rank
         self.next_at = inf
         self.num_computed_tokens = 0
         self._settings = settings

@@ -1,16 +1,7 @@
 """The Python client of Quartet: ``QuartetClient`` for asyncio, ``quartet.client.sync.SyncClient`` for the rest."""
 
-from quartet.client.client import QuartetClient
-from quartet.client.completion import CompletedChoice, Completion
-from quartet.client.media import read_media
-from quartet.client.path import RequestPath
-from quartet.client.request import GenerateFields
-from quartet.client.stream import GenerateStream
-from quartet.discovery.place import Place
-from quartet.engine.base import FinishReason
-from quartet.engine.sampling import Sampling, TokenLogprobs
-from quartet.media.items import MediaFile, MediaKind, MediaPart, MediaUrl
-from quartet.rpc.edge import (
+from quartet.api.fleet import Explanation, Model, RankOption, WorkerState, WorkerStatus
+from quartet.api.request import (
     Accepted,
     AnswerPart,
     ChoiceFinished,
@@ -20,8 +11,13 @@ from quartet.rpc.edge import (
     TimeBreakdown,
     Usage,
 )
-from quartet.rpc.explanation import Explanation, PlaceOption
-from quartet.rpc.fleet import Model, WorkerState, WorkerStatus
+from quartet.client.client import QuartetClient
+from quartet.client.request import GenerateFields, RequestPath, read_media
+from quartet.client.stream import CompletedChoice, Completion, GenerateStream
+from quartet.discovery.base import Rank
+from quartet.engine.base import FinishReason
+from quartet.engine.sampling import Sampling, TokenLogprobs
+from quartet.media.items import MediaFile, MediaKind, MediaPart, MediaUrl
 from quartet.text.chat_message import ChatMessage
 
 __all__ = [
@@ -42,10 +38,10 @@ __all__ = [
     "MediaPart",
     "MediaUrl",
     "Model",
-    "Place",
-    "PlaceOption",
     "Placed",
     "QuartetClient",
+    "Rank",
+    "RankOption",
     "RequestPath",
     "Sampling",
     "TimeBreakdown",

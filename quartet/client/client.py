@@ -8,23 +8,19 @@ from typing import TYPE_CHECKING, Self, Unpack
 
 import grpc
 
-from quartet.client.completion import Completion, CompletionBuilder
+from quartet.api.convert.fleet import from_explain_response, from_model, from_worker_status, to_explain_request
+from quartet.api.fleet import Explanation, Model, WorkerStatus
+from quartet.api.request import GenerateStart
 from quartet.client.generate import GenerateRequest
-from quartet.client.path import RequestPath, to_path
-from quartet.client.request import GenerateFields, check_size, make_start
+from quartet.client.request import GenerateFields, RequestPath, check_size, make_start, to_path
 from quartet.client.routers import Router, Routers
 from quartet.client.session import SessionRequest, Sessions
-from quartet.client.stream import ClientRequest, GenerateStream
-from quartet.rpc.convert.explanation import from_explain_response, to_explain_request
-from quartet.rpc.convert.fleet import from_model, from_worker_status
-from quartet.rpc.edge import GenerateStart
-from quartet.rpc.explanation import Explanation
-from quartet.rpc.fleet import Model, WorkerStatus
-from quartet.rpc.tls import TlsConfig
+from quartet.client.stream import ClientRequest, Completion, CompletionBuilder, GenerateStream
+from quartet.rpc.channels import TlsConfig
 from quartet.v1 import router_pb2
 
 if TYPE_CHECKING:
-    from quartet.client.direct_tools import DirectTools
+    from quartet.client.direct import DirectTools
 
 #: Seconds for calls that only look something up.
 _LOOK_UP_TIMEOUT_S = 4.0
@@ -158,8 +154,7 @@ class QuartetClient:
 
     def _direct_request(self, start: GenerateStart) -> ClientRequest:
         # Imported late: with it come tokenizers and chat templates, which take as long as all the rest of a client.
-        from quartet.client.direct import DirectRequest
-        from quartet.client.direct_tools import DirectTools
+        from quartet.client.direct import DirectRequest, DirectTools
 
         if self._direct is None:
             self._direct = DirectTools(self._routers, self._tls)

@@ -6,37 +6,49 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
-from quartet.client.direct_choice import DirectChoice
-from quartet.client.direct_tools import DirectTools
-from quartet.client.generate import GenerateRequest
-from quartet.client.placer import NoTextError, Placer
-from quartet.client.request import check_size
-from quartet.client.routers import MAX_UNREAD
-from quartet.engine.base import FinishReason
-from quartet.errors import (
-    MessageTooLargeError,
-    PlaceTooLargeError,
-    RequestCancelledError,
-    RequestTimeoutError,
-    ServingError,
-)
-from quartet.rpc.answer import Answer
-from quartet.rpc.choice_output import ChoiceOutput, OutputSettings
-from quartet.rpc.convert.edge_start import to_generate_start
-from quartet.rpc.edge import (
+from quartet import errors
+from quartet.api.answer import Answer
+from quartet.api.convert.answer import from_place_response, to_place_request
+from quartet.api.convert.request import to_generate_start
+from quartet.api.output import ChoiceOutput, OutputSettings
+from quartet.api.placement import PlacedChoice, PlacedRequest
+from quartet.api.request import (
     Accepted,
     AnswerPart,
     ChoiceFinished,
     Delta,
     GenerateStart,
     Placed,
+    Resume,
     TimeBreakdown,
     Usage,
 )
-from quartet.rpc.placement import PlacedChoice, PlacedRequest
+from quartet.api.text_cache import TextCache
+from quartet.client.generate import GenerateRequest
+from quartet.client.request import check_size
+from quartet.client.routers import DEADLINE_GRACE_S, MAX_UNREAD, ClientClosedError, Router, Routers
+from quartet.client.workers import DecodeWorkers
+from quartet.engine.base import FinishReason
+from quartet.engine.sampling import TokenLogprobs
+from quartet.errors import (
+    MessageTooLargeError,
+    ModelFilesError,
+    PlaceTooLargeError,
+    ProtocolError,
+    RequestCancelledError,
+    RequestTimeoutError,
+    ServingError,
+    WorkerUnavailableError,
+)
+from quartet.rpc.channels import TlsConfig
+from quartet.streams import client
+from quartet.streams.client import outcome_in_time
+from quartet.streams.messages import DecodeStarted, SignedPlacement
+from quartet.text.model_text import ModelText
 from quartet.text.text_stream import TextStream
 from quartet.text.tokenizer import Tokenizer
 
@@ -117,7 +129,7 @@ class DirectRequest:
         try:
             request, tokenizer = await self._placer.place()
         except (MessageTooLargeError, PlaceTooLargeError, NoTextError):
-            # Too long to be sealed, no room for all choices at once, or nobody is there to give the tokenizer.
+            # Too long to be signed, no room for all choices at once, or nobody is there to give the tokenizer.
             await self._generate_by_router()
             return
         self._accept(request)
@@ -205,3 +217,308 @@ class DirectRequest:
 class _Unobserved:
     def observe(self, amount: float) -> None:
         """Nobody keeps count here."""
+
+
+# One choice of a direct request: decoded at one worker after the other, until one ends it.
+
+# As a router's: the worker's queue and the transfer come before its first word.
+_START_TIMEOUT_S = 120.0
+
+_STALL_TIMEOUT_S = 60.0
+
+#: Asks a router to place a choice again, given the tokens that it has.
+PlaceAgain = Callable[[Sequence[int]], Awaitable[PlacedChoice]]
+
+
+class DirectChoice:
+    """Runs one choice. Whatever way ``run`` ends, nothing of it is left at a worker."""
+
+    def __init__(self, output: ChoiceOutput, workers: DecodeWorkers, place_again: PlaceAgain) -> None:
+        """``output`` takes its tokens."""
+        self._output = output
+        self._workers = workers
+        self._place_again = place_again
+        self._retries = Retries()
+
+    async def run(self, placed: PlacedChoice) -> ChoiceFinished:
+        """Generate from ``placed`` to the end.
+
+        Raises:
+            ServingError: the last attempt's error, or the router's where it placed it no more.
+        """
+        while True:
+            try:
+                return self._output.finish(await self._attempt(placed))
+            except _AttemptFailedError as failure:
+                await asyncio.sleep(self._retries.note(failure.error))
+            placed = await self._next_placement()
+
+    async def _next_placement(self) -> PlacedChoice:
+        while True:
+            try:
+                return await self._place_again(self._output.token_ids)
+            except ServingError as error:
+                pause_s = self._retries.note_refusal(error)
+            await asyncio.sleep(pause_s)
+
+    async def _attempt(self, placed: PlacedChoice) -> FinishReason:
+        self._note(placed)
+        if isinstance(placed.next, ChoiceFinished):
+            return placed.next.reason
+        is_handed_off = placed.placement is not None and placed.placement.prefill is not None
+        return await self._decode(placed.next, _Sink(self._output, is_handed_off=is_handed_off))
+
+    def _note(self, placed: PlacedChoice) -> None:
+        output = self._output
+        output.num_attempts += placed.num_attempts
+        if placed.router_queue_s is not None:
+            output.note_wait(placed.router_queue_s)
+        if placed.prefill_s is not None:
+            output.note_prefill(placed.prefill_s)
+            output.note_prefilled(placed.num_cached_tokens, placed.prefill_queue_s or 0.0)
+        if placed.token_ids:
+            output.take(len(output.token_ids), placed.token_ids, placed.logprobs, time.monotonic())
+
+    async def _decode(self, placement: SignedPlacement, sink: _Sink) -> FinishReason:
+        with self._workers.use(placement.address) as worker:
+            # Also of a choice that its first token ended: so the worker lets go of what is handed off to it.
+            call = worker.decode.start_signed(placement, sink)
+            try:
+                if self._output.has_stopped:
+                    return FinishReason.STOP_STRING
+                finished = await outcome_in_time(
+                    call, start_timeout_s=_START_TIMEOUT_S, stall_timeout_s=_STALL_TIMEOUT_S
+                )
+            except TimeoutError as error:
+                silent = WorkerUnavailableError(f"the worker at {placement.address} gave no token in time")
+                raise _AttemptFailedError(silent) from error
+            except ServingError as error:
+                raise _AttemptFailedError(error) from error
+            finally:
+                call.cancel()
+        return FinishReason.STOP_STRING if finished is None else finished.reason
+
+
+class _AttemptFailedError(Exception):
+    """A decode worker ended an attempt with ``error``."""
+
+    def __init__(self, error: ServingError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class _Sink:
+    """Brings what a decode gives to the choice's output."""
+
+    def __init__(self, output: ChoiceOutput, *, is_handed_off: bool) -> None:
+        self._output = output
+        self._is_handed_off = is_handed_off
+
+    def started(self, started: DecodeStarted) -> None:
+        self._output.note_started(started, is_handed_off=self._is_handed_off)
+
+    def take(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:
+        return self._output.take(offset, token_ids, logprobs, now)
+
+
+# What all direct requests of a client share.
+
+#: Models whose text side is kept; a large one takes some 100 MB.
+_MAX_TEXTS = 8
+
+
+class DirectTools:
+    """Routers to place requests, workers to stream from, and the text sides of their models."""
+
+    def __init__(self, routers: Routers, tls: TlsConfig | None) -> None:
+        """Dial workers with ``tls``; ``routers`` stay the caller's."""
+        self.routers = routers
+        self.workers = DecodeWorkers(tls)
+        self._texts: TextCache[str] = TextCache(max_texts=_MAX_TEXTS)
+
+    def known_text(self, fingerprint: str) -> ModelText | None:
+        """The text side of the model, if it is here already."""
+        return self._texts.known(fingerprint)
+
+    async def model_text(self, fingerprint: str, addresses: Sequence[str]) -> ModelText:
+        """The text side of the model, from the first worker at ``addresses`` that gives it, unless it is here.
+
+        Raises:
+            WorkerUnavailableError: none does.
+            ModelFilesError: the files make no sense.
+        """
+        return await self._texts.get(fingerprint, lambda: self._fetch(fingerprint, addresses))
+
+    async def close(self) -> None:
+        """End what goes on at workers."""
+        await self._texts.close()
+        await self.workers.close()
+
+    async def _fetch(self, fingerprint: str, addresses: Sequence[str]) -> Mapping[str, bytes]:
+        failure: ServingError = WorkerUnavailableError("there is no worker to ask")
+        for address in dict.fromkeys(addresses):
+            try:
+                with self.workers.use(address) as worker:
+                    return await worker.text_files(fingerprint)
+            except ModelFilesError:
+                raise
+            except ServingError as error:
+                failure = error
+        raise failure
+
+
+# Has a request placed by a router, and its choices again after an attempt that broke.
+
+
+class NoTextError(Exception):
+    """The request ended before any worker was chosen that could give its model's text files, and they aren't here."""
+
+
+class Placer:
+    """Places one request.
+
+    Attributes:
+        router: ``host:port`` of the router that did so last.
+    """
+
+    def __init__(self, tools: DirectTools, start: GenerateStart) -> None:
+        """The request's time runs from now on."""
+        self.router: str | None = None
+        self.arrived_at = time.monotonic()
+        self._tools = tools
+        self._start = start
+        self._request: PlacedRequest | None = None
+        self._attempts: dict[int, int] = {}
+
+    async def place(self) -> tuple[PlacedRequest, Tokenizer | None]:
+        """Where it goes on, and what makes its text; no tokenizer where none is wanted.
+
+        Raises:
+            NoTextError: another path must make the text.
+            ServingError: no router places it, or nobody gives the model's text files.
+        """
+        retries = Retries()
+        while True:
+            request = self._request = await self._ask(None)
+            try:
+                return request, await self._tokenizer(request)
+            except asyncio.CancelledError:
+                self._tools.workers.let_go(request.choices)
+                raise
+            except ServingError as error:
+                failure = error
+            self._tools.workers.let_go(request.choices)
+            # Nothing was shown yet, so it may as well begin anew.
+            await asyncio.sleep(retries.note(failure))
+
+    async def place_again(self, choice: int, token_ids: Sequence[int]) -> PlacedChoice:
+        """Where ``choice`` goes on, which has ``token_ids``. Raises ``ServingError``: no router places it."""
+        assert self._request is not None, "it was placed before"
+        # One that no router answered counts as well: some worker may still be at it.
+        attempt = self._attempts[choice] = self._attempts.get(choice, self._request.attempt) + 1
+        resume = Resume(
+            request_id=self._request.request_id,
+            attempt=attempt,
+            seed=self._request.seed,
+            choice=choice,
+            generated_token_ids=tuple(token_ids),
+            model_fingerprint=self._request.model_fingerprint,
+        )
+        request = await self._ask(resume)
+        self._attempts[choice] = max(request.attempt, attempt)
+        return request.choices[0]
+
+    async def _ask(self, resume: Resume | None) -> PlacedRequest:
+        if self._tools.workers.is_closed:
+            raise ClientClosedError
+
+        async def call(router: Router) -> PlacedRequest:
+            timeout_s = self._time_left_s()
+            message = to_place_request(replace(self._start, timeout_s=timeout_s), resume)
+            deadline_s = None if timeout_s is None else timeout_s + DEADLINE_GRACE_S
+            response = await router.stub.Place(message, timeout=deadline_s)
+            self.router = router.address
+            placed = from_place_response(response)
+            if not placed.choices:
+                raise ProtocolError("the router placed no choice")
+            return placed
+
+        return await self._tools.routers.call(call)
+
+    def _time_left_s(self) -> float | None:
+        if self._start.timeout_s is None:
+            return None
+        left_s = self.arrived_at + self._start.timeout_s - time.monotonic()
+        if left_s <= 0:
+            raise RequestTimeoutError(f"the request did not end within {self._start.timeout_s:g} s")
+        return left_s
+
+    async def _tokenizer(self, request: PlacedRequest) -> Tokenizer | None:
+        if self._start.text_options.omit_text:
+            return None
+        fingerprint = request.model_fingerprint
+        addresses = [choice.next.address for choice in request.choices if isinstance(choice.next, SignedPlacement)]
+        if not addresses and self._tools.known_text(fingerprint) is None:
+            raise NoTextError
+        text = await self._tools.model_text(fingerprint, addresses)
+        return text.tokenizer
+
+
+# What a failed attempt of a direct request means for the next one; pure.
+
+MAX_ATTEMPTS = 5
+
+#: Another placement would end the same way.
+_FINAL = (
+    *client.FINAL,
+    errors.StalledStreamError,
+    errors.SignedStartError,
+    errors.NoSigningKeyError,
+    errors.ModelFilesError,
+    ClientClosedError,
+)
+
+#: What a router refuses to place a choice with that may soon be otherwise: it is full, or going away and coming back.
+_PASSING = (
+    errors.QueueFullError,
+    errors.DrainingError,
+    errors.RouterUnavailableError,
+    errors.WorkerUnavailableError,
+)
+
+#: Longer than between workers: a router that restarts takes seconds, and often there is no other.
+_FIRST_ROUTER_PAUSE_S, _MAX_ROUTER_PAUSE_S = 0.5, 5.0
+
+
+class Retries:
+    """Counts the failed attempts of one choice."""
+
+    def __init__(self) -> None:
+        """None has failed."""
+        self._num_failures = 0
+
+    def note(self, error: ServingError) -> float:
+        """Learn of a failure at a decode worker and return the seconds to pause before asking for another placement.
+
+        Raises:
+            ServingError: ``error``, where another placement makes no sense, or there were enough of them.
+        """
+        self._count(error, is_final=isinstance(error, _FINAL))
+        return client.pause_s(error, self._num_failures)
+
+    def note_refusal(self, error: ServingError) -> float:
+        """Learn that no router placed the choice again and return the seconds to pause before asking once more.
+
+        Raises:
+            ServingError: ``error``, where asking makes no sense, or there were enough attempts.
+        """
+        self._count(error, is_final=isinstance(error, _FINAL) or not isinstance(error, _PASSING))
+        pause_s = error.retry_delay_s
+        if pause_s is None:
+            pause_s = _FIRST_ROUTER_PAUSE_S * 2 ** (self._num_failures - 1)
+        return min(pause_s, _MAX_ROUTER_PAUSE_S)
+
+    def _count(self, error: ServingError, *, is_final: bool) -> None:
+        self._num_failures += 1
+        if is_final or self._num_failures >= MAX_ATTEMPTS:
+            raise error

@@ -9,6 +9,9 @@ from typing import TypeAlias
 
 import grpc
 
+from quartet.api.convert.answer import from_generate_response
+from quartet.api.convert.request import to_generate_start
+from quartet.api.request import AnswerPart, ChoiceFinished, GenerateStart
 from quartet.client.request import check_size
 from quartet.client.routers import (
     DEADLINE_GRACE_S,
@@ -21,9 +24,6 @@ from quartet.client.routers import (
     raise_all,
 )
 from quartet.errors import ProtocolError, RouterUnavailableError, ServingError
-from quartet.rpc.convert.edge_answer import from_generate_response
-from quartet.rpc.convert.edge_start import to_generate_start
-from quartet.rpc.edge import AnswerPart, ChoiceFinished, GenerateStart
 from quartet.v1 import router_pb2, types_pb2
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateResponse]"

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
 from typing import TypedDict
 
 from google.protobuf.message import Message
 
+from quartet.api.request import ChatPrompt, GenerateStart, Prompt, TextOptions, TextPrompt, TokenPrompt, check_start
 from quartet.engine.sampling import OutputOptions, Sampling
 from quartet.errors import InvalidRequestError, MediaTooLargeError
-from quartet.media.items import MediaPart
-from quartet.rpc.channels import MAX_EDGE_MESSAGE_BYTES
-from quartet.rpc.check_start import check_start
-from quartet.rpc.edge import ChatPrompt, GenerateStart, Prompt, TextOptions, TextPrompt, TokenPrompt
+from quartet.media.items import MediaFile, MediaKind, MediaPart
+from quartet.rpc.channels import MAX_API_MESSAGE_BYTES
 from quartet.text.chat_message import ChatMessage, media_of
 
 _DEFAULT_SAMPLING = Sampling()
+
 #: Of each message, for what a request is wrapped in: its slot, or what it goes on after.
 _WRAPPING_BYTES = 64 * 1024
 
@@ -118,8 +120,8 @@ def check_size(start: GenerateStart, message: Message) -> None:
     """
     in_chat = isinstance(start.prompt, ChatPrompt) and any(media_of(start.prompt.messages))
     # Without any nobody pays for the measuring, which is writing the message.
-    if (start.media or in_chat) and message.ByteSize() > MAX_EDGE_MESSAGE_BYTES - _WRAPPING_BYTES:
-        reason = f"with its media the request is longer than {MAX_EDGE_MESSAGE_BYTES >> 20} MiB"
+    if (start.media or in_chat) and message.ByteSize() > MAX_API_MESSAGE_BYTES - _WRAPPING_BYTES:
+        reason = f"with its media the request is longer than {MAX_API_MESSAGE_BYTES >> 20} MiB"
         raise MediaTooLargeError(reason, field="chat.messages" if in_chat else "media")
 
 
@@ -134,3 +136,50 @@ def _make_prompt(text: str | None, messages: Sequence[ChatMessage] | None, token
     if len(given) != 1:
         raise InvalidRequestError("give one of prompt, messages and token_ids", field="prompt")
     return given[0]
+
+
+# The three ways from a client to its tokens.
+
+
+class RequestPath(StrEnum):
+    """How a request reaches its workers. Its answer is the same on all of them."""
+
+    #: A call of its own to the router, which streams the answer.
+    GENERATE = "generate"
+    #: One of many on the client's one stream with the router, which streams all answers.
+    SESSION = "session"
+    #: Placed by the router; its tokens come straight from the decode worker, and the client makes the text.
+    DIRECT = "direct"
+
+
+def to_path(path: str) -> RequestPath:
+    """The path of this name. Raises ``InvalidRequestError`` where there is none."""
+    try:
+        return RequestPath(path)
+    except ValueError as error:
+        names = ", ".join(RequestPath)
+        raise InvalidRequestError(f"path is one of {names}, not {path!r}", field="path") from error
+
+
+# Pictures and embeddings for requests, from files of this machine.
+
+_EMBEDDINGS_SUFFIX = ".safetensors"
+
+
+def read_media(path: str | Path) -> MediaFile:
+    """The file at ``path``: embeddings where its name ends in ``.safetensors``, else a picture.
+
+    Nothing of what is in it is looked at: routers do.
+
+    Raises:
+        OSError: it can't be read.
+        MediaTooLargeError: it is longer than a request can be.
+    """
+    path = Path(path)
+    kind = MediaKind.EMBEDDINGS if path.suffix.lower() == _EMBEDDINGS_SUFFIX else MediaKind.IMAGE
+    with path.open("rb") as file:
+        # Not by its size: that of a pipe or a device says nothing.
+        data = file.read(MAX_API_MESSAGE_BYTES + 1)
+    if len(data) > MAX_API_MESSAGE_BYTES:
+        raise MediaTooLargeError(f"the file is longer than the {MAX_API_MESSAGE_BYTES >> 20} MiB of a request")
+    return MediaFile(kind, data)

@@ -9,9 +9,8 @@ from typing import NoReturn, TypeVar
 import grpc
 
 from quartet.errors import ConfigError, DrainingError, RouterUnavailableError, ServingError
-from quartet.rpc.channels import create_channel
+from quartet.rpc.channels import TlsConfig, create_channel
 from quartet.rpc.errors import DETAILS_KEY, from_rpc_error
-from quartet.rpc.tls import TlsConfig
 from quartet.v1 import router_pb2_grpc
 
 #: Seconds in which a router must take a connection; name resolution and TLS included.

@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
+from quartet.api.answer import Answer
+from quartet.api.convert.request import to_generate_start
+from quartet.api.request import AnswerPart, GenerateStart
+from quartet.api.session_client import SessionCall, SessionClient
 from quartet.client.request import check_size
 from quartet.client.routers import (
     DEADLINE_GRACE_S,
@@ -22,10 +26,6 @@ from quartet.errors import (
     RouterUnavailableError,
     ServingError,
 )
-from quartet.rpc.answer import Answer
-from quartet.rpc.convert.edge_start import to_generate_start
-from quartet.rpc.edge import AnswerPart, GenerateStart
-from quartet.rpc.session_client import SessionCall, SessionClient
 
 
 class Sessions:

@@ -10,15 +10,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
+from quartet.api.fleet import Explanation, Model, WorkerStatus
+from quartet.api.request import AnswerPart
 from quartet.client.client import QuartetClient
-from quartet.client.completion import Completion
-from quartet.client.path import RequestPath
-from quartet.client.request import GenerateFields
-from quartet.client.stream import GenerateStream
-from quartet.rpc.edge import AnswerPart
-from quartet.rpc.explanation import Explanation
-from quartet.rpc.fleet import Model, WorkerStatus
-from quartet.rpc.tls import TlsConfig
+from quartet.client.request import GenerateFields, RequestPath
+from quartet.client.stream import Completion, GenerateStream
+from quartet.rpc.channels import TlsConfig
 
 _CLOSE_TIMEOUT_S = 5.0
 # CPython sees a signal that comes just before it begins to wait only once the wait is over.

@@ -9,16 +9,15 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from quartet.api.placement import PlacedChoice
+from quartet.api.text_cache import MAX_FILES_BYTES
 from quartet.client.routers import ClientClosedError
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import ServingError
-from quartet.rpc.channels import create_channel
-from quartet.rpc.inner import DecodeStarted
-from quartet.rpc.inner_client import DecodeClient
-from quartet.rpc.placement import PlacedChoice, SealedPlacement
-from quartet.rpc.text_cache import MAX_FILES_BYTES
-from quartet.rpc.tls import TlsConfig
-from quartet.rpc.worker_client import WorkerClient
+from quartet.rpc.channels import TlsConfig, create_channel
+from quartet.streams.client import DecodeClient
+from quartet.streams.messages import DecodeStarted, SignedPlacement
+from quartet.streams.worker_client import WorkerClient
 from quartet.text.model_files import TEXT_FILE_NAMES
 
 #: Seconds for which a connection is kept that nobody uses.
@@ -108,9 +107,9 @@ class DecodeWorkers:
     def let_go(self, choices: Iterable[PlacedChoice]) -> None:
         """Take these up and cancel them at once, so that workers don't keep for them what is handed off."""
         for choice in choices:
-            if isinstance(choice.next, SealedPlacement) and not self.is_closed:
+            if isinstance(choice.next, SignedPlacement) and not self.is_closed:
                 with self.use(choice.next.address) as worker:
-                    worker.decode.start_sealed(choice.next, _Unwanted()).cancel()
+                    worker.decode.start_signed(choice.next, _Unwanted()).cancel()
 
     def _sweep_later(self) -> None:
         # One timer for all: most workers are used again long before it rings.

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from quartet.discovery.base import Registry
 from quartet.discovery.etcd import EtcdRegistry
-from quartet.discovery.etcd_config import EtcdConfig
+from quartet.discovery.etcd_client import EtcdConfig
 from quartet.discovery.file import FileConfig, FileRegistry
 
 

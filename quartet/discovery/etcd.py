@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable
 
-from quartet.discovery.back_off import BackOff
-from quartet.discovery.base import WorkerKey, WorkerRecord
-from quartet.discovery.etcd_client import EtcdClient, KeyChange, new_lease_id
-from quartet.discovery.etcd_config import EtcdConfig
-from quartet.discovery.live_watch import LiveWatch
-from quartet.discovery.record_json import parse_key, parse_record, to_json
+from quartet.discovery.base import WorkerKey, WorkerRecord, parse_key, parse_record, to_json
+from quartet.discovery.etcd_client import EtcdClient, EtcdConfig, KeyChange, new_lease_id
+from quartet.discovery.watch import LiveWatch
 from quartet.errors import DiscoveryError
-
-__all__ = ["EtcdConfig", "EtcdRegistration", "EtcdRegistry"]
 
 logger = logging.getLogger(__name__)
 
@@ -206,3 +202,36 @@ class EtcdRegistry:
 
 def _prefix(config: EtcdConfig) -> str:
     return f"/quartet/{config.namespace}/"
+
+
+# How long to wait before trying an unreachable registry again.
+
+_FIRST_S = 0.05
+
+_LONGEST_S = 1.0
+
+
+class BackOff:
+    """Delays that double from 50 ms to 1 s, each shortened at random by up to half.
+
+    The randomness keeps a fleet that lost its registry at one moment from coming back at one moment.
+    """
+
+    def __init__(self) -> None:
+        self._num_failures = 0
+
+    def next_delay_s(self) -> float:
+        """How long to wait after one more failure, in seconds."""
+        # Past 2**10 the longest delay has long been reached; a larger exponent would one day overflow.
+        delay_s = min(_LONGEST_S, _FIRST_S * 2.0 ** min(self._num_failures, 10))
+        self._num_failures += 1
+        return delay_s * random.uniform(0.5, 1.0)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing has failed since the last success: the failure worth a warning."""
+        return self._num_failures == 0
+
+    def reset(self) -> None:
+        """It worked: begin with the shortest delay again."""
+        self._num_failures = 0

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 from aetcd import rpc
 
-from quartet.discovery.etcd_config import EtcdConfig
+from quartet.discovery.base import check_name
 from quartet.errors import DiscoveryError
 
 _CHANNEL_OPTIONS = (
@@ -31,6 +31,7 @@ _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 * 2**20),
     ("grpc.enable_http_proxy", 0),
 )
+
 # etcd then ends streams on a member that has lost its leader, instead of leaving them silent.
 _REQUIRE_LEADER = (("hasleader", "true"),)
 
@@ -269,3 +270,39 @@ def _text(key: bytes) -> str:
 def _end_of(prefix: str) -> bytes:
     """The first key after all that begin with ``prefix``."""
     return prefix[:-1].encode() + bytes([prefix.encode()[-1] + 1])
+
+
+# Where etcd is and how discovery uses it.
+
+
+@dataclass(frozen=True, kw_only=True)
+class EtcdConfig:
+    """Where etcd is and how it is used.
+
+    Attributes:
+        endpoints: ``host:port``, ``http://host:port`` or ``https://host:port``; tried in turn.
+        namespace: separates deployments that share an etcd.
+        lease_ttl_s: seconds after which a killed worker's record goes; etcd allows no less than about 2.
+        request_timeout_s: longest wait for one answer of one endpoint, in seconds.
+        ca_file: PEM certificates that the server's is checked against; switches TLS on. With an https
+            endpoint and no file, the system's.
+        cert_file: PEM certificate chain to show to the server; goes with ``key_file``.
+        key_file: PEM private key of ``cert_file``.
+    """
+
+    endpoints: tuple[str, ...] = ("127.0.0.1:2379",)
+    namespace: str = "default"
+    lease_ttl_s: int = 5
+    request_timeout_s: float = 2.0
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.endpoints:
+            raise ValueError("endpoints must name at least one etcd server")
+        if self.lease_ttl_s < 1 or self.request_timeout_s <= 0:
+            raise ValueError("lease_ttl_s and request_timeout_s must be positive")
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file go together")
+        check_name("namespace", self.namespace)

@@ -15,9 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from quartet.discovery.base import WorkerRecord, check_name
-from quartet.discovery.live_watch import LiveWatch
-from quartet.discovery.record_json import parse_key, parse_record, to_json
+from quartet.discovery.base import WorkerRecord, check_name, parse_key, parse_record, to_json
+from quartet.discovery.watch import LiveWatch
 from quartet.errors import DiscoveryError
 
 logger = logging.getLogger(__name__)

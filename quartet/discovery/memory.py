@@ -7,9 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quartet.discovery.base import WorkerKey, WorkerRecord, check_name
-from quartet.discovery.live_watch import LiveWatch
-from quartet.discovery.record_json import parse_record, to_json
+from quartet.discovery.base import WorkerKey, WorkerRecord, check_name, parse_record, to_json
+from quartet.discovery.watch import LiveWatch
 
 
 @dataclass(eq=False)

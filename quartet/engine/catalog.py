@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from quartet.engine.base import Engine, RequestKind
-from quartet.engine.core import ALL_SAMPLING_FIELDS, StepEngine
 from quartet.engine.data_parallel import DataParallelEngine
 from quartet.engine.encoder import MediaEncoder, MediaSizer
 from quartet.engine.mock import SAMPLING_FIELDS as MOCK_SAMPLING_FIELDS
 from quartet.engine.mock import MockEngineConfig, rank_loader
 from quartet.engine.runner import ModelRunner
-from quartet.engine.settings import EncoderSettings, EngineKind, EngineSettings, Modality
+from quartet.engine.settings import EngineKind, EngineSpec, Modality
+from quartet.engine.step_engine import ALL_SAMPLING_FIELDS, StepEngine
 from quartet.engine.torch import TorchEncoderConfig, TorchEngineConfig, create_encoder, create_runner
 from quartet.errors import ConfigError
 from quartet.media.items import MediaKind
 from quartet.transfer.base import EmbeddingMemory, Puller
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSpec:
-    """What one engine or encoder is to be.
-
-    Attributes:
-        model_path: folder of a Hugging Face checkpoint.
-    """
-
-    model_path: str
-    engine: EngineSettings
-    encoder: EncoderSettings
 
 
 def create_engine(spec: EngineSpec, kind: RequestKind, puller: Puller) -> Engine:
@@ -83,7 +69,7 @@ def create_media_sizer(spec: EngineSpec) -> MediaSizer:
     """
     if spec.engine.kind is not EngineKind.TRTLLM:
         raise ConfigError(f"engine.kind: the engine {spec.engine.kind} reads no media by itself")
-    from quartet.engine.trtllm.media_sizer import create_sizer
+    from quartet.engine.trtllm.media_model import create_sizer
 
     return create_sizer(spec)
 

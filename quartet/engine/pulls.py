@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from quartet.engine.schedule import Pull
+from quartet.engine.scheduler import Pull
 from quartet.errors import ServingError, TransferError
 from quartet.kvcache.layout import HandOff
 from quartet.transfer.base import Claim, FetchResult, Puller

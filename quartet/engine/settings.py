@@ -7,10 +7,23 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 
-from quartet.engine.mock.config import MockSettings
-from quartet.engine.schedule import SchedulerConfig
+from quartet.engine.mock.model import MockSettings
+from quartet.engine.scheduler import SchedulerConfig
 from quartet.errors import ConfigError
 from quartet.media.items import MediaKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """What one engine or encoder is to be.
+
+    Attributes:
+        model_path: folder of a Hugging Face checkpoint.
+    """
+
+    model_path: str
+    engine: EngineSettings
+    encoder: EncoderSettings
 
 
 class EngineKind(StrEnum):
@@ -207,6 +220,7 @@ def refused_fields(kind: EngineKind) -> tuple[str, ...]:
 
 
 _DEFAULT_NUM_BLOCKS = 512
+
 _COUNTS = (
     "num_blocks",
     "data_parallel_size",
@@ -222,6 +236,7 @@ _COUNTS = (
     "max_beam_width",
     "gpus_per_node",
 )
+
 _TRTLLM_ONLY = (
     "publish_events_and_metrics",
     "tensor_parallel_size",
@@ -234,11 +249,13 @@ _TRTLLM_ONLY = (
     "extra_engine_args",
     "override_engine_args",
 )
+
 _REFUSED = {
     EngineKind.TORCH: ("data_parallel_size", *_TRTLLM_ONLY),
     EngineKind.MOCK: ("free_gpu_memory_fraction", *_TRTLLM_ONLY),
     EngineKind.TRTLLM: ("data_parallel_size", "device"),
 }
+
 _DEFAULTS = {
     item.name: item.default_factory() if callable(item.default_factory) else item.default
     for item in fields(EngineSettings)

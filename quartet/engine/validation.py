@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quartet.engine.base import EngineRequest, Generation, RequestKind
-from quartet.engine.media_validation import MediaLimits, check_media
+from quartet.engine.media_config import MediaLimits, check_media
 from quartet.engine.runner import ModelRunner
 from quartet.errors import InvalidRequestError, LayoutMismatchError, PromptTooLongError, UnsupportedFieldError
 from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload

@@ -15,9 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quartet.errors import OutOfBlocksError
-from quartet.kvcache.block_pool import BlockCounts
-from quartet.kvcache.event_log import EventLog
-from quartet.kvcache.events import KvEvent
+from quartet.events.kv import KvEvent
+from quartet.kvcache.block_pool import BlockCounts, EventLog
 from quartet.media.media_id import media_hash
 
 

@@ -1,1 +1,1 @@
-"""gRPC as all services and clients use it: servers, channels, errors, audiences, and proto to domain and back."""
+"""gRPC plumbing for every server and client: servers, channels, errors, and who may call what."""

@@ -78,7 +78,7 @@ AUDIENCES: Mapping[str, frozenset[Audience]] = {
     "/quartet.v1.RouterService/WatchWorkers": _OPERATORS,
     "/quartet.v1.EncodeService/Encode": _PEERS,
     "/quartet.v1.PrefillService/Prefill": _PEERS,
-    # On it, a start that no router sealed takes a peer (see `is_peer`): it runs whatever it says.
+    # On it, a start that no router signed takes a peer (see `is_peer`): it runs whatever it says.
     "/quartet.v1.DecodeService/Decode": _EVERYBODY,
     "/quartet.v1.TransferService/Pull": _PEERS,
     "/quartet.v1.WorkerService/GetInfo": _PEERS | _OPERATORS,

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ipaddress
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
+from grpc.aio import init_grpc_aio, shutdown_grpc_aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from quartet.rpc.tls import TlsConfig, channel_credentials
+from quartet.errors import ConfigError
 
-#: Bytes of the largest message at the edge; inner streams keep theirs to 1 MiB by themselves.
-MAX_EDGE_MESSAGE_BYTES = 64 * 1024 * 1024
+#: Bytes of the largest message in the API; worker streams keep theirs to 1 MiB by themselves.
+MAX_API_MESSAGE_BYTES = 64 * 1024 * 1024
 
 #: A host that answers no ping for ``KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS`` is dead.
 KEEPALIVE_TIME_MS = 10_000
+
 KEEPALIVE_TIMEOUT_MS = 5_000
 
 
@@ -57,7 +67,7 @@ def _options() -> list[tuple[str, int | str]]:
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.max_receive_message_length", MAX_EDGE_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MAX_API_MESSAGE_BYTES),
         ("grpc.max_send_message_length", -1),
         # The default backs off to two minutes: far longer than a worker takes to restart.
         ("grpc.initial_reconnect_backoff_ms", 200),
@@ -66,3 +76,160 @@ def _options() -> list[tuple[str, int | str]]:
         # Workers are peers on one network; a proxy meant for the way out must not get in between.
         ("grpc.enable_http_proxy", 0),
     ]
+
+
+# TLS for servers and channels from files; every failure names the setting at fault.
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsConfig:
+    """Files of one process's identity, PEM; the same for what it serves and what it dials.
+
+    Attributes:
+        ca_file: certificates that peers' certificates must lead to.
+        cert_file: the own certificate chain; its URI SAN says who this process is (see ``quartet.rpc.audience``).
+        key_file: the own private key.
+        require_client_cert: callers must show a certificate. Without it none is asked for and every caller is a client
+            (see ``Audience``): good for a router's API, useless for a worker, whom only peers call.
+        server_name: what a dialled server's certificate must be made out to. ``None``: the host that is dialled.
+    """
+
+    ca_file: Path
+    cert_file: Path
+    key_file: Path
+    require_client_cert: bool = True
+    server_name: str | None = None
+
+
+def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
+    """Credentials to serve with. Raises ``ConfigError`` naming the setting whose file can't be used."""
+    key, cert, ca = _read(tls)
+    return grpc.ssl_server_credentials([(key, cert)], root_certificates=ca, require_client_auth=tls.require_client_cert)
+
+
+def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
+    """Credentials to dial with. Raises ``ConfigError`` naming the setting whose file can't be used."""
+    key, cert, ca = _read(tls)
+    return grpc.ssl_channel_credentials(root_certificates=ca, private_key=key, certificate_chain=cert)
+
+
+def _read(tls: TlsConfig) -> tuple[bytes, bytes, bytes]:
+    # gRPC notices a wrong file only at the first handshake, and then only in its own log.
+    return (
+        _read_pem("tls.key_file", tls.key_file, "PRIVATE KEY-----"),
+        _read_pem("tls.cert_file", tls.cert_file, "-----BEGIN CERTIFICATE-----"),
+        _read_pem("tls.ca_file", tls.ca_file, "-----BEGIN CERTIFICATE-----"),
+    )
+
+
+def _read_pem(setting: str, path: Path, marker: str) -> bytes:
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}") from error
+    if marker.encode() not in content:
+        raise ConfigError(f"{setting}: {path} holds no {marker.strip('-').removeprefix('BEGIN ').lower()} in PEM form")
+    return content
+
+
+# Addresses to listen on, ``host:port``: who can reach them, and whether they may be served in the clear.
+
+
+@dataclass(frozen=True)
+class ListenAddress:
+    """Where a server listens.
+
+    Attributes:
+        host: a name, or an IP address; IPv6 in brackets.
+        port: 0 takes a free one.
+    """
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str, field: str) -> ListenAddress:
+        """Read ``host:port``. Raises ``ConfigError`` naming ``field``."""
+        host, _, port = text.rpartition(":")
+        if not host or not port.isdecimal() or int(port) >= 2**16:
+            raise ConfigError(f"{field}: must be host:port, not {text!r}")
+        return cls(host, int(port))
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only processes of this host can reach it."""
+        ip = self._ip
+        return self.host == "localhost" if ip is None else ip.is_loopback
+
+    @property
+    def is_wildcard(self) -> bool:
+        """Whether it stands for all addresses of this host, so that nobody can dial it."""
+        # To ZMQ an asterisk is what 0.0.0.0 is to others.
+        return self.host == "*" or (self._ip is not None and self._ip.is_unspecified)
+
+    def require_loopback(self, field: str, remedy: str) -> None:
+        """Refuse an address that others can reach. Raises ``ConfigError`` naming ``field`` and the ``remedy``."""
+        if not self.is_loopback:
+            raise ConfigError(f"{field}: {self.host}:{self.port} is not loopback: it takes {remedy}")
+
+    @property
+    def _ip(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+        try:
+            return ipaddress.ip_address(self.host.removeprefix("[").removesuffix("]"))
+        except ValueError:
+            return None
+
+
+# Asks a server whether it serves, as probes and load balancers do (``grpc.health.v1``).
+
+
+async def is_serving(address: str, tls: TlsConfig | None = None, *, service: str = "", timeout_s: float = 1.0) -> bool:
+    """Whether ``service`` (empty: all of the server) at ``address`` says SERVING within ``timeout_s`` seconds.
+
+    Raises:
+        ConfigError: a file of ``tls`` can't be used.
+    """
+    channel = create_channel(address, tls)
+    try:
+        request = health_pb2.HealthCheckRequest(service=service)
+        response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
+    except grpc.aio.AioRpcError:
+        return False
+    finally:
+        await channel.close()
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+# gRPC's thread that polls for what its operations came to, started so that it lets the event loop go on.
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def yielding_poller() -> Iterator[None]:
+    """Run gRPC, whose poller does not interrupt other threads when it wakes up; within an event loop.
+
+    For each message it wakes up to tell the event loop, and by default the kernel lets it do so at the price of whoever
+    runs on that core, mostly the event loop itself, in the middle of its next message. As SCHED_BATCH it waits until
+    there is a free core, and then tells of all that has ended at once. A process that runs under another policy than
+    the default is left as it is.
+    """
+    is_default = sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER
+    if is_default:
+        _schedule(os.SCHED_BATCH)
+    try:
+        init_grpc_aio()  # the thread has its parent's policy
+    finally:
+        if is_default:
+            _schedule(os.SCHED_OTHER)
+    try:
+        yield
+    finally:
+        shutdown_grpc_aio()
+
+
+def _schedule(policy: int) -> None:
+    try:
+        os.sched_setscheduler(0, policy, os.sched_param(0))
+    except OSError as error:  # a sandbox may forbid it
+        logger.debug("the scheduling policy stays as it is: %s", error)

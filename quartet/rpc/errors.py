@@ -8,17 +8,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode
+from grpc.aio import AioRpcError
 
 from quartet import errors
-from quartet.errors import ServingError
-from quartet.rpc.durations import to_duration, to_seconds
+from quartet.errors import (
+    HandOffNotFoundError,
+    HandOffStateError,
+    InvalidRequestError,
+    LayoutMismatchError,
+    ServingError,
+    StaleEpochError,
+    TransferError,
+    TransferTimeoutError,
+    WorkerUnavailableError,
+)
 from quartet.v1 import types_pb2
 
 if TYPE_CHECKING:
@@ -28,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 #: ``google.rpc.ErrorInfo.domain`` of all our reasons.
 DOMAIN = "quartet"
+
 #: Trailer that holds the serialized ``google.rpc.Status``.
 DETAILS_KEY = "grpc-status-details-bin"
 
@@ -51,12 +64,12 @@ STATUS: dict[type[ServingError], StatusCode] = {
     errors.MediaNotAllowedError: StatusCode.PERMISSION_DENIED,
     errors.UnauthenticatedError: StatusCode.UNAUTHENTICATED,
     errors.UnimplementedError: StatusCode.UNIMPLEMENTED,
-    errors.SealError: StatusCode.PERMISSION_DENIED,
-    errors.NoSealKeyError: StatusCode.FAILED_PRECONDITION,
-    errors.SealKeyUnknownError: StatusCode.PERMISSION_DENIED,
-    errors.SealForeignError: StatusCode.FAILED_PRECONDITION,
-    errors.SealExpiredError: StatusCode.FAILED_PRECONDITION,
-    errors.SealUsedError: StatusCode.ALREADY_EXISTS,
+    errors.SignedStartError: StatusCode.PERMISSION_DENIED,
+    errors.NoSigningKeyError: StatusCode.FAILED_PRECONDITION,
+    errors.SigningKeyUnknownError: StatusCode.PERMISSION_DENIED,
+    errors.SignedStartForeignError: StatusCode.FAILED_PRECONDITION,
+    errors.SignedStartExpiredError: StatusCode.FAILED_PRECONDITION,
+    errors.SignedStartUsedError: StatusCode.ALREADY_EXISTS,
     errors.PlaceTooLargeError: StatusCode.FAILED_PRECONDITION,
     errors.OutOfBlocksError: StatusCode.RESOURCE_EXHAUSTED,  # the router tries another worker
     errors.QueueFullError: StatusCode.RESOURCE_EXHAUSTED,
@@ -93,11 +106,14 @@ _BY_CODE: dict[StatusCode, type[ServingError]] = {
     StatusCode.CANCELLED: errors.RequestCancelledError,
     StatusCode.FAILED_PRECONDITION: errors.HandOffStateError,
 }
+
 _BY_REASON: dict[str, type[ServingError]] = {kind.reason: kind for kind in STATUS}
+
 _BY_NUMBER: dict[int, StatusCode] = {code.value[0]: code for code in StatusCode}
 
 # Trailers are cut off at 8 KiB by default; the message crosses three times, once percent-encoded.
 _MAX_MESSAGE_BYTES = 800
+
 _MAX_FIELD_BYTES = 128
 
 
@@ -215,3 +231,116 @@ def _pack(detail: Message) -> any_pb2.Any:
 def _cut(text: str, size_bytes: int) -> str:
     # Also rids the text of lone surrogates, which protobuf refuses.
     return text.encode("utf-8", "replace")[:size_bytes].decode("utf-8", "ignore")
+
+
+# Seconds and ``timedelta`` to ``google.protobuf.Duration`` and back.
+
+_NANOS = 10**9
+
+# What the message's own definition allows: 10,000 years.
+_MAX_SECONDS = 315_576_000_000
+
+
+def to_duration(seconds: float) -> Duration:
+    """``seconds`` to the nanosecond; what the message cannot hold becomes the most that it can."""
+    duration = Duration()
+    put_duration(duration, seconds)
+    return duration
+
+
+def put_duration(into: Duration, seconds: float) -> None:
+    """Set ``into``, which may be a field not present yet, as ``to_duration`` would."""
+    if 0.0 <= seconds < _MAX_SECONDS:  # what nearly all are, at half the price
+        into.seconds, into.nanos = divmod(round(seconds * _NANOS), _NANOS)
+        return
+    nanos = round(max(-_MAX_SECONDS, min(_MAX_SECONDS, seconds)) * _NANOS)
+    whole, rest = divmod(abs(nanos), _NANOS)
+    sign = -1 if nanos < 0 else 1
+    into.seconds = sign * whole
+    into.nanos = sign * rest
+
+
+def to_seconds(duration: Duration) -> float:
+    """The duration in seconds."""
+    return float(duration.seconds + duration.nanos / _NANOS)
+
+
+def to_non_negative_seconds(duration: Duration, field: str) -> float:
+    """The duration in seconds. Raises ``InvalidRequestError`` naming ``field`` where it is negative."""
+    seconds = to_seconds(duration)
+    if seconds < 0:
+        raise InvalidRequestError(f"{field} must not be negative", field=field)
+    return seconds
+
+
+def to_timedelta(duration: Duration, field: str) -> timedelta:
+    """The duration to the microsecond.
+
+    Raises:
+        InvalidRequestError: naming ``field``; negative, or beyond what a ``timedelta`` holds.
+    """
+    seconds = to_non_negative_seconds(duration, field)
+    try:
+        return timedelta(seconds=seconds)
+    except OverflowError as error:
+        raise InvalidRequestError(f"{field} is too long", field=field) from error
+
+
+# gRPC statuses as a puller sees them, back into the errors that the source raised.
+
+_TRANSFER_BY_REASON: dict[str, type[ServingError]] = {
+    error.reason: error
+    for error in (
+        HandOffNotFoundError,
+        HandOffStateError,
+        LayoutMismatchError,
+        StaleEpochError,
+        TransferError,
+        TransferTimeoutError,
+    )
+}
+
+_TRANSFER_BY_CODE: dict[StatusCode, type[ServingError]] = {
+    StatusCode.NOT_FOUND: HandOffNotFoundError,
+    StatusCode.FAILED_PRECONDITION: HandOffStateError,
+    StatusCode.DEADLINE_EXCEEDED: TransferTimeoutError,
+    StatusCode.UNAVAILABLE: WorkerUnavailableError,
+}
+
+_DETAILS_KEY = "grpc-status-details-bin"
+
+_MADE_UP_DETAILS = "Internal error from Core"
+
+
+class HiddenStatusError(TransferError):
+    """The source ended the stream while a message was on its way to it: gRPC put a status of its own over the source's.
+
+    Asking again tells more.
+    """
+
+
+def to_error(error: AioRpcError) -> ServingError:
+    """What the source meant: by the reason it gave, else by the status code, else a ``TransferError``."""
+    if error.details() == _MADE_UP_DETAILS:
+        return HiddenStatusError("the source of the hand-off ended the stream while it was written to")
+    error_type = _TRANSFER_BY_REASON.get(_reason(error)) or _TRANSFER_BY_CODE.get(error.code(), TransferError)
+    return error_type(f"the source of the hand-off answered {error.code().name}: {error.details()}")
+
+
+def _reason(error: AioRpcError) -> str:
+    """``google.rpc.ErrorInfo.reason`` of the status details, or an empty string."""
+    for key, value in error.trailing_metadata() or ():
+        if key == _DETAILS_KEY and isinstance(value, bytes):
+            return _reason_in(value)
+    return ""
+
+
+def _reason_in(details: bytes) -> str:
+    info = error_details_pb2.ErrorInfo()
+    try:
+        for detail in status_pb2.Status.FromString(details).details:
+            if detail.Unpack(info):
+                return str(info.reason)
+    except DecodeError:
+        return ""  # the code still says enough
+    return ""

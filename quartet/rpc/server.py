@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from quartet.errors import ConfigError
-from quartet.rpc.address import ListenAddress
+from quartet.errors import ConfigError, DrainingError, ProtocolError, StalledStreamError
 from quartet.rpc.audience import Gate
-from quartet.rpc.channels import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_EDGE_MESSAGE_BYTES
-from quartet.rpc.interceptors import CallCounter, ServingInterceptor
-from quartet.rpc.tls import TlsConfig, server_credentials
+from quartet.rpc.channels import (
+    KEEPALIVE_TIME_MS,
+    KEEPALIVE_TIMEOUT_MS,
+    MAX_API_MESSAGE_BYTES,
+    ListenAddress,
+    TlsConfig,
+    server_credentials,
+)
+from quartet.rpc.errors import abort
 
 logger = logging.getLogger(__name__)
 
 # Telling health watchers waits for their connections; a drain doesn't wait longer for them than this.
 _HEALTH_CHANGE_TIMEOUT_S = 1.0
+
 # Calls that were cut clean up after themselves; the server doesn't wait longer for them than this.
 _CUT_TIMEOUT_S = 5.0
+
 _HEALTH_SERVICE = "grpc.health.v1.Health"
+
 _CHANNELZ_SERVICE = "grpc.channelz.v1.Channelz"
 
 
@@ -52,7 +65,7 @@ class ServerConfig:
     namespace: str = "default"
     reflection: bool | None = None
     channelz: bool | None = None
-    max_receive_message_bytes: int = MAX_EDGE_MESSAGE_BYTES
+    max_receive_message_bytes: int = MAX_API_MESSAGE_BYTES
 
     def __post_init__(self) -> None:
         address = ListenAddress.parse(self.address, "address")
@@ -231,3 +244,195 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
 
 def _with_port(address: str, port: int) -> str:
     return f"{address.rpartition(':')[0]}:{port}"
+
+
+# What every call passes: audience, drain and count of calls; malformed messages and errors become statuses.
+#
+# Costs are per call, not per message; a method's handler is wrapped once. Made by hand because OpenTelemetry's ready-
+# made
+# interceptor breaks streaming handlers that use ``context.write``.
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+# gRPC's own types: a request (or an iterator of them) and a response are whatever the method's (de)serializers say.
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+_Behavior: TypeAlias = Callable[[Any, _Context], Any]
+
+_Deserializer: TypeAlias = Callable[[bytes], Any]
+
+
+class CallCounter:
+    """Calls that run now, and whether new ones are taken.
+
+    Health, reflection and channelz are left out: they answer until the end, and may stay open for ever.
+    """
+
+    def __init__(self) -> None:
+        self.num_active = 0
+        self.is_draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def enter(self, context: _Context) -> None:
+        """Count a call until its status has been sent. Raises ``DrainingError`` once ``is_draining`` is set."""
+        if self.is_draining:
+            raise DrainingError("the server is going away")
+        self.num_active += 1
+        self._idle.clear()
+        context.add_done_callback(self._leave)  # type: ignore[arg-type]  # the stubs forgot that it is a Protocol
+
+    async def wait_idle(self) -> None:
+        """Return when no call runs."""
+        await self._idle.wait()
+
+    def _leave(self, ctx: _Context) -> None:
+        self.num_active -= 1
+        if self.num_active == 0:
+            self._idle.set()
+
+
+class ServingInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps every handler, whether it yields its responses, writes them, or works on raw bytes.
+
+    A ``ServingError`` becomes its status; a message that can't be parsed INVALID_ARGUMENT; anything unexpected
+    INTERNAL, which leaks nothing. Cancellation passes through, and a generator is always closed.
+    """
+
+    def __init__(self, gate: Gate | None, calls: CallCounter) -> None:
+        """``gate`` is ``None`` where everybody may call everything: without TLS."""
+        self._gate = gate
+        self._calls = calls
+        self._wrapped: dict[str, _Handler] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Handler | None:
+        """The method's handler, wrapped; ``None`` (gRPC answers UNIMPLEMENTED) where there is none."""
+        method = str(handler_call_details.method)
+        wrapped = self._wrapped.get(method)
+        if wrapped is None:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None
+            wrapped = self._wrapped[method] = self._wrap(method, handler)
+        return wrapped
+
+    def _wrap(self, method: str, handler: _Handler) -> _Handler:
+        behavior, make_handler = _parts(handler)
+        parse = _parser(handler.request_deserializer)
+        respond = _writer(behavior) if inspect.isasyncgenfunction(behavior) else behavior
+        is_counted = not method.startswith("/grpc.")
+
+        async def serve(request: Any, context: _Context) -> Any:
+            try:
+                if is_counted:
+                    self._calls.enter(context)
+                if self._gate is not None:
+                    self._gate.check(method, context.auth_context())
+                return await respond(request if handler.request_streaming else parse(request), context)
+            except grpc.aio.AbortError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the call ends here; `abort` logs what is not a ServingError
+                return await abort(context, error)
+
+        # A lone request is parsed in `serve`, where a failure gets a status; those of a stream where they are read.
+        return make_handler(serve, parse if handler.request_streaming else None, handler.response_serializer)
+
+
+def _parts(handler: _Handler) -> tuple[_Behavior, Callable[..., _Handler]]:
+    if handler.request_streaming and handler.response_streaming:
+        return handler.stream_stream, grpc.stream_stream_rpc_method_handler  # type: ignore[return-value]
+    if handler.request_streaming:
+        return handler.stream_unary, grpc.stream_unary_rpc_method_handler  # type: ignore[return-value]
+    if handler.response_streaming:
+        return handler.unary_stream, grpc.unary_stream_rpc_method_handler  # type: ignore[return-value]
+    return handler.unary_unary, grpc.unary_unary_rpc_method_handler  # type: ignore[return-value]
+
+
+def _parser(deserialize: _Deserializer | None) -> _Deserializer:
+    def parse(message: bytes) -> Any:
+        try:
+            return message if deserialize is None else deserialize(message)
+        except DecodeError as error:
+            raise ProtocolError("the message is malformed") from error
+
+    return parse
+
+
+def _writer(generate: _Behavior) -> _Behavior:
+    async def write_all(request: Any, context: _Context) -> None:
+        # Closed also when the call is cancelled in `write`: its `finally` blocks free what the request held.
+        async with aclosing(generate(request, context)) as responses:
+            async for response in responses:
+                await context.write(response)
+
+    return write_all
+
+
+# Ends calls whose client takes nothing: such a client still answers pings, so nothing else would.
+
+_MAX_LOOK_INTERVAL_S = 1.0
+
+
+class WatchedCall:
+    """One call's writes. Say ``began`` before each and ``ended`` after it."""
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        """``task`` writes."""
+        self.is_stalled = False
+        self._task = task
+        self._since: float | None = None
+
+    def began(self) -> None:
+        """A write begins."""
+        self._since = time.monotonic()
+
+    def ended(self) -> None:
+        """The client took it."""
+        self._since = None
+
+    def look(self, limit: float) -> None:
+        """End the call if it has been writing since before ``limit``, monotonic seconds."""
+        if self._since is not None and self._since < limit and not self.is_stalled:
+            self.is_stalled = True
+            self._task.cancel()
+
+
+class StalledCalls:
+    """Bounds writes. One look now and then, for all calls of a server, costs less than a timer a message."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """A client may take nothing for ``timeout_s`` seconds. ``run`` must run for that to be noticed."""
+        self._timeout_s = timeout_s
+        self._calls: set[WatchedCall] = set()
+
+    @contextmanager
+    def watch(self) -> Iterator[WatchedCall]:
+        """The call of the current task, for as long as the block lasts.
+
+        Raises:
+            StalledStreamError: out of the block, where the client took nothing for too long.
+        """
+        task = asyncio.current_task()
+        assert task is not None, "a handler runs in a task"
+        call = WatchedCall(task)
+        self._calls.add(call)
+        try:
+            yield call
+        except asyncio.CancelledError:
+            if call.is_stalled and task.uncancel() == 0:
+                raise StalledStreamError("the client took nothing for too long") from None
+            raise
+        finally:
+            self._calls.discard(call)
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            await asyncio.sleep(min(_MAX_LOOK_INTERVAL_S, self._timeout_s / 4))
+            limit = time.monotonic() - self._timeout_s
+            for call in tuple(self._calls):
+                call.look(limit)

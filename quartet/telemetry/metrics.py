@@ -200,8 +200,8 @@ class WorkerMetrics:
         self._hand_offs = Counter(
             "quartet_worker_hand_offs", "Hand-offs that ended, by outcome.", ["outcome"], registry=registry
         )
-        self._sealed_starts = Counter(
-            "quartet_worker_sealed_starts", "Sealed starts that came, by outcome.", ["outcome"], registry=registry
+        self._signed_starts = Counter(
+            "quartet_worker_signed_starts", "Signed starts that came, by outcome.", ["outcome"], registry=registry
         )
         self._queue_time = Histogram(
             "quartet_worker_queue_seconds", "From arrival to the batch.", buckets=_WAIT_BUCKETS_S, registry=registry
@@ -246,9 +246,9 @@ class WorkerMetrics:
         """A hand-off that was held here ended: ``released``, ``expired``, ``cancelled``."""
         self._hand_offs.labels(outcome).inc()
 
-    def count_sealed_start(self, outcome: str) -> None:
-        """A client came with a sealed start: ``opened``, or the lower-case reason of its refusal."""
-        self._sealed_starts.labels(outcome).inc()
+    def count_signed_start(self, outcome: str) -> None:
+        """A client came with a signed start: ``opened``, or the lower-case reason of its refusal."""
+        self._signed_starts.labels(outcome).inc()
 
     def observe_queue(self, duration_s: float) -> None:
         """A request joined the running batch so long after it arrived."""

@@ -27,7 +27,7 @@ class DecodeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     START_FIELD_NUMBER: _builtins.int
-    SEALED_START_FIELD_NUMBER: _builtins.int
+    SIGNED_START_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     START_DONE_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
@@ -36,8 +36,8 @@ class DecodeRequest(_message.Message):
         """Starts a request."""
 
     @_builtins.property
-    def sealed_start(self) -> Global___SealedDecodeStart:
-        """Starts a request that the router sealed for a client."""
+    def signed_start(self) -> Global___SignedDecodeStart:
+        """Starts a request that the router signed for a client."""
 
     @_builtins.property
     def chunk(self) -> _types_pb2.StartChunk:
@@ -55,16 +55,16 @@ class DecodeRequest(_message.Message):
         self,
         *,
         start: Global___DecodeStart | None = ...,
-        sealed_start: Global___SealedDecodeStart | None = ...,
+        signed_start: Global___SignedDecodeStart | None = ...,
         chunk: _types_pb2.StartChunk | None = ...,
         start_done: _types_pb2.StartDone | None = ...,
         cancel: _types_pb2.Cancel | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "chunk", b"chunk", "message", b"message", "sealed_start", b"sealed_start", "start", b"start", "start_done", b"start_done"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "chunk", b"chunk", "message", b"message", "signed_start", b"signed_start", "start", b"start", "start_done", b"start_done"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "chunk", b"chunk", "message", b"message", "sealed_start", b"sealed_start", "start", b"start", "start_done", b"start_done"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "chunk", b"chunk", "message", b"message", "signed_start", b"signed_start", "start", b"start", "start_done", b"start_done"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["start", "sealed_start", "chunk", "start_done", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["start", "signed_start", "chunk", "start_done", "cancel"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -125,42 +125,42 @@ class DecodeStart(_message.Message):
 Global___DecodeStart: _TypeAlias = DecodeStart  # noqa: Y015
 
 @_typing.final
-class SealedDecodeStart(_message.Message):
-    """A start that RouterService.Place sealed; the client forwards it untouched."""
+class SignedDecodeStart(_message.Message):
+    """A start that RouterService.Place signed; the client forwards it untouched."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SLOT_FIELD_NUMBER: _builtins.int
-    SEALED_START_FIELD_NUMBER: _builtins.int
+    SIGNED_START_FIELD_NUMBER: _builtins.int
     KEY_ID_FIELD_NUMBER: _builtins.int
     MAC_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Chosen by the opener of the stream; it replaces the slot of the start inside. Default 0."""
-    sealed_start: _builtins.bytes
-    """A serialized `SealedStart`. Required."""
+    signed_start: _builtins.bytes
+    """A serialized `SignedStart`. Required."""
     key_id: _builtins.str
     """Names the key of `mac`. Required."""
     mac: _builtins.bytes
-    """HMAC-SHA256 over exactly the bytes of `sealed_start`, 32 bytes. Required."""
+    """HMAC-SHA256 over exactly the bytes of `signed_start`, 32 bytes. Required."""
     def __init__(
         self,
         *,
         slot: _builtins.int = ...,
-        sealed_start: _builtins.bytes = ...,
+        signed_start: _builtins.bytes = ...,
         key_id: _builtins.str = ...,
         mac: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_id", b"key_id", "mac", b"mac", "sealed_start", b"sealed_start", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_id", b"key_id", "mac", b"mac", "signed_start", b"signed_start", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SealedDecodeStart: _TypeAlias = SealedDecodeStart  # noqa: Y015
+Global___SignedDecodeStart: _TypeAlias = SignedDecodeStart  # noqa: Y015
 
 @_typing.final
-class SealedStart(_message.Message):
-    """What a seal protects. It can be used once, at one worker's one life, until it expires."""
+class SignedStart(_message.Message):
+    """What a signature protects. It can be used once, at one worker's one life, until it expires."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -192,7 +192,7 @@ class SealedStart(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SealedStart: _TypeAlias = SealedStart  # noqa: Y015
+Global___SignedStart: _TypeAlias = SignedStart  # noqa: Y015
 
 @_typing.final
 class DecodeResponse(_message.Message):

@@ -96,9 +96,9 @@ class RouterServiceServicer:
 
     def Place(self, request, context):
         """Tokenizes, prefills and places only; the client streams from Decode directly, and resumes here what breaks. What
-        it does not take up ends by itself. FAILED_PRECONDITION: the router has no key to seal with, or has no room for all
+        it does not take up ends by itself. FAILED_PRECONDITION: the router has no key to sign with, or has no room for all
         choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit. INVALID_ARGUMENT: the start is too long
-        for one inner message (1 MiB, some 260,000 tokens).
+        for one message of a worker stream (1 MiB, some 260,000 tokens).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

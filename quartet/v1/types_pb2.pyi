@@ -55,11 +55,11 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_STOP_ID: _FinishReason.ValueType  # 1
     """An end-of-sequence or stop id was sampled; it is the last token given out."""
     FINISH_REASON_STOP_STRING: _FinishReason.ValueType  # 2
-    """A stop string appeared; text from it on is not shown. Only at the edge: engines know ids."""
+    """A stop string appeared; text from it on is not shown. Only in the API: engines know ids."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 3
     """`max_tokens` or the model's longest sequence was reached."""
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 4
-    """The caller cancelled. Only at the edge: on the inner plane it is a `Failure` with code CANCELLED."""
+    """The caller cancelled. Only in the API: on the worker streams it is a `Failure` with code CANCELLED."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a generation ended well."""
@@ -69,11 +69,11 @@ FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 FINISH_REASON_STOP_ID: FinishReason.ValueType  # 1
 """An end-of-sequence or stop id was sampled; it is the last token given out."""
 FINISH_REASON_STOP_STRING: FinishReason.ValueType  # 2
-"""A stop string appeared; text from it on is not shown. Only at the edge: engines know ids."""
+"""A stop string appeared; text from it on is not shown. Only in the API: engines know ids."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 3
 """`max_tokens` or the model's longest sequence was reached."""
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 4
-"""The caller cancelled. Only at the edge: on the inner plane it is a `Failure` with code CANCELLED."""
+"""The caller cancelled. Only in the API: on the worker streams it is a `Failure` with code CANCELLED."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _ChunkTarget:
@@ -606,7 +606,7 @@ class Failure(_message.Message):
 Global___Failure: _TypeAlias = Failure  # noqa: Y015
 
 @_typing.final
-class Place(_message.Message):
+class Rank(_message.Message):
     """Somewhere a request can run: one attention-data-parallel rank of one worker."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -629,7 +629,7 @@ class Place(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Place: _TypeAlias = Place  # noqa: Y015
+Global___Rank: _TypeAlias = Rank  # noqa: Y015
 
 @_typing.final
 class KvLayout(_message.Message):

@@ -1,1 +1,1 @@
-"""Which place gets which request: pure decisions on a snapshot."""
+"""Which rank gets which request: pure decisions on a snapshot."""

@@ -1,4 +1,4 @@
-"""The policy seam: what waits, what is known of the places, and who goes where."""
+"""The policy seam: what waits, what is known of the ranks, and who goes where."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from quartet.discovery.place import Place
+from quartet.discovery.base import Rank
 from quartet.events.step_time import StepTime
 
 #: Tokens that a step computes at most, where a worker does not say.
@@ -16,17 +16,17 @@ DEFAULT_MAX_STEP_TOKENS = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class Pending:
-    """A request (one choice of it) that waits for a place.
+    """A request (one choice of it) that waits for a rank.
 
     Attributes:
         num_tokens: tokens to prefill: prompt and already generated ones.
-        num_reserved_tokens: tokens that its decode place must have room for: ``num_tokens`` and what it may
-            generate soon (see ``router.attempt_tools.AttemptConfig.reserve_tokens``).
-        num_most_tokens: tokens that its decode place must be able to hold at all, which are those of its longest
+        num_reserved_tokens: tokens that its decode rank must have room for: ``num_tokens`` and what it may
+            generate soon (see ``router.context.AttemptConfig.reserve_tokens``).
+        num_most_tokens: tokens that its decode rank must be able to hold at all, which are those of its longest
             possible sequence; at least ``num_reserved_tokens``.
         adapter: the adapter that it needs; empty: none.
-        needs_media: what the place has to take of media that computes its prompt; empty: nothing.
-        is_local: it needs media, and no place that only prefills takes it: it is prefilled where it is decoded.
+        needs_media: what the rank has to take of media that computes its prompt; empty: nothing.
+        is_local: it needs media, and no rank that only prefills takes it: it is prefilled where it is decoded.
         is_remote: it is not prefilled where it is decoded.
         avoid: worker ids that just failed it; taken only where no other will do.
         prefer_prefill: where its blocks are probably cached.
@@ -35,7 +35,7 @@ class Pending:
         binds_at_once: it takes room as soon as there is some, and is not kept for the best moment.
         session_key: requests of one conversation share it; empty: none.
         sequence_hashes: names of its full blocks, first to last; empty where nothing is known of what is cached.
-        num_cached_tokens: by place, how many leading tokens of it are cached there; a place left out has none.
+        num_cached_tokens: by rank, how many leading tokens of it are cached there; a rank left out has none.
     """
 
     num_tokens: int
@@ -46,17 +46,17 @@ class Pending:
     is_local: bool = False
     is_remote: bool = False
     avoid: frozenset[str] = frozenset()
-    prefer_prefill: Place | None = None
+    prefer_prefill: Rank | None = None
     priority: int = 0
     arrived_at: float = 0.0
     binds_at_once: bool = False
     session_key: str = field(default="", repr=False)
     sequence_hashes: Sequence[int] = field(default=(), repr=False)
-    num_cached_tokens: Mapping[Place, int] = field(default_factory=dict)
+    num_cached_tokens: Mapping[Rank, int] = field(default_factory=dict)
 
-    def num_missing_tokens(self, place: Place) -> int:
+    def num_missing_tokens(self, rank: Rank) -> int:
         """Tokens that have to be computed there; the last one always is."""
-        return max(self.num_tokens - self.num_cached_tokens.get(place, 0), 1)
+        return max(self.num_tokens - self.num_cached_tokens.get(rank, 0), 1)
 
     def num_shared_tokens(self, other: Pending, block_size: int) -> int:
         """Leading tokens of both, in full blocks: the names of two chains are equal up to where they part."""
@@ -69,11 +69,11 @@ class Pending:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """What the router knows of one place.
+    """What the router knows of one rank.
 
     Attributes:
-        num_total_blocks: KV blocks of the place, of ``block_size`` tokens.
-        num_used_blocks: blocks in use or held, as the place last reported; what is only cached is left out.
+        num_total_blocks: KV blocks of the rank, of ``block_size`` tokens.
+        num_used_blocks: blocks in use or held, as the rank last reported; what is only cached is left out.
         num_promised_blocks: blocks that the router's own placements there may still take beyond those.
         num_queued_tokens: prompt tokens that wait there, the router's own unreported ones included.
         adapters: adapters that it serves.
@@ -88,7 +88,7 @@ class Candidate:
         is_measured: that was measured there; else it is only good for comparing places with one another.
     """
 
-    place: Place
+    rank: Rank
     num_total_blocks: int
     block_size: int
     num_used_blocks: int = 0
@@ -125,17 +125,17 @@ class Peers:
     Attributes:
         number: which of them this one is, from 0; each has another.
         num_routers: how many there are, this one included.
-        places: all that they share, in order; empty: those of the snapshot.
+        ranks: all that they share, in order; empty: those of the snapshot.
     """
 
     number: int = 0
     num_routers: int = 1
-    places: Sequence[Place] = ()
+    ranks: Sequence[Rank] = ()
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The places of one pool that take requests at ``now``, in monotonic seconds."""
+    """The ranks of one pool that take requests at ``now``, in monotonic seconds."""
 
     prefill: Sequence[Candidate]
     decode: Sequence[Candidate]
@@ -145,7 +145,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one request goes; ``prefill`` is ``None`` where the decode place prefills itself.
+    """Where one request goes; ``prefill`` is ``None`` where the decode rank prefills itself.
 
     Attributes:
         num_cached_tokens: of its leading tokens, as expected where it is prefilled.
@@ -153,13 +153,13 @@ class Placement:
             nothing.
     """
 
-    prefill: Place | None
-    decode: Place
+    prefill: Rank | None
+    decode: Rank
     num_cached_tokens: int = 0
     cost: float | None = None
 
     @property
-    def prefills_at(self) -> Place:
+    def prefills_at(self) -> Rank:
         """Where its prompt is computed."""
         return self.prefill or self.decode
 
@@ -180,10 +180,10 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One place, as a policy sees it for one request.
+    """One rank, as a policy sees it for one request.
 
     Attributes:
-        is_decode: a place that decodes, and may prefill itself; else it only prefills.
+        is_decode: a rank that decodes, and may prefill itself; else it only prefills.
         num_cached_tokens: leading tokens of the request that are cached there.
         cost: what it would cost; ``None``: the policy weighs nothing, or the request can't go there.
         cost_unit: the unit of ``cost``; empty where that is ``None``. Places that prefill may be weighed by something
@@ -192,7 +192,7 @@ class Option:
         obstacle: why the request can't go there now; empty: it can.
     """
 
-    place: Place
+    rank: Rank
     is_decode: bool
     num_cached_tokens: int = 0
     cost: float | None = None
@@ -207,7 +207,7 @@ class Policy(Protocol):
     def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
         """Choose places for ``waiting``, first come first; ``None`` keeps a request in the router's queue.
 
-        A request is placed only where its decode place has room for ``num_reserved_tokens``, counting those placed
+        A request is placed only where its decode rank has room for ``num_reserved_tokens``, counting those placed
         by this very call.
         """
         ...

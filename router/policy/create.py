@@ -8,10 +8,8 @@ from enum import StrEnum
 
 from quartet.errors import ConfigError
 from router.policy.base import Policy
+from router.policy.greedy import LeastLoadedPolicy, PowerOfTwoPolicy, RoundRobinPolicy
 from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy
-from router.policy.least_loaded import LeastLoadedPolicy
-from router.policy.power_of_two import PowerOfTwoPolicy
-from router.policy.round_robin import RoundRobinPolicy
 from router.policy.session_affinity import SessionAffinityPolicy
 from router.policy.split import SplitPolicy
 
@@ -37,9 +35,9 @@ class PolicyConfig:
             if that costs less); 0: none, while a prefill worker can take them. ``None``: kv_aware goes by cost alone,
             and to the others it is 0.
         transfer_s_per_token: seconds that moving a token's KV to another worker takes; part of kv_aware's cost.
-        margin_s: kv_aware sends a place its next prompts so long before it has computed what it was given; more than
+        margin_s: kv_aware sends a rank its next prompts so long before it has computed what it was given; more than
             the way there takes.
-        session_affinity: requests of one ``session_key`` go to the same places.
+        session_affinity: requests of one ``session_key`` go to the same ranks.
         session_max_load_factor: while these have at most so many times the mean load.
     """
 

@@ -1,11 +1,11 @@
-"""All that wait at once, over all places: a local search for the assignment that costs everybody the least."""
+"""All that wait at once, over all ranks: a local search for the assignment that costs everybody the least."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 
-from router.policy.lane import Job, Lane, Turn
+from router.policy.forecast import Job, Lane, Turn
 
 # Past so many jobs exchanging pairs would cost more time than it saves.
 _MAX_SWAPPED_JOBS = 16

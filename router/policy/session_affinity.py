@@ -1,41 +1,42 @@
-"""Requests of one session go to the same places, whatever the policy, while these are not overloaded.
+"""Requests of one session go to the same ranks, whatever the policy, while these are not overloaded.
 
-No table of sessions is kept: where a session belongs follows from its key and the names of the places (``rendezvous``),
-so that all routers agree and a restart forgets nothing. That a place is passed over that has more than its share is
+No table of sessions is kept: where a session belongs follows from its key and the names of the ranks (``rendezvous``),
+so that all routers agree and a restart forgets nothing. That a rank is passed over that has more than its share is
 Mirrokni, Thorup and Zadimoghaddam, "Consistent hashing with bounded loads", 2016.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 
-from quartet.discovery.place import Place
+from quartet.discovery.base import Rank
 from router.policy.base import Candidate, Decision, Option, Pending, Placement, Policy, Snapshot
-from router.policy.remaining import Remaining
-from router.policy.rendezvous import rendezvous_order
 from router.policy.room import Tally, can_prefill, decode_choices, welcome
+from router.policy.split import Remaining
 
-# A place is never overloaded as long as less than this share of its blocks is spoken for.
+# A rank is never overloaded as long as less than this share of its blocks is spoken for.
 _FREE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class _Home:
-    """Where a session belongs now; ``prefill`` is ``None`` where no place only prefills."""
+    """Where a session belongs now; ``prefill`` is ``None`` where no rank only prefills."""
 
-    prefill: Place | None
-    decode: Place
+    prefill: Rank | None
+    decode: Rank
 
 
 class SessionAffinityPolicy:
     """Shows ``inner`` only a session's own places; requests without session, all of them."""
 
     def __init__(self, inner: Policy, *, max_load_factor: float = 1.25) -> None:
-        """A place with more than ``max_load_factor`` of the mean load is passed over for the next in a session's order.
+        """A rank with more than ``max_load_factor`` of the mean load is passed over for the next in a session's order.
 
-        Load is the share of blocks spoken for at places that decode, and the prompt tokens queued wherever something is
+        Load is the share of blocks spoken for at ranks that decode, and the prompt tokens queued wherever something is
         prefilled; what fits one step is no queue.
         """
         self._inner = inner
@@ -68,14 +69,14 @@ class SessionAffinityPolicy:
         return Decision(placements, min(looks, default=None))
 
     def explain(self, pending: Pending, snapshot: Snapshot) -> Sequence[Option]:
-        """How ``pending`` stands at each place, were it all that waits."""
+        """How ``pending`` stands at each rank, were it all that waits."""
         home = _Homes(snapshot, self._max_load_factor).find(pending, Tally())
         everywhere = self._inner.explain(pending, snapshot)
         if home is None:
             return everywhere
         shown = Remaining(snapshot).at(home.prefill, home.decode)
-        own = {option.place: option for option in self._inner.explain(pending, shown)}
-        return [own.get(option.place) or _elsewhere(option, home) for option in everywhere]
+        own = {option.rank: option for option in self._inner.explain(pending, shown)}
+        return [own.get(option.rank) or _elsewhere(option, home) for option in everywhere]
 
 
 class _Homes:
@@ -94,29 +95,31 @@ class _Homes:
         if decode is None:
             return None
         tally.add(pending, prefill, decode)
-        return _Home(None if prefill is None else prefill.place, decode.place)
+        return _Home(None if prefill is None else prefill.rank, decode.rank)
 
     def _prefill(self, pending: Pending, tally: Tally) -> Candidate | None:
-        places = self._snapshot.prefill
-        able = [place for place in places if can_prefill(place, pending)]
-        choices = [place for place in able if place.place == pending.prefer_prefill] or welcome(able, pending)
-        limit = self._max_load_factor * _mean_queue(places, tally)
-        return _first(pending, choices, lambda place: _has_queue(place, limit, tally))
+        candidates = self._snapshot.prefill
+        able = [candidate for candidate in candidates if can_prefill(candidate, pending)]
+        choices = [candidate for candidate in able if candidate.rank == pending.prefer_prefill] or welcome(
+            able, pending
+        )
+        limit = self._max_load_factor * _mean_queue(candidates, tally)
+        return _first(pending, choices, lambda candidate: _has_queue(candidate, limit, tally))
 
     def _decode(self, pending: Pending, tally: Tally, *, is_queued: bool) -> Candidate | None:
         """``is_queued``: the prompt waits there, too."""
-        places = self._snapshot.decode
-        choices = decode_choices(places, pending, tally)
-        queue_limit = self._max_load_factor * _mean_queue(places, tally)
+        candidates = self._snapshot.decode
+        choices = decode_choices(candidates, pending, tally)
+        queue_limit = self._max_load_factor * _mean_queue(candidates, tally)
         num_taken, num_total = (
-            sum(tally.num_taken(place) for place in places),
-            sum(place.num_total_blocks for place in places),
+            sum(tally.num_taken(candidate) for candidate in candidates),
+            sum(candidate.num_total_blocks for candidate in candidates),
         )
         share_limit = max(self._max_load_factor * num_taken / max(num_total, 1), _FREE_SHARE)
 
-        def is_overloaded(place: Candidate) -> bool:
-            is_full = tally.num_taken(place) > share_limit * place.num_total_blocks
-            return is_full or (is_queued and _has_queue(place, queue_limit, tally))
+        def is_overloaded(candidate: Candidate) -> bool:
+            is_full = tally.num_taken(candidate) > share_limit * candidate.num_total_blocks
+            return is_full or (is_queued and _has_queue(candidate, queue_limit, tally))
 
         return _first(pending, choices, is_overloaded)
 
@@ -126,15 +129,15 @@ def _first(
 ) -> Candidate | None:
     """The first in the session's order that is not overloaded; if all are, the first."""
     order = rendezvous_order(pending.session_key, choices)
-    return next((place for place in order if not is_overloaded(place)), order[0] if order else None)
+    return next((rank for rank in order if not is_overloaded(rank)), order[0] if order else None)
 
 
-def _mean_queue(places: Sequence[Candidate], tally: Tally) -> float:
-    return sum(tally.num_queued_tokens(place) for place in places) / max(len(places), 1)
+def _mean_queue(candidates: Sequence[Candidate], tally: Tally) -> float:
+    return sum(tally.num_queued_tokens(rank) for rank in candidates) / max(len(candidates), 1)
 
 
-def _has_queue(place: Candidate, limit: float, tally: Tally) -> bool:
-    return tally.num_queued_tokens(place) > limit + place.max_step_tokens
+def _has_queue(candidate: Candidate, limit: float, tally: Tally) -> bool:
+    return tally.num_queued_tokens(candidate) > limit + candidate.max_step_tokens
 
 
 def _grouped(found: Iterable[tuple[int, _Home | None]]) -> Iterable[tuple[_Home | None, list[int]]]:
@@ -149,3 +152,32 @@ def _elsewhere(option: Option, home: _Home) -> Option:
         return option
     at = home.decode if option.is_decode else home.prefill
     return replace(option, cost=None, cost_unit="", terms={}, obstacle=f"its session belongs to {at}")
+
+
+# Highest random weight: a key's order of ranks, in which one that comes or goes moves no other.
+#
+# Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.
+
+_MASK = 2**64 - 1
+
+
+def rendezvous_order(key: str, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """``candidates``, the one first where ``key`` belongs; every router orders them alike."""
+    seed = _hash(key)
+    return sorted(candidates, key=lambda candidate: _mix(seed ^ _hash_of(candidate.rank)), reverse=True)
+
+
+@lru_cache(maxsize=4096)
+def _hash_of(rank: Rank) -> int:
+    return _hash(str(rank))
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+def _mix(value: int) -> int:
+    """The finalizer of splitmix64: a hundred places are mixed in less time than ten are hashed."""
+    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK
+    return value ^ value >> 31

@@ -1,4 +1,4 @@
-"""DecodeService: one inner stream a caller, any number of requests on it."""
+"""DecodeService: one worker stream a caller, any number of requests on it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TypeAlias
 import grpc
 
 from quartet.rpc.audience import is_peer
-from quartet.rpc.inner_server import InnerStream, Seals, StreamLimits
 from quartet.rpc.server import Service
+from quartet.streams.server import StartVerifier, StreamLimits, WorkerStream
 from quartet.v1 import decode_pb2 as pb
 from quartet.v1 import decode_pb2_grpc
-from services.workers.dispatcher import DecodeDispatcher
+from services.workers.dispatch import DecodeDispatcher
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 
@@ -21,32 +21,37 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     """Serves Decode from one dispatcher."""
 
     def __init__(
-        self, dispatcher: DecodeDispatcher, limits: StreamLimits, seals: Seals | None = None, *, has_tls: bool = False
+        self,
+        dispatcher: DecodeDispatcher,
+        limits: StreamLimits,
+        verifier: StartVerifier | None = None,
+        *,
+        has_tls: bool = False,
     ) -> None:
-        """``limits`` bound each stream; ``seals`` opens sealed starts. With TLS, others are for peers alone."""
+        """``limits`` bound each stream; ``verifier`` opens signed starts. With TLS, others are for peers alone."""
         self._dispatcher = dispatcher
         self._limits = limits
-        self._seals = seals
+        self._verifier = verifier
         self._has_tls = has_tls
 
     async def Decode(  # type: ignore[override]  # the stubs know only generators, and this one reads and writes
         self, request_iterator: AsyncIterator[pb.DecodeRequest], context: _Context
     ) -> None:
         """As decode.proto says."""
-        stream = InnerStream(
+        stream = WorkerStream(
             self._dispatcher,
             self._dispatcher.new_outbox(),
             self._limits,
-            seals=self._seals,
-            takes_unsealed=not self._has_tls or is_peer(context.auth_context()),
+            verifier=self._verifier,
+            takes_unsigned=not self._has_tls or is_peer(context.auth_context()),
         )
         await stream.serve(context)
 
 
 def decode_service(
-    dispatcher: DecodeDispatcher, limits: StreamLimits, seals: Seals | None = None, *, has_tls: bool = False
+    dispatcher: DecodeDispatcher, limits: StreamLimits, verifier: StartVerifier | None = None, *, has_tls: bool = False
 ) -> Service:
     """DecodeService, for a server; see ``DecodeServicer``."""
-    servicer = DecodeServicer(dispatcher, limits, seals, has_tls=has_tls)
+    servicer = DecodeServicer(dispatcher, limits, verifier, has_tls=has_tls)
     add = decode_pb2_grpc.add_DecodeServiceServicer_to_server
     return Service("quartet.v1.DecodeService", lambda server: add(servicer, server))

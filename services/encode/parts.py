@@ -10,14 +10,12 @@ from quartet.kvcache.embedding_pool import EmbeddingPool
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.transfer.base import PoolMemory
 from quartet.transfer.source import TransferSource
-from services.encode.desk import EncodeDesk
-from services.encode.reports import PoolReports
+from services.encode.encode import EncodeDispatcher, PoolReports
 from services.encode.servicer import encode_service
 from services.workers.embedding_store import EmbeddingStore
-from services.workers.engines import EncoderFactory
-from services.workers.file_encoder import FileEncoder
-from services.workers.media_backlog import MediaBacklog
-from services.workers.parts import Abilities, Serving, Surroundings
+from services.workers.files import FileEncoder
+from services.workers.media import MediaBacklog
+from services.workers.parts import Abilities, EncoderFactory, Serving, Surroundings
 
 
 class EncodeParts:
@@ -29,7 +27,7 @@ class EncodeParts:
         if surroundings.config.engine.modality is Modality.TEXT:
             raise ConfigError("engine.modality: an encode worker takes media files; text is for the others")
         self._encoder = encoder_factory(surroundings.config, None)
-        self._desk: EncodeDesk | None = None
+        self._dispatcher: EncodeDispatcher | None = None
         self._reports: PoolReports | None = None
 
     async def start(self) -> None:
@@ -51,7 +49,7 @@ class EncodeParts:
         reports = self._reports = PoolReports(self._encoder, pool)
         store = EmbeddingStore(pool, field="items", on_change=reports.changed)
         files = FileEncoder(self._encoder, store, metrics, max_size_bytes=config.max_file_size_bytes)
-        desk = self._desk = EncodeDesk(
+        dispatcher = self._dispatcher = EncodeDispatcher(
             self._encoder,
             files,
             store,
@@ -65,12 +63,12 @@ class EncodeParts:
         )
         metrics.watch_tower(self._encoder.stats)
         metrics.watch_pool(lambda: pool.counts)
-        self._surroundings.metrics.watch_engine(desk.stats)
+        self._surroundings.metrics.watch_engine(dispatcher.stats)
         return Serving(
             computing=reports,
             snapshots=reports,
-            requests=desk,
-            service=encode_service(desk, config.streams),
+            requests=dispatcher,
+            service=encode_service(dispatcher, config.streams),
             abilities=Abilities(
                 model_fingerprint=capabilities.model_fingerprint,
                 num_blocks=self.memory.num_blocks,
@@ -83,8 +81,8 @@ class EncodeParts:
 
     def hand_off_ended(self, holder: int, *, was_taken: bool) -> None:
         """An item's embeddings may go."""
-        if self._desk is not None:
-            self._desk.release(holder, was_taken=was_taken)
+        if self._dispatcher is not None:
+            self._dispatcher.release(holder, was_taken=was_taken)
 
     async def close(self) -> None:
         """Free everything."""

@@ -1,4 +1,4 @@
-"""PrefillService: one inner stream a caller, any number of prompts on it."""
+"""PrefillService: one worker stream a caller, any number of prompts on it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TypeAlias
 
 import grpc
 
-from quartet.rpc.inner_server import InnerStream, StreamLimits
 from quartet.rpc.server import Service
+from quartet.streams.server import StreamLimits, WorkerStream
 from quartet.v1 import prefill_pb2 as pb
 from quartet.v1 import prefill_pb2_grpc
-from services.workers.dispatcher import PrefillDispatcher
+from services.workers.dispatch import PrefillDispatcher
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 
@@ -28,7 +28,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request_iterator: AsyncIterator[pb.PrefillRequest], context: _Context
     ) -> None:
         """As prefill.proto says."""
-        await InnerStream(self._dispatcher, self._dispatcher.new_outbox(), self._limits).serve(context)
+        await WorkerStream(self._dispatcher, self._dispatcher.new_outbox(), self._limits).serve(context)
 
 
 def prefill_service(dispatcher: PrefillDispatcher, limits: StreamLimits) -> Service:

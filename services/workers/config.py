@@ -6,15 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quartet.discovery.create import DiscoveryConfig
-from quartet.engine.catalog import EngineSpec
-from quartet.engine.settings import EncoderSettings, EngineSettings
+from quartet.engine.settings import EncoderSettings, EngineSettings, EngineSpec
 from quartet.errors import ConfigError
-from quartet.rpc.address import ListenAddress
-from quartet.rpc.inner_server import StreamLimits
+from quartet.rpc.channels import ListenAddress
 from quartet.rpc.server import ServerConfig
+from quartet.streams.server import StreamLimits
 from quartet.telemetry.logging import LogConfig
 from quartet.transfer.config import TransferConfig
-from services.workers.addresses import Listening
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +36,8 @@ class WorkerConfig:
         max_file_size_mb: one media file, at most, in MB of 10**6 bytes.
         events_key_file: the key that events are served with (see ``quartet.events.curve``); ``None``: in the clear,
             which takes loopback, or ``server.insecure``.
-        seal_keys_file: keys that verify sealed starts, for decode workers (see ``quartet.rpc.seal_keys``); ``None``:
-            none is taken.
+        signing_keys_file: keys that verify signed starts, for decode workers (``quartet.streams.signed_start``);
+            ``None``: none is taken.
         drain_timeout_s: running requests get this long to end after SIGTERM.
         stall_timeout_s: work in flight and no step for so long is NOT_SERVING.
     """
@@ -61,7 +59,7 @@ class WorkerConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     streams: StreamLimits = field(default_factory=StreamLimits)
     log: LogConfig = field(default_factory=LogConfig)
-    seal_keys_file: Path | None = None
+    signing_keys_file: Path | None = None
     drain_timeout_s: float = 30.0
     stall_timeout_s: float = 30.0
 
@@ -104,3 +102,57 @@ class WorkerConfig:
         if self.events_key_file is None and not self.server.insecure:
             address.require_loopback("events_address", "events_key_file, or server.insecure: true")
         return address
+
+
+# What a worker tells others to dial: not always what it listens on.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advertised:
+    """The addresses of a worker's record.
+
+    Attributes:
+        grpc: ``host:port``.
+        events: ``tcp://host:port``.
+        http: ``host:port``.
+    """
+
+    grpc: str
+    events: str
+    http: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listening:
+    """What a worker listens on, as it is configured, and what peers are told to dial.
+
+    Attributes:
+        host: that peers dial; empty: the one that is listened on.
+    """
+
+    grpc: ListenAddress
+    events: ListenAddress
+    http: ListenAddress
+    host: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises ``ConfigError`` where peers could not know what to dial."""
+        if not self.host and self.grpc.is_wildcard:
+            message = f"peers can't dial {self.grpc.host}, which server.address has: name the host that they can"
+            raise ConfigError(f"advertise_host: {message}")
+
+    def advertise(self, *, grpc_port: int, events_port: int, http_port: int) -> Advertised:
+        """What to tell once the ports are known."""
+        return Advertised(
+            grpc=f"{self.host or self.grpc.host}:{grpc_port}",
+            events=f"tcp://{self._host_of(self.events)}:{events_port}",
+            http=f"{self._host_of(self.http)}:{http_port}",
+        )
+
+    def _host_of(self, address: ListenAddress) -> str:
+        # What only this host reaches stays so: under a name of the network others would knock there in vain.
+        if address.is_loopback:
+            return address.host
+        if self.host:
+            return self.host
+        return self.grpc.host if address.is_wildcard else address.host

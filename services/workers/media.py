@@ -9,34 +9,35 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from quartet.engine.base import Generation
+from quartet.engine.base import EngineStats, Generation
 from quartet.engine.encoder import EncodeTimes
 from quartet.errors import (
     InvalidRequestError,
     LayoutMismatchError,
     PromptTooLongError,
+    QueueFullError,
+    RequestCancelledError,
     ServingError,
     UnsupportedFieldError,
 )
 from quartet.kvcache.layout import EmbeddingsPayload, HandOff, OpaquePayload
 from quartet.kvcache.media_spans import check_placeholders, expand_placeholders
 from quartet.media.items import MediaFile, MediaItem
-from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES, InnerStart
+from quartet.rpc.errors import public_error
+from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES, WorkerStart
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.transfer.base import Claim, PieceCopy, Puller
 from services.workers.embedding_store import EmbeddingStore, Lease, Want
-from services.workers.file_encoder import FileEncoder
-from services.workers.file_sizer import FileSizer, SizedItem
-from services.workers.media_backlog import MediaBacklog, WaitingMedia
+from services.workers.files import FileEncoder, FileSizer, SizedItem
 
 _LOG = logging.getLogger(__name__)
 
 # A prompt that came with files is told back in one message, 4 bytes a token, with room for all else in it.
-_MAX_TOLD_TOKENS = (MAX_INNER_MESSAGE_BYTES - (128 << 10)) // 4
+_MAX_TOLD_TOKENS = (MAX_WORKER_MESSAGE_BYTES - (128 << 10)) // 4
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class MediaStage:
         """What moves here: batches encoded and items pulled, ever."""
         return self.num_pulls + (0 if self.files is None else self.files.num_steps)
 
-    def open(self, start: InnerStart) -> MediaUse:
+    def open(self, start: WorkerStart) -> MediaUse:
         """Accept the media of ``start``: its hand-offs' leases are renewed from now on.
 
         Raises:
@@ -134,13 +135,13 @@ class MediaStage:
         while self._endings:
             await asyncio.wait(self._endings)
 
-    def _check_files(self, start: InnerStart) -> None:
+    def _check_files(self, start: WorkerStart) -> None:
         if self.files is None and self.read_files is None:
             raise UnsupportedFieldError("this worker has no vision tower for media files", field="media")
         if start.hand_off is not None:
             raise InvalidRequestError("the media of a prompt whose KV is handed off are in it", field="media")
 
-    def _checked_hand_off(self, start: InnerStart, index: int) -> HandOff:
+    def _checked_hand_off(self, start: WorkerStart, index: int) -> HandOff:
         """That of an item, which says the same of it as the prompt's span. Raises ``ServingError``."""
         item, span, field = start.media[index], start.generation.media[index], f"media[{index}]"
         payload = item.source.payload if isinstance(item.source, HandOff) else None
@@ -161,7 +162,7 @@ class MediaUse:
     """The media of one request, from its arrival until the engine has ended it."""
 
     def __init__(
-        self, stage: MediaStage, start: InnerStart, claims: dict[int, Claim], waiting: WaitingMedia | None = None
+        self, stage: MediaStage, start: WorkerStart, claims: dict[int, Claim], waiting: WaitingMedia | None = None
     ) -> None:
         """Made by ``MediaStage.open``: ``claims`` of hand-offs that are not taken over yet, ``waiting`` of files."""
         self.claims = claims
@@ -283,3 +284,150 @@ async def _tell_taken(claim: Claim) -> None:
         # Nothing of the request depends on it any more: its source lets go when the lease ends, at the latest.
         _LOG.info("the source of a media item could not be told that it was taken: %s", error)
         await claim.abort()
+
+
+# Requests whose media are not all here yet: nothing of them is in the engine, and all of them are counted.
+
+
+@dataclass
+class _Preparing:
+    use: MediaUse
+    rank: int
+    task: asyncio.Task[ReadyMedia]
+    is_cancelled: bool = False
+
+
+class MediaGate:
+    """Lets requests through to the engine once their media are here, and keeps those there until they have ended."""
+
+    def __init__(
+        self,
+        stage: MediaStage | None,
+        on_ready: Callable[[int, ReadyMedia], None],
+        on_failed: Callable[[int, ServingError], None],
+    ) -> None:
+        """Exactly one of ``on_ready`` and ``on_failed`` follows each ``begin``; without a stage all are refused."""
+        self._stage = stage
+        self._on_ready = on_ready
+        self._on_failed = on_failed
+        self._preparing: dict[int, _Preparing] = {}
+        self._uses: dict[int, MediaUse] = {}
+
+    @property
+    def num_steps(self) -> int:
+        """What moves here: grows with every item that comes to be here."""
+        return 0 if self._stage is None else self._stage.num_steps
+
+    def begin(self, id: int, start: WorkerStart) -> None:
+        """Have the media of request ``id`` here; ``end`` is to follow. Raises as ``MediaStage.open`` does."""
+        if self._stage is None:
+            raise UnsupportedFieldError("the engine of this worker takes no media", field="media")
+        use = self._uses[id] = self._stage.open(start)
+        task = asyncio.get_running_loop().create_task(use.prepare(), name="media")
+        self._preparing[id] = _Preparing(use, start.generation.data_parallel_rank, task)
+        task.add_done_callback(partial(self._prepared, id))
+
+    def cancel(self, id: int) -> bool:
+        """End a request that is here still; ``on_failed`` follows. False: it is not here."""
+        preparing = self._preparing.get(id)
+        if preparing is None:
+            return False
+        preparing.is_cancelled = True
+        preparing.task.cancel()
+        return True
+
+    def end(self, id: int, *, has_ended_well: bool) -> None:
+        """A request has ended, in the engine or here: its media may go."""
+        use = self._uses.pop(id, None)
+        if use is not None:
+            use.release(has_ended_well=has_ended_well)
+
+    def add_to(self, stats: Sequence[EngineStats]) -> Sequence[EngineStats]:
+        """``stats`` of an engine with the requests here as such that wait."""
+        if not self._preparing:
+            return stats
+        ranks = list(stats)
+        for preparing in self._preparing.values():
+            rank = preparing.rank if preparing.rank < len(ranks) else 0
+            num_tokens = preparing.use.num_prompt_tokens
+            ranks[rank] = replace(
+                ranks[rank],
+                num_waiting=ranks[rank].num_waiting + 1,
+                num_queued_prefill_tokens=ranks[rank].num_queued_prefill_tokens + num_tokens,
+                num_unbegun_prefill_tokens=ranks[rank].num_unbegun_prefill_tokens + num_tokens,
+            )
+        return ranks
+
+    def _prepared(self, id: int, task: asyncio.Task[ReadyMedia]) -> None:
+        preparing = self._preparing.pop(id)
+        error = None if task.cancelled() else task.exception()
+        if preparing.is_cancelled or task.cancelled():
+            self._on_failed(id, RequestCancelledError("cancelled by the caller"))
+        elif error is not None:
+            self._on_failed(id, public_error(error))
+        else:
+            self._on_ready(id, task.result())
+
+
+# How much of requests' media waits for the vision tower: what a worker accepts is bounded by it.
+
+# What waits is encoded in a second or few.
+_RETRY_DELAY_S = 1.0
+
+
+class MediaBacklog:
+    """Counts what waits, and refuses more of it. Lives on the event loop.
+
+    Pixels are bounded besides items, as a file of a kilobyte may take seconds to decode. A request that comes while
+    nothing waits is taken however large it is.
+    """
+
+    def __init__(self, *, max_items: int, max_pixels: int) -> None:
+        """Let so many items wait, and so many pixels that are to be decoded."""
+        self._max_items = max_items
+        self._max_pixels = max_pixels
+        self.num_items = 0
+        self.num_pixels = 0
+
+    def enter(self, num_items: int) -> WaitingMedia:
+        """Count the items of a new request, to be left by it. Raises ``QueueFullError``: too many wait already."""
+        if self.num_items and self.num_items + num_items > self._max_items:
+            raise _full("items")
+        self.num_items += num_items
+        return WaitingMedia(self, num_items)
+
+    def check_pixels(self, num_pixels: int) -> None:
+        """Raise ``QueueFullError`` where those would be too many."""
+        if num_pixels and self.num_pixels and self.num_pixels + num_pixels > self._max_pixels:
+            raise _full("pixels")
+
+
+class WaitingMedia:
+    """What waits of one request."""
+
+    def __init__(self, backlog: MediaBacklog, num_items: int) -> None:
+        """Made by ``MediaBacklog.enter``, which counts the items."""
+        self._backlog = backlog
+        self._num_pixels = dict.fromkeys(range(num_items), 0)
+
+    def add_pixels(self, num_pixels: Sequence[int]) -> None:
+        """Count what each of the items is decoded to. Raises ``QueueFullError``: too many wait already."""
+        self._backlog.check_pixels(sum(num_pixels))
+        for index in self._num_pixels:
+            self._num_pixels[index] = num_pixels[index]
+            self._backlog.num_pixels += num_pixels[index]
+
+    def leave(self, index: int) -> None:
+        """An item waits no more."""
+        self._backlog.num_items -= 1
+        self._backlog.num_pixels -= self._num_pixels.pop(index)
+
+    def leave_all(self) -> None:
+        """No item waits any more. May be called twice."""
+        for index in list(self._num_pixels):
+            self.leave(index)
+
+
+def _full(what: str) -> QueueFullError:
+    message = f"the worker that encodes media has too many {what} waiting"
+    return QueueFullError(message, retry_delay_s=_RETRY_DELAY_S)

@@ -5,46 +5,63 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
+import sys
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import NoReturn
 
+import uvloop
 from prometheus_client import CollectorRegistry
 
+from quartet.config import build
 from quartet.discovery.base import Registry, Role, WorkerRecord
 from quartet.discovery.create import create_registry
 from quartet.discovery.host import host_identity, new_epoch
+from quartet.errors import ConfigError, ServingError
 from quartet.events.curve import read_events_key
 from quartet.events.load import WorkerLoad
 from quartet.events.publisher import EventPublisher, LoadPacer
 from quartet.kvcache.hand_off import HandOffState
-from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES
 from quartet.rpc.server import RpcServer, Service
+from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES
 from quartet.telemetry.event_loop_lag import monitor_event_loop_lag
 from quartet.telemetry.http import Probes, TelemetryServer
+from quartet.telemetry.logging import configure
 from quartet.telemetry.metrics import ProcessMetrics, WorkerMetrics
 from quartet.transfer.base import PoolMemory, TransferWay
 from quartet.transfer.grpc.messages import SERVICE as TRANSFER_SERVICE
 from quartet.transfer.grpc.servicer import TransferServicer, add_transfer_servicer
-from quartet.transfer.shm_server import ShmServer
+from quartet.transfer.shm import ShmServer
 from quartet.transfer.source import TransferSource
 from services.encode.parts import EncodeParts
-from services.workers.addresses import Advertised
-from services.workers.config import WorkerConfig
+from services.workers.config import Advertised, WorkerConfig
 from services.workers.engine_parts import EngineParts
-from services.workers.engines import EncoderFactory, EngineFactory, create_engine, create_media_encoder
-from services.workers.interruption import is_done_before
+from services.workers.flags import CommandLine
 from services.workers.kv_events import KvEvents
 from services.workers.model import ServedModel, find_model
-from services.workers.parts import Abilities, Parts, Serving, Surroundings
+from services.workers.parts import (
+    Abilities,
+    EncoderFactory,
+    EngineFactory,
+    Parts,
+    Serving,
+    Surroundings,
+    create_engine,
+    create_media_encoder,
+)
 from services.workers.servicer import WorkerServicer, worker_service
 from services.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
 _CONTRACT_VERSION = "quartet.v1"
+
 # Streams of routers never end by themselves; nothing runs on them any more when they are cut.
 _STREAMS_GRACE_S = 0.2
+
 # By then the engine's thread has let go and its statistics say so.
 _RELEASE_SEEN_S = 0.02
 
@@ -122,7 +139,7 @@ class WorkerProcess:
         servicer = WorkerServicer(self._served_model.text_files)
         services = [serving.service, worker_service(servicer), self._transfer_service(source, shm)]
         # A longer message would hold up everybody on a shared stream; it ends the stream that it came on.
-        server = RpcServer(replace(self._config.server, max_receive_message_bytes=MAX_INNER_MESSAGE_BYTES), services)
+        server = RpcServer(replace(self._config.server, max_receive_message_bytes=MAX_WORKER_MESSAGE_BYTES), services)
         grpc_port = await server.start()
         stack.push_async_callback(server.drain, _STREAMS_GRACE_S)
         publisher = self._publisher()
@@ -248,3 +265,67 @@ class WorkerProcess:
             max_media_tokens=abilities.max_media_tokens,
             adapters=abilities.adapters,
         )
+
+
+# Work that a stop need not wait for.
+
+
+async def is_done_before(stop: asyncio.Event, work: Coroutine[object, object, None]) -> bool:
+    """Run ``work``; when ``stop`` is set first, cancel it, wait until it has ended, and return false.
+
+    Raises whatever ``work`` raises by itself.
+    """
+    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        working.cancel()  # does nothing to what is done
+        await asyncio.wait({working, stopping})
+    if working.cancelled():
+        return False
+    working.result()
+    return True
+
+
+# A worker's process from its command line to its exit code.
+
+_SWITCH_INTERVAL_S = 0.0005
+
+
+def main(role: Role, engine_factory: EngineFactory | None = None) -> None:
+    """Run one worker from the command line; exits with 1 and one line where it can't start or its engine died.
+
+    ``engine_factory`` puts another engine in the place of the one that the configuration names.
+    """
+    command_line = CommandLine(f"python -m services.{role}", f"Serve the {role} phase.", sys.argv[1:])
+    try:
+        config = build(WorkerConfig, command_line.settings())
+        configure(config.log)
+        # The engine's thread runs Python too: with the default of 5 ms the loop lags behind it.
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        uvloop.run(_run(config, role, engine_factory))
+    except (ConfigError, ServingError) as error:
+        logger.error("%s: %s", role, command_line.named(_with_field(error)))
+        _leave(1)
+    _leave(0)
+
+
+def _with_field(error: ConfigError | ServingError) -> str:
+    field = error.field if isinstance(error, ServingError) else None
+    return str(error) if field is None else f"{field}: {error}"
+
+
+def _leave(code: int) -> NoReturn:
+    # Everything of ours is closed. Unloading torch and a model, as an orderly exit does, takes a second of CPU. An
+    # engine that could not be closed in time has said so, and its processes are for whoever started this one to find.
+    logging.shutdown()
+    os._exit(code)
+
+
+async def _run(config: WorkerConfig, role: Role, engine_factory: EngineFactory | None) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await WorkerProcess(config, role, engine_factory).run(stop)

@@ -14,10 +14,10 @@ from quartet.discovery.base import WorkerRecord
 from quartet.errors import InvalidRequestError, ModelMismatchError, WorkerUnavailableError
 from quartet.events.kv import KvSnapshot
 from quartet.events.load import WorkerLoad
-from quartet.rpc import convert
-from quartet.rpc.convert.kv import to_kv_snapshot_parts
-from quartet.rpc.durations import to_duration, to_non_negative_seconds
+from quartet.rpc.errors import to_duration, to_non_negative_seconds
 from quartet.rpc.server import Service
+from quartet.streams import convert
+from quartet.streams.convert.hand_off import to_kv_snapshot_parts
 from quartet.v1 import worker_pb2 as pb
 from quartet.v1 import worker_pb2_grpc
 

@@ -6,16 +6,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from quartet.discovery.base import Registration, WorkerRecord
 from quartet.events.kv import KvSnapshot
 from quartet.events.load import PlacementProgress, WorkerLoad
 from quartet.events.publisher import PromptQueue
-from quartet.rpc import convert
 from quartet.rpc.server import RpcServer
+from quartet.streams import convert
 from quartet.transfer.source import TransferSource
-from services.workers.health import ProgressWatch
 from services.workers.kv_events import KvEvents
 from services.workers.requests import Computing, Requests
 from services.workers.servicer import DrainOutcome
@@ -23,6 +23,7 @@ from services.workers.servicer import DrainOutcome
 logger = logging.getLogger(__name__)
 
 _HAND_OFF_LOOK_INTERVAL_S = 0.02
+
 # After cancelling what is left, this long for its terminal outputs to reach their readers.
 _LAST_OUTPUTS_S = 1.0
 
@@ -191,3 +192,25 @@ class Worker:
         logger.warning("health: %s", "moving again" if is_healthy else "work is in flight and nothing moves")
         if self._draining is None and self._registration is not None:
             await self._server.set_serving(None, is_healthy)
+
+
+# Whether a worker makes progress: health that tells the truth.
+
+
+@dataclass
+class ProgressWatch:
+    """Work in flight and no step for ``stall_timeout_s`` seconds means that the worker is stuck.
+
+    Pure: the caller brings the clock's reading.
+    """
+
+    stall_timeout_s: float
+    _num_steps: int = -1
+    _moved_at: float = 0.0
+
+    def is_moving(self, *, num_steps: int, num_in_flight: int, now: float) -> bool:
+        """Look once: False while work is in flight and no step was done for too long."""
+        if num_steps != self._num_steps or num_in_flight == 0:
+            self._num_steps = num_steps
+            self._moved_at = now
+        return now - self._moved_at <= self.stall_timeout_s

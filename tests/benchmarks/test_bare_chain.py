@@ -13,11 +13,11 @@ from benchmarks.bare_chain import bare_chain
 from benchmarks.disagg_client import NUM_OUTPUT_TOKENS
 from benchmarks.disagg_stack import BLOCK_SIZE
 from benchmarks.stub_engine.runner import stub_layout
+from quartet.api.convert.answer import from_generate_response
+from quartet.api.request import Accepted, Delta
 from quartet.engine.sampling import Sampling
 from quartet.kvcache.layout import BlocksPayload
-from quartet.rpc import convert
-from quartet.rpc.convert.edge_answer import from_generate_response
-from quartet.rpc.edge import Accepted, Delta
+from quartet.streams import convert
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.messages import WAY_FROM_PB, host_from_pb, ticket_from_pb
 from quartet.v1 import decode_pb2, prefill_pb2, router_pb2, transfer_pb2

@@ -21,7 +21,7 @@ from benchmarks.encode_ttft import summarize as summarize_ttft
 from benchmarks.tables.encode import encode_tables
 from benchmarks.transfer import CpuPerGb, Figures, Run
 from quartet.kvcache.layout import EmbeddingLayout, EmbeddingsPayload, HandOff
-from quartet.rpc.encode import EncodedItem
+from quartet.streams.messages import EncodedItem
 
 LAYOUT = EmbeddingLayout(model_fingerprint="0" * 64, dtype="float32", hidden_size=4, block_size=32)
 HAND_OFF = HandOff(
@@ -100,12 +100,12 @@ def test_the_parts_add_up_to_the_first_token() -> None:
 
 def test_the_first_token_is_told_by_what_was_asked() -> None:
     rounds = [
-        {prompt: replace(ANSWERED, ttft_ms=10.0 * number + place) for place, prompt in enumerate(Prompt)}
+        {prompt: replace(ANSWERED, ttft_ms=10.0 * number + rank) for rank, prompt in enumerate(Prompt)}
         for number in range(11)
     ]
     figures = summarize_ttft(rounds)
     assert asdict(figures)["ttft_ms"] == {
-        prompt: {"p50": 50.0 + place, "p90": 90.0 + place} for place, prompt in enumerate(Prompt)
+        prompt: {"p50": 50.0 + rank, "p90": 90.0 + rank} for rank, prompt in enumerate(Prompt)
     }
     assert figures.parts_ms[Prompt.NEW]["media"] == 16.0
 

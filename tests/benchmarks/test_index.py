@@ -10,15 +10,15 @@ from benchmarks.index import measure_hashing
 from benchmarks.index_case import measure_case, percentiles
 from benchmarks.index_rebuild import measure_rebuild
 from benchmarks.index_work import PROMPT_BLOCKS, Workload
-from quartet.discovery.place import Place
-from quartet.kvcache.events import Tier
-from router.prefix_index import PrefixIndex
+from quartet.discovery.base import Rank
+from quartet.events.kv import Tier
+from router.kv_index.index import PrefixIndex
 
 
 def fill(workload: Workload) -> PrefixIndex:
     index = PrefixIndex()
     for run in workload.runs:
-        assert index.store(Place(str(run.worker)), run.parent_hash, run.hashes.tolist())
+        assert index.store(Rank(str(run.worker)), run.parent_hash, run.hashes.tolist())
     return index
 
 

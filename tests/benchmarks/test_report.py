@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.report import Report, write_report
-from quartet.telemetry.provenance import read_commit, read_machine
+from benchmarks.report import Report
+from quartet.telemetry.provenance import read_commit, read_machine, write_report
 
 
 @dataclass(frozen=True, kw_only=True)

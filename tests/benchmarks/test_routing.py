@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.report import Report, write_report
+from benchmarks.report import Report
 from benchmarks.routing import Job, Results, find_jobs, read_runs, replay, replay_all
 from benchmarks.routing_bars import Bar, Run, bars_of, rows_of
 from benchmarks.routing_cases import CASES, OTHERS, OURS
@@ -16,6 +16,7 @@ from benchmarks.tables.routing import routing_tables
 from cli.replay.results import PolicyResult, Spread
 from cli.traces.format import read_trace, write_trace
 from cli.traces.generate import ArrivalKind, Arrivals, TraceConfig, generate
+from quartet.telemetry.provenance import write_report
 
 
 @pytest.fixture(scope="module")

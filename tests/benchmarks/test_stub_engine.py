@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.stub_engine.runner import StubRunner, stub_layout
-from quartet.engine.mock.stamps import WrongBlocksError
-from quartet.engine.running import RunningRequest, ScheduledChunk
+from quartet.engine.mock.runner import WrongBlocksError
+from quartet.engine.runner import RunningRequest, ScheduledChunk
 from quartet.kvcache.sequence import Sequence
 from tests.engine.fakes import fake_layout, make_request
 

@@ -11,7 +11,7 @@ import typer.main
 
 from cli.app import app
 from cli.options import DEFAULT_ROUTER
-from services.topology import DEFAULT_ROUTER_PORT
+from services.topology.topology import DEFAULT_ROUTER_PORT
 from tests.client.conftest import StartRouter
 from tests.client.fake_router import FakeRouter
 

@@ -1,4 +1,4 @@
-"""``quartet explain``: the places for a prompt, as a table or as JSON."""
+"""``quartet explain``: the ranks for a prompt, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ DECODE, PREFILL = worker_pb2.WORKER_ROLE_DECODE, worker_pb2.WORKER_ROLE_PREFILL
 
 def option(
     worker_id: str, role: worker_pb2.WorkerRole.ValueType, terms: dict[str, float] | None = None, **changes: object
-) -> router_pb2.PlaceOption:
-    place = types_pb2.Place(worker_id=worker_id, data_parallel_rank=1)
-    return router_pb2.PlaceOption(place=place, role=role, terms=terms or {}, **changes)  # type: ignore[arg-type]
+) -> router_pb2.RankOption:
+    rank = types_pb2.Rank(worker_id=worker_id, data_parallel_rank=1)
+    return router_pb2.RankOption(rank=rank, role=role, terms=terms or {}, **changes)  # type: ignore[arg-type]
 
 
-def explaining(*options: router_pb2.PlaceOption, num_waiting: int = 0) -> FakeRouter:
+def explaining(*options: router_pb2.RankOption, num_waiting: int = 0) -> FakeRouter:
     router = FakeRouter()
     router.explanation = router_pb2.ExplainResponse(
         policy="kv_aware",
@@ -67,7 +67,7 @@ async def test_that_it_would_wait_is_told(start_router: StartRouter, run_cli: Ru
     router = explaining(option("decode-0", DECODE, cost=0.5, cost_unit="s"), num_waiting=3)
     result = await run_cli("explain", "--token-ids", "1,2", "--router", await start_router(router))
     assert result.stdout.startswith("1200 prompt tokens for tiny, placed by kv_aware; 3 choices wait before it\n")
-    assert result.stdout.endswith("No place takes it now: it would wait in the router for room.\n")
+    assert result.stdout.endswith("No rank takes it now: it would wait in the router for room.\n")
     assert list(router.starts[0].token_ids.ids) == [1, 2]
 
 
@@ -93,7 +93,7 @@ async def test_json_holds_everything(start_router: StartRouter, run_cli: RunCli)
         "wait_s": None,
         "options": [
             {
-                "place": {"worker_id": "decode-0", "data_parallel_rank": 1},
+                "rank": {"worker_id": "decode-0", "data_parallel_rank": 1},
                 "role": "decode",
                 "is_chosen": True,
                 "num_matched_tokens": 64,

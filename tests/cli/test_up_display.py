@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from cli.app import app
 from cli.up_display import LaunchDisplay, paste_lines
-from services.tools import find_grpcurl
+from services.topology.launch import find_grpcurl
 
 BIN = Path(sys.executable).parent
 CONFIGS = Path(__file__).parents[2] / "configs"

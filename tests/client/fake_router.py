@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from quartet.errors import ModelNotFoundError, ServingError
-from quartet.rpc.durations import to_duration
-from quartet.rpc.errors import to_failure
+from quartet.rpc.errors import to_duration, to_failure
 from quartet.rpc.server import Service
 from quartet.v1 import kv_events_pb2, router_pb2, router_pb2_grpc, transfer_pb2, types_pb2, worker_pb2
-from tests.client.fake_worker import FIRST_TOKEN_ID, WORDS, FakeSeal, FakeWorker
+from tests.client.fake_worker import FIRST_TOKEN_ID, WORDS, FakeSignature, FakeWorker
 
 REQUEST_ID = "0123456789abcdef0123456789abcdef"
 
@@ -30,7 +29,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         lose_last_finished: leave the last choice's ``finished`` out.
         hold_after: words after which it waits for ``cancel`` (it answers CANCELLED) or the end of the call.
         starts: all starts that came.
-        resumes: what each of those that came by Place went on after.
+        resumes: what each of those that came by rank went on after.
         worker, worker_address: whom Place sends its callers to.
         num_misdirected: first placements that lead to nobody.
         holding: set while it waits.
@@ -123,12 +122,12 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         if num_generated + 1 == len(self.words):
             placed.finished.CopyFrom(self._finished(choice, 1, types_pb2.FINISH_REASON_LENGTH).finished)
         else:
-            seal = FakeSeal(first=num_generated + 1, end=len(self.words))
+            sign = FakeSignature(first=num_generated + 1, end=len(self.words))
             address = "127.0.0.1:1" if len(self.resumes) <= self.num_misdirected else self.worker_address
-            sealed = router_pb2.SealedPlacement(
-                address=address, sealed_start=seal.to_bytes(), key_id="key", mac=bytes(32)
+            signed = router_pb2.SignedPlacement(
+                address=address, signed_start=sign.to_bytes(), key_id="key", mac=bytes(32)
             )
-            placed.stream.CopyFrom(sealed)
+            placed.stream.CopyFrom(signed)
         return placed
 
     async def Session(self, requests: Any, context: Any) -> AsyncIterator[router_pb2.SessionResponse]:
@@ -234,8 +233,8 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
     def _placement(self, choice: int) -> router_pb2.ChoicePlacement:
         return router_pb2.ChoicePlacement(
             choice=choice,
-            prefill=types_pb2.Place(worker_id="prefill-0"),
-            decode=types_pb2.Place(worker_id=f"decode-{choice}"),
+            prefill=types_pb2.Rank(worker_id="prefill-0"),
+            decode=types_pb2.Rank(worker_id=f"decode-{choice}"),
             num_matched_tokens=3,
             cost=0.25,
         )

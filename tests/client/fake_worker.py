@@ -1,4 +1,4 @@
-"""A decode worker that says what a test tells it to, over real gRPC: what ``FakeRouter`` sealed, it continues."""
+"""A decode worker that says what a test tells it to, over real gRPC: what ``FakeRouter`` signed, it continues."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import tokenizers
 from tokenizers import decoders, models
 
 from quartet.errors import RequestCancelledError, ServingError
-from quartet.rpc.durations import to_duration
-from quartet.rpc.errors import to_failure
+from quartet.rpc.errors import to_duration, to_failure
 from quartet.rpc.server import Service
 from quartet.v1 import decode_pb2, decode_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 
@@ -24,8 +23,8 @@ WORDS = ("one", " two", " three")
 
 
 @dataclass(frozen=True)
-class FakeSeal:
-    """What a fake router seals: which tokens are still to come."""
+class FakeSignature:
+    """What a fake router signs: which tokens are still to come."""
 
     first: int
     end: int
@@ -50,7 +49,7 @@ class _Slot:
 
 
 class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerServiceServicer):
-    """Answers every sealed start with its tokens, one a message.
+    """Answers every signed start with its tokens, one a message.
 
     Attributes:
         failing: how the next starts fail, the first one's first.
@@ -136,21 +135,21 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
             self.num_starts += 1
             cancelled = asyncio.Event()
             failing = self.failing.pop(0) if self.failing else None
-            work = self._run(request.sealed_start, cancelled, responses, failing)
-            running[request.sealed_start.slot] = _Slot(asyncio.create_task(work), cancelled)
+            work = self._run(request.signed_start, cancelled, responses, failing)
+            running[request.signed_start.slot] = _Slot(asyncio.create_task(work), cancelled)
 
     async def _run(
         self,
-        start: decode_pb2.SealedDecodeStart,
+        start: decode_pb2.SignedDecodeStart,
         cancelled: asyncio.Event,
         responses: asyncio.Queue[decode_pb2.DecodeResponse | ServingError],
         failing: Failing | None,
     ) -> None:
-        seal, slot = FakeSeal(**json.loads(start.sealed_start)), start.slot
+        sign, slot = FakeSignature(**json.loads(start.signed_start)), start.slot
         started = decode_pb2.SlotStarted(slot=slot, num_cached_tokens=2, queue=to_duration(0.25))
         responses.put_nowait(decode_pb2.DecodeResponse(started=[started]))
-        for number in range(seal.first, seal.end):
-            if failing is not None and number - seal.first == failing.num_tokens:
+        for number in range(sign.first, sign.end):
+            if failing is not None and number - sign.first == failing.num_tokens:
                 responses.put_nowait(failing.error if failing.breaks_stream else _failure(slot, failing.error))
                 return
             if number == self.hold_after:
@@ -162,7 +161,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
                 return
             responses.put_nowait(_tokens(slot, number, [FIRST_TOKEN_ID + number]))
             await asyncio.sleep(0)
-        finished = decode_pb2.SlotFinished(slot=slot, reason=types_pb2.FINISH_REASON_LENGTH, num_output_tokens=seal.end)
+        finished = decode_pb2.SlotFinished(slot=slot, reason=types_pb2.FINISH_REASON_LENGTH, num_output_tokens=sign.end)
         responses.put_nowait(decode_pb2.DecodeResponse(finished=[finished]))
 
 

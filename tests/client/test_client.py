@@ -24,8 +24,7 @@ from quartet.client import (
     Sampling,
     WorkerState,
 )
-from quartet.discovery.base import Role
-from quartet.discovery.place import Place
+from quartet.discovery.base import Rank, Role
 from quartet.errors import (
     ConfigError,
     DrainingError,
@@ -88,7 +87,7 @@ async def test_an_answer_is_accepted_then_streamed_then_finished(
     assert isinstance(accepted, Accepted)
     assert (accepted.request_id, accepted.seed) == (REQUEST_ID, 5)
     assert (router_before, stream.router) == (None, address)
-    assert accepted.choices[0].prefill == Place("prefill-0")
+    assert accepted.choices[0].prefill == Rank("prefill-0")
     assert [delta.text for delta in deltas if isinstance(delta, Delta)] == router.words
     assert isinstance(finished, ChoiceFinished)
     assert finished.reason is FinishReason.LENGTH
@@ -147,7 +146,7 @@ async def test_choices_that_are_placed_later_are_told_when_they_are(
     async with QuartetClient(await start_router(router)) as client:
         accepted, placed, *_rest = [event async for event in client.generate("Hi", path=path, num_choices=2)]
     assert isinstance(accepted, Accepted) and [choice.choice for choice in accepted.choices] == [0]
-    assert isinstance(placed, Placed) and (placed.placement.choice, placed.placement.decode) == (1, Place("decode-1"))
+    assert isinstance(placed, Placed) and (placed.placement.choice, placed.placement.decode) == (1, Rank("decode-1"))
 
 
 @pytest.mark.parametrize("drop", ["break", "aclose", "cancel the task"])

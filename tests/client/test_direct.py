@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from quartet.client import Accepted, AnswerPart, ChoiceFinished, Completion, Delta, FinishReason, QuartetClient
-from quartet.client.retries import MAX_ATTEMPTS
+from quartet.client.direct import MAX_ATTEMPTS
 from quartet.client.routers import ClientClosedError
 from quartet.client.workers import DecodeWorkers
 from quartet.errors import (
@@ -21,9 +21,9 @@ from quartet.errors import (
     PlaceTooLargeError,
     QueueFullError,
     RequestTimeoutError,
-    SealError,
-    SealExpiredError,
     ServingError,
+    SignedStartError,
+    SignedStartExpiredError,
     StalledStreamError,
     TransferError,
     WorkerUnavailableError,
@@ -31,7 +31,7 @@ from quartet.errors import (
 from tests.client.conftest import StartRouter
 from tests.client.fake_router import REQUEST_ID, FakeRouter
 from tests.client.fake_worker import Failing
-from tests.services.inner_workers import until
+from tests.services.stream_workers import until
 
 WAIT_S = 10.0
 IDS = (100, 101, 102)
@@ -82,7 +82,7 @@ async def test_many_requests_share_one_stream_and_one_fetch(router: FakeRouter, 
     [
         WorkerUnavailableError("gone"),
         TransferError("the hand-off is lost"),
-        SealExpiredError("too late"),
+        SignedStartExpiredError("too late"),
         OutOfBlocksError("full", retry_delay_s=0.001),
     ],
 )
@@ -106,7 +106,7 @@ async def test_a_placement_that_ends_a_resumed_answer_ends_it(router: FakeRouter
     assert (completion.text, completion.choices[0].finished.usage.num_attempts) == ("one two three", 3)
 
 
-@pytest.mark.parametrize("error", [SealError("altered"), InvalidRequestError("no", field="sampling.top_p")])
+@pytest.mark.parametrize("error", [SignedStartError("altered"), InvalidRequestError("no", field="sampling.top_p")])
 async def test_what_no_other_placement_mends_is_told_at_once(
     router: FakeRouter, start_router: StartRouter, error: ServingError
 ) -> None:
@@ -209,7 +209,7 @@ async def test_text_that_nobody_wants_needs_no_tokenizer(router: FakeRouter, sta
     "refusal",
     [
         None,  # its first token is its last
-        MessageTooLargeError("too long to be sealed"),
+        MessageTooLargeError("too long to be signed"),
         PlaceTooLargeError("the choices don't fit at once"),
     ],
 )
@@ -228,7 +228,7 @@ async def test_what_cannot_go_directly_is_generated_by_the_router(
 async def test_an_answer_that_the_router_gives_is_cancelled_there(
     router: FakeRouter, start_router: StartRouter
 ) -> None:
-    router.place_error = MessageTooLargeError("too long to be sealed")
+    router.place_error = MessageTooLargeError("too long to be signed")
     router.hold(2)
     async with QuartetClient(await start_router(router)) as client, asyncio.timeout(WAIT_S):
         stream = client.generate("Hi", path="direct")

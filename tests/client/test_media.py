@@ -20,7 +20,7 @@ from quartet.client import (
 )
 from quartet.client.sync import SyncClient
 from quartet.errors import InvalidRequestError, MediaNotAllowedError, MediaTooLargeError, WorkerUnavailableError
-from quartet.rpc.channels import MAX_EDGE_MESSAGE_BYTES
+from quartet.rpc.channels import MAX_API_MESSAGE_BYTES
 from quartet.v1 import router_pb2
 from tests.client.conftest import StartRouter
 from tests.client.fake_router import FakeRouter
@@ -51,7 +51,7 @@ def path(request: pytest.FixtureRequest) -> RequestPath:
 @pytest.fixture(scope="module")
 def big() -> MediaFile:
     """So long that a request with two of them is too long."""
-    return MediaFile(MediaKind.IMAGE, bytes(MAX_EDGE_MESSAGE_BYTES // 2))
+    return MediaFile(MediaKind.IMAGE, bytes(MAX_API_MESSAGE_BYTES // 2))
 
 
 def parts(start: router_pb2.GenerateStart) -> list[router_pb2.ContentPart]:
@@ -182,7 +182,7 @@ def test_a_file_is_what_its_name_says(tmp_path: Path, name: str, kind: MediaKind
 def test_a_file_that_no_request_could_hold_is_not_read_to_its_end(tmp_path: Path) -> None:
     file = tmp_path / "sparse.png"
     with file.open("wb") as sparse:
-        sparse.truncate(MAX_EDGE_MESSAGE_BYTES + 1)
+        sparse.truncate(MAX_API_MESSAGE_BYTES + 1)
     with pytest.raises(MediaTooLargeError, match="64 MiB"):
         read_media(file)
     with pytest.raises(MediaTooLargeError, match="64 MiB"):

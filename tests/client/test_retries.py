@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from quartet.client.retries import MAX_ATTEMPTS, Retries
+from quartet.client.direct import MAX_ATTEMPTS, Retries
 from quartet.client.routers import ClientClosedError
 from quartet.errors import (
     InvalidRequestError,
-    NoSealKeyError,
+    NoSigningKeyError,
     OutOfBlocksError,
     PermissionDeniedError,
     QueueFullError,
     RouterUnavailableError,
-    SealError,
-    SealUsedError,
     ServingError,
+    SignedStartError,
+    SignedStartUsedError,
     StalledStreamError,
     UnauthenticatedError,
     WorkerUnavailableError,
@@ -41,8 +41,8 @@ def test_a_worker_that_is_full_says_how_long_to_wait() -> None:
     "kind",
     [
         InvalidRequestError,
-        SealError,
-        NoSealKeyError,
+        SignedStartError,
+        NoSigningKeyError,
         StalledStreamError,
         PermissionDeniedError,
         UnauthenticatedError,
@@ -54,7 +54,7 @@ def test_what_another_placement_does_not_mend_is_final(kind: type[ServingError])
 
 
 def test_a_refused_seal_is_worth_another_one() -> None:
-    assert Retries().note(SealUsedError("again")) == 0
+    assert Retries().note(SignedStartUsedError("again")) == 0
 
 
 def test_a_router_that_is_full_is_asked_again_when_it_says() -> None:

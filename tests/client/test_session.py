@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import grpc
 import pytest
 
+from quartet.api.answer import Answer
+from quartet.api.session_client import SessionClient
 from quartet.client import ChoiceFinished, Delta, QuartetClient
 from quartet.client.request import make_start
 from quartet.client.routers import ClientClosedError, Router
@@ -20,8 +22,6 @@ from quartet.errors import (
     ServingError,
     StalledStreamError,
 )
-from quartet.rpc.answer import Answer
-from quartet.rpc.session_client import SessionClient
 from quartet.v1 import router_pb2, types_pb2
 from tests.client.conftest import StartRouter
 from tests.client.fake_router import FakeRouter

@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 from typing import Protocol
 
-from quartet.discovery.base import Registry, WorkerKey, WorkerRecord
-from quartet.discovery.etcd import EtcdConfig, EtcdRegistry
-from quartet.discovery.etcd_client import EtcdClient
+from quartet.discovery.base import Registry, WorkerKey, WorkerRecord, to_json
+from quartet.discovery.etcd import EtcdRegistry
+from quartet.discovery.etcd_client import EtcdClient, EtcdConfig
 from quartet.discovery.file import FileConfig, FileRegistry
 from quartet.discovery.memory import MemoryRegistry, MemoryStore
-from quartet.discovery.record_json import to_json
 from tests.discovery.records import TIMEOUT_S
 
 # etcd grants no lease shorter than this with its usual election timeout.

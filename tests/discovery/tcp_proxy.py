@@ -7,7 +7,7 @@ import ssl
 from contextlib import suppress
 from types import TracebackType
 
-from services.local_etcd import free_port
+from services.topology.launch import free_port
 
 
 class TcpProxy:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from quartet.discovery.back_off import BackOff
 from quartet.discovery.base import Synchronised
-from quartet.discovery.etcd import EtcdConfig
+from quartet.discovery.etcd import BackOff
+from quartet.discovery.etcd_client import EtcdConfig
 from quartet.discovery.file import FileConfig
 from quartet.discovery.host import host_identity, new_epoch
-from quartet.discovery.live_watch import LiveWatch
 from quartet.discovery.memory import MemoryRegistry
+from quartet.discovery.watch import LiveWatch
 from quartet.errors import DiscoveryError
 from tests.discovery.records import make_record, next_event
 

@@ -11,10 +11,10 @@ from typing import Any
 import grpc
 import pytest
 
-from quartet.discovery.etcd import EtcdConfig, EtcdRegistry
-from quartet.discovery.etcd_client import EtcdClient
+from quartet.discovery.etcd import EtcdRegistry
+from quartet.discovery.etcd_client import EtcdClient, EtcdConfig
 from quartet.errors import DiscoveryError
-from quartet.rpc.tls import TlsConfig
+from quartet.rpc.channels import TlsConfig
 from tests.certificates import CertificateAuthority
 from tests.discovery.records import TIMEOUT_S, make_record
 from tests.discovery.tcp_proxy import TcpProxy

@@ -9,12 +9,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from quartet.discovery import etcd as etcd_module
-from quartet.discovery.base import Role, Synchronised, WorkerAdded, WorkerRecord, WorkerRemoved
-from quartet.discovery.etcd import EtcdConfig, EtcdRegistry
-from quartet.discovery.etcd_client import EtcdClient, new_lease_id
-from quartet.discovery.record_json import to_json
+from quartet.discovery.base import Role, Synchronised, WorkerAdded, WorkerRecord, WorkerRemoved, to_json
+from quartet.discovery.etcd import EtcdRegistry
+from quartet.discovery.etcd_client import EtcdClient, EtcdConfig, new_lease_id
 from quartet.errors import DiscoveryError
-from services.local_etcd import free_port
+from services.topology.launch import free_port
 from tests.discovery.records import (
     TIMEOUT_S,
     eventually,

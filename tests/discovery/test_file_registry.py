@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quartet.discovery.base import Role, Synchronised, WorkerAdded
+from quartet.discovery.base import Role, Synchronised, WorkerAdded, to_json
 from quartet.discovery.file import FileConfig, FileRegistry
-from quartet.discovery.record_json import to_json
 from quartet.errors import DiscoveryError
 from tests.discovery.records import eventually, make_record, next_event
 

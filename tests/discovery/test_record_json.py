@@ -10,8 +10,16 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from quartet.discovery.base import HostIdentity, Role, WorkerKey, WorkerRecord
-from quartet.discovery.record_json import from_json, parse_key, parse_record, to_json
+from quartet.discovery.base import (
+    HostIdentity,
+    Role,
+    WorkerKey,
+    WorkerRecord,
+    from_json,
+    parse_key,
+    parse_record,
+    to_json,
+)
 from quartet.errors import DiscoveryError
 from tests.discovery.records import make_record
 

@@ -15,8 +15,8 @@ from quartet.discovery.base import (
     WorkerChanged,
     WorkerKey,
     WorkerRemoved,
+    to_json,
 )
-from quartet.discovery.record_json import to_json
 from tests.discovery.backends import LEASE_S, Backend
 from tests.discovery.records import make_record, next_event, synchronised
 

@@ -17,9 +17,9 @@ from quartet.client import (
     Delta,
     GenerateStream,
     MediaPart,
-    Place,
     Placed,
     QuartetClient,
+    Rank,
     RequestPath,
     Sampling,
 )
@@ -68,7 +68,7 @@ class Answer:
 
     choices: list[Choice]
     placement: ChoicePlacement | None = None
-    encode: Place | None = None
+    encode: Rank | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -160,7 +160,7 @@ class Crowd:
             for answer in self.answers
             if answer.finished is None
             and answer.placement is not None
-            and Place(worker_id) in (answer.encode, answer.placement.prefill, answer.placement.decode)
+            and Rank(worker_id) in (answer.encode, answer.placement.prefill, answer.placement.decode)
         ]
 
     async def wait_for(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:

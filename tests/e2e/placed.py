@@ -1,4 +1,4 @@
-"""A client of Place by its stubs: asks the router, then decodes at the worker itself."""
+"""A client of rank by its stubs: asks the router, then decodes at the worker itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_start() -> router_pb2.GenerateStart:
     return router_pb2.GenerateStart(token_ids=router_pb2.TokenIds(ids=PROMPT), sampling=sampling, seed=SEED)
 
 
-def unsealed_start() -> decode_pb2.DecodeRequest:
+def unsigned_start() -> decode_pb2.DecodeRequest:
     """A start of the client's own making."""
     prompt = b"".join(token_id.to_bytes(4, "little") for token_id in PROMPT)
     generation = types_pb2.Generation(
@@ -32,10 +32,10 @@ def unsealed_start() -> decode_pb2.DecodeRequest:
     return decode_pb2.DecodeRequest(start=decode_pb2.DecodeStart(generation=generation))
 
 
-def sealed_start(stream: router_pb2.SealedPlacement) -> decode_pb2.DecodeRequest:
-    """What the router sealed, as it came."""
-    sealed = decode_pb2.SealedDecodeStart(sealed_start=stream.sealed_start, key_id=stream.key_id, mac=stream.mac)
-    return decode_pb2.DecodeRequest(sealed_start=sealed)
+def signed_start(stream: router_pb2.SignedPlacement) -> decode_pb2.DecodeRequest:
+    """What the router signed, as it came."""
+    signed = decode_pb2.SignedDecodeStart(signed_start=stream.signed_start, key_id=stream.key_id, mac=stream.mac)
+    return decode_pb2.DecodeRequest(signed_start=signed)
 
 
 def place(router: grpc.Channel) -> router_pb2.PlacedChoice:

@@ -17,10 +17,9 @@ import grpc
 import yaml
 
 from quartet.config import override
-from quartet.rpc.tls import TlsConfig, channel_credentials
+from quartet.rpc.channels import TlsConfig, channel_credentials
 from quartet.v1 import kv_events_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
-from services.local_etcd import free_port
-from services.seal_key import draw_seal_key
+from services.topology.launch import draw_signing_key, free_port
 from tests import tiny
 from tests.e2e.process import Metrics, ServiceProcess, wait_until
 from tests.etcd_server import EtcdServer
@@ -100,7 +99,7 @@ class Stack:
         self.etcd = EtcdServer(etcd_binary, directory / "etcd")
         self.processes: dict[str, ServiceProcess] = {}
         self._directory = directory
-        self._seal_keys_file = draw_seal_key(directory)
+        self._signing_keys_file = draw_signing_key(directory)
         for name in config.worker_names:
             module = f"services.{name.partition('-')[0]}"
             process = self._process(name, module, self._worker_settings(name), config.launcher, config.environment)
@@ -298,7 +297,7 @@ class Stack:
         return {
             "server": server,
             "http_address": f"127.0.0.1:{free_port()}",
-            "seal_keys_file": str(self._seal_keys_file),
+            "signing_keys_file": str(self._signing_keys_file),
             "discovery": {"kind": "etcd", "etcd": {"endpoints": [self.etcd.endpoint], "namespace": "e2e"}},
         }
 

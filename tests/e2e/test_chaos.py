@@ -33,7 +33,7 @@ def chaos_stack(start_stack: StartStack) -> Stack:
     etcd: Settings = {"discovery.etcd.lease_ttl_s": LEASE_TTL_S}
     router: Settings = {
         **REMOTE_PREFILL,
-        # A place must have room for all that a request may generate: eight endless ones fill two places.
+        # A rank must have room for all that a request may generate: eight endless ones fill two ranks.
         "attempts.reserve_tokens": 4096,
         "attempts.prefill_timeout_s": 20.0,
         "attempts.decode_stall_timeout_s": 3.0,

@@ -224,7 +224,7 @@ async def test_where_a_request_would_go_is_explained(router: Grpcurl) -> None:
     [explained] = answer.messages
     assert explained["policy"] and explained["model"] == tiny.NAME
     assert explained["num_prompt_tokens"] > 1
-    places = {option["place"]["worker_id"]: option for option in explained["options"]}
+    places = {option["rank"]["worker_id"]: option for option in explained["options"]}
     assert places.keys() == {"prefill-0", "decode-0"}
     assert places["decode-0"]["is_chosen"]
     refused = await router.call("quartet.v1.RouterService/Explain", {"start": {"text": ""}})
@@ -280,11 +280,11 @@ async def test_what_place_seals_is_streamed_from_its_decode_worker(router: Grpcu
     assert answer.code == 0, answer.err
     [choice] = answer.messages[0]["choices"]
     address = choice["stream"].pop("address")
-    sealed = {"sealed_start": choice["stream"]}
+    signed = {"signed_start": choice["stream"]}
     decode = Grpcurl(grpcurl, address)
-    rest = await decode.call("quartet.v1.DecodeService/Decode", sealed)
+    rest = await decode.call("quartet.v1.DecodeService/Decode", signed)
     ids = [token_id for message in rest.messages for token_id in message.get("token_ids", [])]
     assert choice["token_ids"] + ids == token_ids(wanted)
-    again = await decode.call("quartet.v1.DecodeService/Decode", sealed)
+    again = await decode.call("quartet.v1.DecodeService/Decode", signed)
     [failure] = [entry["failure"] for message in again.messages for entry in message.get("failures", [])]
-    assert failure["reason"] == "SEAL_USED"
+    assert failure["reason"] == "SIGNED_START_USED"

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 import pytest
 
 from quartet.client import QuartetClient, Sampling
-from quartet.discovery.place import Place
+from quartet.discovery.base import Rank
 from quartet.kvcache.block_hash import sequence_hashes
 from quartet.v1 import worker_pb2, worker_pb2_grpc
 from tests import tiny
@@ -76,8 +76,8 @@ def cached_tokens(prompt: list[int], blocks: set[int]) -> int:
     return BLOCK_SIZE * next((number for number, named in enumerate(hashes) if named not in blocks), len(hashes))
 
 
-async def known(client: QuartetClient, asked: Sequence[list[int]]) -> list[Mapping[Place, int]]:
-    """What the router takes to be cached of each prompt, by place."""
+async def known(client: QuartetClient, asked: Sequence[list[int]]) -> list[Mapping[Rank, int]]:
+    """What the router takes to be cached of each prompt, by rank."""
     explained = [await client.explain(token_ids=prompt) for prompt in asked]
     return [{option.place: option.num_matched_tokens for option in answer.options} for answer in explained]
 
@@ -87,7 +87,7 @@ async def check_exact(stack: Stack, client: QuartetClient, *names: str) -> set[i
     asked = prompts(0, 12) + prompts(1, 12) + prompts(99, 12)
 
     async def is_exact() -> bool:
-        blocks = {Place(name): await asyncio.to_thread(held, stack, name) for name in names}
+        blocks = {Rank(name): await asyncio.to_thread(held, stack, name) for name in names}
         truth = [{place: cached_tokens(prompt, have) for place, have in blocks.items()} for prompt in asked]
         return truth == await known(client, asked)
 

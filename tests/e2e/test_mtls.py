@@ -16,7 +16,7 @@ import yaml
 
 from quartet.client import QuartetClient, RequestPath, Sampling
 from quartet.errors import PermissionDeniedError, ServingError
-from quartet.rpc.tls import TlsConfig
+from quartet.rpc.channels import TlsConfig
 from quartet.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -173,14 +173,14 @@ def test_a_client_decodes_what_a_router_sealed_and_nothing_else(tls_stack: Stack
         choice = placed.place(router)
         expected = placed.generate(router)
     with tls_stack.channel("decode-0", identities.client) as worker:
-        [refused] = placed.decode(worker, placed.unsealed_start()).failures
-        decoded = placed.decode(worker, placed.sealed_start(choice.stream))
+        [refused] = placed.decode(worker, placed.unsigned_start()).failures
+        decoded = placed.decode(worker, placed.signed_start(choice.stream))
     assert isinstance(refused, PermissionDeniedError)
     assert [*choice.token_ids, *decoded.token_ids] == expected
     with tls_stack.channel("decode-0", identities.servers["router"]) as worker:
-        assert placed.decode(worker, placed.unsealed_start()).token_ids == expected
+        assert placed.decode(worker, placed.unsigned_start()).token_ids == expected
     with tls_stack.channel("decode-0", identities.operator) as worker:
-        [refused] = placed.decode(worker, placed.unsealed_start()).failures
+        [refused] = placed.decode(worker, placed.unsigned_start()).failures
     assert isinstance(refused, PermissionDeniedError)
     tls_stack.wait_blocks_returned(timeout_s=10)
 

@@ -22,8 +22,8 @@ from quartet.client import (
     MediaFile,
     MediaKind,
     MediaUrl,
-    Place,
     QuartetClient,
+    Rank,
     RequestPath,
 )
 from quartet.errors import (
@@ -272,7 +272,7 @@ async def test_a_picture_goes_where_it_was_encoded(whole: Stack, client: Quartet
         async with Crowd(client, [ask]) as crowd:
             await crowd.finish()
         place = crowd.answers[0].encode
-        assert isinstance(place, Place)
+        assert isinstance(place, Rank)
         return place.worker_id
 
     file = picture(1600)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import transformers
 
-from quartet.client import Completion, Place, QuartetClient, Sampling
+from quartet.client import Completion, QuartetClient, Rank, Sampling
 from tests import tiny
 from tests.e2e.oracle import Oracle, one_oracle
 from tests.e2e.stack import Stack
@@ -64,7 +64,7 @@ async def test_greedy_tokens_are_those_of_transformers(routed: QuartetClient, ro
         completion = await complete(routed, prompt)
         assert completion.choices[0].token_ids == oracle.generate(prompt, NUM_TOKENS), f"prompt of {len(prompt)} tokens"
         [placement] = completion.accepted.choices
-        assert placement.prefill == (Place("prefill-0") if router == "router" else None)
+        assert placement.prefill == (Rank("prefill-0") if router == "router" else None)
 
 
 async def test_greedy_tokens_stay_the_same_in_a_crowd(routed: QuartetClient, router: str, oracle: Oracle) -> None:

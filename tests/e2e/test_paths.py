@@ -68,7 +68,7 @@ def paths_stack(start_stack: StartStack) -> Stack:
 
     ``router-local`` prefills where it decodes; ``router-full`` soon has no room and does not let wait for it.
     """
-    # A place must have room for all that a request may generate: eight endless ones fill two places.
+    # A rank must have room for all that a request may generate: eight endless ones fill two ranks.
     full: Settings = {
         "policy.name": "least_loaded",  # which keeps nobody waiting that there is room for
         "attempts.reserve_tokens": 4096,

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from quartet.errors import SealUsedError
-from tests.e2e.placed import NUM_TOKENS, decode, generate, place, sealed_start, unsealed_start
+from quartet.errors import SignedStartUsedError
+from tests.e2e.placed import NUM_TOKENS, decode, generate, place, signed_start, unsigned_start
 from tests.e2e.stack import Stack
 
 
 @pytest.mark.parametrize("router", ["router", "router-local"])
 def test_the_tokens_are_those_of_generate(stack: Stack, router: str) -> None:
-    num_opened = stack.metrics("decode-0").value("quartet_worker_sealed_starts_total", outcome="opened")
+    num_opened = stack.metrics("decode-0").value("quartet_worker_signed_starts_total", outcome="opened")
     with stack.channel(router) as channel:
         expected = generate(channel)
         choice = place(channel)
     assert len(choice.token_ids) == (1 if router == "router" else 0)
     assert choice.stream.address == stack.processes["decode-0"].grpc_address
     with stack.channel("decode-0") as worker:
-        decoded = decode(worker, sealed_start(choice.stream))
+        decoded = decode(worker, signed_start(choice.stream))
     assert [*choice.token_ids, *decoded.token_ids] == expected
     assert len(expected) == NUM_TOKENS
-    opened = stack.metrics("decode-0").value("quartet_worker_sealed_starts_total", outcome="opened")
+    opened = stack.metrics("decode-0").value("quartet_worker_signed_starts_total", outcome="opened")
     assert opened == num_opened + 1
     stack.wait_blocks_returned(timeout_s=10)
 
@@ -29,10 +29,10 @@ def test_the_tokens_are_those_of_generate(stack: Stack, router: str) -> None:
 def test_a_placement_is_good_for_once(stack: Stack) -> None:
     with stack.channel("router") as router, stack.channel("decode-0") as worker:
         choice = place(router)
-        assert not decode(worker, sealed_start(choice.stream)).failures
-        [failure] = decode(worker, sealed_start(choice.stream)).failures
-    assert isinstance(failure, SealUsedError)
-    assert stack.metrics("decode-0").value("quartet_worker_sealed_starts_total", outcome="seal_used") >= 1
+        assert not decode(worker, signed_start(choice.stream)).failures
+        [failure] = decode(worker, signed_start(choice.stream)).failures
+    assert isinstance(failure, SignedStartUsedError)
+    assert stack.metrics("decode-0").value("quartet_worker_signed_starts_total", outcome="signed_start_used") >= 1
     stack.wait_blocks_returned(timeout_s=10)
 
 
@@ -40,5 +40,5 @@ def test_on_loopback_a_start_needs_no_seal(stack: Stack) -> None:
     with stack.channel("router-local") as router:
         expected = generate(router)
     with stack.channel("decode-0") as worker:
-        assert decode(worker, unsealed_start()).token_ids == expected
+        assert decode(worker, unsigned_start()).token_ids == expected
     stack.wait_blocks_returned(timeout_s=10)

@@ -119,7 +119,7 @@ def check_it_places(router_address: str) -> None:
     with grpc.insecure_channel(router_address) as router:
         choice, expected = placed.place(router), placed.generate(router)
     with grpc.insecure_channel(choice.stream.address) as worker:
-        assert [*choice.token_ids, *placed.decode(worker, placed.sealed_start(choice.stream)).token_ids] == expected
+        assert [*choice.token_ids, *placed.decode(worker, placed.signed_start(choice.stream)).token_ids] == expected
 
 
 async def share_of_tokens_alone(up: Up) -> float:

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from quartet.engine.core import StepEngine
 from quartet.engine.scheduler import SchedulerConfig
+from quartet.engine.step_engine import StepEngine
 from quartet.transfer.base import Puller
 from tests.engine.consumer import StartEngine
 from tests.engine.fakes import FakeRunner

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
 from quartet.engine.base import Engine, EngineRequest, Failed, Finished, Prefilled, Started, StepOutput
-from quartet.engine.core import StepEngine
 from quartet.engine.sampling import TokenLogprobs
+from quartet.engine.step_engine import StepEngine
 from tests.engine.fakes import WAIT_S, make_request
 
 Terminal: TypeAlias = Finished | Prefilled | Failed

@@ -18,8 +18,7 @@ from datetime import timedelta
 from itertools import count
 
 from quartet.engine.base import EngineRequest, Generation, Prefilled, RequestKind
-from quartet.engine.runner import SampledToken
-from quartet.engine.running import ScheduledChunk
+from quartet.engine.runner import SampledToken, ScheduledChunk
 from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
 from quartet.errors import LayoutMismatchError
 from quartet.kvcache.block_hash import MediaSpan

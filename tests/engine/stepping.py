@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from quartet.engine.base import EngineRequest, FinishReason
-from quartet.engine.running import RequestState
-from quartet.engine.schedule import Pull, Schedule, TokenOut
-from quartet.engine.scheduler import Scheduler, SchedulerConfig
+from quartet.engine.runner import RequestState
+from quartet.engine.scheduler import Pull, Schedule, Scheduler, SchedulerConfig, TokenOut
 from quartet.engine.validation import limits_of
 from quartet.kvcache.block_pool import BlockCounts, BlockManager
 from tests.engine.fakes import FakePuller, FakeRunner

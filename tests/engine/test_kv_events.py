@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from quartet.engine.core import StepEngine
+from quartet.engine.step_engine import StepEngine
 from tests.engine.consumer import StartEngine
 from tests.engine.fakes import WAIT_S, FakePuller, FakeRunner, make_request
 from tests.kvcache.replica import Replica

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from quartet.engine.base import EngineRequest, FinishReason, Generation, RequestKind
+from quartet.engine.runner import RequestState
 from quartet.engine.sampling import Sampling
-from quartet.engine.scheduler import RequestState, Scheduler, SchedulerConfig
+from quartet.engine.scheduler import Scheduler, SchedulerConfig
 from quartet.engine.validation import EngineLimits
 from quartet.kvcache.block_pool import BlockManager
 from tests.engine.fakes import expected_output, make_request, next_token

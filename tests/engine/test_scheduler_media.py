@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quartet.engine.base import EngineRequest, RequestKind
-from quartet.engine.scheduler import RequestState
+from quartet.engine.runner import RequestState
 from quartet.kvcache.block_hash import MediaSpan
 from tests.engine.fakes import expected_output, make_request, write_embeddings
 from tests.engine.stepping import Stepper

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from quartet.engine.base import EngineRequest, RequestKind
+from quartet.engine.runner import RequestState
 from quartet.engine.sampling import Sampling
-from quartet.engine.scheduler import RequestState
 from quartet.kvcache.block_hash import MediaSpan
 from tests.engine.fakes import expected_output, make_request, write_embeddings
 from tests.engine.stepping import Stepper

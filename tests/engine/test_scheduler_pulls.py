@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quartet.engine.base import EngineRequest
-from quartet.engine.scheduler import RequestState
+from quartet.engine.runner import RequestState
 from quartet.transfer.base import PieceCopy
 from tests.engine.fakes import expected_output, make_request
 from tests.engine.stepping import Stepper

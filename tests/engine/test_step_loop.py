@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from quartet.engine.base import EngineRequest, EngineStats, RequestKind, StepOutput
-from quartet.engine.runner import SampledToken
-from quartet.engine.running import ScheduledChunk
+from quartet.engine.runner import SampledToken, ScheduledChunk
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.engine.step_loop import Cancel, FetchFailed, Message, StepLoop, StepReport, Submit
 from quartet.errors import MediaLostError, TransferError

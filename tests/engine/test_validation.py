@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from quartet.engine.base import EngineRequest, Generation, RequestKind
-from quartet.engine.media_validation import MediaLimits
+from quartet.engine.media_config import MediaLimits
 from quartet.engine.sampling import GrammarKind, GuidedDecoding, Sampling
 from quartet.engine.validation import EngineLimits, check_request, limits_of
 from quartet.errors import InvalidRequestError, LayoutMismatchError, PromptTooLongError, UnsupportedFieldError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quartet.kvcache.events import Cleared, KvEvent, Removed, Stored
+from quartet.events.kv import Cleared, KvEvent, Removed, Stored
 
 
 class Replica:

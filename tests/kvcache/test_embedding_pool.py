@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from quartet.errors import OutOfBlocksError
+from quartet.events.kv import Removed, Stored
 from quartet.kvcache.block_pool import BlockCounts
 from quartet.kvcache.embedding_pool import EmbeddingPool, PooledItem
-from quartet.kvcache.events import Removed, Stored
 from quartet.media.media_id import media_hash
 
 BLOCK_SIZE = 4

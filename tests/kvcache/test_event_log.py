@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from quartet.events.kv import Removed, Stored
 from quartet.kvcache import sequence
 from quartet.kvcache.block_hash import sequence_hashes
 from quartet.kvcache.block_pool import BlockManager
-from quartet.kvcache.events import Removed, Stored
 from quartet.kvcache.sequence import Sequence
 
 TOKENS = tuple(range(8))

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry
 
 from quartet.telemetry.routing_metrics import RoutingMetrics
-from router.admission import Admission, AdmissionConfig
+from router.admission import Admission
 from router.book import Reservation
+from router.config import AdmissionConfig
+from router.kv_index.index import PrefixIndex
 from router.policy.base import Pending, Policy
-from router.policy.round_robin import RoundRobinPolicy
-from router.prefix_index import PrefixIndex
-from router.worker import PoolKey
-from router.worker_table import WorkerTable
+from router.policy.greedy import RoundRobinPolicy
+from router.workers import PoolKey, WorkerTable
 from tests.router.records import make_load, make_record
 
 TIMEOUT_S = 10.0

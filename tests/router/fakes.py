@@ -15,41 +15,30 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from quartet.discovery.place import Place
+from quartet.api.answer import Answer
+from quartet.api.request import Accepted, AnswerPart, ChoiceFinished, ChoicePlacement, GenerateStart, Placed, Resume
+from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import RequestCancelledError, ServingError
 from quartet.kvcache.layout import HandOff, OpaquePayload
-from quartet.rpc.answer import Answer
-from quartet.rpc.edge import (
-    Accepted,
-    AnswerPart,
-    ChoiceFinished,
-    ChoicePlacement,
-    GenerateStart,
-    Placed,
-    Resume,
-)
-from quartet.rpc.encode import EncodeStart
-from quartet.rpc.inner import DecodeFinished, DecodeSink, DecodeStarted, InnerStart, PrefillOutcome
-from quartet.rpc.seal_keys import SealKey
+from quartet.streams.messages import DecodeFinished, DecodeSink, DecodeStarted, EncodeStart, PrefillOutcome, WorkerStart
+from quartet.streams.signed_start import SigningKey
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.telemetry.routing_metrics import RoutingMetrics
 from quartet.text.model_text import ModelText
-from router.admission import Admission, AdmissionConfig
-from router.attempt_tools import AttemptConfig, AttemptTools
-from router.encoding import EncodeTools
+from router.admission import Admission
+from router.config import AdmissionConfig, AttemptConfig
+from router.context import AttemptTools, PipelineTools
 from router.fair_share import FairShare
-from router.media_line import MediaLine, MediaLineConfig
-from router.media_run import MediaTools
-from router.media_sizes import KnownSizes
-from router.pipeline import Pipeline
-from router.pipeline_tools import PipelineTools
+from router.generate import Pipeline
+from router.kv_index.index import PrefixIndex
+from router.media.encode import EncodeTools, KnownSizes
+from router.media.queue import MediaLine, MediaLineConfig
+from router.media.request import MediaTools
 from router.policy.base import Policy
-from router.prefix_index import PrefixIndex
-from router.sealing import Sealer
-from router.worker import PoolKey
-from router.worker_table import WorkerTable
+from router.signing import Signer
+from router.workers import PoolKey, WorkerTable
 from tests.router.media_fakes import FakeEncode, FakeMedia, LaidOut, expanded, told
 from tests.router.noting_policy import NotingPolicy
 from tests.router.records import make_load, make_record
@@ -105,7 +94,7 @@ class Call:
     """What was started where."""
 
     kind: str
-    place: Place
+    rank: Rank
     start: Any
 
 
@@ -137,16 +126,16 @@ class FakeHops:
     def plan(self, kind: str, *plans: Plan) -> None:
         self.plans[kind].extend(plans)
 
-    def encode(self, place: Place, start: EncodeStart, on_encoded: Callable[[HandOff], None]) -> FakeEncode:
-        place, start, plan = self._note("encode", place, start)
-        return FakeEncode(self, place, start, plan, on_encoded)
+    def encode(self, rank: Rank, start: EncodeStart, on_encoded: Callable[[HandOff], None]) -> FakeEncode:
+        rank, start, plan = self._note("encode", rank, start)
+        return FakeEncode(self, rank, start, plan, on_encoded)
 
-    def prefill(self, place: Place, start: InnerStart) -> FakePrefill:
-        return FakePrefill(self, *self._note("prefill", place, start))
+    def prefill(self, rank: Rank, start: WorkerStart) -> FakePrefill:
+        return FakePrefill(self, *self._note("prefill", rank, start))
 
-    def decode(self, place: Place, start: InnerStart, sink: DecodeSink) -> FakeDecode:
-        place, start, plan = self._note("decode", place, start)
-        return FakeDecode(self, place, start, sink, plan)
+    def decode(self, rank: Rank, start: WorkerStart, sink: DecodeSink) -> FakeDecode:
+        rank, start, plan = self._note("decode", rank, start)
+        return FakeDecode(self, rank, start, sink, plan)
 
     def keep(self, hand_off: HandOff) -> FakeKept:
         assert hand_off.hand_off_id in self.held
@@ -157,7 +146,7 @@ class FakeHops:
     def drop(self, hand_off: HandOff) -> None:
         self.held.discard(hand_off.hand_off_id)
 
-    def pull(self, start: InnerStart) -> None:
+    def pull(self, start: WorkerStart) -> None:
         """A worker takes over what ``start`` leads to."""
         for source in (start.hand_off, *(item.source for item in start.media)):
             if isinstance(source, HandOff):
@@ -165,13 +154,13 @@ class FakeHops:
                 assert source.hand_off_id not in self.kept, "the router keeps it still"
                 self.held.discard(source.hand_off_id)
 
-    def sample(self, start: InnerStart, num_generated: int) -> int:
+    def sample(self, start: WorkerStart, num_generated: int) -> int:
         generation = start.generation
         if num_generated == self.eos_at:
             return EOS_ID
         return token_at(generation.seed, generation.choice, len(expanded(start)[0]) + num_generated)
 
-    def finish_reason(self, start: InnerStart, token_ids: list[int]) -> FinishReason | None:
+    def finish_reason(self, start: WorkerStart, token_ids: list[int]) -> FinishReason | None:
         sampling = start.generation.sampling
         # Like an engine whose files name no end-of-sequence id: it knows those that it is told.
         if token_ids[-1] in sampling.stop_token_ids and len(token_ids) > sampling.min_tokens:
@@ -179,10 +168,10 @@ class FakeHops:
         max_tokens = sampling.max_tokens or self.max_sequence_tokens - len(expanded(start)[0])
         return FinishReason.LENGTH if len(token_ids) >= max_tokens else None
 
-    def _note(self, kind: str, place: Place, start: Any) -> tuple[Place, Any, Plan]:
-        self.calls.append(Call(kind, place, start))
+    def _note(self, kind: str, rank: Rank, start: Any) -> tuple[Rank, Any, Plan]:
+        self.calls.append(Call(kind, rank, start))
         self.called.set()
-        return place, start, self.plans[kind].popleft() if self.plans[kind] else Plan()
+        return rank, start, self.plans[kind].popleft() if self.plans[kind] else Plan()
 
 
 @dataclass
@@ -195,8 +184,8 @@ class FakeKept:
 
 
 class FakePrefill:
-    def __init__(self, hops: FakeHops, place: Place, start: InnerStart, plan: Plan) -> None:
-        self._hops, self._place, self._start, self._plan = hops, place, start, plan
+    def __init__(self, hops: FakeHops, rank: Rank, start: WorkerStart, plan: Plan) -> None:
+        self._hops, self._place, self._start, self._plan = hops, rank, start, plan
 
     async def outcome(self) -> PrefillOutcome:
         self._hops.num_open += 1
@@ -248,7 +237,7 @@ class FakePrefill:
 class FakeDecode:
     """Gives its tokens to the sink, a step a turn of the event loop, from when its end is first waited for."""
 
-    def __init__(self, hops: FakeHops, place: Place, start: InnerStart, sink: DecodeSink, plan: Plan) -> None:
+    def __init__(self, hops: FakeHops, rank: Rank, start: WorkerStart, sink: DecodeSink, plan: Plan) -> None:
         self.heard_at: float | None = None
         self._hops, self._start, self._sink, self._plan = hops, start, sink, plan
         self._token_ids = list(start.generation.generated_token_ids)
@@ -334,10 +323,10 @@ class FakeTexts:
 class OneKey:
     """A key in memory."""
 
-    sealing_key = SealKey(key_id="test", secret=bytes(32))
+    signing_key = SigningKey(key_id="test", secret=bytes(32))
 
-    def find(self, key_id: str) -> SealKey | None:
-        return self.sealing_key if key_id == self.sealing_key.key_id else None
+    def find(self, key_id: str) -> SigningKey | None:
+        return self.signing_key if key_id == self.signing_key.key_id else None
 
 
 class Fleet:
@@ -385,7 +374,7 @@ class Fleet:
                 attempts=tools,
                 media=MediaTools(self.media, self._encode_tools(tools.config), self.media_line, 20 << 20),
                 max_timeout_s=max_timeout_s,
-                sealer=Sealer(OneKey(), self.table, ttl_s=20.0, clock=lambda: 0.0),
+                signer=Signer(OneKey(), self.table, ttl_s=20.0, clock=lambda: 0.0),
             )
         )
         for worker_id in worker_ids:

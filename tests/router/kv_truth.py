@@ -8,31 +8,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from quartet.discovery.place import Place
+from quartet.discovery.base import Rank
 from quartet.events.kv import Cleared, KvBatch, KvEvent, KvSnapshotPart, Removed, Stored, Tier
 
-Held: TypeAlias = dict[Place, set[tuple[Tier, int]]]
+Held: TypeAlias = dict[Rank, set[tuple[Tier, int]]]
 TIERS = (Tier.DEVICE, Tier.HOST)
 
 
 @dataclass
 class SetIndex:
-    """A ``KvIndex``. ``held`` has no places without blocks."""
+    """A ``KvIndex``. ``held`` has no ranks without blocks."""
 
     _held: Held = field(default_factory=lambda: defaultdict(set))
 
     @property
     def held(self) -> Held:
-        return {place: blocks for place, blocks in self._held.items() if blocks}
+        return {rank: blocks for rank, blocks in self._held.items() if blocks}
 
-    def store(self, place: Place, parent_hash: int | None, sequence_hashes: Sequence[int], tier: Tier) -> None:
-        self._held[place].update((tier, named) for named in sequence_hashes)
+    def store(self, rank: Rank, parent_hash: int | None, sequence_hashes: Sequence[int], tier: Tier) -> None:
+        self._held[rank].update((tier, named) for named in sequence_hashes)
 
-    def remove(self, place: Place, sequence_hashes: Sequence[int], tier: Tier) -> None:
-        self._held[place].difference_update((tier, named) for named in sequence_hashes)
+    def remove(self, rank: Rank, sequence_hashes: Sequence[int], tier: Tier) -> None:
+        self._held[rank].difference_update((tier, named) for named in sequence_hashes)
 
-    def clear(self, place: Place) -> None:
-        self._held.pop(place, None)
+    def clear(self, rank: Rank) -> None:
+        self._held.pop(rank, None)
 
 
 class TruthfulWorker:
@@ -48,7 +48,7 @@ class TruthfulWorker:
 
     @property
     def held(self) -> Held:
-        return {Place(self.worker_id, rank): set(blocks) for rank, blocks in enumerate(self._blocks) if blocks}
+        return {Rank(self.worker_id, rank): set(blocks) for rank, blocks in enumerate(self._blocks) if blocks}
 
     def change(self) -> KvBatch:
         """Something happens at one rank."""

@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeAlias
 
-from quartet.discovery.place import Place
+from quartet.discovery.base import Rank
 from quartet.errors import MediaFetchError, RequestCancelledError
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import EmbeddingLayout, EmbeddingsPayload, HandOff
 from quartet.kvcache.media_spans import expand_placeholders
 from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaPart, MediaSize, MediaUrl
 from quartet.media.media_id import media_id
-from quartet.rpc.encode import EncodeStart
-from quartet.rpc.inner import InnerStart
+from quartet.streams.messages import EncodeStart, WorkerStart
 from quartet.text.model_text import MediaText
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def sizes_of(items: Sequence[tuple[bytes, MediaFile]]) -> tuple[MediaSize, ...]:
     return tuple(MediaSize(media_id=name, num_tokens=len(file.data)) for name, file in items)
 
 
-def expanded(start: InnerStart) -> LaidOut:
+def expanded(start: WorkerStart) -> LaidOut:
     """The prompt with its media in it, and where they lie, whether these come as files or not."""
     files = [(item.media_id, item.source) for item in start.media if isinstance(item.source, MediaFile)]
     if not files:
@@ -52,7 +51,7 @@ def expanded(start: InnerStart) -> LaidOut:
     return expand_placeholders(list(start.generation.prompt_token_ids), PLACEHOLDER, sizes_of(files))
 
 
-def told(start: InnerStart, laid_out: LaidOut | None = None) -> tuple[Sequence[int], tuple[MediaSpan, ...], bool]:
+def told(start: WorkerStart, laid_out: LaidOut | None = None) -> tuple[Sequence[int], tuple[MediaSpan, ...], bool]:
     """The same, or how its worker ``laid_out`` the prompt, and whether that is told."""
     if laid_out is not None:
         return *laid_out, True
@@ -87,9 +86,9 @@ class FakeEncode:
     """Gives sizes and hand-offs as its plan says: ``hang_after`` and ``fail_after`` 0 are before the sizes."""
 
     def __init__(
-        self, hops: FakeHops, place: Place, start: EncodeStart, plan: Plan, on_encoded: Callable[[HandOff], None]
+        self, hops: FakeHops, rank: Rank, start: EncodeStart, plan: Plan, on_encoded: Callable[[HandOff], None]
     ) -> None:
-        self._hops, self._place, self._start, self._plan, self._on_encoded = hops, place, start, plan, on_encoded
+        self._hops, self._place, self._start, self._plan, self._on_encoded = hops, rank, start, plan, on_encoded
         self._hand_offs: list[HandOff] = []
         self._is_over = False
         self._hops.num_open += 1

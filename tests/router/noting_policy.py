@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 
 from router.policy.base import Decision, Pending, Snapshot
-from router.policy.least_loaded import LeastLoadedPolicy
+from router.policy.greedy import LeastLoadedPolicy
 
 
 class NotingPolicy(LeastLoadedPolicy):

@@ -18,9 +18,9 @@ from quartet.discovery.base import Role
 from quartet.discovery.create import DiscoveryConfig, DiscoveryKind
 from quartet.discovery.file import FileConfig
 from quartet.engine.base import Generation, RequestKind
-from quartet.engine.core import StepEngine
 from quartet.engine.sampling import Sampling
 from quartet.engine.scheduler import SchedulerConfig
+from quartet.engine.step_engine import StepEngine
 from quartet.rpc.server import ServerConfig
 from quartet.transfer.base import Puller
 from quartet.v1 import router_pb2 as pb
@@ -87,8 +87,8 @@ class System:
         return DiscoveryConfig(kind=DiscoveryKind.FILE, file=files)
 
     @property
-    def seal_keys_file(self) -> Path:
-        file = self.directory / "seal_keys"
+    def signing_keys_file(self) -> Path:
+        file = self.directory / "signing_keys"
         if not file.exists():
             file.touch(mode=0o600)
             file.write_text(f"test {'5e' * 32}\n")
@@ -122,7 +122,7 @@ class System:
             model_name="tiny",
             model_path=str(self.write_model()),
             discovery=self.discovery,
-            seal_keys_file=self.seal_keys_file,
+            signing_keys_file=self.signing_keys_file,
             drain_timeout_s=2.0,
             **self.worker_settings,
         )
@@ -135,7 +135,7 @@ class System:
             "server": ServerConfig(),
             "discovery": self.discovery,
             "policy": PolicyConfig(name=PolicyName.LEAST_LOADED),
-            "seal_keys_file": self.seal_keys_file,
+            "signing_keys_file": self.signing_keys_file,
             "drain_timeout_s": 2.0,
             **changes,
         }

@@ -9,11 +9,11 @@ from itertools import pairwise
 
 import pytest
 
-from quartet.discovery.place import Place
+from quartet.discovery.base import Rank
 from quartet.errors import QueueFullError, WorkerUnavailableError
 from router.admission import MAX_ASSIGNED_TOGETHER
 from router.policy.base import Decision, Pending, Snapshot
-from router.policy.round_robin import RoundRobinPolicy
+from router.policy.greedy import RoundRobinPolicy
 from tests.router.desk import POOL, RECORD, TIMEOUT_S, Desk
 
 
@@ -80,7 +80,7 @@ class PatientPolicy(RoundRobinPolicy):
     def __init__(self, num_looks: int) -> None:
         super().__init__(10**9)
         self.num_looks_left = num_looks
-        self.seen: list[dict[Place, int]] = []
+        self.seen: list[dict[Rank, int]] = []
 
     def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
         self.seen += [dict(pending.num_cached_tokens) for pending in waiting]
@@ -98,20 +98,20 @@ async def test_a_policy_that_wants_to_look_again_is_asked_again_though_nothing_h
 async def test_a_policy_is_shown_what_is_cached_now_and_what_was_sent_lately() -> None:
     policy = PatientPolicy(1)
     desk = Desk(policy)
-    place = Place("decode-0")
-    desk.index.store(place, None, [1, 2])
+    rank = Rank("decode-0")
+    desk.index.store(rank, None, [1, 2])
     first = desk.ask("first", 4, hashes=[1, 2, 3])
     await desk.settle()
-    desk.index.remove(place, [2])
+    desk.index.remove(rank, [2])
     await desk.result(first)
-    assert policy.seen == [{place: 20}, {place: 10}]
+    assert policy.seen == [{rank: 20}, {rank: 10}]
     await desk.result(desk.ask("second", 4, hashes=[1, 2, 3, 4]))
-    assert policy.seen[2:] == [{place: 30}], "the blocks of the first one are predicted"
+    assert policy.seen[2:] == [{rank: 30}], "the blocks of the first one are predicted"
     desk.index.expire(float("inf"))
     pending = Pending(num_tokens=30, num_reserved_tokens=30, num_most_tokens=30, sequence_hashes=[1, 2, 3])
     shown, snapshot = desk.admission.preview(POOL, pending)
-    assert dict(shown.num_cached_tokens) == {place: 10}
-    assert [candidate.place for candidate in snapshot.decode] == [place]
+    assert dict(shown.num_cached_tokens) == {rank: 10}
+    assert [candidate.rank for candidate in snapshot.decode] == [rank]
     assert desk.admission.num_waiting(POOL) == 0
 
 

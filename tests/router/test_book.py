@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.discovery.place import Place
+from quartet.discovery.base import Rank
 from router.book import Booking, WorkerBook
 from router.policy.base import Pending, Placement
-from router.worker_table import WorkerTable
+from router.workers import WorkerTable
 from tests.router.records import make_load, make_record
 
 
@@ -148,7 +148,7 @@ def test_a_remote_prefill_counts_at_both_places_each_in_its_own_way() -> None:
         table.put(record, 0)
         table.connected(record.key, make_load(record), 0)
     pending = Pending(num_tokens=100, num_reserved_tokens=150, num_most_tokens=150)
-    reservation = table.book(Placement(Place("prefill-0"), Place("decode-0")), pending)
+    reservation = table.book(Placement(Rank("prefill-0"), Rank("decode-0")), pending)
     snapshot = table.snapshot(table.pools(0)[0].key, 0)
     assert (snapshot.prefill[0].num_queued_tokens, snapshot.prefill[0].num_promised_blocks) == (100, 0)
     assert (snapshot.decode[0].num_queued_tokens, snapshot.decode[0].num_promised_blocks) == (0, 15)

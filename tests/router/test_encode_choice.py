@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from quartet.discovery.place import Place
-from router.encode_choice import EncodeCandidate, choose_encode
+from quartet.discovery.base import Rank
+from router.workers import EncodeCandidate, choose_encode
 
-BUSY, IDLE, OTHER = (Place(name) for name in ("busy", "idle", "other"))
+BUSY, IDLE, OTHER = (Rank(name) for name in ("busy", "idle", "other"))
 CANDIDATES = [EncodeCandidate(BUSY, 9), EncodeCandidate(IDLE, 0), EncodeCandidate(OTHER, 0)]
 
 
-def choices(num_cached: dict[Place, int], *avoid: str, candidates: list[EncodeCandidate] = CANDIDATES) -> set[Place]:
+def choices(num_cached: dict[Rank, int], *avoid: str, candidates: list[EncodeCandidate] = CANDIDATES) -> set[Rank]:
     rng = random.Random(0)
     chosen = Counter(choose_encode(candidates, num_cached, frozenset(avoid), rng) for _ in range(50))
     return set(chosen)

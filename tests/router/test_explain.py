@@ -10,16 +10,15 @@ from dataclasses import replace
 import pytest
 
 from quartet import errors
-from quartet.discovery.base import Role
-from quartet.discovery.place import Place
+from quartet.api.fleet import Explanation, RankOption
+from quartet.api.request import GenerateStart, TextPrompt, TokenPrompt
+from quartet.discovery.base import Rank, Role
 from quartet.engine.sampling import Sampling
 from quartet.events.step_time import StepTime
-from quartet.rpc.edge import GenerateStart, TextPrompt, TokenPrompt
-from quartet.rpc.explanation import Explanation, PlaceOption
 from router.policy.kv_aware import KvAwarePolicy
 from tests.router.fakes import TIMEOUT_S, Fleet, Plan, collect
 from tests.router.records import make_load, make_record
-from tests.router.test_pipeline import make_start
+from tests.router.test_generate import make_start
 
 
 async def explain(fleet: Fleet, start: GenerateStart) -> Explanation:
@@ -27,8 +26,8 @@ async def explain(fleet: Fleet, start: GenerateStart) -> Explanation:
         return await fleet.pipeline.explain(start)
 
 
-def by_name(explanation: Explanation) -> dict[str, PlaceOption]:
-    return {option.place.worker_id: option for option in explanation.options}
+def by_name(explanation: Explanation) -> dict[str, RankOption]:
+    return {option.rank.worker_id: option for option in explanation.options}
 
 
 async def test_the_places_of_a_request_are_told_the_chosen_ones_first() -> None:
@@ -56,7 +55,7 @@ async def test_nothing_is_run_booked_or_used_up() -> None:
             routes.append((placement.prefill, placement.decode))
         assert routes[0] == routes[1]
         # What was foretold is what happened.
-        assert {option.place for option in explanation.options if option.is_chosen} == set(routes[0])
+        assert {option.rank for option in explanation.options if option.is_chosen} == set(routes[0])
     assert [call.kind for call in asked.hops.calls] == [call.kind for call in unasked.hops.calls]
 
 
@@ -98,7 +97,7 @@ async def test_workers_that_take_nothing_are_told_too() -> None:
     fleet = Fleet("prefill-0", "decode-0", "decode-1")
     fleet.break_worker("decode-1")
     explanation = await explain(fleet, make_start())
-    assert [option.place.worker_id for option in explanation.options][-1] == "decode-1"
+    assert [option.rank.worker_id for option in explanation.options][-1] == "decode-1"
     assert explanation.options[-1].obstacle == "not ready: suspect"
     assert by_name(explanation)["decode-0"].is_chosen
 
@@ -125,7 +124,7 @@ async def test_it_is_refused_as_the_request_would_be(
 async def test_every_rank_is_a_place_of_its_own() -> None:
     fleet = Fleet("decode-0", data_parallel_size=2)
     explanation = await explain(fleet, make_start())
-    assert {option.place for option in explanation.options} == {Place("decode-0", 0), Place("decode-0", 1)}
+    assert {option.rank for option in explanation.options} == {Rank("decode-0", 0), Rank("decode-0", 1)}
     assert sum(option.is_chosen for option in explanation.options) == 1
 
 

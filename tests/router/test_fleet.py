@@ -19,10 +19,9 @@ from quartet.rpc.errors import from_rpc_error
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import types_pb2
-from router.attempt_tools import AttemptConfig
+from router.config import AttemptConfig
 from router.fleet import Fleet
-from router.worker import PoolKey
-from router.worker_table import WorkerTable
+from router.workers import PoolKey, WorkerTable
 from tests.router.records import make_record
 from tests.router.system import TIMEOUT_S, Stub, System, expected, running_system
 from tests.router.test_servicer import PROMPT, generate, make_start, read_all, token_ids_of

@@ -9,9 +9,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from quartet.rpc.channels import create_channel
+from quartet.rpc.channels import TlsConfig, create_channel
 from quartet.rpc.server import ServerConfig
-from quartet.rpc.tls import TlsConfig
 from quartet.v1 import router_pb2 as pb
 from tests.certificates import CertificateAuthority
 from tests.router.system import TIMEOUT_S, Stub, System, running_system

@@ -14,26 +14,25 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from quartet.discovery.base import WorkerRecord
+from quartet.api.fleet import WorkerState
+from quartet.discovery.base import Rank, WorkerRecord
 from quartet.discovery.create import create_registry
-from quartet.discovery.place import Place
 from quartet.events.curve import EventsKey, read_events_key
 from quartet.events.kv import Cleared, KvSnapshot, RankEvents, Removed, Stored, StoredBlocks, Tier
 from quartet.events.publisher import EventPublisher
 from quartet.events.subscriber import EventSubscriber
-from quartet.rpc.fleet import WorkerState
-from quartet.rpc.worker_client import WorkerClient
+from quartet.streams.worker_client import WorkerClient
 from quartet.telemetry.metrics import RouterMetrics
 from router.fleet import Fleet
-from router.kv_join import KvJoins
-from router.worker_table import WorkerTable
+from router.kv_index.feed import KvJoins
+from router.workers import WorkerTable
 from services.workers import process as worker_process
 from tests.router.kv_truth import Held, SetIndex
 from tests.router.records import make_load, make_record
 from tests.router.system import NUM_BLOCKS, System
-from tests.rpc.pulled import PulledDecode
-from tests.services.inner_workers import collect, make_start, until
+from tests.services.stream_workers import collect, make_start, until
 from tests.services.test_model_files import FakeWorker, serving
+from tests.streams.pulled import PulledDecode
 
 TIMEOUT_S = 20.0
 
@@ -67,7 +66,7 @@ class Follower:
         async def decode() -> None:
             prompt = [*draw.choice(prompts)[: draw.randint(1, 40)], *draw.choices(range(60), k=draw.randint(1, 9))]
             decode = PulledDecode()
-            decode.call = self.fleet.decode(Place(worker_id), make_start(prompt, max_tokens=draw.randint(1, 9)), decode)
+            decode.call = self.fleet.decode(Rank(worker_id), make_start(prompt, max_tokens=draw.randint(1, 9)), decode)
             await collect(decode)
 
         await asyncio.gather(*(decode() for _ in range(num_requests)))
@@ -88,8 +87,8 @@ async def ask(record: WorkerRecord) -> Held:
     async with grpc.aio.insecure_channel(record.grpc_address) as channel:
         async for part in WorkerClient(channel).kv_snapshot(TIMEOUT_S):
             for stored in part.stored:
-                place = Place(record.worker_id, part.data_parallel_rank)
-                held.setdefault(place, set()).update((stored.tier, named) for named in stored.sequence_hashes)
+                rank = Rank(record.worker_id, part.data_parallel_rank)
+                held.setdefault(rank, set()).update((stored.tier, named) for named in stored.sequence_hashes)
     return held
 
 
@@ -136,7 +135,7 @@ async def test_whatever_is_computed_and_evicted_the_router_knows_exactly(
             await router.work("decode-0", seed)
             held = await router.wait_exact()
         # More was computed than there is room for.
-        assert NUM_BLOCKS // 2 < len(held[Place("decode-0")]) <= NUM_BLOCKS
+        assert NUM_BLOCKS // 2 < len(held[Rank("decode-0")]) <= NUM_BLOCKS
 
 
 async def test_who_joins_late_knows_the_same(system: System) -> None:
@@ -166,7 +165,7 @@ async def test_a_new_life_of_a_worker_is_known_afresh_and_others_stay(system: Sy
         system.start_worker("decode-0")
         await router.wait_ready(records[0].epoch, num_workers=2)
         after = await router.wait_exact()
-        assert after == {Place("decode-1"): before[Place("decode-1")]}
+        assert after == {Rank("decode-1"): before[Rank("decode-1")]}
         await router.work("decode-0", 2)
         assert len(await router.wait_exact()) == 2
 
@@ -229,7 +228,7 @@ async def test_a_flood_past_the_high_water_mark_leaves_the_index_exact() -> None
     index = SetIndex()
 
     def is_exact(worker: FloodingWorker) -> bool:
-        return index.held.get(Place("decode-0"), set()) == {(Tier.DEVICE, named) for named in worker.held}
+        return index.held.get(Rank("decode-0"), set()) == {(Tier.DEVICE, named) for named in worker.held}
 
     async with flooded(index) as (worker, joins), asyncio.TaskGroup() as tasks:
         beating = tasks.create_task(heartbeats(worker))

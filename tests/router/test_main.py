@@ -13,7 +13,7 @@ import pytest
 
 from quartet.config import build
 from quartet.errors import ConfigError
-from quartet.rpc.health_check import is_serving
+from quartet.rpc.channels import is_serving
 from router.config import RouterConfig
 
 _TIMEOUT_S = 30.0

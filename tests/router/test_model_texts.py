@@ -12,9 +12,9 @@ from quartet.errors import ConfigError, ModelFilesError, ServingError, WorkerUna
 from quartet.text.chat_message import ChatMessage
 from quartet.text.model_files import TEXT_FILE_NAMES
 from router.config import RouterConfig
-from router.model_texts import FetchedTexts, read_chat_template
+from router.fleet import FetchedTexts, read_chat_template
 from router.process import RouterProcess
-from router.worker import PoolKey
+from router.workers import PoolKey
 from tests.text.builders import byte_level_backend
 
 _POOL = PoolKey("tiny", "ab" * 32)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from quartet.events.load import WorkerLoad
 from router.book import numbering
-from router.peer_watch import PeerWatch
 from router.policy.base import Peers
+from router.workers import PeerWatch
 
 
 def load(worker_id: str = "decode-0", epoch: int = 7, **arrivals: int) -> WorkerLoad:

@@ -1,4 +1,4 @@
-"""Place over the wire: a sealed way to real decode workers with a fake model, and what is left when nobody takes it."""
+"""Place over the wire: a signed way to real decode workers with a fake model, and what is left when nobody takes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from quartet import errors
 from quartet.rpc.errors import from_failure, from_rpc_error
-from quartet.rpc.seal_keys import SealKeys
+from quartet.streams.signed_start import SigningKeys
 from quartet.transfer.config import TransferConfig
 from quartet.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from quartet.v1 import router_pb2 as pb
@@ -36,12 +36,12 @@ async def place(stub: Stub, request: pb.PlaceRequest | None = None) -> pb.PlaceR
     return await stub.Place(request or make_request(), timeout=TIMEOUT_S)
 
 
-def sealed_start(choice: pb.PlacedChoice, slot: int = 0) -> decode_pb2.DecodeRequest:
+def signed_start(choice: pb.PlacedChoice, slot: int = 0) -> decode_pb2.DecodeRequest:
     stream = choice.stream
-    sealed = decode_pb2.SealedDecodeStart(
-        slot=slot, sealed_start=stream.sealed_start, key_id=stream.key_id, mac=stream.mac
+    signed = decode_pb2.SignedDecodeStart(
+        slot=slot, signed_start=stream.signed_start, key_id=stream.key_id, mac=stream.mac
     )
-    return decode_pb2.DecodeRequest(sealed_start=sealed)
+    return decode_pb2.DecodeRequest(signed_start=signed)
 
 
 async def decode(address: str, *requests: decode_pb2.DecodeRequest) -> list[decode_pb2.DecodeResponse]:
@@ -53,13 +53,13 @@ async def decode(address: str, *requests: decode_pb2.DecodeRequest) -> list[deco
 
 async def take_up(choice: pb.PlacedChoice) -> list[int]:
     """All tokens of a placed choice, the first included."""
-    responses = await decode(choice.stream.address, sealed_start(choice))
+    responses = await decode(choice.stream.address, signed_start(choice))
     assert not [failure for response in responses for failure in response.failures]
     return [*choice.token_ids, *(token_id for response in responses for token_id in response.token_ids)]
 
 
 async def refusal(choice: pb.PlacedChoice) -> errors.ServingError:
-    responses = await decode(choice.stream.address, sealed_start(choice))
+    responses = await decode(choice.stream.address, signed_start(choice))
     [failure] = [failure for response in responses for failure in response.failures]
     return from_failure(failure.failure)
 
@@ -157,7 +157,7 @@ async def test_a_placement_is_good_for_once(served: tuple[System, Stub]) -> None
     system, stub = served
     [choice] = (await place(stub)).choices
     await take_up(choice)
-    assert isinstance(await refusal(choice), errors.SealUsedError)
+    assert isinstance(await refusal(choice), errors.SignedStartUsedError)
     await system.wait_idle()
 
 
@@ -166,15 +166,15 @@ async def test_an_altered_placement_is_refused_and_the_true_one_still_works(serv
     [choice] = (await place(stub)).choices
     altered = pb.PlacedChoice()
     altered.CopyFrom(choice)
-    altered.stream.sealed_start = choice.stream.sealed_start[:-1] + bytes([choice.stream.sealed_start[-1] ^ 1])
-    assert isinstance(await refusal(altered), errors.SealError)
+    altered.stream.signed_start = choice.stream.signed_start[:-1] + bytes([choice.stream.signed_start[-1] ^ 1])
+    assert isinstance(await refusal(altered), errors.SignedStartError)
     assert await take_up(choice) == expected(PROMPT, 12)
     await system.wait_idle()
 
 
 async def test_without_a_key_there_is_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_system(tmp_path, monkeypatch, "decode-0", seal_keys_file=None) as (_, stub):
-        assert isinstance(await fails(stub, make_request()), errors.NoSealKeyError)
+    async with running_system(tmp_path, monkeypatch, "decode-0", signing_keys_file=None) as (_, stub):
+        assert isinstance(await fails(stub, make_request()), errors.NoSigningKeyError)
 
 
 @pytest.mark.parametrize(
@@ -196,16 +196,18 @@ async def test_bad_input_is_refused_by_its_field(
 async def test_a_placement_that_nobody_takes_up_ends_with_its_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.sealing._MARGIN_S", 0.1)
+    monkeypatch.setattr("router.signing._MARGIN_S", 0.1)
     settings = {"transfer": TransferConfig(lease_s=1.0)}
-    async with running_system(tmp_path, monkeypatch, "prefill-0", "decode-0", worker=settings, seal_ttl_s=20.0) as (
+    async with running_system(
+        tmp_path, monkeypatch, "prefill-0", "decode-0", worker=settings, signed_start_ttl_s=20.0
+    ) as (
         system,
         stub,
     ):
         [choice] = (await place(stub)).choices
         await system.wait_workers(lambda known: known["prefill-0"].load.ranks[0].num_held_blocks > 0)
         await system.wait_idle()  # the hand-off has expired, and the booking is gone
-        assert isinstance(await refusal(choice), errors.SealExpiredError)
+        assert isinstance(await refusal(choice), errors.SignedStartExpiredError)
         # The room is usable again.
         sampling = types_pb2.Sampling(max_tokens=170, ignore_eos=True)
         [whole] = (await place(stub, make_request(sampling=sampling))).choices
@@ -224,8 +226,8 @@ async def test_a_client_that_goes_away_leaves_nothing(tmp_path: Path, monkeypatc
 
 
 async def test_a_placement_that_ended_is_booked_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The seal outlives the test: only the worker's word can end the booking.
-    async with running_system(tmp_path, monkeypatch, "decode-0", seal_ttl_s=200.0) as (system, stub):
+    # The signature outlives the test: only the worker's word can end the booking.
+    async with running_system(tmp_path, monkeypatch, "decode-0", signed_start_ttl_s=200.0) as (system, stub):
         [choice] = (await place(stub)).choices
         await system.wait_workers(lambda known: known["decode-0"].num_requests == 1)
         await take_up(choice)
@@ -247,12 +249,12 @@ async def test_keys_rotate_while_starts_are_placed_and_taken_up(
 ) -> None:
     system, stub = served
     # The router sees a change at once, so the worker sees it late: only for the name that it does not know.
-    monkeypatch.setattr(SealKeys, "sealing_key", property(lambda keys: next(iter(keys._current(0.0).values()))))
-    monkeypatch.setattr("quartet.rpc.seal_keys._UNKNOWN_LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(SigningKeys, "signing_key", property(lambda keys: next(iter(keys._current(0.0).values()))))
+    monkeypatch.setattr("quartet.streams.signed_start._UNKNOWN_LOOK_INTERVAL_S", 0.0)
     old, new = f"test {'5e' * 32}\n", f"new {'6f' * 32}\n"
     [held] = (await place(stub)).choices
     for content, key_id in ((old + new, "test"), (new + old, "new"), (new, "new")):
-        if content == new:  # nothing that the old key sealed is under way any more
+        if content == new:  # nothing that the old key signed is under way any more
             assert await take_up(held) == expected(PROMPT, 12)
         write_keys(system, content)
         async with asyncio.timeout(TIMEOUT_S):
@@ -267,7 +269,7 @@ async def test_keys_rotate_while_starts_are_placed_and_taken_up(
 
 def write_keys(system: System, content: str) -> None:
     """Replace the file at once, as an editor or Kubernetes does."""
-    file = system.directory / "new_seal_keys"
+    file = system.directory / "new_signing_keys"
     file.touch(mode=0o600)
     file.write_text(content)
-    file.rename(system.seal_keys_file)
+    file.rename(system.signing_keys_file)

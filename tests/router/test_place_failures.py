@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 
 from quartet import errors
+from quartet.api.placement import PlacedRequest
+from quartet.api.request import Resume, TokenPrompt
 from quartet.engine.sampling import Sampling
-from quartet.rpc.edge import Resume, TokenPrompt
-from quartet.rpc.inner import InnerStart
-from quartet.rpc.placement import PlacedRequest, SealedPlacement
+from quartet.streams.messages import SignedPlacement, WorkerStart
 from quartet.v1 import decode_pb2
-from router.admission import AdmissionConfig
-from router.attempt_tools import AttemptConfig
+from router.config import AdmissionConfig, AttemptConfig
 from tests.router.fakes import TIMEOUT_S, Fleet, Plan, expected_tokens
-from tests.router.test_pipeline import make_start
+from tests.router.test_generate import make_start
 from tests.router.test_request_log import said_in, value
 
 GONE = errors.WorkerUnavailableError("gone")
@@ -28,9 +27,9 @@ async def place(fleet: Fleet, *, resume: Resume | None = None, **changes: Any) -
         return await fleet.pipeline.place(make_start(**changes), resume=resume)
 
 
-def opened(sealed: object) -> decode_pb2.SealedStart:
-    assert isinstance(sealed, SealedPlacement)
-    return decode_pb2.SealedStart.FromString(sealed.sealed_start)
+def opened(signed: object) -> decode_pb2.SignedStart:
+    assert isinstance(signed, SignedPlacement)
+    return decode_pb2.SignedStart.FromString(signed.signed_start)
 
 
 def num_booked(fleet: Fleet) -> int:
@@ -44,10 +43,10 @@ async def test_a_failed_prefill_is_tried_elsewhere_and_nothing_of_it_stays() -> 
     [choice] = placed.choices
     assert (placed.attempt, choice.num_attempts) == (1, 2)
     assert choice.token_ids == tuple(expected_tokens(5, 0, 20, 1))
-    assert {call.place.worker_id for call in fleet.hops.calls} == {"prefill-0", "prefill-1"}
+    assert {call.rank.worker_id for call in fleet.hops.calls} == {"prefill-0", "prefill-1"}
     start = opened(choice.next).start
     assert (start.context.attempt, start.context.request_id) == (1, placed.request_id)
-    # What is left is the client's: its hand-off, and room at the decode place.
+    # What is left is the client's: its hand-off, and room at the decode rank.
     assert (fleet.hops.num_open, len(fleet.hops.held), num_booked(fleet)) == (0, 1, 1)
 
 
@@ -65,11 +64,11 @@ async def test_a_decode_worker_that_goes_while_the_prompt_is_prefilled_is_not_pl
     fleet = Fleet("prefill-0", "decode-0")
     prefill = fleet.hops.prefill
 
-    def break_decode(place: Any, start: InnerStart) -> Any:
+    def break_decode(rank: Any, start: WorkerStart) -> Any:
         if len(fleet.hops.calls) == 0:
             fleet.break_worker("decode-0")
             fleet.join("decode-1")
-        return prefill(place, start)
+        return prefill(rank, start)
 
     monkeypatch.setattr(fleet.hops, "prefill", break_decode)
     placed = await place(fleet)
@@ -154,7 +153,7 @@ async def test_a_placement_is_logged_and_counted(caplog: pytest.LogCaptureFixtur
     # Its end is not seen here.
     assert not value(fleet, "quartet_router_request_duration_seconds_count")
     [choice, _] = placed.choices
-    assert isinstance(choice.next, SealedPlacement)
+    assert isinstance(choice.next, SignedPlacement)
     assert choice.next.mac.hex() not in caplog.text
 
 

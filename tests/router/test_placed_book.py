@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.events.load import PlacementProgress
-from router.book import WorkerBook
-from router.placed_book import PlacedBooking, PlacedState
+from router.book import PlacedBooking, PlacedState, WorkerBook
 
 LAPSES_AT, ENDS_AT = 25.0, 600.0
 

@@ -6,8 +6,7 @@ import pytest
 
 from quartet.errors import UnsupportedFieldError, WorkerUnavailableError
 from quartet.media.items import MediaFile, MediaItem, MediaKind
-from router.pools import MediaWay, Pool, needs_of
-from router.worker_table import WorkerTable
+from router.workers import MediaWay, Pool, WorkerTable, needs_of
 from tests.router.records import make_load, make_record
 
 IMAGE = MediaItem(bytes(32), MediaFile(MediaKind.IMAGE, b"png"))
@@ -38,10 +37,10 @@ def test_encode_workers_are_of_the_pool_but_hold_no_kv() -> None:
     pool = only_pool(table)
     assert (pool.block_size, pool.max_model_len, pool.num_ready_encode) == (10, 2000, 1)
     snapshot = table.snapshot(pool.key, 0.0)
-    places = {place.place.worker_id for place in (*snapshot.prefill, *snapshot.decode)}
-    assert places == {"prefill-0", "decode-0"}
+    ranks = {candidate.rank.worker_id for candidate in (*snapshot.prefill, *snapshot.decode)}
+    assert ranks == {"prefill-0", "decode-0"}
     [candidate] = table.encode_candidates(pool.key, frozenset({"image"}), 0.0)
-    assert candidate.place.worker_id == "encode-0"
+    assert candidate.rank.worker_id == "encode-0"
     assert table.encode_candidates(pool.key, frozenset({"embeddings"}), 0.0) == []
 
 
@@ -58,7 +57,7 @@ def test_what_was_sent_to_an_encode_worker_counts_until_it_is_reported_or_releas
         [candidate] = table.encode_candidates(pool, frozenset(), 0.0)
         return candidate.num_items
 
-    first, second = (table.book_encode(table.encode_candidates(pool, frozenset(), 0.0)[0].place, 3) for _ in range(2))
+    first, second = (table.book_encode(table.encode_candidates(pool, frozenset(), 0.0)[0].rank, 3) for _ in range(2))
     number = first.send()
     assert num_items() == 6
     table.report(make_load(record, router_progress={"router-a.1": number}, num_running=2, num_waiting=1), 0.0)

@@ -8,13 +8,12 @@ from contextlib import aclosing
 
 import pytest
 
+from quartet.api.request import Resume, TokenPrompt
 from quartet.errors import DrainingError, InvalidRequestError, QueueFullError, WorkerUnavailableError
-from quartet.rpc.edge import Resume, TokenPrompt
-from router.admission import AdmissionConfig
-from router.attempt_tools import AttemptConfig
+from router.config import AdmissionConfig, AttemptConfig
 from tests.router.fakes import TIMEOUT_S, Collected, Fleet, Plan, collect
 from tests.router.records import make_load
-from tests.router.test_pipeline import make_start
+from tests.router.test_generate import make_start
 
 
 def said_in(caplog: pytest.LogCaptureFixture) -> dict[str, object]:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from quartet.api.request import Accepted, ChoiceFinished, Delta, Resume, TextOptions
 from quartet.errors import InvalidRequestError, ServingError, WorkerUnavailableError
-from quartet.rpc.edge import Accepted, ChoiceFinished, Delta, Resume, TextOptions
 from tests.router.fakes import Fleet, collect, expected_tokens, text_of
-from tests.router.test_pipeline import make_start
+from tests.router.test_generate import make_start
 
 _REQUEST_ID = "00ff" * 8
 _OUTPUT = expected_tokens(5, 0, 20, 12)
@@ -124,7 +124,7 @@ async def test_only_the_model_that_gave_its_tokens_goes_on_with_a_request(model:
     parts = [part async for part in fleet.generate(make_start(model=model), resume=resume).parts()]
     assert isinstance(parts[0], Accepted)
     assert parts[0].model_fingerprint == _OLD
-    assert [call.place.worker_id for call in fleet.hops.calls][1:] == ["decode-0"]
+    assert [call.rank.worker_id for call in fleet.hops.calls][1:] == ["decode-0"]
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from quartet import errors
-from quartet.discovery.place import Place
+from quartet.discovery.base import Rank
 from router.policy.base import Placement
 from router.retry import Hop, HopFailedError, RetryHints
 
-APART = Placement(Place("prefill-0"), Place("decode-0"))
-ALONE = Placement(None, Place("decode-0"))
+APART = Placement(Rank("prefill-0"), Rank("decode-0"))
+ALONE = Placement(None, Rank("decode-0"))
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_who_could_not_pull_embeddings_is_left_only_when_that_happens_again(
 def test_blocks_that_did_not_come_over_are_still_told_from_embeddings() -> None:
     hints = RetryHints()
     hints.note(HopFailedError(Hop.DECODE, errors.TransferError("torn")), APART)
-    assert (hints.avoid, hints.prefer_prefill) == (set(), Place("prefill-0"))
+    assert (hints.avoid, hints.prefer_prefill) == (set(), Rank("prefill-0"))
 
 
 def test_lost_media_are_nobodys_fault() -> None:

@@ -162,7 +162,7 @@ async def test_a_request_goes_where_explain_says_with_what_is_cached_there(serve
     for _ in range(2):
         explained = await stub.Explain(pb.ExplainRequest(start=make_start(num_choices=3)))
         assert (explained.policy, explained.model, explained.num_prompt_tokens) == ("least_loaded", "tiny", len(PROMPT))
-        options = {option.place.worker_id: option for option in explained.options if option.is_chosen}
+        options = {option.rank.worker_id: option for option in explained.options if option.is_chosen}
         [placement] = (await generate(stub, make_start()))[0].accepted.choices
         assert options.keys() == {placement.prefill.worker_id, placement.decode.worker_id}
         option = options[placement.prefill.worker_id]

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from quartet.rpc.session import SessionLimits
+from quartet.api.request import SessionLimits
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import types_pb2
 from tests.router.session_reader import Heard, SessionReader

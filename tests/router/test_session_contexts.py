@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from quartet.rpc.server import RpcServer, ServerConfig
-from quartet.rpc.stalled_calls import StalledCalls
+from quartet.rpc.server import RpcServer, ServerConfig, StalledCalls
 from quartet.v1 import router_pb2_grpc
-from router.model_texts import FetchedTexts
+from router.fleet import FetchedTexts
 from router.servicer import RouterServicer, router_service
 from tests.router.fakes import Fleet
 from tests.router.session_reader import SessionReader

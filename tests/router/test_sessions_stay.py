@@ -21,7 +21,7 @@ async def test_requests_of_a_session_are_decoded_where_explain_says_it_belongs(
         homes = set[str]()
         for key in ("ann", "bob", "cleo", "dan", "eve", "fay"):
             explained = await stub.Explain(pb.ExplainRequest(start=make_start(session_key=key)))
-            [home] = [option.place.worker_id for option in explained.options if option.is_chosen]
+            [home] = [option.rank.worker_id for option in explained.options if option.is_chosen]
             others = {option.obstacle for option in explained.options if not option.is_chosen}
             assert others == {f"its session belongs to {home}/0"}
             for _ in range(3):

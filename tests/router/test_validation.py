@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from quartet import errors
+from quartet.api.request import ChatPrompt, TextOptions, TextPrompt, TokenPrompt
 from quartet.engine.sampling import OutputOptions, Sampling
 from quartet.errors import InvalidRequestError
-from quartet.rpc.edge import ChatPrompt, TextOptions, TextPrompt, TokenPrompt
 from quartet.text.chat_message import ChatMessage
-from router.validation import valid_traceparent
+from router.prepare import valid_traceparent
 from tests.router.fakes import MODEL_TEXT, Fleet, collect
-from tests.router.test_pipeline import make_start
+from tests.router.test_generate import make_start
 
 _NARROW = ("temperature", "max_tokens")
 

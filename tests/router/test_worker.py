@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from quartet.events.step_time import StepTime
 from router.book import Booking
 from router.policy.base import DEFAULT_MAX_STEP_TOKENS
-from router.worker import KnownWorker
+from router.workers import KnownWorker
 from tests.router.records import make_load, make_record
 
 _RECORD = make_record(data_parallel_size=2)
@@ -23,7 +23,7 @@ def take(worker: KnownWorker, now: float, **rank: object) -> None:
 
 def test_a_forecast_stands_on_the_last_report() -> None:
     worker = KnownWorker(_RECORD, 100.0)
-    assert [place.max_step_tokens for place in worker.candidates()] == [DEFAULT_MAX_STEP_TOKENS] * 2
+    assert [candidate.max_step_tokens for candidate in worker.candidates()] == [DEFAULT_MAX_STEP_TOKENS] * 2
     step_time = StepTime(prefill_base_s=0.5)
     take(
         worker,

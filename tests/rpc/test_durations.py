@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.errors import InvalidRequestError
-from quartet.rpc.durations import to_duration, to_non_negative_seconds, to_seconds, to_timedelta
+from quartet.rpc.errors import to_duration, to_non_negative_seconds, to_seconds, to_timedelta
 
 
 @given(st.integers(-(10**15), 10**15))

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from quartet.rpc.poller_thread import yielding_poller
+from quartet.rpc.channels import yielding_poller
 
 # In a process of its own: gRPC starts its poller once.
 _PROGRAM = """
 import asyncio, os, grpc
-from quartet.rpc.poller_thread import yielding_poller
+from quartet.rpc.channels import yielding_poller
 
 def policies():
     return [os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")]

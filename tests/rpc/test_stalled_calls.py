@@ -10,8 +10,7 @@ import grpc
 import pytest
 
 from quartet.errors import StalledStreamError
-from quartet.rpc.server import RpcServer, ServerConfig
-from quartet.rpc.stalled_calls import StalledCalls
+from quartet.rpc.server import RpcServer, ServerConfig, StalledCalls
 from tests.rpc.services import generic_service
 
 _METHOD = "/test.Chatter/Talk"

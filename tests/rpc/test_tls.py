@@ -12,10 +12,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quartet.errors import ConfigError, PermissionDeniedError, UnauthenticatedError, WorkerUnavailableError
 from quartet.rpc.audience import caller_identity
-from quartet.rpc.channels import create_channel
+from quartet.rpc.channels import TlsConfig, create_channel
 from quartet.rpc.errors import from_rpc_error
 from quartet.rpc.server import RpcServer, ServerConfig, Service
-from quartet.rpc.tls import TlsConfig
 from tests.certificates import CertificateAuthority
 from tests.rpc.conftest import StartServer
 from tests.rpc.services import generic_service

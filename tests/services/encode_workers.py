@@ -16,29 +16,26 @@ from quartet.kvcache.hand_off import HandOffState
 from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile, MediaItem
 from quartet.rpc.channels import create_channel
-from quartet.rpc.context import RequestContext
-from quartet.rpc.convert.encode import from_encoded_item, to_encode_start
-from quartet.rpc.convert.media import from_media_size
-from quartet.rpc.encode import EncodedItem, EncodeStart
 from quartet.rpc.errors import from_rpc_error
-from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES
-from quartet.rpc.inner_server import StreamLimits
 from quartet.rpc.server import RpcServer, ServerConfig, Service
+from quartet.streams.convert.inner import from_encoded_item, to_encode_start
+from quartet.streams.convert.media import from_media_size
+from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES, EncodedItem, EncodeStart, RequestContext
+from quartet.streams.server import StreamLimits
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.telemetry.metrics import WorkerMetrics
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.servicer import TransferServicer, add_transfer_servicer
-from quartet.transfer.shm_server import ShmServer
+from quartet.transfer.shm import ShmServer
 from quartet.transfer.source import TransferSource
 from quartet.v1 import encode_pb2, encode_pb2_grpc
-from services.encode.desk import EncodeDesk
-from services.encode.reports import PoolReports
+from services.encode.encode import EncodeDispatcher, PoolReports
 from services.encode.servicer import encode_service
 from services.workers.embedding_store import EmbeddingStore
-from services.workers.file_encoder import FileEncoder
-from services.workers.media_backlog import MediaBacklog
+from services.workers.files import FileEncoder
+from services.workers.media import MediaBacklog
 from tests.services.fake_encoder import FakeEncoder
-from tests.services.inner_workers import EPOCH
+from tests.services.stream_workers import EPOCH
 
 _request_ids = itertools.count(1)
 
@@ -74,7 +71,7 @@ class EncodeWorker:
 
     encoder: FakeEncoder
     pool: EmbeddingPool
-    desk: EncodeDesk
+    dispatcher: EncodeDispatcher
     reports: PoolReports
     source: TransferSource
     server: RpcServer
@@ -99,7 +96,9 @@ class EncodeWorker:
 
     def is_clean(self) -> bool:
         counts = self.pool.counts
-        return not (self.desk.num_running or counts.held or counts.in_use or self.desk.stats()[0].num_waiting)
+        return not (
+            self.dispatcher.num_running or counts.held or counts.in_use or self.dispatcher.stats()[0].num_waiting
+        )
 
 
 def make_encode_start(files: Sequence[MediaFile], media_ids: Sequence[bytes] = (), **context: object) -> EncodeStart:
@@ -126,7 +125,7 @@ async def encode_worker(
     pool = EmbeddingPool(memory.num_blocks, layout.block_size, has_events=True)
     reports = PoolReports(encoder, pool)
     store = EmbeddingStore(pool, field="items", on_change=reports.changed, room_timeout_s=room_timeout_s)
-    desks: list[EncodeDesk] = []
+    desks: list[EncodeDispatcher] = []
 
     def ended(holder: int, state: HandOffState) -> None:
         desks[0].release(holder, was_taken=state is HandOffState.RELEASED)
@@ -137,21 +136,21 @@ async def encode_worker(
     metrics = EncodeMetrics(registry)
     files = FileEncoder(encoder, store, metrics, max_size_bytes=max_size_bytes)
     backlog = MediaBacklog(max_items=max_waiting_items, max_pixels=max_waiting_pixels)
-    desk = EncodeDesk(
+    dispatcher = EncodeDispatcher(
         encoder, files, store, source, WorkerMetrics(registry), metrics, engine_name="fake", backlog=backlog
     )
-    desks.append(desk)
+    desks.append(dispatcher)
     shm = ShmServer(memory)
     await shm.start()
     pulls = TransferServicer(source, host=host_identity(), config=transfer, shm=shm)
     transfers = Service("quartet.v1.TransferService", lambda server: add_transfer_servicer(pulls, server))
-    services = [encode_service(desk, limits or StreamLimits()), transfers]
-    server = RpcServer(ServerConfig(max_receive_message_bytes=MAX_INNER_MESSAGE_BYTES), services)
+    services = [encode_service(dispatcher, limits or StreamLimits()), transfers]
+    server = RpcServer(ServerConfig(max_receive_message_bytes=MAX_WORKER_MESSAGE_BYTES), services)
     address = f"127.0.0.1:{await server.start()}"
     source.advertise(address)
     channel = create_channel(address, None)
     try:
-        yield EncodeWorker(encoder, pool, desk, reports, source, server, channel, registry)
+        yield EncodeWorker(encoder, pool, dispatcher, reports, source, server, channel, registry)
     finally:
         await channel.close()
         await server.drain(0.0)

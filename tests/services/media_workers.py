@@ -17,23 +17,19 @@ from quartet.kvcache.embedding_pool import EmbeddingPool
 from quartet.kvcache.layout import EmbeddingsPayload, HandOff
 from quartet.media.items import MediaFile
 from quartet.rpc.channels import create_channel
-from quartet.rpc.context import RequestContext
-from quartet.rpc.inner import InnerStart, MediaInput
-from quartet.rpc.outbox import DecodeOutbox
-from quartet.rpc.prefill_outbox import PrefillOutbox
+from quartet.streams.messages import MediaInput, RequestContext, WorkerStart
+from quartet.streams.outbox import DecodeOutbox, PrefillOutbox
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.telemetry.metrics import WorkerMetrics
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.puller import TransferPuller
 from quartet.v1 import decode_pb2
-from services.workers.dispatcher import DecodeDispatcher, PrefillDispatcher
+from services.workers.dispatch import DecodeDispatcher, PrefillDispatcher
 from services.workers.embedding_store import EmbeddingStore
-from services.workers.file_encoder import FileEncoder
-from services.workers.file_sizer import FileSizer
-from services.workers.media import MediaStage
-from services.workers.media_backlog import MediaBacklog
+from services.workers.files import FileEncoder, FileSizer
+from services.workers.media import MediaBacklog, MediaStage
 from tests.services.fake_encoder import FakeEncoder, embedding_memory, name_of
-from tests.services.inner_workers import until
+from tests.services.stream_workers import until
 from tests.services.stub_engine import StubEngine
 
 PLACEHOLDER_ID = 99
@@ -61,7 +57,7 @@ class MediaWorker:
     pool: EmbeddingPool
     outbox: DecodeOutbox | PrefillOutbox
 
-    def submit(self, start: InnerStart, slot: int = 0) -> int:
+    def submit(self, start: WorkerStart, slot: int = 0) -> int:
         """Run ``start``; the id to cancel it by."""
         return self.dispatcher.submit(start, self.outbox, slot, lambda: None)  # type: ignore[arg-type]
 
@@ -148,14 +144,14 @@ async def media_worker(
         await puller.close()
 
 
-def start_with_files(files: Sequence[MediaFile], prompt: Sequence[int], **context: object) -> InnerStart:
+def start_with_files(files: Sequence[MediaFile], prompt: Sequence[int], **context: object) -> WorkerStart:
     """A prompt with a placeholder for each file."""
     return _start(
         Generation(prompt_token_ids=tuple(prompt)), [MediaInput(name_of(file), file) for file in files], context
     )
 
 
-def start_with_hand_offs(files: Sequence[MediaFile], hand_offs: Sequence[HandOff], **context: object) -> InnerStart:
+def start_with_hand_offs(files: Sequence[MediaFile], hand_offs: Sequence[HandOff], **context: object) -> WorkerStart:
     """A prompt of nothing but the files' tokens, which their fakes begin with, and one more."""
     spans: list[MediaSpan] = []
     position = 0
@@ -169,6 +165,6 @@ def start_with_hand_offs(files: Sequence[MediaFile], hand_offs: Sequence[HandOff
     return _start(generation, media, context)
 
 
-def _start(generation: Generation, media: Sequence[MediaInput], context: dict[str, object]) -> InnerStart:
+def _start(generation: Generation, media: Sequence[MediaInput], context: dict[str, object]) -> WorkerStart:
     named = {"request_id": f"{next(_request_ids):032x}", **context}
-    return InnerStart(context=RequestContext(**named), generation=generation, media=tuple(media))  # type: ignore[arg-type]
+    return WorkerStart(context=RequestContext(**named), generation=generation, media=tuple(media))  # type: ignore[arg-type]

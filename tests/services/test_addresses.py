@@ -8,8 +8,7 @@ from quartet.config import build
 from quartet.errors import ConfigError
 from quartet.events.publisher import EventPublisher
 from quartet.rpc.server import ServerConfig
-from services.workers.addresses import Advertised
-from services.workers.config import WorkerConfig
+from services.workers.config import Advertised, WorkerConfig
 
 TLS = {"ca_file": "ca.pem", "cert_file": "cert.pem", "key_file": "key.pem"}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quartet.events.load import PlacementProgress
-from services.workers import counted_placements
-from services.workers.counted_placements import CountedPlacements
+from services.workers import dispatch
+from services.workers.dispatch import CountedPlacements
 
 
 class Clock:
@@ -73,7 +73,7 @@ def test_what_no_router_placed_is_told_to_nobody() -> None:
 
 def test_memory_is_bounded() -> None:
     counted = CountedPlacements(Clock())
-    for number in range(1, counted_placements._MAX_TOLD + 11):
+    for number in range(1, dispatch._MAX_TOLD + 11):
         counted.end("a", number)
     told = counted.progress()["a"].ended
-    assert (told[-1], told[0], len(told)) == (11, counted_placements._MAX_TOLD + 10, counted_placements._MAX_TOLD)
+    assert (told[-1], told[0], len(told)) == (11, dispatch._MAX_TOLD + 10, dispatch._MAX_TOLD)

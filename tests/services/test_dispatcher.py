@@ -20,13 +20,13 @@ from quartet.errors import (
 )
 from quartet.transfer.base import TransferWay
 from tests.engine.fakes import FakeRunner
-from tests.services.inner_workers import (
+from tests.services.stream_workers import (
     collect,
     collect_all,
     expected,
-    inner_worker,
     make_start,
     prefill_and_decode,
+    stream_worker,
     until,
 )
 
@@ -53,7 +53,7 @@ async def test_what_a_prefill_computed_a_decode_continues(ways: tuple[TransferWa
 
 
 async def test_many_requests_share_one_stream() -> None:
-    async with inner_worker(RequestKind.DECODE, FakeRunner(num_blocks=512)) as worker:
+    async with stream_worker(RequestKind.DECODE, FakeRunner(num_blocks=512)) as worker:
         client = worker.decodes()
         starts = [make_start([index % 64, *PROMPT], max_tokens=5 + index % 20) for index in range(100)]
         calls = [client.start(start) for start in starts]
@@ -64,7 +64,7 @@ async def test_many_requests_share_one_stream() -> None:
 
 
 async def test_a_first_token_may_end_it_and_then_nothing_is_held() -> None:
-    async with inner_worker(RequestKind.PREFILL) as worker:
+    async with stream_worker(RequestKind.PREFILL) as worker:
         start = make_start(PROMPT, max_tokens=1)
         outcome = await worker.prefills().start(start).outcome()
         assert outcome.finish_reason is not None
@@ -74,14 +74,14 @@ async def test_a_first_token_may_end_it_and_then_nothing_is_held() -> None:
 
 
 async def test_log_probabilities_come_with_their_tokens() -> None:
-    async with inner_worker(RequestKind.DECODE) as worker:
+    async with stream_worker(RequestKind.DECODE) as worker:
         whole = await collect_all(worker.decodes().start(make_start(PROMPT, logprobs=0, max_tokens=20)))
         assert len(whole.token_ids) == 20
         assert [entry.token_id for entry in whole.logprobs] == whole.token_ids
 
 
 async def test_a_prompt_over_one_mib_travels_in_chunks() -> None:
-    async with inner_worker(RequestKind.DECODE) as worker:
+    async with stream_worker(RequestKind.DECODE) as worker:
         client = worker.decodes()
         prompt = [token % 64 for token in range(600_000)]
         with pytest.raises(PromptTooLongError, match="600000 tokens"):
@@ -93,7 +93,7 @@ async def test_a_prompt_over_one_mib_travels_in_chunks() -> None:
 
 async def test_a_repeated_key_is_refused_and_its_slot_is_free_at_once() -> None:
     gate = threading.Semaphore(0)
-    async with inner_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as worker:
+    async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as worker:
         client, other = worker.decodes(), worker.decodes()
         start = make_start(PROMPT, request_id="a" * 32)
         first = client.start(start)
@@ -110,7 +110,7 @@ async def test_a_repeated_key_is_refused_and_its_slot_is_free_at_once() -> None:
 
 
 async def test_requests_without_an_id_are_nobodys_duplicates() -> None:
-    async with inner_worker(RequestKind.DECODE) as worker:
+    async with stream_worker(RequestKind.DECODE) as worker:
         client = worker.decodes()
         starts = [make_start(PROMPT, request_id="") for _ in range(3)]
         for start, call in [(start, client.start(start)) for start in starts]:
@@ -118,7 +118,7 @@ async def test_requests_without_an_id_are_nobodys_duplicates() -> None:
 
 
 async def test_an_impossible_request_fails_alone() -> None:
-    async with inner_worker(RequestKind.DECODE) as worker:
+    async with stream_worker(RequestKind.DECODE) as worker:
         client = worker.decodes()
         good = make_start(PROMPT)
         good_call = client.start(good)
@@ -130,7 +130,7 @@ async def test_an_impossible_request_fails_alone() -> None:
 
 async def test_a_draining_worker_refuses_and_ends_what_runs() -> None:
     gate = threading.Semaphore(0)
-    async with inner_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as worker:
+    async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as worker:
         client = worker.decodes()
         start = make_start(PROMPT)
         running = client.start(start)
@@ -147,7 +147,7 @@ async def test_a_draining_worker_refuses_and_ends_what_runs() -> None:
 async def test_a_dying_engine_fails_what_runs_and_what_comes() -> None:
     gate = threading.Semaphore(0)
     runner = FakeRunner(step_gate=gate)
-    async with inner_worker(RequestKind.DECODE, runner) as worker:
+    async with stream_worker(RequestKind.DECODE, runner) as worker:
         client = worker.decodes()
         calls = [client.start(make_start(PROMPT)) for _ in range(3)]
         await until(lambda: worker.dispatcher.num_running == 3)
@@ -164,7 +164,7 @@ async def test_a_dying_engine_fails_what_runs_and_what_comes() -> None:
 
 async def test_the_timeout_of_a_request_ends_it() -> None:
     gate = threading.Semaphore(3)
-    async with inner_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as worker:
+    async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as worker:
         client = worker.decodes()
         late = client.start(make_start(PROMPT, timeout_s=0.05, max_tokens=200))
         patient = make_start(PROMPT, timeout_s=60.0)
@@ -180,7 +180,7 @@ async def test_the_timeout_of_a_request_ends_it() -> None:
 
 async def test_cancel_ends_a_decode_and_frees_its_blocks() -> None:
     gate = threading.Semaphore(5)
-    async with inner_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as worker:
+    async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as worker:
         client = worker.decodes()
         call = client.start(make_start(PROMPT, max_tokens=200))
         assert (await call.next()).started is not None
@@ -200,7 +200,7 @@ async def test_cancel_ends_a_decode_and_frees_its_blocks() -> None:
 
 async def test_cancel_ends_a_prefill_and_frees_its_blocks() -> None:
     gate = threading.Semaphore(0)
-    async with inner_worker(RequestKind.PREFILL, FakeRunner(step_gate=gate)) as worker:
+    async with stream_worker(RequestKind.PREFILL, FakeRunner(step_gate=gate)) as worker:
         call = worker.prefills().start(make_start(PROMPT))
         await until(lambda: worker.runner.num_steps == 1)
         call.cancel()
@@ -212,7 +212,7 @@ async def test_cancel_ends_a_prefill_and_frees_its_blocks() -> None:
 
 async def test_a_closed_client_fails_its_calls_now_and_later() -> None:
     gate = threading.Semaphore(0)
-    async with inner_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as worker:
+    async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as worker:
         client = worker.decodes()
         never_ran = client.start(make_start(PROMPT))
         await client.close()
@@ -225,7 +225,7 @@ async def test_a_closed_client_fails_its_calls_now_and_later() -> None:
 
 async def test_what_is_counted_in_shows_in_the_load() -> None:
     gate = threading.Semaphore(0)
-    async with inner_worker(RequestKind.DECODE, FakeRunner(num_blocks=8, step_gate=gate)) as worker:
+    async with stream_worker(RequestKind.DECODE, FakeRunner(num_blocks=8, step_gate=gate)) as worker:
         client = worker.decodes()
         # The second needs the blocks of the first.
         starts = [

@@ -11,13 +11,12 @@ from quartet.engine.base import Failed, FinishReason, Prefilled, Started, StepOu
 from quartet.errors import DrainingError, EngineError, RequestCancelledError
 from quartet.events.load import PlacementProgress
 from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload
-from quartet.rpc.inner import MAX_OPAQUE_STATE_BYTES, InnerStart
+from quartet.streams.messages import MAX_OPAQUE_STATE_BYTES, WorkerStart
 from quartet.telemetry.metrics import WorkerMetrics
-from services.workers.counted_starts import CountedStarts
-from services.workers.dispatcher import DecodeDispatcher, PrefillDispatcher
-from tests.rpc.test_outbox import make_hand_off
-from tests.services.inner_workers import make_start
+from services.workers.dispatch import CountedStarts, DecodeDispatcher, PrefillDispatcher
+from tests.services.stream_workers import make_start
 from tests.services.stub_engine import StubEngine
+from tests.streams.test_outbox import make_hand_off
 
 
 class NoHolds:
@@ -194,8 +193,8 @@ def test_a_placed_start_that_is_refused_has_ended() -> None:
     assert decodes.placements == {"r": PlacementProgress(ended=(4,))}
 
 
-def _placed(number: int) -> InnerStart:
-    return replace(make_start([1], router_id="r", router_request_number=number), is_sealed=True)
+def _placed(number: int) -> WorkerStart:
+    return replace(make_start([1], router_id="r", router_request_number=number), is_signed=True)
 
 
 def _nothing() -> None: ...

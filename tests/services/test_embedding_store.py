@@ -17,7 +17,7 @@ from quartet.errors import (
 )
 from quartet.kvcache.embedding_pool import EmbeddingPool
 from services.workers.embedding_store import EmbeddingStore, Lease, Want
-from tests.services.inner_workers import WAIT_S, until
+from tests.services.stream_workers import WAIT_S, until
 
 BLOCK_SIZE = 4
 A, B, C = (bytes([number]) * 32 for number in (1, 2, 3))

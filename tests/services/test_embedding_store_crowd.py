@@ -14,7 +14,7 @@ import pytest
 from quartet.errors import TransferError
 from quartet.kvcache.embedding_pool import EmbeddingPool
 from services.workers.embedding_store import EmbeddingStore, Lease, Want
-from tests.services.inner_workers import WAIT_S
+from tests.services.stream_workers import WAIT_S
 
 NUM_BLOCKS = 6
 BLOCK_SIZE = 4

@@ -20,13 +20,13 @@ from quartet.events.kv import KvBatch
 from quartet.events.load import NumberedLoad
 from quartet.events.subscriber import EventSubscriber
 from quartet.media.media_id import media_hash
-from quartet.rpc.convert.encode import to_encode_start
-from quartet.rpc.worker_client import WorkerClient
+from quartet.streams.convert.inner import to_encode_start
+from quartet.streams.worker_client import WorkerClient
 from quartet.v1 import encode_pb2, encode_pb2_grpc
 from tests.kvcache.replica import Replica
 from tests.services.encode_workers import Encoded, make_encode_start
 from tests.services.fake_encoder import BLOCK_SIZE, FakeEncoder, embedding_memory, name_of, picture
-from tests.services.inner_workers import until
+from tests.services.stream_workers import until
 from tests.services.worker_processes import WAIT_S, RunningWorker, worker_process
 
 CAT, DOG = picture("cat", 5), picture("dog", 9)

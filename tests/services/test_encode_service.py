@@ -23,13 +23,13 @@ from quartet.errors import (
 )
 from quartet.kvcache.layout import EmbeddingsPayload, HandOff
 from quartet.media.items import MediaFile, MediaKind
-from quartet.rpc.chunked_starts import take_chunks
-from quartet.rpc.convert.encode import to_encode_start
 from quartet.rpc.errors import from_rpc_error
-from quartet.rpc.inner_server import StreamLimits
+from quartet.streams.chunks import take_chunks
+from quartet.streams.convert.inner import to_encode_start
+from quartet.streams.server import StreamLimits
 from quartet.transfer.source import HandOffTicket
 from quartet.v1 import encode_pb2, types_pb2
-from services.encode.desk import MAX_ITEMS
+from services.encode.encode import MAX_ITEMS
 from tests.services.encode_workers import encode_worker, make_encode_start
 from tests.services.fake_encoder import (
     PIXELS_PER_TOKEN,
@@ -40,7 +40,7 @@ from tests.services.fake_encoder import (
     read,
     written,
 )
-from tests.services.inner_workers import WAIT_S, until
+from tests.services.stream_workers import WAIT_S, until
 
 CAT, DOG = picture("cat", 5), picture("dog", 9)
 
@@ -104,7 +104,7 @@ async def test_an_item_that_a_request_names_twice_is_handed_off_twice() -> None:
 async def test_two_requests_for_one_item_at_the_same_time_encode_it_once() -> None:
     async with encode_worker(FakeEncoder(is_held=True)) as worker:
         both = [asyncio.create_task(worker.encode(make_encode_start([CAT]))) for _ in range(2)]
-        await until(lambda: worker.desk.num_running == 2 and worker.encoder.num_waiting == 1)
+        await until(lambda: worker.dispatcher.num_running == 2 and worker.encoder.num_waiting == 1)
         worker.encoder.may_encode.set()
         for encoded in await asyncio.gather(*both):
             assert len(encoded.hand_offs) == 1
@@ -119,7 +119,7 @@ async def test_the_sizes_do_not_wait_for_the_tower() -> None:
         assert isinstance(sized, encode_pb2.EncodeResponse)
         assert len(sized.sized.items) == 2
         await until(lambda: worker.encoder.num_waiting == 2)
-        [load] = worker.desk.stats()
+        [load] = worker.dispatcher.stats()
         assert (load.num_waiting, load.num_in_use_blocks, load.num_total_blocks) == (2, 5, 8)
         stream.cancel()
         await until(worker.is_clean)
@@ -149,7 +149,7 @@ async def test_a_bad_item_is_named_and_nothing_of_its_request_stays(
         with pytest.raises(error) as caught:
             await worker.encode(make_encode_start([CAT, file]))
         assert getattr(caught.value, "field", None) == field
-        await until(lambda: not worker.desk.num_running and not worker.pool.counts.in_use)
+        await until(lambda: not worker.dispatcher.num_running and not worker.pool.counts.in_use)
         assert worker.pool.counts.held in (0, 2)  # that of the cat, if it was told of before
 
 
@@ -243,7 +243,7 @@ async def test_a_hand_off_that_was_sent_outlives_its_stream_and_then_its_lease_e
         assert isinstance(encoded, encode_pb2.EncodeResponse)
         assert encoded.HasField("encoded")
         stream.cancel()
-        await until(lambda: not worker.desk.num_running)
+        await until(lambda: not worker.dispatcher.num_running)
         assert worker.pool.counts.held
         await until(worker.is_clean)
         assert worker.source.counts.expired >= 1
@@ -262,7 +262,7 @@ async def test_the_timeout_of_a_request_ends_it() -> None:
 async def test_more_items_than_may_wait_are_refused_and_one_request_never_is_for_itself() -> None:
     async with encode_worker(FakeEncoder(is_held=True), max_waiting_items=2) as worker:
         first = asyncio.create_task(worker.encode(make_encode_start([CAT, CAT, CAT])))
-        await until(lambda: worker.desk.stats()[0].num_waiting == 3)
+        await until(lambda: worker.dispatcher.stats()[0].num_waiting == 3)
         with pytest.raises(QueueFullError, match="the worker that encodes media has too many items waiting") as caught:
             await worker.encode(make_encode_start([DOG]))
         assert caught.value.retry_delay_s == 1.0
@@ -283,7 +283,7 @@ async def test_more_pixels_than_may_wait_are_refused_unless_they_are_here_or_not
         assert len((await worker.encode(make_encode_start([CAT]))).hand_offs) == 1
         first.cancel()
         await asyncio.wait([first])
-        await until(lambda: worker.desk.stats()[0].num_waiting == 0)
+        await until(lambda: worker.dispatcher.stats()[0].num_waiting == 0)
         first = asyncio.create_task(worker.encode(make_encode_start([small])))
         await until(lambda: worker.encoder.num_waiting == 1)
         worker.encoder.may_encode.set()
@@ -305,14 +305,14 @@ async def test_a_draining_worker_refuses_and_ends_what_runs() -> None:
     async with encode_worker(FakeEncoder(is_held=True)) as worker:
         running = asyncio.create_task(worker.encode(make_encode_start([CAT])))
         await until(lambda: worker.encoder.num_waiting == 1)
-        worker.desk.drain()
+        worker.dispatcher.drain()
         with pytest.raises(DrainingError):
             await worker.encode(make_encode_start([DOG]))
-        assert not await worker.desk.wait_idle(0.01)
-        assert worker.desk.cancel_all() == 1
+        assert not await worker.dispatcher.wait_idle(0.01)
+        assert worker.dispatcher.cancel_all() == 1
         with pytest.raises(RequestCancelledError, match="drain"):
             await running
-        assert await worker.desk.wait_idle(WAIT_S)
+        assert await worker.dispatcher.wait_idle(WAIT_S)
 
 
 async def test_a_dead_tower_fails_what_runs_and_what_comes() -> None:
@@ -333,4 +333,4 @@ async def test_routers_numbers_are_counted_in_at_once() -> None:
         with pytest.raises(InvalidRequestError):
             bad = make_encode_start([CAT], [name_of(DOG)], router_id="r", router_request_number=2)
             await worker.encode(bad)
-        assert worker.desk.router_progress == worker.desk.router_arrivals == {"r": 2}
+        assert worker.dispatcher.router_progress == worker.dispatcher.router_arrivals == {"r": 2}

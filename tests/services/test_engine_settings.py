@@ -13,7 +13,7 @@ from quartet.engine.sampling import Sampling
 from quartet.engine.settings import EngineKind, EngineSettings
 from quartet.errors import ConfigError
 from services.workers.config import WorkerConfig
-from services.workers.engines import create_engine
+from services.workers.parts import create_engine
 from tests import tiny
 from tests.engine.fakes import FakePuller, make_request
 from tests.services.worker_processes import worker_process

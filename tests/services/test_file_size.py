@@ -10,14 +10,14 @@ import pytest
 from quartet.discovery.base import Role
 from quartet.engine.base import RequestKind
 from quartet.errors import MediaTooLargeError
-from quartet.rpc.convert.encode import to_encode_start
-from quartet.rpc.inner_client import PrefillClient
+from quartet.streams.client import PrefillClient
+from quartet.streams.convert.inner import to_encode_start
 from quartet.v1 import encode_pb2, encode_pb2_grpc
 from services.workers.config import WorkerConfig
 from tests.services.encode_workers import encode_worker, make_encode_start
 from tests.services.fake_encoder import FakeEncoder, picture
-from tests.services.inner_workers import until
 from tests.services.media_workers import PLACEHOLDER_ID, media_worker, start_with_files
+from tests.services.stream_workers import until
 from tests.services.worker_processes import worker_process
 
 SMALL, LARGE = picture("cat"), picture("c" * 40)

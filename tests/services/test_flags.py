@@ -15,7 +15,7 @@ from quartet.config import build
 from quartet.discovery.base import Role
 from quartet.engine.settings import Backend, EngineKind, Modality
 from quartet.errors import ConfigError, InvalidRequestError, ServingError
-from services.workers import command
+from services.workers import process as command
 from services.workers.config import WorkerConfig
 from services.workers.flags import FLAGS, CommandLine
 

@@ -1,4 +1,4 @@
-"""Nonsense on one inner stream is that stream's own trouble: the server serves on, other streams go on unharmed."""
+"""Nonsense on one worker stream is that stream's own trouble: the server serves on, other streams go on unharmed."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from quartet.engine.base import RequestKind, StepLogprobs, StepOutput
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import MessageTooLargeError, ServingError
 from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload
-from quartet.rpc import convert
 from quartet.rpc.channels import create_channel
-from quartet.rpc.inner import MAX_INNER_MESSAGE_BYTES
-from quartet.rpc.inner_client import DecodeClient
-from quartet.rpc.inner_server import StreamLimits
 from quartet.rpc.server import RpcServer, ServerConfig
+from quartet.streams import convert
+from quartet.streams.client import DecodeClient
+from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES
+from quartet.streams.server import StreamLimits
 from quartet.telemetry.metrics import WorkerMetrics
 from quartet.v1 import decode_pb2, types_pb2
 from services.decode.servicer import decode_service
-from services.workers.dispatcher import DecodeDispatcher
+from services.workers.dispatch import DecodeDispatcher
 from tests.engine.fakes import FakeRunner, fake_layout
-from tests.rpc.pulled import PullingDecodeClient
-from tests.services.inner_workers import (
+from tests.services.stream_workers import (
     DECODE_METHOD,
     PREFILL_METHOD,
     WAIT_S,
-    InnerWorker,
+    StreamWorker,
     collect,
     expected,
-    inner_worker,
     make_start,
+    stream_worker,
     until,
 )
 from tests.services.stub_engine import StubEngine
+from tests.streams.pulled import PullingDecodeClient
 
 PROMPT = tuple(range(1, 11))
 METHODS = {RequestKind.DECODE: DECODE_METHOD, RequestKind.PREFILL: PREFILL_METHOD}
@@ -72,7 +72,7 @@ async def failure(call: RawCall) -> types_pb2.Failure:
     return decode_pb2.DecodeResponse.FromString(message).failures[0].failure
 
 
-async def assert_serves(worker: InnerWorker) -> None:
+async def assert_serves(worker: StreamWorker) -> None:
     """A new stream does what it should."""
     if isinstance(worker.dispatcher, DecodeDispatcher):
         client = worker.decodes()
@@ -87,9 +87,9 @@ async def assert_serves(worker: InnerWorker) -> None:
 
 
 @asynccontextmanager
-async def beside_a_good_stream() -> AsyncIterator[InnerWorker]:
+async def beside_a_good_stream() -> AsyncIterator[StreamWorker]:
     """A decode worker with a stream that is busy all the time, and in the end has its tokens."""
-    async with inner_worker(RequestKind.DECODE, FakeRunner(num_blocks=512)) as worker:
+    async with stream_worker(RequestKind.DECODE, FakeRunner(num_blocks=512)) as worker:
         client = worker.decodes()
         is_over = asyncio.Event()
 
@@ -127,7 +127,7 @@ def malformed_bodies(seed: int, number: int) -> list[bytes]:
 
 @pytest.mark.parametrize("kind", list(RequestKind))
 async def test_a_hundred_malformed_bodies_leave_the_server_serving(kind: RequestKind) -> None:
-    async with inner_worker(kind) as worker:
+    async with stream_worker(kind) as worker:
         codes = []
         for body in malformed_bodies(seed=5, number=100):
             call = worker.raw(METHODS[kind])
@@ -252,7 +252,7 @@ async def test_a_start_too_long_for_any_message_fails_before_it_is_sent() -> Non
             epoch=1,
             address="127.0.0.1:1",
             lease=timedelta(seconds=1),
-            payload=OpaquePayload("trtllm", bytes(MAX_INNER_MESSAGE_BYTES)),
+            payload=OpaquePayload("trtllm", bytes(MAX_WORKER_MESSAGE_BYTES)),
         )
         client = worker.decodes()
         with pytest.raises(MessageTooLargeError):

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from quartet.engine.base import StepOutput
 from quartet.errors import ProtocolError, WorkerUnavailableError
 from quartet.events.kv import KvSnapshot, KvSnapshotPart, RankEvents, Removed, StoredBlocks, Tier
-from quartet.rpc.convert.kv import MAX_PART_BLOCKS, from_kv_snapshot_part, to_kv_snapshot_parts
 from quartet.rpc.server import RpcServer, ServerConfig, Service
-from quartet.rpc.worker_client import WorkerClient
+from quartet.streams.convert.hand_off import MAX_PART_BLOCKS, from_kv_snapshot_part, to_kv_snapshot_parts
+from quartet.streams.worker_client import WorkerClient
 from quartet.v1 import kv_events_pb2, worker_pb2_grpc
 from quartet.v1 import worker_pb2 as pb
 from services.workers import kv_events

@@ -14,13 +14,13 @@ from quartet.errors import ConfigError, InvalidRequestError, QueueFullError, Uns
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff, OpaquePayload
 from quartet.media.items import MediaFile, MediaKind
-from quartet.rpc import convert
-from quartet.rpc.inner import InnerStart
+from quartet.streams import convert
+from quartet.streams.messages import WorkerStart
 from quartet.v1 import decode_pb2, prefill_pb2
 from router.media.config import MediaConfig
 from tests.services.fake_encoder import PIXELS_PER_TOKEN, FakeEncoder, name_of, picture, read, written
-from tests.services.inner_workers import until
 from tests.services.media_workers import PLACEHOLDER_ID, media_worker, start_with_files
+from tests.services.stream_workers import until
 
 CAT, DOG = picture("cat", 5), picture("dog", 3)
 PROMPT = [1, PLACEHOLDER_ID, 2, PLACEHOLDER_ID, 3]
@@ -77,7 +77,7 @@ async def test_a_repeated_picture_is_encoded_once() -> None:
         assert encoder.encoded == [CAT]
 
 
-def with_hand_off(start: InnerStart) -> InnerStart:
+def with_hand_off(start: WorkerStart) -> WorkerStart:
     payload = OpaquePayload("other", b"")
     hand_off = HandOff(
         hand_off_id=bytes(16),
@@ -91,7 +91,7 @@ def with_hand_off(start: InnerStart) -> InnerStart:
     return replace(start, hand_off=hand_off)
 
 
-def with_other_name(start: InnerStart) -> InnerStart:
+def with_other_name(start: WorkerStart) -> WorkerStart:
     first, second = start.media
     return replace(start, media=(first, replace(second, media_id=first.media_id)))
 
@@ -108,7 +108,7 @@ def with_other_name(start: InnerStart) -> InnerStart:
         (start_with_files([picture("endless", 300_000)], [PLACEHOLDER_ID]), "PROMPT_TOO_LONG media"),
     ],
 )
-async def test_a_bad_file_is_named_and_its_request_leaves_nothing_behind(start: InnerStart, outcome: str) -> None:
+async def test_a_bad_file_is_named_and_its_request_leaves_nothing_behind(start: WorkerStart, outcome: str) -> None:
     async with media_worker(encoder=FakeEncoder()) as worker:
         worker.submit(start)
         assert await worker.outcome() == outcome

@@ -16,11 +16,11 @@ from quartet.errors import (
     UnsupportedFieldError,
 )
 from quartet.kvcache.layout import HandOff, OpaquePayload
-from quartet.rpc.inner import InnerStart, MediaInput
+from quartet.streams.messages import MediaInput, WorkerStart
 from tests.services.encode_workers import EncodeWorker, encode_worker, make_encode_start
 from tests.services.fake_encoder import name_of, picture, read, written
-from tests.services.inner_workers import WAIT_S, until
 from tests.services.media_workers import MediaWorker, media_worker, start_with_hand_offs
+from tests.services.stream_workers import WAIT_S, until
 
 CAT, DOG = picture("cat", 5), picture("dog", 9)
 KINDS = [RequestKind.PREFILL, RequestKind.DECODE]
@@ -218,7 +218,7 @@ async def test_what_does_not_fit_together_is_refused_by_name() -> None:
         first, second = good.media
         opaque = replace(hand_offs[1], payload=OpaquePayload("other", b""))
         spans = (good.generation.media[0], replace(good.generation.media[1], num_tokens=8))
-        bad: list[tuple[InnerStart, str]] = [
+        bad: list[tuple[WorkerStart, str]] = [
             (replace(good, media=(first, replace(second, media_id=name_of(CAT)))), "media[1].media_id"),
             (replace(good, media=(first, MediaInput(name_of(DOG), opaque))), "media[1].hand_off"),
             (replace(good, generation=replace(good.generation, media=spans)), "media[1].hand_off"),

@@ -21,14 +21,13 @@ from quartet.errors import (
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import EmbeddingsPayload, OpaquePayload
 from quartet.media.items import MediaFile, MediaKind
-from quartet.rpc.convert.encode import to_encode_start
-from quartet.rpc.convert.outputs import from_prefill_result
+from quartet.streams.convert.inner import from_prefill_result, to_encode_start
 from quartet.v1 import decode_pb2, encode_pb2, prefill_pb2, types_pb2
 from tests.services.encode_workers import EncodeWorker, encode_worker, make_encode_start
 from tests.services.fake_encoder import FakeEncoder, name_of, picture, read, written
 from tests.services.fake_states import FakeStates, state_of
-from tests.services.inner_workers import until
 from tests.services.media_workers import media_worker, start_with_files, start_with_hand_offs
+from tests.services.stream_workers import until
 from tests.services.test_encode_service import failure_of, ticket
 
 CAT, DOG = picture("cat", 5), picture("dog", 9)
@@ -101,7 +100,7 @@ async def test_a_cancel_or_a_timeout_leaves_nothing_behind() -> None:
         stream = worker.stream()
         await stream.write(encode_pb2.EncodeRequest(start=to_encode_start(make_encode_start([CAT, DOG]))))
         await until(lambda: states.num_waiting == 2)
-        assert worker.desk.stats()[0].num_waiting == 2
+        assert worker.dispatcher.stats()[0].num_waiting == 2
         await stream.write(encode_pb2.EncodeRequest(cancel=types_pb2.Cancel()))
         assert isinstance(await failure_of(stream), RequestCancelledError)
         await until(lambda: states.num_waiting == 0 and worker.is_clean())

@@ -10,10 +10,10 @@ import pytest
 
 from quartet.config import build
 from quartet.engine.base import RequestKind
-from quartet.engine.core import ALL_SAMPLING_FIELDS
+from quartet.engine.step_engine import ALL_SAMPLING_FIELDS
 from quartet.errors import ConfigError
 from services.workers.config import WorkerConfig
-from services.workers.engines import create_engine
+from services.workers.parts import create_engine
 from tests import tiny
 from tests.engine.fakes import FakePuller
 
@@ -26,7 +26,7 @@ from quartet.config import build
 from quartet.engine.base import EngineRequest, Generation, RequestKind
 from quartet.engine.sampling import Sampling
 from services.workers.config import WorkerConfig
-from services.workers.engines import create_engine
+from services.workers.parts import create_engine
 
 async def answer():
     settings = {"model_path": sys.argv[1], "engine": {"kind": "mock", "mock": {"speed_up": 100}}}

@@ -14,7 +14,7 @@ from quartet.errors import ModelMismatchError
 from quartet.events.kv import KvSnapshot
 from quartet.events.load import WorkerLoad
 from quartet.rpc.server import RpcServer, ServerConfig
-from quartet.rpc.worker_client import WorkerClient
+from quartet.streams.worker_client import WorkerClient
 from services.workers.servicer import DrainOutcome, WorkerServicer, worker_service
 from tests.router.records import make_load, make_record
 

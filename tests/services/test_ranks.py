@@ -21,15 +21,15 @@ from quartet.events.kv import KvBatch
 from quartet.events.load import NumberedLoad, WorkerLoad
 from quartet.events.subscriber import EventSubscriber
 from quartet.rpc.channels import create_channel
-from quartet.rpc.inner import InnerStart
-from quartet.rpc.inner_client import DecodeClient, PrefillClient
-from quartet.rpc.worker_client import WorkerClient
+from quartet.streams.client import DecodeClient, PrefillClient
+from quartet.streams.messages import WorkerStart
+from quartet.streams.worker_client import WorkerClient
 from services.workers.config import WorkerConfig
 from services.workers.process import WorkerProcess
 from tests import tiny
 from tests.kvcache.replica import Replica
-from tests.rpc.pulled import PullingDecodeClient
-from tests.services.inner_workers import WAIT_S, collect, make_start, until
+from tests.services.stream_workers import WAIT_S, collect, make_start, until
+from tests.streams.pulled import PullingDecodeClient
 
 NUM_RANKS = 2
 NUM_BLOCKS = 64
@@ -114,7 +114,7 @@ async def serving(directory: Path, role: Role) -> AsyncIterator[RankedWorker]:
     running.result()
 
 
-def at_rank(rank: int, start: InnerStart) -> InnerStart:
+def at_rank(rank: int, start: WorkerStart) -> WorkerStart:
     return replace(start, generation=replace(start.generation, data_parallel_rank=rank))
 
 

@@ -19,18 +19,17 @@ from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.media_spans import expand_placeholders
 from quartet.media.items import MediaFile, MediaKind, MediaSize
 from quartet.media.media_id import MEDIA_ID_SIZE_BYTES, media_id, preprocessing_fingerprint
-from quartet.rpc.context import RequestContext
-from quartet.rpc.convert.encode import to_encode_start
-from quartet.rpc.inner import InnerStart, MediaInput
-from quartet.rpc.inner_client import DecodeClient, PrefillClient
+from quartet.streams.client import DecodeClient, PrefillClient
+from quartet.streams.convert.inner import to_encode_start
+from quartet.streams.messages import MediaInput, RequestContext, WorkerStart
 from quartet.text.model_files import read_text_files
 from quartet.v1 import encode_pb2, encode_pb2_grpc
 from tests import tiny
 from tests.pictures import Look, make_look
-from tests.rpc.pulled import PullingDecodeClient
 from tests.services.encode_workers import Encoded, make_encode_start
-from tests.services.inner_workers import collect_all
+from tests.services.stream_workers import collect_all
 from tests.services.worker_processes import RunningWorker, worker_process
+from tests.streams.pulled import PullingDecodeClient
 
 PLACEHOLDER_ID = 7
 ENGINE = {"dtype": "float32", "num_blocks": 64, "num_threads": 1}
@@ -60,7 +59,7 @@ class Fleet:
         """What the model is to say, less the end."""
         return self.tokenizer.encode(look.answer, add_special_tokens=False).ids  # type: ignore[no-any-return]
 
-    def start_with_file(self, look: Look) -> InnerStart:
+    def start_with_file(self, look: Look) -> WorkerStart:
         media = MediaInput(media_id(self.file(look), self.fingerprint), self.file(look))
         return _start(self.prompt(look), (), (media,))
 
@@ -73,7 +72,7 @@ class Fleet:
             encoded.take(message)
         return encoded
 
-    async def start_with_hand_off(self, look: Look) -> InnerStart:
+    async def start_with_hand_off(self, look: Look) -> WorkerStart:
         encoded = await self.encoded(look)
         [size] = encoded.sizes
         sizes = [MediaSize(media_id=size.media_id, num_tokens=size.num_tokens)]
@@ -87,9 +86,9 @@ class Fleet:
         return PullingDecodeClient(DecodeClient("decode", self.decode.channel, lambda _: None))
 
 
-def _start(prompt: list[int], spans: tuple[MediaSpan, ...], media: tuple[MediaInput, ...]) -> InnerStart:
+def _start(prompt: list[int], spans: tuple[MediaSpan, ...], media: tuple[MediaInput, ...]) -> WorkerStart:
     generation = Generation(prompt_token_ids=prompt, media=spans, sampling=Sampling(temperature=0.0, max_tokens=24))
-    return InnerStart(context=RequestContext(), generation=generation, media=media)
+    return WorkerStart(context=RequestContext(), generation=generation, media=media)
 
 
 @pytest.fixture
@@ -118,7 +117,7 @@ async def test_every_way_gives_the_right_answer(fleet: Fleet) -> None:
         by_hand_off = await fleet.prefills().start(start).outcome()
         assert by_hand_off.token_id == wanted[0], look.question
         assert by_hand_off.hand_off is not None
-        rest = InnerStart(
+        rest = WorkerStart(
             context=RequestContext(),
             generation=Generation(
                 prompt_token_ids=start.generation.prompt_token_ids,

@@ -14,14 +14,14 @@ import pytest
 from quartet.discovery.base import Role
 from quartet.engine.sampling import Sampling
 from quartet.errors import EngineError, HandOffStateError, ServingError
-from quartet.rpc.inner import InnerStart
-from quartet.rpc.inner_client import DecodeClient, PrefillClient
-from quartet.rpc.worker_client import WorkerClient
+from quartet.streams.client import DecodeClient, PrefillClient
+from quartet.streams.messages import WorkerStart
+from quartet.streams.worker_client import WorkerClient
 from tests.engine.trtllm.engines import stand_in
 from tests.fakes.driving import STORY, greedy, token_ids_of
-from tests.rpc.pulled import PullingDecodeClient
-from tests.services.inner_workers import WAIT_S, collect, make_start, until
+from tests.services.stream_workers import WAIT_S, collect, make_start, until
 from tests.services.worker_processes import RunningWorker, worker_process
+from tests.streams.pulled import PullingDecodeClient
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def prefills(worker: RunningWorker) -> PrefillClient:
     return PrefillClient(worker.record.worker_id, worker.channel, lambda _error: None, lambda _hand_off: None)
 
 
-def greedy_start(max_tokens: int = 12) -> InnerStart:
+def greedy_start(max_tokens: int = 12) -> WorkerStart:
     start = make_start(tuple(token_ids_of(STORY)))
     sampling = Sampling(temperature=0.0, max_tokens=max_tokens)
     return replace(start, generation=replace(start.generation, sampling=sampling))

@@ -11,26 +11,26 @@ import pytest
 from quartet.engine.base import RequestKind
 from quartet.errors import WorkerUnavailableError
 from quartet.kvcache.layout import HandOff
-from quartet.rpc import convert
-from quartet.rpc.inner_server import InnerStream, StreamLimits
+from quartet.streams import convert
+from quartet.streams.server import StreamLimits, WorkerStream
 from quartet.v1 import prefill_pb2, types_pb2
-from services.workers.dispatcher import PrefillDispatcher
+from services.workers.dispatch import PrefillDispatcher
 from tests.engine.fakes import FakeRunner
-from tests.services.inner_workers import (
+from tests.services.stream_workers import (
     WAIT_S,
-    InnerWorker,
+    StreamWorker,
     collect,
     expected,
-    inner_worker,
     make_start,
     prefill_and_decode,
+    stream_worker,
     until,
 )
 
 PROMPT = tuple(range(1, 11))
 
 
-async def hand_off_from(prefill: InnerWorker) -> tuple[int, HandOff]:
+async def hand_off_from(prefill: StreamWorker) -> tuple[int, HandOff]:
     """The first token after ``PROMPT`` and its blocks' hand-off."""
     outcome = await prefill.prefills().start(make_start(PROMPT)).outcome()
     assert outcome.hand_off is not None
@@ -42,7 +42,7 @@ async def hand_off_from(prefill: InnerWorker) -> tuple[int, HandOff]:
 async def test_while_it_computes_or_waits(kind: RequestKind, is_connection_lost: bool) -> None:
     gate = threading.Semaphore(0)
     # The pool holds two of them: others wait.
-    async with inner_worker(kind, FakeRunner(num_blocks=8, step_gate=gate)) as worker:
+    async with stream_worker(kind, FakeRunner(num_blocks=8, step_gate=gate)) as worker:
         client = worker.decodes() if kind is RequestKind.DECODE else worker.prefills()
         for index in range(6):
             client.start(make_start([index, *PROMPT], max_tokens=20))
@@ -54,7 +54,7 @@ async def test_while_it_computes_or_waits(kind: RequestKind, is_connection_lost:
 
 async def test_in_the_middle_of_an_answer_while_others_go_on() -> None:
     gate = threading.Semaphore(0)
-    async with inner_worker(RequestKind.DECODE, FakeRunner(num_blocks=256, step_gate=gate)) as worker:
+    async with stream_worker(RequestKind.DECODE, FakeRunner(num_blocks=256, step_gate=gate)) as worker:
         leaver, stayer = worker.decodes(), worker.decodes()
         left = [leaver.start(make_start([index, *PROMPT], max_tokens=200)) for index in range(4)]
         start = make_start(PROMPT)
@@ -142,9 +142,9 @@ def prefill_request(slot: int) -> prefill_pb2.PrefillRequest:
 
 
 async def test_with_hand_offs_that_were_not_sent_yet() -> None:
-    async with inner_worker(RequestKind.PREFILL) as worker:
+    async with stream_worker(RequestKind.PREFILL) as worker:
         assert isinstance(worker.dispatcher, PrefillDispatcher)
-        stream = InnerStream(worker.dispatcher, worker.dispatcher.new_outbox(), StreamLimits())
+        stream = WorkerStream(worker.dispatcher, worker.dispatcher.new_outbox(), StreamLimits())
         context = StuckContext([prefill_request(slot) for slot in range(3)])
         serving = asyncio.create_task(stream.serve(context))  # type: ignore[arg-type]
         await until(lambda: worker.source.counts.held == 3 and len(context.written) == 1)
@@ -155,9 +155,9 @@ async def test_with_hand_offs_that_were_not_sent_yet() -> None:
 
 
 async def test_cancel_takes_back_a_hand_off_that_was_not_sent_yet() -> None:
-    async with inner_worker(RequestKind.PREFILL) as worker:
+    async with stream_worker(RequestKind.PREFILL) as worker:
         assert isinstance(worker.dispatcher, PrefillDispatcher)
-        stream = InnerStream(worker.dispatcher, worker.dispatcher.new_outbox(), StreamLimits())
+        stream = WorkerStream(worker.dispatcher, worker.dispatcher.new_outbox(), StreamLimits())
         context = StuckContext([prefill_request(0)])
         serving = asyncio.create_task(stream.serve(context))  # type: ignore[arg-type]
         await until(lambda: len(context.written) == 1)
@@ -177,7 +177,7 @@ async def test_cancel_takes_back_a_hand_off_that_was_not_sent_yet() -> None:
 
 async def test_a_hand_off_that_comes_when_nobody_waits_any_more_is_dropped() -> None:
     gate = threading.Semaphore(0)
-    async with inner_worker(RequestKind.PREFILL, FakeRunner(step_gate=gate)) as worker:
+    async with stream_worker(RequestKind.PREFILL, FakeRunner(step_gate=gate)) as worker:
         client = worker.prefills()
         waiting = asyncio.create_task(client.start(make_start(PROMPT)).outcome())
         await until(lambda: worker.runner.num_steps == 1)

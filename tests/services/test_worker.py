@@ -19,13 +19,12 @@ from quartet.engine.scheduler import SchedulerConfig
 from quartet.errors import DrainingError, RequestCancelledError
 from quartet.events.publisher import PromptQueue
 from quartet.telemetry.http import Probes, TelemetryServer
-from services.workers.health import ProgressWatch
 from services.workers.kv_events import KvEvents
-from services.workers.worker import Worker
+from services.workers.worker import ProgressWatch, Worker
 from tests.engine.fakes import FakeRunner
 from tests.router.records import make_record
 from tests.services.fake_kv import FakeKvPublisher
-from tests.services.inner_workers import WAIT_S, InnerWorker, collect, expected, inner_worker, make_start, until
+from tests.services.stream_workers import WAIT_S, StreamWorker, collect, expected, make_start, stream_worker, until
 
 PROMPT = tuple(range(1, 11))
 
@@ -41,7 +40,7 @@ class FakeRegistration:
         self.is_closed = True
 
 
-def make_worker(inner: InnerWorker, role: Role, *, stall_timeout_s: float = 5.0) -> Worker:
+def make_worker(inner: StreamWorker, role: Role, *, stall_timeout_s: float = 5.0) -> Worker:
     return Worker(
         make_record(role=role),
         inner.engine,
@@ -89,7 +88,7 @@ def test_only_work_in_flight_without_a_step_is_a_standstill() -> None:
 
 async def test_a_standstill_is_told_to_everybody_who_asks_and_so_is_its_end() -> None:
     gate = threading.Semaphore(1)
-    async with inner_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as inner, asyncio.TaskGroup() as tasks:
+    async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as inner, asyncio.TaskGroup() as tasks:
         worker = make_worker(inner, Role.DECODE, stall_timeout_s=0.1)
         await worker.announce(FakeRegistration(make_record()))
         watching = tasks.create_task(worker.watch_health())
@@ -116,7 +115,7 @@ async def test_a_standstill_is_told_to_everybody_who_asks_and_so_is_its_end() ->
 
 async def test_the_load_tells_of_the_step_that_runs() -> None:
     gate = threading.Semaphore(0)
-    async with inner_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as inner:
+    async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as inner:
         worker, client = make_worker(inner, Role.DECODE), inner.decodes()
         first, second = make_start(PROMPT), make_start(PROMPT[:7])
         calls = [client.start(first)]
@@ -136,7 +135,7 @@ async def test_the_load_tells_of_the_step_that_runs() -> None:
 
 async def test_a_drain_refuses_what_comes_and_lets_end_what_runs() -> None:
     gate = threading.Semaphore(0)
-    async with inner_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as inner:
+    async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as inner:
         worker, registration = make_worker(inner, Role.DECODE), FakeRegistration(make_record())
         await worker.announce(registration)
         assert [worker.is_ready] == [True]
@@ -157,7 +156,7 @@ async def test_a_drain_refuses_what_comes_and_lets_end_what_runs() -> None:
 
 async def test_a_drain_cancels_what_does_not_end_in_time() -> None:
     gate = threading.Semaphore(2)
-    async with inner_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as inner:
+    async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as inner:
         worker = make_worker(inner, Role.DECODE)
         call = inner.decodes().start(make_start(PROMPT, max_tokens=200))
         assert (await call.next()).started is not None
@@ -169,7 +168,7 @@ async def test_a_drain_cancels_what_does_not_end_in_time() -> None:
 
 
 async def test_a_drain_waits_for_what_others_still_have_to_fetch() -> None:
-    async with inner_worker(RequestKind.PREFILL) as inner:
+    async with stream_worker(RequestKind.PREFILL) as inner:
         worker = make_worker(inner, Role.PREFILL)
         outcome = await inner.prefills().start(make_start(PROMPT)).outcome()
         assert outcome.hand_off is not None

@@ -15,19 +15,18 @@ from quartet.engine.base import Generation
 from quartet.engine.model_source import Repository
 from quartet.engine.sampling import Sampling
 from quartet.errors import ConfigError, ModelMismatchError
-from quartet.rpc.context import RequestContext
-from quartet.rpc.inner import InnerStart
-from quartet.rpc.inner_client import DecodeClient, PrefillClient
-from quartet.rpc.worker_client import WorkerClient
+from quartet.streams.client import DecodeClient, PrefillClient
+from quartet.streams.messages import RequestContext, WorkerStart
+from quartet.streams.worker_client import WorkerClient
 from quartet.text.model_files import CHAT_TEMPLATE, TEXT_FILE_NAMES, read_text_files
-from router.worker import PoolKey
+from router.workers import PoolKey
 from services.workers import model
 from services.workers.config import WorkerConfig
 from services.workers.process import WorkerProcess
 from tests import tiny
-from tests.rpc.pulled import PullingDecodeClient
-from tests.services.inner_workers import collect_all, make_start
+from tests.services.stream_workers import collect_all, make_start
 from tests.services.worker_processes import WAIT_S, RunningWorker, worker_process
+from tests.streams.pulled import PullingDecodeClient
 
 OTHER_TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
 MOCK = {"kind": "mock", "num_blocks": 64, "mock": {"speed_up": 100}}
@@ -88,7 +87,7 @@ async def test_workers_with_one_template_are_one_pool_and_exchange_blocks(tmp_pa
             await PrefillClient("prefill", prefill.channel, lambda _: None, lambda _: None).start(start).outcome()
         )
         assert prefilled.hand_off is not None
-        rest = InnerStart(
+        rest = WorkerStart(
             context=RequestContext(),
             generation=Generation(
                 prompt_token_ids=start.generation.prompt_token_ids,

@@ -16,7 +16,7 @@ from quartet.discovery.create import DiscoveryConfig, DiscoveryKind, create_regi
 from quartet.discovery.file import FileConfig
 from quartet.rpc.channels import create_channel
 from services.workers.config import WorkerConfig
-from services.workers.engines import EncoderFactory
+from services.workers.parts import EncoderFactory
 from services.workers.process import WorkerProcess
 from tests import tiny
 

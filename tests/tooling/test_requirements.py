@@ -20,7 +20,7 @@ def run_pytest(directory: Path, **env: str) -> str:
     test = directory / "test_marked.py"
     test.write_text(PROGRAM)
     root = Path(__file__).resolve().parents[2]
-    hide = "import services.tools, pathlib; services.tools.TOOLS_DIR = pathlib.Path('/nonexistent')"
+    hide = "import services.topology.launch, pathlib; services.topology.launch.TOOLS_DIR = pathlib.Path('/nonexistent')"
     run = f"{hide}; import pytest; raise SystemExit(pytest.main(['-q', '-p', 'tests.conftest', '-rs', {str(test)!r}]))"
     command = [sys.executable, "-c", run]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("QUARTET_")}

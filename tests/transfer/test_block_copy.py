@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from quartet.transfer import block_copy
-from quartet.transfer.block_copy import CopyRun, copy_runs, merge_runs
+from quartet.transfer import shm
+from quartet.transfer.shm import CopyRun, copy_runs, merge_runs
 
 MIB = 1 << 20
 
@@ -45,14 +45,14 @@ async def test_a_cancelled_copy_returns_only_after_the_thread_has_stopped(
     executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copying, go_on = threading.Event(), threading.Event()
-    copyto = block_copy.np.copyto
+    copyto = shm.np.copyto
 
     def copy_when_told(destination, source) -> None:
         copying.set()
         assert go_on.wait(10)
         copyto(destination, source)
 
-    monkeypatch.setattr(block_copy.np, "copyto", copy_when_told)
+    monkeypatch.setattr(shm.np, "copyto", copy_when_told)
     destination = memoryview(bytearray(64 * MIB))
     task = asyncio.create_task(
         copy_runs(memoryview(b"\7" * 64 * MIB), destination, [CopyRun(0, 0, 64 * MIB)], executor)

@@ -16,10 +16,10 @@ import pytest
 from quartet.errors import HandOffNotFoundError, TransferError
 from quartet.kvcache.hand_off import HandOffEntry, HandOffState
 from quartet.kvcache.layout import BlocksPayload, HandOff
+from quartet.rpc.errors import to_error
 from quartet.transfer.base import PieceCopy, TransferWay
 from quartet.transfer.grpc.messages import PullMessage
-from quartet.transfer.grpc.pull_stream import PullStream
-from quartet.transfer.grpc.status import to_error
+from quartet.transfer.grpc.streams import PullStream
 from quartet.transfer.source import HandOffTicket
 from quartet.v1 import transfer_pb2 as pb
 from tests.transfer.test_hostile_source import FINISHED, GRANTED, HEAR, granted, scripted

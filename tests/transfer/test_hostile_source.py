@@ -14,10 +14,10 @@ import pytest
 from quartet.errors import LayoutMismatchError, TransferError, TransferTimeoutError
 from quartet.kvcache.hand_off import HandOffState
 from quartet.kvcache.layout import BlocksPayload, HandOff
+from quartet.rpc.errors import to_error
 from quartet.transfer.base import PieceCopy
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.servicer import TransferServicer
-from quartet.transfer.grpc.status import to_error
 from quartet.v1 import transfer_pb2 as pb
 from quartet.v1.transfer_pb2_grpc import TransferServiceServicer, add_TransferServiceServicer_to_server
 from tests.transfer.workers import CONFIG, LAYOUT, Ended, puller_worker, source_worker

@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.transfer.grpc.messages import parse_response
-from quartet.transfer.piece_frame import MAX_MESSAGE_SIZE_BYTES, PiecePart, frame_piece, parse_piece, split_piece
+from quartet.transfer.grpc.messages import (
+    MAX_MESSAGE_SIZE_BYTES,
+    PiecePart,
+    frame_piece,
+    parse_piece,
+    parse_response,
+    split_piece,
+)
 from quartet.v1 import transfer_pb2 as pb
 
 _indices = st.integers(0, 2**32 - 1)

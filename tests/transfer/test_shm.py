@@ -13,8 +13,7 @@ import pytest
 
 from quartet.errors import TransferError
 from quartet.transfer.base import PoolMemory
-from quartet.transfer.shm_pools import PoolOwner, SharedPool, ShmPools
-from quartet.transfer.shm_server import ShmServer, abstract_address
+from quartet.transfer.shm import PoolOwner, SharedPool, ShmPools, ShmServer, abstract_address
 
 OWNER = PoolOwner("source", 7)
 

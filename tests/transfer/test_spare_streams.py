@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from quartet.kvcache.hand_off import HandOffState
 from quartet.transfer.base import PieceCopy
-from quartet.transfer.grpc.pull_stream import PullStream
-from quartet.transfer.grpc.spare_streams import SpareStreams
+from quartet.transfer.grpc.streams import PullStream, SpareStreams
 from tests.transfer.workers import (
     CONFIG,
     Ended,

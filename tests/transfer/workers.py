@@ -20,7 +20,7 @@ from quartet.transfer.base import PoolMemory
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.puller import TransferPuller
 from quartet.transfer.grpc.servicer import TransferServicer, add_transfer_servicer
-from quartet.transfer.shm_server import ShmServer
+from quartet.transfer.shm import ShmServer
 from quartet.transfer.source import TransferSource
 
 EPOCH = 7

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from quartet.engine.mock.config import MockEngineConfig, MockSettings
+from quartet.engine.mock.model import MockEngineConfig, MockSettings, StepTiming
 from quartet.engine.mock.runner import SAMPLING_FIELDS, MockRunner, SharedByRanks, rank_loader
-from quartet.engine.mock.timing import StepTiming
 
 __all__ = [
     "SAMPLING_FIELDS",

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
+import time
+import zlib
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-from quartet.engine.core import ALL_SAMPLING_FIELDS
-from quartet.engine.mock.config import MockEngineConfig
-from quartet.engine.mock.model import MockModel
-from quartet.engine.mock.pacer import StepPacer
-from quartet.engine.mock.stamps import BlockStamps
-from quartet.engine.mock.tokens import MockTokens
-from quartet.engine.runner import SampledToken
-from quartet.engine.running import ScheduledChunk
-from quartet.engine.step_work import step_work
+import numpy as np
+
+from quartet.engine.mock.model import MockEngineConfig, MockModel
+from quartet.engine.runner import RunningRequest, SampledToken, ScheduledChunk
+from quartet.engine.scheduler import Scheduler
+from quartet.engine.step_engine import ALL_SAMPLING_FIELDS
+from quartet.engine.step_time import step_work
 from quartet.errors import ModelFilesError
+from quartet.kvcache.block_hash import pack_token_ids
+from quartet.kvcache.block_pool import BlockManager
 from quartet.kvcache.layout import KvLayout
 from quartet.transfer.base import EmbeddingMemory, PoolMemory
 
@@ -23,6 +27,7 @@ from quartet.transfer.base import EmbeddingMemory, PoolMemory
 SAMPLING_FIELDS = ALL_SAMPLING_FIELDS - {"logprobs"}
 
 _MS_PER_S = 1e3
+
 # Bytes of K, and of V, of one token: enough for the stamps, whatever the block size.
 _TOKEN_BYTES = 4
 
@@ -124,3 +129,202 @@ class MockRunner:
         """Give the pools back, where they are its to give."""
         if self._is_owner and self.memory is not None:
             self.memory.close()
+
+
+# Makes steps last as long as they should.
+
+# Between two steps of work that waited lies only this code; after a longer pause there was nothing to do.
+_MAX_GAP_S = 0.001
+
+# What is made up for of a delay: a process that was stopped for a minute does not rush through a minute's steps.
+_MAX_LATENESS_S = 0.1
+
+
+class StepPacer:
+    """Ends each step when it is due, and has one that follows at once begin then, however late it really was.
+
+    So neither the time that sleeping takes too long nor that spent between steps adds up, as long as the machine keeps
+    up on the whole.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._clock = clock
+        self._sleep = sleep
+        self._due_at = -math.inf
+        self._began_at = -math.inf
+
+    def begin(self, *, is_continued: bool) -> None:
+        """A step begins; ``is_continued``: some of its requests were in the last one, so nothing lay between."""
+        now = self._clock()
+        if is_continued or now - self._due_at <= _MAX_GAP_S:
+            self._began_at = max(self._due_at, now - _MAX_LATENESS_S)
+        else:
+            self._began_at = now
+
+    def end(self, duration_s: float) -> None:
+        """Return when the step, which takes ``duration_s``, is over."""
+        self._due_at = self._began_at + duration_s
+        remaining_s = self._due_at - self._clock()
+        if remaining_s > 0:
+            self._sleep(remaining_s)
+
+
+# Steps that can be told beforehand, all at once: each gives every running request one token and does nothing else.
+#
+# For a replay in virtual time, where most steps are like that. What the scheduler and the block pool hold afterwards
+# is
+# what as many calls of ``schedule`` and ``update`` would have left.
+
+
+def num_quiet_steps(scheduler: Scheduler, block_size: int) -> int:
+    """How many of the next steps are quiet, as far as no token ends an output; 0 where something else comes first.
+
+    Something else: somebody waits, pulls or prefills, ends, or needs a block.
+    """
+    if scheduler.waiting or not scheduler.running or scheduler.num_running > len(scheduler.running):
+        return 0
+    return max(0, min(_num_quiet_tokens(running, block_size) for running in scheduler.running))
+
+
+def take_quiet_steps(scheduler: Scheduler, blocks: BlockManager, num_steps: int, token_id: int) -> None:
+    """Take as many quiet steps, each of which samples ``token_id`` for everybody."""
+    for running in scheduler.running:
+        seq = running.seq
+        seq.token_ids.extend([token_id] * num_steps)
+        seq.num_computed_tokens += num_steps
+        blocks.commit(seq)
+
+
+def _num_quiet_tokens(running: RunningRequest, block_size: int) -> int:
+    if not running.is_decoding or not running.is_started:
+        return 0
+    num_left = running.max_output_tokens - running.num_output_tokens - 1
+    # A step needs room for the tokens that the sequence has when it begins.
+    return min(num_left, len(running.seq.block_table) * block_size - len(running.seq) + 1)
+
+
+# Which token comes next, as a function of the request and the position: any attempt on any worker gives the same.
+
+_NUM_PROMPT_TOKENS = 32
+
+_WORD_BYTES = 8
+
+
+class MockTokens:
+    """Chooses tokens of a list of words. Lives in the engine thread.
+
+    An answer walks through the words by a stride. Where it begins and how far it steps come of the prompt's last
+    tokens and, unless it is greedy, of the seed and the choice. Of the other sampling parameters these count:
+    ``logit_bias``, by which the token with the highest one above 0 always comes, and those below 0 never do; and
+    ``min_tokens``, before which no stop id comes. Temperature, filters and penalties change nothing.
+    """
+
+    def __init__(self, word_ids: Sequence[int]) -> None:
+        self._word_ids = word_ids
+        self._walks: dict[int, _Walk] = {}
+
+    def next(self, requests: Sequence[RunningRequest]) -> list[int]:
+        """The token that follows the ``seq`` of each of one step's ``requests``."""
+        # Those of the last step are kept: the rest have ended, or can be made again.
+        known = self._walks
+        self._walks = {running.id: known.get(running.id) or _Walk(running, self._word_ids) for running in requests}
+        return [self._walks[running.id].token_at(len(running.seq.token_ids)) for running in requests]
+
+
+class _Walk:
+    """One request's way through the words."""
+
+    def __init__(self, running: RunningRequest, word_ids: Sequence[int]) -> None:
+        self._word_ids = word_ids
+        self._first, stride = _key(running)
+        self._stride = 1 + stride % max(1, len(word_ids) - 1)
+        bias = running.sampling.logit_bias
+        self._favourites = sorted((token for token in bias if bias[token] > 0), key=lambda token: (-bias[token], token))
+        self._never = frozenset(token for token in bias if bias[token] < 0)
+        self._not_early = self._never | running.stop_ids
+        self._early_end = running.num_prompt_tokens + running.sampling.min_tokens
+
+    def token_at(self, position: int) -> int:
+        """The token at ``position`` of the sequence."""
+        refused = self._not_early if position < self._early_end else self._never
+        for token_id in self._favourites:
+            if token_id not in refused:
+                return token_id
+        words, index = self._word_ids, self._first + position * self._stride
+        token_id = words[index % len(words)]
+        if token_id not in refused:
+            return token_id
+        # Where all are refused, one comes all the same: something has to.
+        others = (words[(index + step) % len(words)] for step in range(1, len(words)))
+        return next((other for other in others if other not in refused), token_id)
+
+
+def _key(running: RunningRequest) -> tuple[int, int]:
+    generation = running.request.generation
+    # Greedy answers don't depend on the seed, as an engine's don't.
+    seed, choice = (0, 0) if running.sampling.is_greedy else (generation.seed, generation.choice)
+    prompt = generation.prompt_token_ids
+    digest = hashlib.blake2b(pack_token_ids(tuple(prompt[-_NUM_PROMPT_TOKENS:])), digest_size=2 * _WORD_BYTES)
+    digest.update(b"%d %d %d" % (len(prompt), seed, choice))
+    key = digest.digest()
+    return int.from_bytes(key[:_WORD_BYTES], "little"), int.from_bytes(key[_WORD_BYTES:], "little")
+
+
+# Marks in the blocks of a pool without KV, by which bytes that came wrong over a transfer are found.
+
+
+class WrongBlocksError(Exception):
+    """Blocks do not hold the tokens of the request that they were given to."""
+
+
+class BlockStamps:
+    """Stamps each full block with a digest of its tokens, and looks at the stamps of blocks that a request was given.
+
+    A block has the stamp in its first and its last word, so that one that came half is found, too.
+    """
+
+    def __init__(self, memory: PoolMemory, block_size: int, first_block: int = 0) -> None:
+        """``memory``: of blocks of ``block_size`` tokens, whose bytes are whole words of 4, two at least.
+
+        Block 0 of who asks is its block ``first_block``.
+        """
+        pool = np.frombuffer(memory.view, np.uint32).reshape(memory.num_blocks, -1)[first_block:]
+        self._first_words, self._last_words = pool[:, 0], pool[:, -1]
+        self._block_size = block_size
+        self._last_ids: frozenset[int] = frozenset()
+
+    def take(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """Stamp the blocks that one step's ``chunks`` fill, after a look at those before, where a request is new.
+
+        Raises:
+            WrongBlocksError: a block does not hold what its request's tokens give, whoever computed it.
+        """
+        last_ids, self._last_ids = self._last_ids, frozenset(chunk.running.id for chunk in chunks)
+        for chunk in chunks:
+            if chunk.running.id not in last_ids:
+                self._check(chunk.running, chunk.first_position // self._block_size)
+            self._stamp(chunk)
+
+    def _stamp(self, chunk: ScheduledChunk) -> None:
+        size, seq = self._block_size, chunk.running.seq
+        first, end = chunk.first_position // size, (chunk.first_position + chunk.num_tokens) // size
+        if first < end:
+            blocks = seq.block_table[first:end]
+            self._first_words[blocks] = self._last_words[blocks] = _stamps(
+                seq.token_ids[first * size : end * size], size
+            )
+
+    def _check(self, running: RunningRequest, num_full: int) -> None:
+        blocks = running.seq.block_table[:num_full]
+        expected = _stamps(running.seq.token_ids[: num_full * self._block_size], self._block_size)
+        wrong = (self._first_words[blocks] != expected) | (self._last_words[blocks] != expected)
+        if wrong.any():
+            raise WrongBlocksError(f"blocks {np.flatnonzero(wrong).tolist()} of the sequence hold something else")
+
+
+def _stamps(token_ids: Sequence[int], block_size: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    """One digest a block, never 0: a block that nobody wrote is."""
+    tokens = np.asarray(token_ids, np.uint32).reshape(-1, block_size)
+    return np.array([zlib.crc32(block.data) or 1 for block in tokens], np.uint32)

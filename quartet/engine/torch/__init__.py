@@ -42,8 +42,7 @@ def create_encoder(config: TorchEncoderConfig, embeddings: EmbeddingMemory | Non
         embeddings: the pool to write to, of the model's own layout; without, it has one of its own.
     """
     from quartet.engine.media.rows_encoder import RowsEncoder
-    from quartet.engine.torch.encoder import TorchEncoder
-    from quartet.engine.torch.rows_parts import make_rows_parts
+    from quartet.engine.torch.encoder import TorchEncoder, make_rows_parts
 
     if MediaKind.IMAGE not in config.kinds:
         return RowsEncoder(lambda: make_rows_parts(config))

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from quartet.engine.media.embeddings import EmbeddingPoolView
-from quartet.engine.running import ScheduledChunk
+from quartet.engine.runner import ScheduledChunk
 from quartet.engine.torch.media_rows import MediaRows, media_rows
 from quartet.kvcache.layout import KvLayout
 

@@ -9,28 +9,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from quartet.engine.encoder import EncoderCapabilities, EncoderStats, EncodeTimes, ItemSize
+from quartet.engine.fingerprint import model_fingerprint
+from quartet.engine.media.rows_encoder import RowsParts
+from quartet.engine.media_config import make_embedding_memory, read_media_config, shared_item_tokens
 from quartet.engine.torch.encoder_config import TorchEncoderConfig
 from quartet.engine.torch.encoder_jobs import Job, JobQueue, Passenger, RunTimes, Stage
-from quartet.engine.torch.encoder_thread import TowerListener, TowerThread
-from quartet.errors import EngineError, MediaTooLargeError, ServingError, WorkerUnavailableError
-from quartet.media.items import MediaFile
+from quartet.errors import EngineError, InvalidRequestError, MediaTooLargeError, ServingError, WorkerUnavailableError
+from quartet.kvcache.layout import EmbeddingLayout
+from quartet.media.items import MediaFile, MediaKind
 from quartet.transfer.base import EmbeddingMemory
 
-if TYPE_CHECKING:  # they import torch, which takes seconds: only the tower's thread may
-    from quartet.engine.torch.encoder_files import Prepared
-    from quartet.engine.torch.encoder_tower import Tower
+if TYPE_CHECKING:
+    from quartet.engine.torch.encoder_tower import Prepared, Tower
 
 _LOG = logging.getLogger(__name__)
 
 _NUM_READERS = 2  # threads that decode; each may hold a picture of ``max_pixels`` several times
+
 _CLOSE_TIMEOUT_S = 30.0  # for the run that the tower is in
 
 #: Loads all that the tower's thread works with, on that thread.
@@ -263,3 +268,100 @@ def _broken() -> EngineError:
 
 def _closed() -> WorkerUnavailableError:
     return WorkerUnavailableError("the encoder is closed")
+
+
+# The tower's own thread: loads it, runs batches, sleeps while there is nothing.
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerListener:
+    """What hears of the thread, on the event loop and in order: ready, runs, lost, end.
+
+    Attributes:
+        on_ready: the tower is loaded and warm.
+        on_run: the oldest batch that was posted lies in its blocks, but for what did not fit into the device.
+        on_lost: loading or a run failed; nothing is written any more.
+        on_end: the thread is about to end.
+    """
+
+    on_ready: Callable[[Tower], None]
+    on_run: Callable[[RunTimes], None]
+    on_lost: Callable[[Exception], None]
+    on_end: Callable[[], None]
+
+
+class TowerThread:
+    """Runs batches in the order in which they were posted, until ``stop`` or the first exception."""
+
+    def __init__(self, load: Callable[[], Tower], listener: TowerListener) -> None:
+        """Begin to load; the running event loop hears of it."""
+        self._load = load
+        self._listener = listener
+        self._inbox: queue.SimpleQueue[Sequence[Passenger] | None] = queue.SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        # A daemon: a device that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._main, name="quartet-encoder", daemon=True)
+        self._thread.start()
+
+    def post(self, batch: Sequence[Passenger]) -> None:
+        """Hand over a batch. Never blocks."""
+        self._inbox.put(batch)
+
+    def stop(self) -> None:
+        """Make the thread end after the batches that were posted; ``on_end`` follows."""
+        self._inbox.put(None)
+
+    def join(self) -> None:
+        """Wait for the thread's last instructions; for after ``on_end``."""
+        self._thread.join()
+
+    def _main(self) -> None:
+        try:
+            tower = self._load()
+            self._tell(self._listener.on_ready, tower)
+            while (batch := self._inbox.get()) is not None:
+                self._tell(self._listener.on_run, tower.run(batch))
+        except Exception as error:  # the thread's work ends here; the listener fails what it knows
+            logger.exception("the encoder is lost")
+            self._tell(self._listener.on_lost, error)
+        finally:
+            self._tell(self._listener.on_end)
+
+    def _tell(self, hear: Callable[..., None], *args: object) -> None:
+        # RuntimeError: the loop is closed, so nobody listens any more.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(hear, *args)
+
+
+# The pool of an encode worker whose vision tower is not loaded, as it takes embeddings alone.
+
+
+def make_rows_parts(config: TorchEncoderConfig) -> RowsParts:
+    """Of a checkpoint whose tower is not loaded: a pool as ``config`` says.
+
+    Raises:
+        ModelFilesError: a file is missing or malformed.
+        InvalidRequestError: field ``model``: it takes text only; ``dtype``: nothing says it.
+    """
+    media = read_media_config(config.model_path)
+    if media is None:
+        raise InvalidRequestError("config.json names no vision tower: the model takes text only", field="model")
+    dtype = media.dtype if config.dtype == "auto" else config.dtype
+    if dtype is None:
+        raise InvalidRequestError("config.json does not say the dtype of embeddings", field="dtype")
+    layout = EmbeddingLayout(
+        model_fingerprint=model_fingerprint(config.model_path, dtype),
+        dtype=dtype,
+        hidden_size=media.hidden_size,
+        block_size=config.block_size,
+    )
+    capabilities = EncoderCapabilities(
+        kinds=frozenset({MediaKind.EMBEDDINGS}),
+        model_fingerprint=layout.model_fingerprint,
+        preprocessing_fingerprint=media.preprocessing_fingerprint,
+        max_item_tokens=config.max_item_tokens
+        or shared_item_tokens(num_blocks=config.num_blocks, block_size=config.block_size),
+    )
+    return RowsParts(capabilities, make_embedding_memory(layout, config.num_blocks))

@@ -12,7 +12,7 @@ from quartet.engine.encoder import EncodeTimes
 from quartet.media.items import MediaFile
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds: only the tower's thread may
-    from quartet.engine.torch.encoder_files import Prepared
+    from quartet.engine.torch.encoder_tower import Prepared
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from quartet.engine.media.embeddings import EmbeddingPoolView
-from quartet.engine.running import ScheduledChunk
+from quartet.engine.runner import ScheduledChunk
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,13 @@ from transformers import PreTrainedModel
 
 from quartet.engine.fingerprint import model_fingerprint
 from quartet.engine.media.embeddings import EmbeddingPoolView
-from quartet.engine.runner import SampledToken
-from quartet.engine.running import ScheduledChunk
+from quartet.engine.runner import SampledToken, ScheduledChunk
 from quartet.engine.torch.attention import PagedStep
 from quartet.engine.torch.batch import FlatBatch, build_batch, probe_batch
 from quartet.engine.torch.config import TorchEngineConfig
-from quartet.engine.torch.fuse import fuse
+from quartet.engine.torch.decoder import fuse
 from quartet.engine.torch.loader import LoadedModel, load_model
-from quartet.engine.torch.pool import KvPool
-from quartet.engine.torch.pool_size import num_pool_blocks
+from quartet.engine.torch.pool import KvPool, num_pool_blocks
 from quartet.engine.torch.sampler import Sampler
 from quartet.engine.torch.support import refusal
 from quartet.errors import InvalidRequestError

@@ -7,15 +7,13 @@ rest of the batch, except through its logits, whose last bits may differ from on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 
-from quartet.engine.runner import SampledToken
-from quartet.engine.running import RunningRequest
+from quartet.engine.runner import RunningRequest, SampledToken
 from quartet.engine.sampling import TokenLogprobs
-from quartet.engine.torch.draw import DrawParameters, draw
-from quartet.engine.torch.rules import RequestRules, Row, apply_rules
 
 
 class Sampler:
@@ -94,3 +92,343 @@ def _report(logprobs: torch.Tensor, rows: Sequence[Row], token_ids: Sequence[int
         num = row.rules.num_logprobs or 0
         reports[row.index] = TokenLogprobs(token_ids[row.index], logprob, tuple(ids[:num]), tuple(values[:num]))
     return reports
+
+
+# Draws tokens from many rows of logits at once: temperature, top-k, top-p, min-p, then Gumbel-max.
+#
+# All three filters keep what is at least as likely as some token, so each of them is a threshold on the logit, and the
+# strictest one counts. Tokens that are exactly as likely as the last one kept are kept too: which of them a sort puts
+# first is an accident. The order is the usual one: temperature, top-k, top-p of what is left, min-p.
+
+# A nucleus or a min-p set is mostly far smaller: these many best tokens are tried before the vocabulary is sorted.
+_NUM_CANDIDATES = 1024
+
+# Room for tokens that tie with the k-th one.
+_NUM_SPARE_CANDIDATES = 64
+
+# Rows are taken in groups, so that the noise and its passes stay near the processor.
+_MAX_NOISE = 1 << 21
+
+# Below it the best token is all there is, and dividing by it would overflow.
+_MIN_TEMPERATURE = 1e-6
+
+
+@dataclass(frozen=True)
+class DrawParameters:
+    """One entry a row.
+
+    Attributes:
+        temperature: ``[N]`` float, above 0.
+        top_k: ``[N]`` int64, 0 for all.
+        top_p: ``[N]`` float64, 1 for all.
+        min_p: ``[N]`` float64, 0 for all.
+        keys: ``[N]`` int64, the noise's states.
+    """
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    keys: torch.Tensor
+
+    def __getitem__(self, rows: slice | torch.Tensor) -> DrawParameters:
+        """The parameters of these rows."""
+        return DrawParameters(
+            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.keys[rows]
+        )
+
+
+def draw(logits: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:
+    """Draw one token a row.
+
+    A row's token depends on its own logits and parameters alone.
+
+    Args:
+        logits: ``[N, V]`` float32 or float64; not changed.
+        parameters: of these rows.
+
+    Returns:
+        ``[N]`` int64 token ids.
+    """
+    num_rows = max(1, _MAX_NOISE // logits.shape[1])
+    groups = [slice(first, first + num_rows) for first in range(0, len(logits), num_rows)]
+    return torch.cat([_draw_group(logits[rows], parameters[rows]) for rows in groups])
+
+
+def _draw_group(logits: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:
+    temperature = parameters.temperature.to(logits.dtype).clamp(min=_MIN_TEMPERATURE)[:, None]
+    # Less the maximum first: what would overflow becomes minus infinity, which it is.
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
+    is_filtered = (parameters.top_k > 0) | (parameters.top_p < 1) | (parameters.min_p > 0)
+    if not bool(is_filtered.any()):
+        return _draw_all(scaled, parameters.keys)
+    if bool(is_filtered.all()):
+        return _draw_filtered(scaled, parameters, _num_candidates(parameters, scaled.shape[1]))
+    winners = torch.empty_like(parameters.keys)
+    winners[~is_filtered] = _draw_all(scaled[~is_filtered], parameters.keys[~is_filtered])
+    filtered = parameters[is_filtered]
+    winners[is_filtered] = _draw_filtered(scaled[is_filtered], filtered, _num_candidates(filtered, scaled.shape[1]))
+    return winners
+
+
+def _draw_all(scaled: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    token_ids = torch.arange(scaled.shape[1], device=scaled.device)
+    return gumbel_noise(keys, token_ids).add_(scaled).argmax(-1)
+
+
+def _num_candidates(parameters: DrawParameters, vocab_size: int) -> int:
+    """How many of the best tokens most likely hold every row's kept set."""
+    num_kept = int(parameters.top_k.max())
+    if bool((parameters.top_k == 0).any()):
+        num_kept = max(num_kept, _NUM_CANDIDATES)
+    return min(vocab_size, num_kept + _NUM_SPARE_CANDIDATES)
+
+
+def _draw_filtered(scaled: torch.Tensor, parameters: DrawParameters, num_candidates: int) -> torch.Tensor:
+    best = torch.topk(scaled, num_candidates, dim=-1)
+    values = best.values.double()
+    threshold = _threshold(values, scaled, parameters)[:, None]
+    scores = gumbel_noise(parameters.keys, best.indices).add_(values).masked_fill_(values < threshold, float("-inf"))
+    winners = best.indices.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
+    if num_candidates == scaled.shape[1]:
+        return winners
+    # Where even the last candidate was kept, there may be more to keep.
+    is_open = values[:, -1] >= threshold[:, 0]
+    if bool(is_open.any()):
+        winners[is_open] = _draw_filtered(scaled[is_open], parameters[is_open], scaled.shape[1])
+    return winners
+
+
+def _threshold(values: torch.Tensor, scaled: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:
+    """The least logit kept in each row, ``[N]``.
+
+    Args:
+        values: ``[N, C]`` float64, the best logits of ``scaled``, best first.
+        scaled: ``[N, V]``, all logits.
+        parameters: of these rows.
+    """
+    lowest = torch.full_like(values[:, 0], float("-inf"))
+    last_k = parameters.top_k.clamp(max=values.shape[1]).sub(1).clamp(min=0)
+    least_k = torch.where(parameters.top_k > 0, _pick(values, last_k), lowest)
+    least_p = torch.where(parameters.top_p < 1, _least_of_nucleus(values, scaled, least_k, parameters), lowest)
+    return torch.stack((least_k, least_p, values[:, 0] + parameters.min_p.log())).amax(0)
+
+
+def _least_of_nucleus(
+    values: torch.Tensor, scaled: torch.Tensor, least_k: torch.Tensor, parameters: DrawParameters
+) -> torch.Tensor:
+    """The last logit of the smallest set whose probability, among what top-k keeps, reaches top-p."""
+    kept = values.masked_fill(values < least_k[:, None], float("-inf"))
+    total = torch.where(parameters.top_k > 0, kept.logsumexp(-1), scaled.double().logsumexp(-1))
+    probabilities = (kept - total[:, None]).exp()
+    mass_before = probabilities.cumsum(-1) - probabilities
+    return _pick(values, (mass_before < parameters.top_p[:, None]).sum(-1).sub(1).clamp(min=0))
+
+
+def _pick(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    return values.gather(1, columns[:, None])[:, 0]
+
+
+# What requests do to their logits before tokens are chosen: penalties, bias, tokens not to be chosen yet.
+#
+# Each kind of rule is applied to all rows that have it at once; rows without rules are not touched.
+
+
+class RequestRules:
+    """One request's part in sampling, prepared once. Lives in the engine thread.
+
+    Attributes:
+        sampling: its parameters.
+        num_logprobs: alternatives to report, ``None`` for no report.
+        has_penalties: some penalty differs from its neutral value.
+        stop_ids: tokens not to be chosen before ``min_tokens`` are out.
+    """
+
+    def __init__(self, running: RunningRequest) -> None:
+        generation = running.request.generation
+        self.sampling = sampling = generation.sampling
+        self.num_logprobs = generation.output.logprobs
+        self.has_penalties = sampling.repetition_penalty != 1.0 or bool(
+            sampling.presence_penalty or sampling.frequency_penalty
+        )
+        self.stop_ids = tuple(sorted(running.stop_ids))
+        self._seed, self._choice = generation.seed, generation.choice
+        self._num_prompt_tokens = running.num_prompt_tokens
+        self._counts: TokenCounts | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the best token is all that is asked for, without rules or report."""
+        return self.sampling.is_greedy and not self.changes_logits and self.num_logprobs is None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether some rule applies, now or at times."""
+        return self.has_penalties or bool(self.sampling.logit_bias) or self.sampling.min_tokens > 0
+
+    def key(self, position: int) -> int:
+        """The noise's state for the token at ``position`` of the sequence."""
+        return noise_key(self._seed, self._choice, position)
+
+    def counts(self, token_ids: Sequence[int], vocab_size: int, device: torch.device) -> TokenCounts:
+        """What the sequence holds, which only ever grows from call to call."""
+        if self._counts is None:
+            self._counts = TokenCounts(self._num_prompt_tokens, vocab_size, device)
+        self._counts.update(token_ids)
+        return self._counts
+
+
+class TokenCounts:
+    """Which tokens one sequence holds, kept up step by step.
+
+    Attributes:
+        is_seen: ``[V]`` bool: in prompt or output.
+        num_in_output: ``[V]`` int32: times in the output.
+    """
+
+    def __init__(self, num_prompt_tokens: int, vocab_size: int, device: torch.device) -> None:
+        self.is_seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self.num_in_output = torch.zeros(vocab_size, dtype=torch.int32, device=device)
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_counted = 0
+
+    def update(self, token_ids: Sequence[int]) -> None:
+        """Count the tokens that are new since the last call."""
+        new = torch.tensor(token_ids[self._num_counted :], dtype=torch.long, device=self.is_seen.device)
+        output = new[max(0, self._num_prompt_tokens - self._num_counted) :]
+        self.is_seen[new] = True
+        self.num_in_output.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+        self._num_counted = len(token_ids)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a step's logits, with the request whose next token it yields."""
+
+    index: int
+    running: RunningRequest
+    rules: RequestRules
+
+
+def apply_rules(logits: torch.Tensor, rows: Sequence[Row]) -> None:
+    """Change ``[N, V]`` logits in place: penalties, then bias, then stop ids where it is too early for them.
+
+    Bias comes after penalties so that a bias moves a token by the same amount whether it was seen or not.
+    """
+    if penalised := [row for row in rows if row.rules.has_penalties]:
+        _apply_penalties(logits, penalised)
+    if biased := [row for row in rows if row.rules.sampling.logit_bias]:
+        _add_bias(logits, biased)
+    if early := [row for row in rows if row.running.num_output_tokens < row.rules.sampling.min_tokens]:
+        indices, token_ids = _pairs([(row.index, row.rules.stop_ids) for row in early], logits.device)
+        logits[indices, token_ids] = float("-inf")
+
+
+def _apply_penalties(logits: torch.Tensor, rows: Sequence[Row]) -> None:
+    counts = [row.rules.counts(row.running.seq.token_ids, logits.shape[1], logits.device) for row in rows]
+    sampling = [row.rules.sampling for row in rows]
+    indices = torch.tensor([row.index for row in rows], dtype=torch.long, device=logits.device)
+    is_seen = torch.stack([item.is_seen for item in counts])
+    num_in_output = torch.stack([item.num_in_output for item in counts])
+    repetition = _column([item.repetition_penalty for item in sampling], logits)
+    presence = _column([item.presence_penalty for item in sampling], logits)
+    frequency = _column([item.frequency_penalty for item in sampling], logits)
+    penalised = logits[indices]
+    repeated = torch.where(penalised > 0, penalised / repetition, penalised * repetition)
+    penalised = torch.where(is_seen, repeated, penalised)
+    logits[indices] = penalised - num_in_output * frequency - (num_in_output > 0) * presence
+
+
+def _add_bias(logits: torch.Tensor, rows: Sequence[Row]) -> None:
+    biases = [bias for row in rows for bias in row.rules.sampling.logit_bias.values()]
+    pairs = _pairs([(row.index, tuple(row.rules.sampling.logit_bias)) for row in rows], logits.device)
+    logits[pairs] += torch.tensor(biases, dtype=logits.dtype, device=logits.device)
+
+
+def _pairs(
+    tokens_by_row: Sequence[tuple[int, tuple[int, ...]]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and column of every token."""
+    rows = [row for row, token_ids in tokens_by_row for _ in token_ids]
+    columns = [token_id for _, token_ids in tokens_by_row for token_id in token_ids]
+    return (
+        torch.tensor(rows, dtype=torch.long, device=device),
+        torch.tensor(columns, dtype=torch.long, device=device),
+    )
+
+
+def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+# Sampling noise as a pure function of (seed, choice, position, token id).
+#
+# No generator has a state here: any attempt on any worker, in whatever batch, draws the same noise. A token is drawn
+# by
+# the Gumbel-max trick (Gumbel 1954; Maddison et al., "A* Sampling", 2014): the argmax of logits plus independent
+# Gumbel
+# noise is a sample of their softmax. It was chosen over one uniform number and the inverse of the cumulative
+# distribution because logits differ in their last bits between batches and devices: there, each such difference moves
+# all boundaries between tokens, and a token at the edge of a top-p set rescales all others; here the choice changes
+# only
+# where the two best sums are as close as the difference itself. With filters, only the kept tokens need noise.
+#
+# The bits come from SplitMix64 read by position (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+# Generators",
+# OOPSLA 2014; mixer: Stafford's variant 13): integers only, hence equal on every device.
+
+_MASK = (1 << 64) - 1
+
+_GAMMA = 0x9E3779B97F4A7C15
+
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+_SHIFTS = (30, 27, 31)
+
+_UNIFORM_BITS = 52  # one less than a double's mantissa: the half step below keeps the ends 0 and 1 out
+
+
+def noise_key(seed: int, choice: int, position: int) -> int:
+    """The 64-bit state of the noise at one position of one sequence, as a signed integer for int64 tensors."""
+    state = 0
+    for word in (seed, choice, position):
+        state = _mix(((state + _GAMMA) ^ word) & _MASK)
+    return _to_signed(state)
+
+
+def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise, in float64.
+
+    Args:
+        keys: ``[N]`` int64, of ``noise_key``.
+        token_ids: ``[C]`` or ``[N, C]`` int64.
+
+    Returns:
+        ``[N, C]``; an entry depends on its key and its token id alone.
+    """
+    bits = keys[:, None] + (token_ids + 1) * _to_signed(_GAMMA)
+    _mix_tensor_(bits)
+    uniform = _shift_right(bits, 64 - _UNIFORM_BITS).double().add_(0.5).mul_(2.0**-_UNIFORM_BITS)
+    return uniform.log_().neg_().log_().neg_()
+
+
+def _mix(state: int) -> int:
+    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
+        state = ((state ^ (state >> shift)) * multiplier) & _MASK
+    return state ^ (state >> _SHIFTS[2])
+
+
+def _mix_tensor_(bits: torch.Tensor) -> None:
+    """``_mix`` in place; int64 multiplication wraps as unsigned 64-bit multiplication does."""
+    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
+        bits.bitwise_xor_(_shift_right(bits, shift)).mul_(_to_signed(multiplier))
+    bits.bitwise_xor_(_shift_right(bits, _SHIFTS[2]))
+
+
+def _shift_right(bits: torch.Tensor, shift: int) -> torch.Tensor:
+    """Logical shift: int64's own shift copies the sign."""
+    return (bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+
+
+def _to_signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import copy
+import importlib
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from quartet.engine.settings import Backend
-from quartet.engine.trtllm import roles
-from quartet.engine.trtllm.layers import DEFAULT_BLOCK_SIZE, KV_CACHE, Arguments, merge_layers
+from quartet.config import load_yaml
+from quartet.engine.settings import Backend, EngineSettings
+from quartet.engine.trtllm import schema
+from quartet.engine.trtllm.schema import DECODING_CLASSES, ConfigTable, check_arguments
 from quartet.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quartet.engine.catalog import EngineSpec
+    from quartet.engine.settings import EngineSpec
 
 
 class Use(StrEnum):
@@ -22,6 +25,10 @@ class Use(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     ENCODE = "encode"
+
+
+#: What TensorRT-LLM takes where nobody says.
+DEFAULT_BLOCK_SIZE = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +82,15 @@ def llm_arguments(spec: EngineSpec, use: Use) -> LlmArguments:
     arguments, backend = merge_layers(spec.engine)
     if use is Use.ENCODE:
         return _encoder_arguments(spec, arguments, backend)
-    roles.refuse_encoder_alone(arguments)
+    refuse_encoder_alone(arguments)
     if backend is Backend.AUTODEPLOY:
         return _autodeploy_arguments(spec, use, arguments)
     _keep_results_whole(arguments)
-    timeout_s = roles.prepare_prefill(arguments) if use is Use.PREFILL else roles.prepare_decode(arguments)
+    timeout_s = prepare_prefill(arguments) if use is Use.PREFILL else prepare_decode(arguments)
     publishes = spec.engine.publish_events_and_metrics
-    has_events = publishes and roles.publish_events(arguments)
-    has_stats = publishes and roles.publish_metrics(arguments, "enable_iter_perf_stats")
-    has_perf_metrics = publishes and roles.publish_metrics(arguments, "return_perf_metrics")
+    has_events = publishes and publish_events(arguments)
+    has_stats = publishes and publish_metrics(arguments, "enable_iter_perf_stats")
+    has_perf_metrics = publishes and publish_metrics(arguments, "return_perf_metrics")
     values = {"model": spec.model_path, **arguments.values}
     cache = arguments.section(KV_CACHE)
     return LlmArguments(
@@ -115,14 +122,15 @@ def _keep_results_whole(arguments: Arguments) -> None:
 
 # What the PyTorch backend and AutoDeploy make of what nobody says.
 _MAX_BATCH_SIZE, _MAX_NUM_TOKENS = 2048, 8192
+
 _AUTODEPLOY_MAX_BATCH_SIZE, _AUTODEPLOY_MAX_SEQ_LEN = 8, 512
 
 
 def _autodeploy_arguments(spec: EngineSpec, use: Use, arguments: Arguments) -> LlmArguments:
     if use is Use.PREFILL:
         raise ConfigError("backend: _autodeploy hands no KV blocks over, so it serves on decode workers only")
-    roles.keep_safe_for_autodeploy(arguments)
-    has_events = spec.engine.publish_events_and_metrics and roles.publish_events(arguments)
+    keep_safe_for_autodeploy(arguments)
+    has_events = spec.engine.publish_events_and_metrics and publish_events(arguments)
     cache = arguments.section(KV_CACHE)
     return LlmArguments(
         values={"model": spec.model_path, "backend": Backend.AUTODEPLOY.value, **arguments.values},
@@ -138,7 +146,7 @@ def _autodeploy_arguments(spec: EngineSpec, use: Use, arguments: Arguments) -> L
 def _encoder_arguments(spec: EngineSpec, arguments: Arguments, backend: Backend) -> LlmArguments:
     if backend is Backend.AUTODEPLOY:
         raise ConfigError("backend: _autodeploy encodes no media")
-    roles.keep_fit_for_encoder(arguments)
+    keep_fit_for_encoder(arguments)
     arguments.set_default("max_batch_size", spec.encoder.max_batch_size)
     values = {"model": spec.model_path, **arguments.values}
     return LlmArguments(
@@ -165,3 +173,354 @@ def _int_or_none(values: Mapping[str, object], name: str, default: int | None) -
 def _str_or_none(values: Mapping[str, object], name: str) -> str | None:
     value = values.get(name)
     return value if isinstance(value, str) else None
+
+
+# Who says what of the arguments of TensorRT-LLM: our own fields, under a file's, under what overrides both.
+
+#: The only sub-config that layers share; every other one is replaced as a whole, as upstream's own files are merged.
+KV_CACHE = "kv_cache_config"
+
+
+@dataclass
+class Arguments:
+    """Arguments of TensorRT-LLM as they come together.
+
+    Attributes:
+        values: what they are now, by name.
+        warnings: for whoever runs the worker.
+        origins: who said it, by name, or by ``kv_cache_config.name``: what a message begins with.
+    """
+
+    values: dict[str, object] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    origins: dict[str, str] = field(default_factory=dict)
+
+    def origin(self, path: str) -> str:
+        """How messages call the argument ``path``: with who said it."""
+        return self.origins.get(path) or self.origins.get(path.partition(".")[0], path)
+
+    def section(self, name: str) -> dict[str, object]:
+        """The sub-config called ``name``; empty where there is none."""
+        value = self.values.get(name)
+        return dict(value) if isinstance(value, Mapping) else {}
+
+    @property
+    def kv_dtype(self) -> str:
+        """Of the KV cache: as it says, else as the weights are said to be; ``auto``: the checkpoint decides."""
+        own = self.section(KV_CACHE).get("dtype", "auto")
+        return str(self.values.get("dtype", "auto") if own == "auto" else own)
+
+    def set_default(self, path: str, value: object) -> None:
+        """Say ``value`` for the argument, or field of a sub-config, unless somebody said something."""
+        name, _, below = path.partition(".")
+        if below:
+            value = {below: value, **self.section(name)}
+        elif name in self.values:
+            return
+        self.values[name] = value
+
+    def keep_only(self, names: Container[str]) -> list[str]:
+        """Take all others out of ``values``; how messages call those that were more than ``None``."""
+        others = [name for name in self.values if name not in names]
+        return [self.origin(name) for name in others if self.values.pop(name) is not None]
+
+
+def merge_layers(settings: EngineSettings) -> tuple[Arguments, Backend]:
+    """What ``settings`` says of the arguments of ``LLM``, each layer checked by itself; ``model`` is not among them.
+
+    Raises:
+        ConfigError: naming layer and key of what TensorRT-LLM 1.2 does not take.
+    """
+    layers = _read_layers(settings)
+    backend = _backend(settings, layers)
+    merged = Arguments()
+    table = schema.AUTODEPLOY if backend is Backend.AUTODEPLOY else schema.LLM
+    for name, values in layers:
+        given = {key: value for key, value in values.items() if key != "backend"}
+        merged.warnings += _check_layer(name, given, table)
+    for path, (field_name, value) in _our_fields(settings, _block_size(settings, layers)).items():
+        merged.set_default(path, value)
+        merged.origins[path] = field_name
+    for name, values in layers:
+        _lay_over(merged, name, values)
+    merged.values.pop("backend", None)
+    return merged, backend
+
+
+_Layer = tuple[str, Mapping[str, object]]
+
+
+def _read_layers(settings: EngineSettings) -> Sequence[_Layer]:
+    layers: list[_Layer] = []
+    if settings.extra_engine_args is not None:
+        try:
+            layers.append(("extra_engine_args", load_yaml(settings.extra_engine_args)))
+        except ConfigError as error:
+            raise ConfigError(f"extra_engine_args: {error}") from error
+    layers.append(("override_engine_args", settings.override_engine_args))
+    return layers
+
+
+def _backend(settings: EngineSettings, layers: Sequence[_Layer]) -> Backend:
+    backend = settings.backend or Backend.PYTORCH
+    for name, values in layers:
+        if (said := values.get("backend")) is not None:
+            if said not in list(Backend):
+                raise ConfigError(f"{name}: backend: must be one of {', '.join(Backend)}, not {said!r}")
+            backend = Backend(str(said))
+    return backend
+
+
+def _check_layer(name: str, values: Mapping[str, object], table: ConfigTable) -> list[str]:
+    if "model" in values:
+        raise ConfigError(f"{name}: model: is the worker's own")
+    # AutoDeploy's table has the safe fields only; those that it lacks, but the other backend has, are dropped later.
+    shared = {} if table is schema.LLM else {key: value for key, value in values.items() if key not in table.types}
+    own = {key: value for key, value in values.items() if key not in shared}
+    try:
+        warnings = [*check_arguments(own, table), *check_arguments(shared, schema.LLM)]
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    return [f"{name}: {warning}" for warning in warnings]
+
+
+def _block_size(settings: EngineSettings, layers: Sequence[_Layer]) -> int:
+    block_size = settings.block_size
+    for _, values in layers:
+        section = values.get(KV_CACHE)
+        said = section.get("tokens_per_block") if isinstance(section, Mapping) else None
+        block_size = said if isinstance(said, int) else block_size
+    return block_size
+
+
+def _our_fields(settings: EngineSettings, block_size: int) -> dict[str, tuple[str, object]]:
+    """Our fields that differ from their defaults: name and value, by what TensorRT-LLM calls them."""
+    num_blocks = settings.num_blocks
+    said: dict[str, tuple[str, object, object]] = {
+        "dtype": ("dtype", settings.dtype, "auto"),
+        "tensor_parallel_size": ("tensor_parallel_size", settings.tensor_parallel_size, 1),
+        "pipeline_parallel_size": ("pipeline_parallel_size", settings.pipeline_parallel_size, 1),
+        "moe_expert_parallel_size": ("expert_parallel_size", settings.expert_parallel_size, None),
+        "enable_attention_dp": ("enable_attention_dp", settings.enable_attention_dp, False),
+        "gpus_per_node": ("gpus_per_node", settings.gpus_per_node, None),
+        "max_batch_size": ("max_batch_size", settings.max_batch_size, None),
+        "max_num_tokens": ("max_num_tokens", settings.max_num_tokens, None),
+        "max_seq_len": ("max_model_len", settings.max_model_len, None),
+        "max_beam_width": ("max_beam_width", settings.max_beam_width, 1),
+        f"{KV_CACHE}.tokens_per_block": ("block_size", settings.block_size, DEFAULT_BLOCK_SIZE),
+        f"{KV_CACHE}.free_gpu_memory_fraction": ("free_gpu_memory_fraction", settings.free_gpu_memory_fraction, None),
+        f"{KV_CACHE}.max_tokens": ("num_blocks", None if num_blocks is None else num_blocks * block_size, None),
+    }
+    return {path: (name, value) for path, (name, value, default) in said.items() if value != default}
+
+
+def _lay_over(merged: Arguments, layer: str, values: Mapping[str, object]) -> None:
+    for name, value in copy.deepcopy(dict(values)).items():
+        if name == KV_CACHE and isinstance(value, Mapping):
+            merged.values[name] = {**merged.section(name), **value}
+            merged.origins.update({f"{name}.{below}": f"{layer}: {name}.{below}" for below in value})
+            merged.origins.setdefault(name, f"{layer}: {name}")
+        else:
+            merged.values[name] = value
+            merged.origins[name] = f"{layer}: {name}"
+
+
+# What a worker's part in serving asks of TensorRT-LLM's arguments: set where nobody said, refused where it differs.
+
+_TRANSCEIVER = "cache_transceiver_config"
+
+_DEFAULT_TRANSCEIVER = "NIXL"
+
+#: Of a hand-off that nobody fetches: its blocks are prefill's until then. TensorRT-LLM counts from the prompt's end and
+#: nothing renews it, unlike our lease of 30 s, which decode renews while the request waits there: so it has to be
+#: longer than that, with time for a decode that is queued. One that waits still longer finds nothing to pull, fails and
+#: is prefilled again; so that blocks which nobody will pull are prefill's for a minute at most.
+_DEFAULT_TRANSFER_TIMEOUT_MS = 60_000
+
+#: Events between two polls; those beyond are lost.
+_DEFAULT_EVENT_BUFFER_SIZE = 16_384
+
+_ENCODER_DTYPES = ("auto", "float16", "float32", "bfloat16")
+
+
+def keep_safe_for_autodeploy(arguments: Arguments) -> None:
+    """Drop what not every AutoDeploy takes, with a warning for each."""
+    for origin in arguments.keep_only(schema.AUTODEPLOY.types):
+        hint = "; its one knob for GPUs is world_size" if origin.endswith("parallel_size") else ""
+        arguments.warnings.append(f"{origin}: left out, the backend _autodeploy may not take it{hint}")
+
+
+def keep_fit_for_encoder(arguments: Arguments) -> None:
+    """Drop what the vision part alone has no use for, with one warning: files of engines are made for both."""
+    if dropped := arguments.keep_only(schema.ENCODER):
+        arguments.warnings.append(f"{', '.join(dropped)}: left out, an encode worker has no use for it")
+    if "dtype" in arguments.values and arguments.values["dtype"] not in _ENCODER_DTYPES:
+        raise ConfigError(f"{arguments.origin('dtype')}: must be one of {', '.join(_ENCODER_DTYPES)}")
+
+
+def refuse_encoder_alone(arguments: Arguments) -> None:
+    """A worker that generates loads all of the model.
+
+    Raises:
+        ConfigError: it is told to load the vision part only.
+    """
+    if arguments.values.get("mm_encoder_only"):
+        raise ConfigError(f"{arguments.origin('mm_encoder_only')}: for encode workers only")
+
+
+def prepare_prefill(arguments: Arguments) -> float:
+    """What a worker needs that hands its blocks on; for how many seconds it keeps them.
+
+    Raises:
+        ConfigError: somebody said what makes that impossible.
+    """
+    if not arguments.values.get("disable_overlap_scheduler", True):
+        raise ConfigError(
+            f"{arguments.origin('disable_overlap_scheduler')}: must be true on a prefill worker: it hands "
+            "nothing on with the overlap scheduler"
+        )
+    arguments.set_default("disable_overlap_scheduler", True)
+    timeout_s = _prepare_transceiver(arguments)
+    if timeout_s is None:
+        raise ConfigError(f"{arguments.origin(_TRANSCEIVER)}: a prefill worker cannot do without its backend")
+    _warn_of_small_buffer(arguments)
+    return timeout_s
+
+
+def prepare_decode(arguments: Arguments) -> float | None:
+    """What a worker needs that takes hand-offs; their timeout in seconds, or ``None``: it was told to take none.
+
+    Raises:
+        ConfigError: somebody said what makes that impossible.
+    """
+    return _prepare_transceiver(arguments)
+
+
+def _prepare_transceiver(arguments: Arguments) -> float | None:
+    if _TRANSCEIVER in arguments.values and arguments.values[_TRANSCEIVER] is None:
+        return None
+    given = arguments.section(_TRANSCEIVER)
+    config = {"backend": _DEFAULT_TRANSCEIVER, **given}
+    if config["backend"] is None:
+        return None
+    if (arguments.values.get("max_beam_width") or 1) != 1:
+        raise ConfigError(
+            f"{arguments.origin('max_beam_width')}: must be 1 where requests are handed over; "
+            f"{_TRANSCEIVER}: null makes a decode worker that takes no hand-offs"
+        )
+    timeout_ms = config.get("kv_transfer_timeout_ms")
+    if not isinstance(timeout_ms, int):
+        timeout_ms = config["kv_transfer_timeout_ms"] = _DEFAULT_TRANSFER_TIMEOUT_MS
+    arguments.values[_TRANSCEIVER] = config
+    return timeout_ms / 1000
+
+
+def _warn_of_small_buffer(arguments: Arguments) -> None:
+    num_tokens = arguments.section(_TRANSCEIVER).get("max_tokens_in_buffer")
+    longest = arguments.values.get("max_seq_len")
+    if isinstance(num_tokens, int) and isinstance(longest, int) and num_tokens < longest:
+        arguments.warnings.append(
+            f"{arguments.origin(_TRANSCEIVER)}.max_tokens_in_buffer: longer prompts, up to max_seq_len, "
+            "may fail to be handed on"
+        )
+
+
+def publish_events(arguments: Arguments) -> bool:
+    """Have the cache tell what it holds; whether it does.
+
+    Raises:
+        ConfigError: its buffer of events is switched off while they are wanted.
+    """
+    cache = arguments.section(KV_CACHE)
+    if cache.get("enable_block_reuse", True) is False:
+        origin = arguments.origin(f"{KV_CACHE}.enable_block_reuse")
+        arguments.warnings.append(f"{origin}: is off, so requests are placed without knowing the cache")
+        return False
+    path = f"{KV_CACHE}.event_buffer_max_size"
+    size = cache.get("event_buffer_max_size", _DEFAULT_EVENT_BUFFER_SIZE)
+    if not isinstance(size, int) or size <= 0:
+        raise ConfigError(
+            f"{arguments.origin(path)}: must be more than 0 with publish_events_and_metrics, which may be switched off"
+        )
+    arguments.set_default(path, size)
+    return True
+
+
+def publish_metrics(arguments: Arguments, name: str) -> bool:
+    """Have the engine measure what ``name`` switches on; whether it does: somebody may have switched it off."""
+    arguments.set_default(name, True)
+    if not arguments.values[name]:
+        arguments.warnings.append(f"{arguments.origin(name)}: is off, so some metrics will be missing")
+        return False
+    return True
+
+
+# From plain arguments to what the installed TensorRT-LLM takes from Python: some sub-configs must be objects.
+
+
+def build_objects(arguments: LlmArguments) -> dict[str, object]:
+    """Keywords for ``LLM`` or ``MultimodalEncoder``; new objects at every call. Imports the package; loads no model.
+
+    Raises:
+        ConfigError: the package is not installed, or what is installed lacks an argument, which the message names.
+    """
+    llm_args = _module("tensorrt_llm.llmapi.llm_args")
+    known = _arguments_class(llm_args, arguments).model_fields
+    for name in arguments.values:
+        if name not in known and name != "backend":
+            raise ConfigError(f"{name}: the TensorRT-LLM installed here{_version()} does not have it")
+    return {name: _build(llm_args, name, value) for name, value in arguments.values.items()}
+
+
+# 1.2's reader of YAML makes these itself; from Python it is up to the caller. Pydantic does it for all others, too.
+_CLASSES = {
+    "kv_cache_config": "KvCacheConfig",
+    "scheduler_config": "SchedulerConfig",
+    "cache_transceiver_config": "CacheTransceiverConfig",
+    "cuda_graph_config": "CudaGraphConfig",
+    "moe_config": "MoeConfig",
+    "attention_dp_config": "AttentionDpConfig",
+    "nvfp4_gemm_config": "Nvfp4GemmConfig",
+}
+
+
+def _arguments_class(llm_args: Any, arguments: LlmArguments) -> Any:
+    if arguments.values.get("backend") == Backend.AUTODEPLOY:
+        return _module("tensorrt_llm._torch.auto_deploy.llm_args").LlmArgs
+    return llm_args.TorchLlmArgs
+
+
+def _build(llm_args: Any, name: str, value: object) -> object:
+    if not isinstance(value, Mapping):
+        return value
+    fields = dict(value)
+    if name == "speculative_config":
+        class_name = DECODING_CLASSES[str(fields.pop("decoding_type"))]
+        if not hasattr(llm_args, class_name):
+            raise ConfigError(f"{name}.decoding_type: the TensorRT-LLM installed here{_version()} does not have it")
+        return _made(name, getattr(llm_args, class_name), fields)
+    if name == "lora_config":
+        return _made(name, _module("tensorrt_llm.lora_helper").LoraConfig, fields)
+    kind = getattr(llm_args, _CLASSES.get(name, ""), None)
+    return fields if kind is None else _made(name, kind, fields)
+
+
+def _made(name: str, kind: Any, fields: dict[str, object]) -> object:
+    try:
+        return kind(**fields)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}: the TensorRT-LLM installed here{_version()} refuses it: {error}") from error
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"engine.kind: trtllm needs the package tensorrt_llm, which is not installed here: {error.name}"
+        ) from error
+
+
+def _version() -> str:
+    version = getattr(_module("tensorrt_llm"), "__version__", None)
+    return f" ({version})" if version else ""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quartet.engine.base import EngineRequest, EngineStats, RequestKind
-from quartet.engine.step_time_fit import StepTimeFit
-from quartet.engine.trtllm.stats import LlmRankStats
+from quartet.engine.step_time import StepTimeFit
+from quartet.engine.trtllm.feeds import LlmRankStats
 
 
 class RankFigures(Protocol):

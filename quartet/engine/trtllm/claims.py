@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 from quartet.engine.base import EngineRequest, StepOutput
 from quartet.engine.pulls import Pulls
-from quartet.engine.schedule import Pull
+from quartet.engine.scheduler import Pull
 from quartet.engine.settings import EngineKind
 from quartet.engine.trtllm.hand_off import CacheIdentity, HandOffState
 from quartet.errors import (

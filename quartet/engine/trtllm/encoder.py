@@ -14,20 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from quartet.engine.encoder import EncoderCapabilities, EncoderStats, EncodeTimes, ItemSize, StateEncoder
 from quartet.engine.media.rows_encoder import RowsEncoder, RowsParts
-from quartet.engine.trtllm.arguments import Use, llm_arguments
-from quartet.engine.trtllm.encoder_thread import check_hands_over
-from quartet.engine.trtllm.media_model import MediaModel, kv_dtype, need_media_model
-from quartet.engine.trtllm.media_sizer import FileSizes
+from quartet.engine.trtllm.arguments import Use, build_objects, llm_arguments
+from quartet.engine.trtllm.media_model import FileSizes, MediaModel, kv_dtype, need_media_model
 from quartet.engine.trtllm.model_facts import pool_fingerprint
-from quartet.engine.trtllm.objects import build_objects
 from quartet.engine.trtllm.package import check_installed
-from quartet.engine.trtllm.picture_states import PictureStates
+from quartet.engine.trtllm.pictures import PictureStates, check_hands_over
 from quartet.engine.trtllm.times import TrtllmTimes
 from quartet.media.items import MediaFile, MediaKind
 from quartet.transfer.base import EmbeddingMemory
 
 if TYPE_CHECKING:
-    from quartet.engine.catalog import EngineSpec
+    from quartet.engine.settings import EngineSpec
 
 _LOG = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quartet.engine.base import EngineCapabilities, EngineRequest, EngineStats, Failed, RequestKind, StepOutput
-from quartet.engine.output_queue import OutputQueue
+from quartet.engine.step_engine import OutputQueue
 from quartet.engine.trtllm.arguments import Use, llm_arguments
 from quartet.engine.trtllm.book import engine_stats
 from quartet.engine.trtllm.claims import Claims
@@ -27,7 +27,7 @@ from quartet.errors import ServingError, UnsupportedFieldError, WorkerUnavailabl
 from quartet.transfer.base import EmbeddingMemory, Puller
 
 if TYPE_CHECKING:
-    from quartet.engine.catalog import EngineSpec
+    from quartet.engine.settings import EngineSpec
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,9 @@ whose ids do not survive that is refused, as what was hashed, booked and told wo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
@@ -15,14 +16,13 @@ from PIL import Image
 from quartet.discovery.host import host_identity
 from quartet.engine.base import EngineRequest, Generation
 from quartet.engine.media.rows_encoder import RowsReader
-from quartet.engine.media_validation import MediaLimits, check_media
+from quartet.engine.media_config import MediaLimits, check_media
 from quartet.engine.settings import Modality
-from quartet.engine.trtllm.media_alignment import find_media
 from quartet.engine.trtllm.media_model import MediaModel, read_media_model
 from quartet.engine.trtllm.media_state import PictureState, read_state
-from quartet.engine.trtllm.prompt_text import PromptText, collapse, read_prompt_text
 from quartet.errors import (
     ConfigError,
+    EngineError,
     InvalidRequestError,
     MediaLostError,
     ServingError,
@@ -33,9 +33,11 @@ from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.media_spans import check_placeholders
 from quartet.media.image_file import decode
 from quartet.media.items import MediaFile, MediaKind
+from quartet.media.media_id import MEDIA_ID_SIZE_BYTES
+from quartet.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from quartet.engine.catalog import EngineSpec
+    from quartet.engine.settings import EngineSpec
     from quartet.transfer.base import EmbeddingMemory
 
 
@@ -296,3 +298,106 @@ def _take(state: PictureState) -> Any:
         return SharedTensorContainer.from_dict(dict(state.handle)).get_local_view().cpu().clone()
     except Exception as error:  # whatever CUDA makes of a handle that means nothing any more
         raise TransferError("the picture's embeddings are not there any more") from error
+
+
+# Where media lie in a prompt that TensorRT-LLM has laid out itself, found by what of the text is left around them.
+
+
+def find_media(came: Sequence[int], became: Sequence[int], placeholder_id: int) -> tuple[MediaSpan, ...]:
+    """The runs of ``became`` that stand in place of the placeholders of ``came``; what is between is as it was.
+
+    Some models put tokens of their own between an item's parts, so that only the text around tells where it ends.
+
+    Returns:
+        A span an item, in order, with zeros for its name; each has at least one token.
+
+    Raises:
+        EngineError: ``became`` is not what ``came`` can have become, or in more than one way.
+    """
+    pieces = _split(came, placeholder_id)
+    first = _leftmost(pieces, list(became))
+    last = _leftmost([piece[::-1] for piece in reversed(pieces)], list(reversed(became)))
+    if first is None or last is None:
+        raise EngineError("the engine's prompt is not the one that it was given, with its media in it")
+    if first != [(len(became) - end, len(became) - begin) for begin, end in reversed(last)]:
+        raise EngineError("where each of the prompt's media ends can't be told: put text between them")
+    return tuple(MediaSpan(bytes(MEDIA_ID_SIZE_BYTES), begin, end - begin) for begin, end in first)
+
+
+def _split(token_ids: Sequence[int], placeholder_id: int) -> list[list[int]]:
+    """The text before, between and after the placeholders."""
+    places = [index for index, token_id in enumerate(token_ids) if token_id == placeholder_id]
+    return [list(token_ids[begin + 1 : end]) for begin, end in pairwise([-1, *places, len(token_ids)])]
+
+
+def _leftmost(pieces: Sequence[list[int]], token_ids: list[int]) -> list[tuple[int, int]] | None:
+    """Beginnings and ends of the items, each of which ends as early as it can; ``None``: they are not there."""
+    head, *between, tail = pieces
+    end = len(token_ids) - len(tail)
+    if token_ids[: len(head)] != head or token_ids[end:] != tail:
+        return None
+    items: list[tuple[int, int]] = []
+    begin = len(head)
+    for piece in between:
+        at = _find(token_ids, piece, begin + 1, end)
+        if at is None:
+            return None
+        items.append((begin, at))
+        begin = at + len(piece)
+    return [*items, (begin, end)] if begin < end else None
+
+
+def _find(token_ids: list[int], piece: list[int], begin: int, end: int) -> int | None:
+    if not piece:
+        return begin if begin <= end else None
+    while True:
+        try:
+            begin = token_ids.index(piece[0], begin, end)
+        except ValueError:
+            return None
+        if begin + len(piece) <= end and token_ids[begin : begin + len(piece)] == piece:
+            return begin
+        begin += 1
+
+
+# Prompts with media, back to the text that TensorRT-LLM makes the same token ids of.
+
+
+@dataclass(frozen=True)
+class PromptText:
+    """A text, and whether what the model wants around a text is to be added to it."""
+
+    text: str = field(repr=False)
+    add_special_tokens: bool
+
+
+def read_prompt_text(tokenizer: Tokenizer, token_ids: Sequence[int], spans: Sequence[MediaSpan]) -> PromptText:
+    """The text whose token ids are ``token_ids``, with one placeholder in place of all tokens of each of ``spans``.
+
+    Raises:
+        InvalidRequestError: field ``prompt_token_ids``; there is no such text, as they are not what a tokenizer gives.
+    """
+    collapsed = collapse(token_ids, spans)
+    for candidate in _candidates(tokenizer, collapsed):
+        if tokenizer.encode(candidate.text, candidate.add_special_tokens) == collapsed:
+            return candidate
+    message = "with media, TensorRT-LLM takes text alone, and as text these token ids become others"
+    raise InvalidRequestError(message, field="prompt_token_ids")
+
+
+def collapse(token_ids: Sequence[int], spans: Sequence[MediaSpan]) -> list[int]:
+    """``token_ids`` with the first alone of all tokens of each of ``spans``."""
+    collapsed: list[int] = []
+    begin = 0
+    for span in spans:
+        collapsed += token_ids[begin : span.first_position + 1]
+        begin = span.first_position + span.num_tokens
+    return [*collapsed, *token_ids[begin:]]
+
+
+def _candidates(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Iterator[PromptText]:
+    # What is added is left out first: some models' processors of pictures add it whatever they are told.
+    added = tokenizer.encode("", add_special_tokens=True)
+    if added and list(token_ids[: len(added)]) == added:
+        yield PromptText(tokenizer.decode(token_ids[len(added) :], skip_special_tokens=False), True)
+    yield PromptText(tokenizer.decode(token_ids, skip_special_tokens=False), False)

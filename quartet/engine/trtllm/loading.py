@@ -12,21 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quartet.engine.base import RequestKind
-from quartet.engine.trtllm.arguments import LlmArguments
+from quartet.engine.trtllm.arguments import LlmArguments, build_objects
 from quartet.engine.trtllm.book import RequestBook
-from quartet.engine.trtllm.feeds import Feeds
+from quartet.engine.trtllm.feeds import Feeds, LlmRankStats
 from quartet.engine.trtllm.hand_off import CacheIdentity
 from quartet.engine.trtllm.inputs import InputBuilder, create_input_builder
 from quartet.engine.trtllm.metrics import ResultMetrics
 from quartet.engine.trtllm.model_facts import ModelFacts
-from quartet.engine.trtllm.objects import build_objects
 from quartet.engine.trtllm.package import Package
-from quartet.engine.trtllm.stats import LlmRankStats
 from quartet.errors import ConfigError
 from quartet.events.kv import RankEvents
 
 if TYPE_CHECKING:
-    from quartet.engine.catalog import EngineSpec
+    from quartet.engine.settings import EngineSpec
 
 logger = logging.getLogger(__name__)
 

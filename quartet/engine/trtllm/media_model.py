@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from quartet.engine.encoder import EncoderCapabilities
+from quartet.engine.encoder import EncoderCapabilities, ItemSize
+from quartet.engine.media.rows_encoder import RowsReader
 from quartet.engine.media_config import (
     MediaConfig,
     make_embedding_memory,
     read_media_config,
     shared_item_tokens,
 )
-from quartet.engine.trtllm.layers import merge_layers
-from quartet.engine.trtllm.picture_sizes import SIZED_MODEL_TYPES, PictureSizes, read_picture_sizes
-from quartet.errors import ConfigError, InvalidRequestError
+from quartet.engine.trtllm.arguments import merge_layers
+from quartet.errors import ConfigError, InvalidRequestError, MediaTooLargeError
 from quartet.kvcache.layout import DTYPE_SIZE_BYTES, EmbeddingLayout
-from quartet.media.items import MediaKind
+from quartet.media.image_file import read_header
+from quartet.media.items import MediaFile, MediaGrid, MediaKind
 from quartet.text import model_files
 from quartet.text.tokenizer import Tokenizer
 from quartet.transfer.base import EmbeddingMemory
 
 if TYPE_CHECKING:
-    from quartet.engine.catalog import EngineSpec
-    from quartet.engine.settings import EngineSettings
+    from quartet.engine.settings import EngineSettings, EngineSpec
 
 _PREPROCESSOR, _PROCESSOR = "preprocessor_config.json", "processor_config.json"
+
 # TensorRT-LLM's own, where a checkpoint says nothing.
 _DEFAULT_DTYPE = "bfloat16"
 
@@ -141,3 +143,207 @@ def _max_item_tokens(settings: EngineSettings, sizes: PictureSizes | None) -> in
         message = f"{num_blocks} hold {num_blocks * block_size} tokens, one item may fill {sizes.max_item_tokens}"
         raise ConfigError(f"engine.num_embedding_blocks: {message}")
     return sizes.max_item_tokens
+
+
+# How many tokens pictures fill, by arithmetic alone, for the model types whose pictures are one run of placeholders.
+#
+# As transformers' ``processing_llava_next`` counts, which TensorRT-LLM asks too: nothing of a library's is needed, so
+# a
+# router may be told before anything is computed.
+
+#: Model types whose pictures' sizes are known here.
+SIZED_MODEL_TYPES = ("llava", "llava_next")
+
+# Towers with a row for the whole picture before those of the patches.
+_TOWERS_WITH_CLASS_ROW = ("clip_vision_model", "chinese_clip_vision_model")
+
+_TOWERS = (*_TOWERS_WITH_CLASS_ROW, "siglip_vision_model")
+
+_MAX_EDGE = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureSizes:
+    """Of one model's pictures.
+
+    Attributes:
+        edge: pixels of a tile, which is square.
+        tile_edge: patches of a tile.
+        num_tile_tokens: that the whole picture fills, scaled to one tile.
+        grids: heights and widths, in pixels, that a picture may be cut up to besides; empty: it never is.
+        shortest_edge: pixels that a picture's shorter edge is scaled to before it is cropped to a tile; ``None``: it
+            is scaled to the tile as a whole.
+        max_pixels: of a picture, also of one that was scaled.
+    """
+
+    edge: int
+    tile_edge: int
+    num_tile_tokens: int
+    grids: tuple[tuple[int, int], ...]
+    shortest_edge: int | None
+    max_pixels: int
+
+    def size(self, height: int, width: int) -> ItemSize:
+        """What a picture of that size fills. Raises ``MediaTooLargeError``, field ``file``."""
+        num_pixels = self._num_scaled_pixels(height, width)
+        if num_pixels > self.max_pixels:
+            message = (
+                f"a picture of {width} x {height} is scaled to {num_pixels} pixels, at most {self.max_pixels} may be"
+            )
+            raise MediaTooLargeError(message, field="file")
+        if not self.grids:
+            return ItemSize(self.num_tile_tokens, MediaGrid(self.tile_edge, self.tile_edge), height * width)
+        return ItemSize(self.num_tile_tokens + self._num_grid_tokens(height, width), None, height * width)
+
+    @property
+    def max_item_tokens(self) -> int:
+        """What no picture exceeds."""
+        grids = (
+            (height // self.edge * self.tile_edge, width // self.edge * self.tile_edge) for height, width in self.grids
+        )
+        return self.num_tile_tokens + max((rows * columns + rows for rows, columns in grids), default=0)
+
+    def _num_scaled_pixels(self, height: int, width: int) -> int:
+        if self.grids or self.shortest_edge is None:
+            return height * width
+        return max(height * width, self.shortest_edge**2 * max(height, width) // min(height, width))
+
+    def _num_grid_tokens(self, height: int, width: int) -> int:
+        """Of the parts, without those that only pad them, and with a newline after each row."""
+        grid_height, grid_width = self._best_grid(height, width)
+        rows, columns = grid_height // self.edge * self.tile_edge, grid_width // self.edge * self.tile_edge
+        if width / height > columns / rows:
+            rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+        else:
+            columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        return rows * columns + rows
+
+    def _best_grid(self, height: int, width: int) -> tuple[int, int]:
+        """Where most of the picture is left, and of those the one with the least padding."""
+
+        def merit(grid: tuple[int, int]) -> tuple[int, int]:
+            scale = min(grid[1] / width, grid[0] / height)
+            num_pixels = min(int(width * scale) * int(height * scale), width * height)
+            return num_pixels, num_pixels - grid[0] * grid[1]
+
+        return max(self.grids, key=merit)
+
+
+def read_picture_sizes(config: Mapping[str, Any], preprocessor: Mapping[str, Any], *, max_pixels: int) -> PictureSizes:
+    """Of a checkpoint's ``config.json`` and ``preprocessor_config.json``.
+
+    Raises:
+        InvalidRequestError: field ``model``: what they say is not what is counted here.
+    """
+    model_type = config.get("model_type")
+    if model_type not in SIZED_MODEL_TYPES:
+        raise _refusal(f"model type {model_type!r}, only {' and '.join(SIZED_MODEL_TYPES)}")
+    tower = config.get("vision_config")
+    tower = tower if isinstance(tower, Mapping) else {}
+    tower_type = tower.get("model_type", "clip_vision_model")
+    if tower_type not in _TOWERS:
+        raise _refusal(f"vision tower {tower_type!r}, only {', '.join(_TOWERS)}")
+    edge, patch_size = (
+        _edge(tower.get("image_size", 336), "image_size"),
+        _edge(tower.get("patch_size", 14), "patch_size"),
+    )
+    tile_edge = edge // patch_size
+    strategy = config.get("vision_feature_select_strategy", "default")
+    has_class_row = tower_type in _TOWERS_WITH_CLASS_ROW
+    num_tokens = tile_edge**2
+    if strategy == "full":
+        num_tokens += has_class_row
+    elif strategy != "default" or not has_class_row:
+        raise _refusal(f"vision_feature_select_strategy {strategy!r} with the tower {tower_type!r}")
+    grids = _grids(config, preprocessor, edge) if model_type == "llava_next" else ()
+    if grids and num_tokens != tile_edge**2:
+        raise _refusal("parts of pictures with a row for the whole of each")
+    return PictureSizes(
+        edge=edge,
+        tile_edge=tile_edge,
+        num_tile_tokens=num_tokens,
+        grids=grids,
+        shortest_edge=_shortest_edge(preprocessor, edge),
+        max_pixels=max_pixels,
+    )
+
+
+def _grids(config: Mapping[str, Any], preprocessor: Mapping[str, Any], edge: int) -> tuple[tuple[int, int], ...]:
+    named = config.get("image_grid_pinpoints")
+    pairs = named if isinstance(named, list) else []
+    grids = tuple((pair[0], pair[1]) for pair in pairs if isinstance(pair, list) and [*map(type, pair)] == [int, int])
+    if not grids or len(grids) != len(pairs) or any(size % edge or size < edge for grid in grids for size in grid):
+        raise _refusal(f"image_grid_pinpoints that are not of whole tiles of {edge} pixels")
+    if sorted(preprocessor.get("image_grid_pinpoints", ())) != sorted(pairs):
+        raise _refusal("an image processor that cuts pictures to other grids than the model")
+    return grids
+
+
+def _shortest_edge(preprocessor: Mapping[str, Any], edge: int) -> int | None:
+    """Checks on the way that what comes of a picture is a tile, as these processors have it."""
+    size = preprocessor.get("size", {})
+    size = {"shortest_edge": size} if isinstance(size, int) else size
+    shortest_edge = size.get("shortest_edge") if preprocessor.get("do_resize", True) else None
+    is_cropped = preprocessor.get("do_center_crop", shortest_edge is not None)
+    made = preprocessor.get("crop_size", size) if is_cropped else size
+    made = {"height": made, "width": made} if isinstance(made, int) else made
+    if made.get("height") != edge or made.get("width") != edge:
+        raise _refusal(f"an image processor whose tiles are not of {edge} x {edge} pixels")
+    return None if shortest_edge is None else _edge(shortest_edge, "size.shortest_edge")
+
+
+def _edge(value: Any, name: str) -> int:
+    if type(value) is not int or not 0 < value <= _MAX_EDGE:
+        raise _refusal(f"{name} {value!r}")
+    return value
+
+
+def _refusal(what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"how many tokens pictures fill is not known for {what}", field="model")
+
+
+# Sizes the media files that TensorRT-LLM reads by itself: a ``MediaSizer``, and how an encoder sizes its own.
+
+
+class FileSizes:
+    """Of one model's files. May be called on any thread."""
+
+    def __init__(self, model: MediaModel) -> None:
+        self._model = model
+        self._rows = RowsReader(model.config.hidden_size, model.max_item_tokens)
+
+    def size(self, file: MediaFile) -> ItemSize:
+        """What ``file`` fills, from its header; 0 tokens: unknown. Raises as ``MediaSizer.size`` does."""
+        if file.kind is MediaKind.EMBEDDINGS:
+            return self._rows.size(file)
+        header = read_header(file.data, max_pixels=self._model.max_pixels)
+        if self._model.sizes is None:
+            return ItemSize(0, None, header.height * header.width)
+        size = self._model.sizes.size(header.height, header.width)
+        if size.num_tokens > self._model.max_item_tokens:
+            message = f"the picture fills {size.num_tokens} tokens, one item may fill {self._model.max_item_tokens}"
+            raise MediaTooLargeError(message, field="file")
+        return replace(size, num_pixels=header.height * header.width)
+
+
+class TrtllmSizer:
+    """See ``MediaSizer``."""
+
+    def __init__(self, model: MediaModel) -> None:
+        """Size pictures and embeddings."""
+        # Whose worker this is has told the fingerprint already, and another one than its engine's would be wrong.
+        self.capabilities: EncoderCapabilities = model.capabilities(frozenset(MediaKind), model_fingerprint="")
+        self._sizes = FileSizes(model)
+
+    async def size(self, file: MediaFile) -> ItemSize:
+        """See ``MediaSizer``."""
+        return await asyncio.to_thread(self._sizes.size, file)
+
+
+def create_sizer(spec: EngineSpec) -> TrtllmSizer:
+    """The sizer of the model of ``spec``.
+
+    Raises:
+        ConfigError, ModelFilesError, InvalidRequestError: see ``read_media_model``.
+    """
+    return TrtllmSizer(need_media_model(spec))

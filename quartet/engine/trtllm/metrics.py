@@ -24,7 +24,7 @@ from prometheus_client import REGISTRY, Metric
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
 from quartet.engine.trtllm.errors import trace_of
-from quartet.engine.trtllm.stats import LlmRankStats
+from quartet.engine.trtllm.feeds import LlmRankStats
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from quartet.engine.trtllm.book import engine_stats
 from quartet.engine.trtllm.canary import Canary
 from quartet.engine.trtllm.hand_off import HandOffState
 from quartet.engine.trtllm.loading import LoadedLlm
-from quartet.engine.trtllm.outputs import OutputCollector
-from quartet.engine.trtllm.requests import LlmRequests
+from quartet.engine.trtllm.requests import LlmRequests, OutputCollector
 from quartet.engine.trtllm.times import TrtllmTimes
 from quartet.errors import EngineError
 

@@ -14,17 +14,18 @@ from quartet.kvcache.hand_off import HandOffEntry
 from quartet.kvcache.layout import OpaquePayload
 from quartet.transfer.base import TransferWay
 from quartet.transfer.config import TransferConfig
-from quartet.transfer.grpc.heap import keep_freed_memory
 from quartet.transfer.grpc.messages import (
     SERVICE,
     WAY_FROM_PB,
     WAY_TO_PB,
+    frame_piece,
     host_from_pb,
     serialize_response,
+    split_piece,
     ticket_from_pb,
 )
-from quartet.transfer.piece_frame import frame_piece, split_piece
-from quartet.transfer.shm_server import ShmServer
+from quartet.transfer.grpc.streams import keep_freed_memory
+from quartet.transfer.shm import ShmServer
 from quartet.transfer.source import HandOffTicket, TransferSource
 from quartet.v1 import transfer_pb2 as pb
 

@@ -17,8 +17,8 @@ from cli.doctor import gpus, network
 from cli.doctor.finding import Finding, Verdict, check_up, ok, run_program, worst
 from cli.doctor.machine import check_shared_memory
 from cli.doctor.network import EtcdCheck, PortsCheck, ask_facts, is_free
-from quartet.discovery.etcd_config import EtcdConfig
-from services.tools import find_etcd
+from quartet.discovery.etcd_client import EtcdConfig
+from services.topology.launch import find_etcd
 from tests.cli.conftest import RunCli
 from tests.client.conftest import StartRouter
 from tests.client.fake_router import FakeRouter, worker_status

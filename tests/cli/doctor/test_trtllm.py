@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from cli.app import app
 from cli.doctor.finding import Verdict, worst
 from cli.doctor.trtllm import judge_report
-from quartet.engine.trtllm.inspection import Fact, Lack, OtherDefault, Report
+from quartet.engine.trtllm.doctor import Fact, Lack, OtherDefault, Report
 from tests.cli.conftest import RunCli
 from tests.fakes.installation import DIRECTORY
 

@@ -1,4 +1,4 @@
-"""What Dynamo's cost function makes of places, worked out by hand: ``scale * prefill + decode``, in blocks of 10."""
+"""What Dynamo's cost function makes of ranks, worked out by hand: ``scale * prefill + decode``, in blocks of 10."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import random
 import pytest
 
 from cli.replay.policies import DynamoPolicy, ReplayCandidate
-from quartet.discovery.place import Place
+from quartet.discovery.base import Rank
 from router.policy.base import Pending, Snapshot
 
-A, B = Place("a"), Place("b")
+A, B = Rank("a"), Rank("b")
 
 
-def candidate(place: Place, *, unanswered: int = 0, prompt_blocks: int = 0, used: int = 0) -> ReplayCandidate:
+def candidate(rank: Rank, *, unanswered: int = 0, prompt_blocks: int = 0, used: int = 0) -> ReplayCandidate:
     return ReplayCandidate(
-        place=place,
+        rank=rank,
         num_total_blocks=100,
         block_size=10,
         num_used_blocks=used,
@@ -24,7 +24,7 @@ def candidate(place: Place, *, unanswered: int = 0, prompt_blocks: int = 0, used
     )
 
 
-def pending(num_tokens: int, cached: dict[Place, int] | None = None, hashes: tuple[int, ...] = ()) -> Pending:
+def pending(num_tokens: int, cached: dict[Rank, int] | None = None, hashes: tuple[int, ...] = ()) -> Pending:
     return Pending(
         num_tokens=num_tokens,
         num_reserved_tokens=num_tokens,
@@ -39,7 +39,7 @@ def policy(scale: float, seed: int = 0) -> DynamoPolicy:
 
 
 @pytest.mark.parametrize(
-    ("scale", "request_", "place", "prefill", "decode"),
+    ("scale", "request_", "rank", "prefill", "decode"),
     [
         # 45 tokens are 4.5 blocks to prefill and 5 to decode.
         (1.0, pending(45), candidate(A), 4.5, 5),
@@ -57,9 +57,9 @@ def policy(scale: float, seed: int = 0) -> DynamoPolicy:
     ],
 )
 def test_a_place_costs_what_it_prefills_and_the_prompts_that_it_holds(
-    scale: float, request_: Pending, place: ReplayCandidate, prefill: float, decode: float
+    scale: float, request_: Pending, rank: ReplayCandidate, prefill: float, decode: float
 ) -> None:
-    snapshot = Snapshot([], [place])
+    snapshot = Snapshot([], [rank])
     [option] = policy(scale).explain(request_, snapshot)
     assert option.terms == {"prefill_blocks": pytest.approx(prefill), "decode_blocks": decode}
     assert option.cost == pytest.approx(prefill + decode)
@@ -79,7 +79,7 @@ def test_a_place_costs_what_it_prefills_and_the_prompts_that_it_holds(
         (16.0, A, 21.0),
     ],
 )
-def test_the_scale_says_how_much_load_a_cache_hit_outweighs(scale: float, expected: Place, cost: float) -> None:
+def test_the_scale_says_how_much_load_a_cache_hit_outweighs(scale: float, expected: Rank, cost: float) -> None:
     snapshot = Snapshot([], [candidate(A, prompt_blocks=8), candidate(B)])
     [placement] = policy(scale).assign([pending(45, {A: 40})], snapshot).placements
     assert placement is not None
@@ -112,22 +112,22 @@ def test_places_that_only_prefill_are_left_idle() -> None:
     [placement] = policy(1.0).assign([pending(45)], snapshot).placements
     assert placement is not None and (placement.prefill, placement.decode) == (None, B)
     idle, used = policy(1.0).explain(pending(45), snapshot)
-    assert (idle.place, idle.is_decode, idle.cost, idle.obstacle) == (
+    assert (idle.rank, idle.is_decode, idle.cost, idle.obstacle) == (
         A,
         False,
         None,
-        "only places that decode are used",
+        "only ranks that decode are used",
     )
-    assert (used.place, used.cost) == (B, pytest.approx(59.5))
+    assert (used.rank, used.cost) == (B, pytest.approx(59.5))
 
 
 def test_the_policy_that_replays_compare_with_explains_itself_too() -> None:
-    snapshot = Snapshot([candidate(Place("p"))], [candidate(Place("d0"), unanswered=50), candidate(Place("d1"))])
-    request = pending(100, {Place("d1"): 40})
+    snapshot = Snapshot([candidate(Rank("p"))], [candidate(Rank("d0"), unanswered=50), candidate(Rank("d1"))])
+    request = pending(100, {Rank("d1"): 40})
     dynamo = policy(2.0)
-    options = {option.place.worker_id: option for option in dynamo.explain(request, snapshot)}
+    options = {option.rank.worker_id: option for option in dynamo.explain(request, snapshot)}
     assert options["p"].obstacle
     assert options["d1"].terms == {"prefill_blocks": 12.0, "decode_blocks": 10.0}
     [placement] = dynamo.assign([request], snapshot).placements
     assert placement is not None
-    assert (placement.decode, placement.cost) == (Place("d1"), options["d1"].cost)
+    assert (placement.decode, placement.cost) == (Rank("d1"), options["d1"].cost)

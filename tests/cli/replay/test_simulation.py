@@ -18,7 +18,7 @@ from cli.replay.simulation import FleetSettings, Prompts, Simulation
 from cli.replay.worker import EngineSettings, SimulatedWorker
 from cli.traces.format import BLOCK_SIZE, TraceRequest
 from cli.traces.generate import Arrivals, TraceConfig, generate
-from quartet.discovery.place import Place
+from quartet.discovery.base import Rank
 from quartet.engine.base import EngineRequest, Generation, RequestKind
 from quartet.engine.sampling import Sampling
 from quartet.errors import InvalidRequestError
@@ -114,7 +114,7 @@ def test_a_worker_that_is_interrupted_steps_on_as_if_it_had_stepped_one_by_one()
     """A request that comes within quiet steps joins after the one that runs; nobody's token moves."""
 
     def times(second_at: float, looks_at: list[float]) -> dict[int, list[float]]:
-        worker = SimulatedWorker(Place("worker"), EngineSettings())
+        worker = SimulatedWorker(Rank("worker"), EngineSettings())
         found: dict[int, list[float]] = {1: [], 2: []}
         todo = sorted([(0.0, 1), (second_at, 2), *((at, 0) for at in looks_at)])
         while todo or not worker.is_idle:
@@ -141,7 +141,7 @@ def test_a_worker_that_is_interrupted_steps_on_as_if_it_had_stepped_one_by_one()
 
 
 def test_quiet_steps_look_from_outside_as_they_would_one_by_one() -> None:
-    worker = SimulatedWorker(Place("worker"), EngineSettings())
+    worker = SimulatedWorker(Rank("worker"), EngineSettings())
     worker.submit(*_request(1), 0.0)
     worker.begin(0.0)
     first_at = worker.next_at
@@ -158,10 +158,10 @@ def test_quiet_steps_look_from_outside_as_they_would_one_by_one() -> None:
 
 def test_a_router_counts_the_blocks_of_its_requests_wherever_they_are() -> None:
     """Promised in full while they wait at the worker; once they run, only what they may still take."""
-    place, engine = Place("worker"), EngineSettings(max_num_seqs=1, num_blocks=64)
-    worker = SimulatedWorker(place, engine)
+    rank, engine = Rank("worker"), EngineSettings(max_num_seqs=1, num_blocks=64)
+    worker = SimulatedWorker(rank, engine)
     policy = _Watching()
-    router = FleetRouter(policy, {place: worker}, engine, num_prefill=0)
+    router = FleetRouter(policy, {rank: worker}, engine, num_prefill=0)
     for number in (0, 1):
         pending = Pending(num_tokens=100, num_reserved_tokens=170, num_most_tokens=170)
         router.arrive(ReplayedRequest(number, pending))
@@ -175,7 +175,7 @@ def test_a_router_counts_the_blocks_of_its_requests_wherever_they_are() -> None:
 
 
 class _Watching:
-    """Sends all to the only place, and remembers how that looked."""
+    """Sends all to the only rank, and remembers how that looked."""
 
     name = "watching"
 
@@ -185,7 +185,7 @@ class _Watching:
     def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
         [candidate] = snapshot.decode
         self.seen.append(candidate)
-        return Decision([Placement(None, candidate.place) for _ in waiting])
+        return Decision([Placement(None, candidate.rank) for _ in waiting])
 
     def explain(self, pending: Pending, snapshot: Snapshot) -> Sequence[Option]:
         return ()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quartet.engine.mock import MockEngineConfig, MockRunner, MockSettings, SharedByRanks, StepTiming
-from quartet.engine.mock.pacer import StepPacer
+from quartet.engine.mock.runner import StepPacer
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.engine.step_loop import StepLoop, Submit
 from tests.engine.fakes import make_request

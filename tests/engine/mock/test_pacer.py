@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quartet.engine.mock.pacer import StepPacer
+from quartet.engine.mock.runner import StepPacer
 
 STEP_S = 0.010
 

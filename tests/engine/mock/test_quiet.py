@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet.engine.base import EngineRequest, Generation, RequestKind
-from quartet.engine.mock.quiet import num_quiet_steps, take_quiet_steps
+from quartet.engine.mock.runner import num_quiet_steps, take_quiet_steps
 from quartet.engine.runner import SampledToken
 from quartet.engine.sampling import Sampling
 from quartet.engine.scheduler import Scheduler, SchedulerConfig

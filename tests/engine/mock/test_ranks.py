@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from quartet.engine.base import Engine, EngineRequest, Failed, Finished, FinishReason, Prefilled, RequestKind
-from quartet.engine.core import StepEngine
 from quartet.engine.data_parallel import DataParallelEngine
 from quartet.engine.mock import MockEngineConfig, MockSettings, rank_loader
 from quartet.engine.scheduler import SchedulerConfig
+from quartet.engine.step_engine import StepEngine
 from quartet.errors import EngineError, ModelFilesError, UnsupportedFieldError, WorkerUnavailableError
 from quartet.transfer.base import Puller
 from tests.engine.consumer import Consumer

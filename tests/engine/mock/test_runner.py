@@ -13,10 +13,8 @@ import pytest
 
 from quartet.engine.base import EngineRequest, Failed, Finished, FinishReason, Prefilled, RequestKind
 from quartet.engine.mock import SAMPLING_FIELDS, MockEngineConfig, MockRunner, MockSettings, SharedByRanks, StepTiming
-from quartet.engine.mock.pacer import StepPacer
-from quartet.engine.mock.stamps import WrongBlocksError
-from quartet.engine.runner import ModelRunner
-from quartet.engine.running import RunningRequest, ScheduledChunk
+from quartet.engine.mock.runner import StepPacer, WrongBlocksError
+from quartet.engine.runner import ModelRunner, RunningRequest, ScheduledChunk
 from quartet.engine.sampling import Sampling
 from quartet.errors import ConfigError, EngineError, ModelFilesError
 from quartet.kvcache import sequence

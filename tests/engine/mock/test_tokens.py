@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.engine.base import EngineRequest, Generation, RequestKind
-from quartet.engine.mock.tokens import MockTokens
-from quartet.engine.running import RunningRequest
+from quartet.engine.mock.runner import MockTokens
+from quartet.engine.runner import RunningRequest
 from quartet.engine.sampling import Sampling
 from quartet.kvcache import sequence
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quartet.engine.base import EngineRequest, Failed, Finished, Prefilled, StepOutput
-from quartet.engine.core import StepEngine
 from quartet.engine.sampling import TokenLogprobs
 from quartet.engine.scheduler import SchedulerConfig
+from quartet.engine.step_engine import StepEngine
 from quartet.engine.torch import TorchEngineConfig, create_runner
 from quartet.transfer.base import Puller
 

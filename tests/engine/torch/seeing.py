@@ -13,9 +13,9 @@ import torch
 import transformers
 
 from quartet.engine.base import EngineRequest, RequestKind
-from quartet.engine.core import StepEngine
 from quartet.engine.media.embeddings import EmbeddingPoolView
 from quartet.engine.sampling import OutputOptions, Sampling
+from quartet.engine.step_engine import StepEngine
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.media_spans import expand_placeholders
 from quartet.media.items import MediaSize

@@ -13,7 +13,7 @@ import torch
 from quartet.engine.base import EngineRequest
 from quartet.engine.sampling import Sampling
 from quartet.engine.torch import TorchEngineConfig, create_runner
-from quartet.engine.torch.noise import gumbel_noise, noise_key
+from quartet.engine.torch.sampler import gumbel_noise, noise_key
 from tests.engine.fakes import make_request
 from tests.engine.torch.checkpoints import FAMILIES, SEEING_FAMILIES
 from tests.engine.torch.driving import Outcome, run_all, torch_engine

@@ -9,9 +9,8 @@ import pytest
 import torch
 from transformers import LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from quartet.engine.torch import draw as draw_module
-from quartet.engine.torch.draw import DrawParameters, draw
-from quartet.engine.torch.noise import noise_key
+from quartet.engine.torch import sampler as draw_module
+from quartet.engine.torch.sampler import DrawParameters, draw, noise_key
 
 _NUM_DRAWS = 20_000
 

@@ -17,9 +17,7 @@ from torch import nn
 from quartet.engine.torch import runner as runner_module
 from quartet.engine.torch.attention import LayerAttention, PagedStep
 from quartet.engine.torch.config import TorchEngineConfig
-from quartet.engine.torch.decoder import Decoder
-from quartet.engine.torch.fuse import fuse
-from quartet.engine.torch.linear import PackedLinear, PlainLinear, TransposedLinear, best_order
+from quartet.engine.torch.decoder import Decoder, PackedLinear, PlainLinear, TransposedLinear, best_order, fuse
 from quartet.engine.torch.runner import TorchRunner
 from quartet.kvcache.layout import KvLayout
 from tests.engine.torch.checkpoints import FAMILIES, make_config

@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 
-from quartet.engine.torch.noise import gumbel_noise, noise_key
+from quartet.engine.torch.sampler import gumbel_noise, noise_key
 
 # The first outputs of SplitMix64 from state 1234567 (rosettacode.org, "Pseudo-random numbers/Splitmix64").
 _STATE = 1234567

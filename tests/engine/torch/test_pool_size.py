@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quartet.engine.torch import TorchEngineConfig, create_runner
-from quartet.engine.torch.pool_size import num_pool_blocks
+from quartet.engine.torch.pool import num_pool_blocks
 from quartet.errors import ConfigError, InvalidRequestError
 from quartet.kvcache.layout import KvLayout
 

@@ -12,10 +12,9 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from quartet.engine.base import EngineRequest, Generation, RequestKind
-from quartet.engine.running import RunningRequest
+from quartet.engine.runner import RunningRequest
 from quartet.engine.sampling import OutputOptions, Sampling
-from quartet.engine.torch.rules import RequestRules, Row, apply_rules
-from quartet.engine.torch.sampler import Sampler
+from quartet.engine.torch.sampler import RequestRules, Row, Sampler, apply_rules
 from quartet.kvcache.sequence import Sequence as TokenSequence
 
 VOCAB_SIZE = 40

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from quartet.engine.trtllm.kv_events import EventReader
-from quartet.engine.trtllm.kv_mirror import RankMirror
-from quartet.engine.trtllm.private_blocks import PrivateBlocks
+from quartet.engine.trtllm.kv_events import EventReader, PrivateBlocks, RankMirror
 from quartet.events.kv import Cleared, KvEvent, Removed, Stored, StoredBlocks, Tier
 from quartet.kvcache.block_hash import sequence_hashes
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quartet.engine.catalog import EngineSpec
-from quartet.engine.settings import EncoderSettings, EngineKind, EngineSettings
+from quartet.engine.settings import EncoderSettings, EngineKind, EngineSettings, EngineSpec
 from quartet.engine.trtllm.arguments import LlmArguments, Use, llm_arguments
 from tests.tiny import CHECKPOINT
 

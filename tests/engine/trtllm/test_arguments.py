@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.engine.settings import Backend, EncoderSettings
-from quartet.engine.trtllm import api
+from quartet.engine.trtllm import schema
 from quartet.engine.trtllm.arguments import Use, llm_arguments
 from quartet.errors import ConfigError
 from tests.engine.trtllm.specs import arguments, spec_of
@@ -138,7 +138,7 @@ def test_what_the_pytorch_backend_rejects_is_refused(name: str) -> None:
 
 _LATER = [
     (argument, later)
-    for argument, kind in api.LLM.types.items()
+    for argument, kind in schema.LLM.types.items()
     for later in API["classes"].get(kind.removesuffix(" | None"), {}).get("not_in_1_2", [])
 ]
 
@@ -151,7 +151,7 @@ def test_so_are_fields_of_sub_configs(argument: str, later: str) -> None:
 
 
 def api_required(argument: str) -> dict[str, object]:
-    entry = API["classes"][api.LLM.types[argument].removesuffix(" | None")]
+    entry = API["classes"][schema.LLM.types[argument].removesuffix(" | None")]
     return {name: "x" for name, param in entry["params"].items() if param.get("required")}
 
 

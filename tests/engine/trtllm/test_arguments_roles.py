@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quartet.engine.settings import Backend
-from quartet.engine.trtllm import api
+from quartet.engine.trtllm import schema
 from quartet.engine.trtllm.arguments import Use
 from quartet.errors import ConfigError
 from quartet.transfer.config import TransferConfig
@@ -150,7 +150,7 @@ def test_autodeploy_is_given_its_own_arguments() -> None:
 def test_what_not_every_autodeploy_takes_is_left_out_with_a_warning_each() -> None:
     given = {"stream_interval": 2, "cuda_graph_config": None, "cache_transceiver_config": {"backend": "UCX"}}
     made = arguments(override=given, tensor_parallel_size=2, max_num_tokens=64, **AUTODEPLOY)
-    assert made.values.keys() <= api.AUTODEPLOY.types.keys() | {"backend"}
+    assert made.values.keys() <= schema.AUTODEPLOY.types.keys() | {"backend"}
     named = sorted(warning.partition(": left out")[0] for warning in made.warnings)
     assert named == [
         "max_num_tokens",

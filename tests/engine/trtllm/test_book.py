@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from quartet.engine.base import EngineRequest, EngineStats, Generation, RequestKind
 from quartet.engine.trtllm.book import RequestBook, engine_stats
-from quartet.engine.trtllm.stats import LlmRankStats, read_record
+from quartet.engine.trtllm.feeds import LlmRankStats, read_record
 
 BLOCK_SIZE = 4
 RECORD = LlmRankStats(

@@ -13,7 +13,7 @@ from quartet.engine.base import Failed, Finished, RequestKind
 from quartet.engine.trtllm.errors import trace_of
 from quartet.engine.trtllm.hand_off import HandOffState
 from quartet.engine.trtllm.metrics import ResultMetrics
-from quartet.engine.trtllm.results import ResultReader
+from quartet.engine.trtllm.requests import ResultReader
 from quartet.errors import EngineError, RequestCancelledError
 from tests.engine.trtllm.engines import Running, asked, running, stand_in
 from tests.fakes.driving import STORY

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from quartet.config import load_yaml
-from quartet.engine.trtllm.arguments import LlmArguments, Use
-from quartet.engine.trtllm.objects import build_objects
+from quartet.engine.trtllm.arguments import LlmArguments, Use, build_objects
+from quartet.engine.trtllm.schema import fits
 from quartet.errors import ConfigError
 from tests.engine.trtllm.specs import arguments
-from tests.engine.trtllm.test_api_table import CLASSES, expected_type, fits
+from tests.engine.trtllm.test_schema import CLASSES, expected_type
 from tests.fakes.installation import installed
 
 DIRECTORY = Path(__file__).parents[3] / "configs" / "engines"

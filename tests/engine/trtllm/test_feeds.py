@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from quartet.engine.trtllm.feeds import Feeds
-from quartet.engine.trtllm.poller import Poller, PollListener
-from quartet.engine.trtllm.stats import LlmRankStats
+from quartet.engine.trtllm.feeds import Feeds, LlmRankStats, Poller, PollListener
 from quartet.events.kv import Cleared
 from quartet.kvcache.block_hash import sequence_hashes
 from tests.engine.trtllm.kv_truth import RawEvents, TierReplica

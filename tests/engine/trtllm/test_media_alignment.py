@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from quartet.engine.trtllm.media_alignment import find_media
+from quartet.engine.trtllm.inputs import find_media
 from quartet.errors import EngineError
 
 P = 99

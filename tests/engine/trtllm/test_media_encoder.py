@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from quartet.engine import catalog
-from quartet.engine.catalog import EngineSpec
 from quartet.engine.encoder import MediaEncoder
 from quartet.engine.media.embeddings import EmbeddingPoolView
-from quartet.engine.settings import EncoderSettings, EngineKind, EngineSettings
+from quartet.engine.settings import EncoderSettings, EngineKind, EngineSettings, EngineSpec
 from quartet.engine.trtllm.media_state import read_state
 from quartet.errors import (
     ConfigError,

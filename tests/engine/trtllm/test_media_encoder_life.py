@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.engine.trtllm import encoder_thread
-from quartet.engine.trtllm.picture_handles import drop
+from quartet.engine.trtllm import pictures
+from quartet.engine.trtllm.pictures import drop
 from quartet.engine.trtllm.times import TrtllmTimes
 from quartet.errors import EngineError, WorkerUnavailableError
 from tests.engine.trtllm.media import WAIT_S, kept, running_encoder
@@ -103,7 +103,7 @@ async def test_it_proves_itself_whenever_it_is_quiet_and_keeps_nothing() -> None
 async def test_what_we_fail_to_read_is_one_pictures_fault_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_encoder(QUIET) as encoder:
         with monkeypatch.context() as patched:
-            patched.setattr(encoder_thread, "read_handle", _unreadable)
+            patched.setattr(pictures, "read_handle", _unreadable)
             with pytest.raises(EngineError, match="could not be read: KeyError"):
                 await kept(encoder, 1, picture())
         await kept(encoder, 2, picture())

@@ -11,7 +11,7 @@ import pytest
 
 from quartet.engine.torch.encoder_config import TorchEncoderConfig
 from quartet.engine.torch.vision import VisionModel, create_vision
-from quartet.engine.trtllm.picture_sizes import PictureSizes, read_picture_sizes
+from quartet.engine.trtllm.media_model import PictureSizes, read_picture_sizes
 from quartet.errors import InvalidRequestError, MediaTooLargeError
 from tests.engine.torch.test_vision import SIZES
 from tests.engine.torch.vision_checkpoints import make_vision_checkpoint

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.registry import Collector
 
+from quartet.engine.trtllm.feeds import LlmRankStats
 from quartet.engine.trtllm.metrics import ResultMetrics
-from quartet.engine.trtllm.stats import LlmRankStats
 from tests.fakes.driving import MODEL, STORY, ended
 from tests.fakes.installation import installed
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from quartet.engine.settings import Backend
-from quartet.engine.trtllm.arguments import Use
-from quartet.engine.trtllm.objects import build_objects
+from quartet.engine.trtllm.arguments import Use, build_objects
 from quartet.errors import ConfigError
 from tests.engine.trtllm.specs import arguments
 from tests.fakes.installation import installed

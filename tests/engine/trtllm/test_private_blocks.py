@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quartet.engine.trtllm.private_blocks import PrivateBlocks
+from quartet.engine.trtllm.kv_events import PrivateBlocks
 from quartet.kvcache.block_hash import pack_token_ids, sequence_hashes
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]

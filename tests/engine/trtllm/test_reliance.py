@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from quartet.engine import trtllm
-from quartet.engine.trtllm.api_configs import CONFIGS, DECODING_CLASSES
-from quartet.engine.trtllm.reliance import SYMBOLS, Form, Symbol
+from quartet.engine.trtllm.doctor import SYMBOLS, Form, Symbol
+from quartet.engine.trtllm.schema import CONFIGS, DECODING_CLASSES
 
 _PACKAGE = "tensorrt_llm"
-_LOOKING = ("reliance.py", "inspection.py", "uncertain.py")  # these look at the package, and use nothing of it
+_LOOKING = ("doctor.py",)  # it looks at the package, and uses nothing of it
 _FILES = sorted(path for path in Path(trtllm.__path__[0]).rglob("*.py") if path.name not in _LOOKING)
 _MODULES = {symbol.module for symbol in SYMBOLS} | {_PACKAGE}
 #: A base, and what is made of a dict within a dict: nobody imports them.
@@ -110,7 +110,7 @@ def test_what_is_read_of_a_result_stands_with_its_class(variable: str, name: str
     read = {
         node.attr
         for path, node in _nodes()
-        if path.name in ("results.py", "token_cursor.py")
+        if path.name in ("requests.py", "token_cursor.py")
         and isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
         and node.value.id == variable

@@ -12,8 +12,7 @@ from quartet.engine.trtllm.arguments import LlmArguments, Use, llm_arguments
 from quartet.media.items import MediaKind
 from router.config import RouterConfig
 from router.policy.create import PolicyName
-from services.plan import ProcessPlan, plan_router, plan_workers
-from services.topology import Topology, load_topology
+from services.topology.topology import ProcessPlan, Topology, load_topology, plan_router, plan_workers
 from services.workers.config import WorkerConfig
 
 ROOT = Path(__file__).parents[3]

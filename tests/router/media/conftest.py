@@ -10,7 +10,7 @@ import pytest
 from aiohttp.abc import AbstractResolver
 
 from router.media.config import MediaConfig
-from router.media.fetcher import MediaFetcher
+from router.media.fetch import MediaFetcher
 from tests.router.media.site import Names, Site
 
 MakeFetcher = Callable[..., MediaFetcher]

@@ -14,7 +14,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from quartet.media.items import MediaUrl
 from router.media.config import MediaConfig
-from router.media.fetcher import MediaFetcher
+from router.media.fetch import MediaFetcher
 from tests.media.pictures import make_file
 
 PNG = make_file("PNG")

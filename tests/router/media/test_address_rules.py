@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quartet.errors import MediaNotAllowedError
-from router.media.address_rules import AddressRules
+from router.media.url_rules import AddressRules
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from quartet.errors import InvalidMediaError, MediaFetchError, MediaNotAllowedError, MediaTooLargeError, ServingError
 from router.media.config import MediaConfig
-from router.media.fetcher import MediaFetcher
+from router.media.fetch import MediaFetcher
 from tests.certificates import CertificateAuthority
 from tests.router.media.conftest import MakeFetcher
 from tests.router.media.site import LOOPBACK, PNG, Names, Site, fetch_one, loopback_config, num_open_files, settle_to

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from quartet.errors import InvalidMediaError, MediaFetchError, MediaNotAllowedError, MediaTooLargeError
-from router.media import local_files
+from router.media import fetch
 from router.media.config import MediaConfig
-from router.media.local_files import LocalFiles
+from router.media.fetch import LocalFiles
 from tests.router.media.conftest import MakeFetcher
 from tests.router.media.site import PNG, fetch_one, num_open_files
 
@@ -155,7 +155,7 @@ def test_a_link_put_there_after_the_check_is_not_followed(
     swapped: str, files: LocalFiles, pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = pictures.parent / "elsewhere"
-    open_below = local_files._open_below
+    open_below = fetch._open_below
 
     def swap_then_open(directory: bytes, relative_path: bytes) -> int:
         (pictures / swapped).rename(elsewhere)
@@ -164,7 +164,7 @@ def test_a_link_put_there_after_the_check_is_not_followed(
 
     url = (pictures / "deep" / "er" / "ü b.png").as_uri()
     assert files.read(url) == b"b"
-    monkeypatch.setattr(local_files, "_open_below", swap_then_open)
+    monkeypatch.setattr(fetch, "_open_below", swap_then_open)
     num_files = num_open_files()
     with pytest.raises(MediaFetchError):
         files.read(url)

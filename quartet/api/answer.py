@@ -1,0 +1,173 @@
+"""What one request is answered with, on its way from whoever runs it to whoever shows it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from quartet.api.request import Accepted, AnswerPart, ChoiceFinished, ChoicePlacement, Delta, Placed
+from quartet.engine.sampling import TokenLogprobs
+from quartet.errors import StalledStreamError
+
+
+class DeltaSink(Protocol):
+    """Takes what choices give."""
+
+    def add(
+        self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        """More of one choice, as the fields of ``Delta``; called for each token, so no object is made of them."""
+        ...
+
+
+class AnswerSink(DeltaSink, Protocol):
+    """Takes the answer to one request, from all its choices. Nothing here waits.
+
+    ``accept`` comes first, unless ``end`` does; ``end`` comes last, once. A choice's placement comes before its
+    deltas, and those before its end.
+    """
+
+    def accept(self, accepted: Accepted) -> None:
+        """The first of its choices is placed; called once."""
+        ...
+
+    def place(self, placement: ChoicePlacement) -> None:
+        """One more choice is placed."""
+        ...
+
+    def finish(self, finished: ChoiceFinished) -> None:
+        """One choice has ended."""
+        ...
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Everything has been said; with ``error`` the request failed with it."""
+        ...
+
+
+class Answer:
+    """An ``AnswerSink`` for one reader: what gathers until it looks comes as one part a choice."""
+
+    def __init__(self, *, max_unread: int | None = None) -> None:
+        """Begin with nothing gathered; of one choice, ``max_unread`` tokens and characters may. ``None``: no bound."""
+        self._max_unread = max_unread
+        # An `asyncio.Event` does the same, at twice the price for each token.
+        self._waiter: asyncio.Future[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._accepted: Accepted | None = None
+        self._is_accepted = False
+        self._placed: list[Placed] = []
+        self._deltas: dict[int, Delta] = {}
+        self._finished: dict[int, ChoiceFinished] = {}
+        self._has_rare = False  # something else than deltas
+        self._has_more = False
+        self._has_ended = False
+        self._error: BaseException | None = None
+
+    def accept(self, accepted: Accepted) -> None:
+        """Open with ``accepted``; called once."""
+        self._accepted = accepted
+        self._is_accepted = self._has_rare = True
+        self._wake()
+
+    def place(self, placement: ChoicePlacement) -> None:
+        """One more choice is placed."""
+        if self._accepted is None:
+            self._placed.append(Placed(placement=placement))
+            self._has_rare = True
+            self._wake()
+        else:  # it has not gone out yet: it can say this too
+            choices = (*self._accepted.choices, placement)
+            self._accepted = replace(self._accepted, choices=tuple(sorted(choices, key=lambda placed: placed.choice)))
+
+    def add(
+        self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        """More of one choice. Raises ``StalledStreamError`` where too much of it was left unread."""
+        delta = self._deltas.get(choice)
+        if delta is None:
+            self._deltas[choice] = Delta(
+                choice=choice,
+                token_offset=token_offset,
+                token_ids=tuple(token_ids),
+                text=text,
+                logprobs=tuple(logprobs) if logprobs else (),
+            )
+        else:
+            delta.token_ids += tuple(token_ids)
+            delta.text += text
+            delta.logprobs += tuple(logprobs)
+            if self._max_unread is not None and len(delta.token_ids) + len(delta.text) > self._max_unread:
+                raise StalledStreamError(f"more than {self._max_unread} tokens and characters were left unread")
+        self._wake()
+
+    def finish(self, finished: ChoiceFinished) -> None:
+        """One choice has ended."""
+        self._finished[finished.choice] = finished
+        self._has_rare = True
+        self._wake()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Everything has been said; with ``error`` the stream ends with it."""
+        self._error = error
+        self._has_ended = True
+        self._wake()
+
+    def take(self) -> Sequence[AnswerPart] | None:
+        """All that gathered, in order; ``None`` at the end. Raises what ``end`` was given, once all else is taken."""
+        if self._has_more:
+            self._has_more = False
+            if self._is_accepted and (parts := self._gathered()):
+                return parts
+        if not self._has_ended:
+            return ()
+        if self._error is not None:
+            raise self._error
+        return None
+
+    def more(self) -> asyncio.Future[None]:
+        """Done when there is more to take. For one reader, who has taken everything."""
+        assert not self._has_more, "there is more already"
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()  # a system call in Python 3.11, and this comes for each token
+        self._waiter = self._loop.create_future()
+        return self._waiter
+
+    async def next(self) -> Sequence[AnswerPart]:
+        """Wait for more; all that gathered, in order. Empty at the end. Raises what ``end`` was given."""
+        while (parts := self.take()) is not None:
+            if parts:
+                return parts
+            await self.more()
+        return ()
+
+    async def parts(self) -> AsyncGenerator[AnswerPart, None]:
+        """Everything, in order, for one reader. Raises what ``end`` was given."""
+        # Waits for the future itself: each coroutine in between would cost something for each token.
+        while (parts := self.take()) is not None:
+            for part in parts:
+                yield part
+            if not parts:
+                await self.more()
+
+    def _gathered(self) -> list[AnswerPart]:
+        deltas = self._deltas
+        if not self._has_rare:
+            parts: list[AnswerPart] = list(deltas.values())
+            deltas.clear()
+            return parts
+        parts = [] if self._accepted is None else [self._accepted]
+        parts += (*self._placed, *deltas.values(), *self._finished.values())
+        self._accepted, self._has_rare = None, False
+        for gathered in (self._placed, deltas, self._finished):
+            gathered.clear()
+        return parts
+
+    def _wake(self) -> None:
+        self._has_more = True
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():  # who waited may have been cancelled
+                waiter.set_result(None)

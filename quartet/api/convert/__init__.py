@@ -1,0 +1,1 @@
+"""Domain to proto (``to_*``) and back (``from_*``) for what clients see."""

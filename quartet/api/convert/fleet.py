@@ -1,0 +1,145 @@
+"""What a router tells of its workers and models; what makes no sense raises ``ProtocolError``."""
+
+from __future__ import annotations
+
+from quartet.api.convert.answer import from_rank, put_rank
+from quartet.api.convert.request import from_generate_start, to_generate_start
+from quartet.api.fleet import Explanation, Model, RankOption, WorkerState, WorkerStatus
+from quartet.api.request import GenerateStart
+from quartet.errors import InvalidRequestError, ProtocolError
+from quartet.events.wire import from_worker_load, to_worker_load
+from quartet.rpc.errors import to_duration, to_seconds
+from quartet.streams.convert.workers import from_worker_record, from_worker_role, to_worker_record, to_worker_role
+from quartet.v1 import router_pb2
+
+_STATES = {
+    WorkerState.JOINING: router_pb2.WORKER_STATE_JOINING,
+    WorkerState.READY: router_pb2.WORKER_STATE_READY,
+    WorkerState.SUSPECT: router_pb2.WORKER_STATE_SUSPECT,
+    WorkerState.DRAINING: router_pb2.WORKER_STATE_DRAINING,
+}
+
+_STATES_BACK = {number: state for state, number in _STATES.items()}
+
+
+def to_worker_status(status: WorkerStatus) -> router_pb2.WorkerStatus:
+    """The message."""
+    return router_pb2.WorkerStatus(
+        record=to_worker_record(status.record),
+        state=_STATES[status.state],
+        load=None if status.load is None else to_worker_load(status.load),
+        load_age=None if status.load_age_s is None else to_duration(status.load_age_s),
+        num_requests=status.num_requests,
+    )
+
+
+def from_worker_status(message: router_pb2.WorkerStatus) -> WorkerStatus:
+    """A worker as the router sees it."""
+    state = _STATES_BACK.get(message.state)
+    if state is None:
+        raise ProtocolError(f"{message.state} is no state of a worker")
+    return WorkerStatus(
+        record=from_worker_record(message.record),
+        state=state,
+        load=from_worker_load(message.load) if message.HasField("load") else None,
+        load_age_s=to_seconds(message.load_age) if message.HasField("load_age") else None,
+        num_requests=message.num_requests,
+    )
+
+
+def to_model(model: Model) -> router_pb2.Model:
+    """The message."""
+    return router_pb2.Model(
+        name=model.name,
+        fingerprint=model.fingerprint,
+        max_model_len=model.max_model_len,
+        num_prefill_workers=model.num_prefill_workers,
+        num_decode_workers=model.num_decode_workers,
+        sampling_fields=model.sampling_fields,
+        media=model.media,
+        adapters=model.adapters,
+        has_chat_template=model.has_chat_template,
+    )
+
+
+def from_model(message: router_pb2.Model) -> Model:
+    """A model and its pool."""
+    return Model(
+        name=message.name,
+        fingerprint=message.fingerprint,
+        max_model_len=message.max_model_len,
+        num_prefill_workers=message.num_prefill_workers,
+        num_decode_workers=message.num_decode_workers,
+        sampling_fields=tuple(message.sampling_fields),
+        media=tuple(message.media),
+        adapters=tuple(message.adapters),
+        has_chat_template=message.has_chat_template,
+    )
+
+
+# Explain: what a router says of a request's places; what makes no sense raises ``ProtocolError``.
+
+
+def to_explain_request(start: GenerateStart) -> router_pb2.ExplainRequest:
+    """The message. Raises ``InvalidRequestError`` for what it can't hold; ``field`` is its path within ``start``."""
+    return router_pb2.ExplainRequest(start=to_generate_start(start))
+
+
+def from_explain_request(message: router_pb2.ExplainRequest) -> GenerateStart:
+    """The request. Raises ``InvalidRequestError``; ``field`` is its path within ``start``."""
+    if not message.HasField("start"):
+        raise InvalidRequestError("start is missing", field="start")
+    return from_generate_start(message.start)
+
+
+def to_explain_response(explanation: Explanation) -> router_pb2.ExplainResponse:
+    """The message."""
+    return router_pb2.ExplainResponse(
+        policy=explanation.policy,
+        model=explanation.model,
+        model_fingerprint=explanation.model_fingerprint,
+        num_prompt_tokens=explanation.num_prompt_tokens,
+        num_waiting=explanation.num_waiting,
+        options=map(_to_rank_option, explanation.options),
+        wait=None if explanation.wait_s is None else to_duration(explanation.wait_s),
+    )
+
+
+def from_explain_response(message: router_pb2.ExplainResponse) -> Explanation:
+    """What a router explained. Raises ``ProtocolError`` for a role that is none."""
+    return Explanation(
+        policy=message.policy,
+        model=message.model,
+        model_fingerprint=message.model_fingerprint,
+        num_prompt_tokens=message.num_prompt_tokens,
+        num_waiting=message.num_waiting,
+        options=tuple(map(_from_rank_option, message.options)),
+        wait_s=to_seconds(message.wait) if message.HasField("wait") else None,
+    )
+
+
+def _to_rank_option(option: RankOption) -> router_pb2.RankOption:
+    message = router_pb2.RankOption(
+        role=to_worker_role(option.role),
+        is_chosen=option.is_chosen,
+        num_matched_tokens=option.num_matched_tokens,
+        cost=option.cost,
+        cost_unit=option.cost_unit,
+        terms=option.terms,
+        obstacle=option.obstacle,
+    )
+    put_rank(message.rank, option.rank)
+    return message
+
+
+def _from_rank_option(message: router_pb2.RankOption) -> RankOption:
+    return RankOption(
+        rank=from_rank(message.rank),
+        role=from_worker_role(message.role),
+        is_chosen=message.is_chosen,
+        num_matched_tokens=message.num_matched_tokens,
+        cost=message.cost if message.HasField("cost") else None,
+        cost_unit=message.cost_unit,
+        terms=dict(message.terms),
+        obstacle=message.obstacle,
+    )

@@ -1,0 +1,190 @@
+"""A client's request: what it sends, what the router makes of it."""
+
+from __future__ import annotations
+
+from quartet.api.request import ChatPrompt, GenerateStart, Prompt, Resume, TextOptions, TextPrompt, TokenPrompt
+from quartet.errors import InvalidRequestError, UnsupportedFieldError
+from quartet.media.items import MediaPart
+from quartet.rpc.errors import to_duration, to_seconds
+from quartet.streams.convert.inner import from_output_options, from_sampling, to_output_options, to_sampling
+from quartet.streams.convert.media import from_media_part, to_media_part
+from quartet.text.chat_message import ChatMessage
+from quartet.v1 import router_pb2
+
+_MAX_UINT32 = 2**32 - 1
+
+_MAX_UINT64 = 2**64 - 1
+
+_NO_TEXT_OPTIONS = TextOptions()
+
+
+def to_generate_start(start: GenerateStart) -> router_pb2.GenerateStart:
+    """The message.
+
+    Raises:
+        InvalidRequestError: what the message can't hold; ``field`` is its path.
+    """
+    if start.seed is not None and not 0 <= start.seed <= _MAX_UINT64:
+        raise InvalidRequestError("seed must be an unsigned 64-bit number", field="seed")
+    try:
+        message = router_pb2.GenerateStart(
+            model=start.model,
+            sampling=to_sampling(start.sampling),
+            seed=start.seed,
+            output=to_output_options(start.output),
+            text_options=_to_text_options(start.text_options),
+            adapter=start.adapter,
+            cache_salt=start.cache_salt,
+            tenant=start.tenant,
+            priority=start.priority,
+            session_key=start.session_key,
+            timeout=None if start.timeout_s is None else to_duration(start.timeout_s),
+            num_choices=start.num_choices,
+            client_request_id=start.client_request_id,
+        )
+        message.media.extend(map(to_media_part, start.media))
+        _put_prompt(message, start.prompt)
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError("a text is not valid Unicode") from error
+    except ValueError as error:
+        raise InvalidRequestError("a number is too small or too large for its field") from error
+    return message
+
+
+def from_generate_start(message: router_pb2.GenerateStart) -> GenerateStart:
+    """The request; what depends on the model or on limits is not checked yet.
+
+    Raises:
+        InvalidRequestError: an impossible field; ``field`` is its path.
+        UnsupportedFieldError: a grammar.
+    """
+    return GenerateStart(
+        model=message.model,
+        prompt=_from_prompt(message),
+        sampling=from_sampling(message.sampling),
+        seed=message.seed if message.HasField("seed") else None,
+        output=from_output_options(message.output),
+        text_options=_from_text_options(message.text_options) if message.HasField("text_options") else _NO_TEXT_OPTIONS,
+        adapter=message.adapter,
+        cache_salt=message.cache_salt,
+        tenant=message.tenant,
+        priority=message.priority,
+        session_key=message.session_key,
+        timeout_s=to_seconds(message.timeout) if message.HasField("timeout") else None,
+        num_choices=message.num_choices if message.HasField("num_choices") else 1,
+        client_request_id=message.client_request_id,
+        media=tuple(from_media_part(part, "media") for part in message.media),
+    )
+
+
+def _put_prompt(message: router_pb2.GenerateStart, prompt: Prompt) -> None:
+    if isinstance(prompt, TextPrompt):
+        message.text = prompt.text
+    elif isinstance(prompt, ChatPrompt):
+        message.chat.add_generation_prompt = prompt.add_generation_prompt
+        message.chat.messages.extend(map(_to_chat_message, prompt.messages))
+    else:
+        if not all(0 <= token_id <= _MAX_UINT32 for token_id in prompt.token_ids):
+            raise InvalidRequestError("a token id is no unsigned 32-bit number", field="token_ids.ids")
+        # Also without ids it is the kind of prompt that was meant.
+        message.token_ids.SetInParent()
+        message.token_ids.ids.extend(prompt.token_ids)
+
+
+def _from_prompt(message: router_pb2.GenerateStart) -> Prompt:
+    kind = message.WhichOneof("prompt")
+    if kind == "text":
+        return TextPrompt(message.text)
+    if kind == "token_ids":
+        return TokenPrompt(tuple(message.token_ids.ids))
+    if kind == "chat":
+        chat = message.chat
+        has_choice = chat.HasField("add_generation_prompt")
+        messages = tuple(
+            _from_chat_message(item, f"chat.messages[{number}]") for number, item in enumerate(chat.messages)
+        )
+        return ChatPrompt(messages, chat.add_generation_prompt if has_choice else True)
+    raise InvalidRequestError("a request needs a prompt: text, chat or token_ids", field="prompt")
+
+
+def _to_chat_message(message: ChatMessage) -> router_pb2.ChatMessage:
+    if message.name is not None:
+        raise UnsupportedFieldError("a message has no field for its speaker's name", field="chat.messages.name")
+    if isinstance(message.content, str):
+        return router_pb2.ChatMessage(role=message.role, content=message.content)
+    return router_pb2.ChatMessage(role=message.role, parts=map(_to_content_part, message.content))
+
+
+def _from_chat_message(message: router_pb2.ChatMessage, field: str) -> ChatMessage:
+    if not message.role:
+        raise InvalidRequestError("a message needs a role", field=f"{field}.role")
+    if message.parts and message.content:
+        raise InvalidRequestError("a message has content or parts, not both", field=f"{field}.content")
+    if not message.parts:
+        return ChatMessage(role=message.role, content=message.content)
+    parts = tuple(_from_content_part(part, f"{field}.parts[{number}]") for number, part in enumerate(message.parts))
+    texts = [part for part in parts if isinstance(part, str)]
+    # Templates of models without media know nothing of pieces.
+    return ChatMessage(role=message.role, content="".join(texts) if len(texts) == len(parts) else parts)
+
+
+def _to_content_part(part: str | MediaPart) -> router_pb2.ContentPart:
+    if isinstance(part, str):
+        return router_pb2.ContentPart(text=part)
+    return router_pb2.ContentPart(media=to_media_part(part))
+
+
+def _from_content_part(part: router_pb2.ContentPart, field: str) -> str | MediaPart:
+    kind = part.WhichOneof("part")
+    if kind is None:
+        raise InvalidRequestError("a part holds text or media", field=f"{field}.part")
+    return from_media_part(part.media, f"{field}.media") if kind == "media" else part.text
+
+
+def _to_text_options(options: TextOptions) -> router_pb2.TextOptions:
+    return router_pb2.TextOptions(
+        stop_strings=options.stop_strings,
+        include_stop_string=options.include_stop_string,
+        omit_text=options.omit_text,
+        omit_token_ids=options.omit_token_ids,
+        show_special_tokens=options.show_special_tokens,
+    )
+
+
+def _from_text_options(message: router_pb2.TextOptions) -> TextOptions:
+    return TextOptions(
+        stop_strings=tuple(message.stop_strings),
+        include_stop_string=message.include_stop_string,
+        omit_text=message.omit_text,
+        omit_token_ids=message.omit_token_ids,
+        show_special_tokens=message.show_special_tokens,
+    )
+
+
+# What a request goes on after.
+
+
+def to_resume(resume: Resume) -> router_pb2.Resume:
+    """The message."""
+    return router_pb2.Resume(
+        request_id=resume.request_id,
+        attempt=resume.attempt,
+        seed=resume.seed,
+        choice=resume.choice,
+        generated_token_ids=router_pb2.TokenIds(ids=resume.generated_token_ids) if resume.generated_token_ids else None,
+        num_text_bytes=resume.num_text_bytes,
+        model_fingerprint=resume.model_fingerprint,
+    )
+
+
+def from_resume(message: router_pb2.Resume) -> Resume:
+    """What a request goes on after; not checked yet."""
+    return Resume(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        seed=message.seed,
+        choice=message.choice,
+        generated_token_ids=tuple(message.generated_token_ids.ids),
+        num_text_bytes=message.num_text_bytes,
+        model_fingerprint=message.model_fingerprint,
+    )

@@ -1,0 +1,108 @@
+"""The fleet in domain terms: what a router tells of its workers and of the models that they serve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from quartet.discovery.base import Rank, Role, WorkerRecord
+from quartet.events.load import WorkerLoad
+
+
+class WorkerState(StrEnum):
+    """Whether requests are placed at a worker."""
+
+    JOINING = "joining"  # known, but has not answered yet
+    READY = "ready"  # requests are placed there
+    SUSPECT = "suspect"  # its stream broke, its heartbeats are silent, or it is unwell
+    DRAINING = "draining"  # it lets its work run out
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStatus:
+    """A worker as a router sees it.
+
+    Attributes:
+        load: its last report; ``None``: none came yet.
+        load_age_s: age of that report in seconds.
+        num_requests: requests of this router that are there now.
+    """
+
+    record: WorkerRecord
+    state: WorkerState
+    load: WorkerLoad | None
+    load_age_s: float | None
+    num_requests: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model and the pool that serves it.
+
+    Attributes:
+        fingerprint: hex SHA-256 of everything that decides its tokens.
+        max_model_len: tokens of prompt and output together.
+        num_prefill_workers: ready now.
+        num_decode_workers: ready now.
+        sampling_fields: fields of ``Sampling`` and ``OutputOptions`` that all of its workers honour.
+        media: kinds that it takes.
+    """
+
+    name: str
+    fingerprint: str
+    max_model_len: int
+    num_prefill_workers: int
+    num_decode_workers: int
+    sampling_fields: tuple[str, ...]
+    media: tuple[str, ...]
+    adapters: tuple[str, ...]
+    has_chat_template: bool
+
+
+# Why a request goes where it goes, in domain terms.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOption:
+    """One rank, as a router's policy sees it for one request.
+
+    Attributes:
+        role: of its worker; a decode rank may prefill itself.
+        is_chosen: the request would go there, as things stand.
+        num_matched_tokens: prompt tokens that are cached there.
+        cost: what it would cost, in ``cost_unit``; ``None``: the policy weighs nothing, or the request can't go there.
+        terms: what the policy went by; each name ends with its unit.
+        obstacle: why the request can't go there now; empty: it can.
+    """
+
+    rank: Rank
+    role: Role
+    is_chosen: bool = False
+    num_matched_tokens: int = 0
+    cost: float | None = None
+    cost_unit: str = ""
+    terms: Mapping[str, float] = field(default_factory=dict)
+    obstacle: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """Where a request would go now.
+
+    Attributes:
+        policy: the one that places requests.
+        model, model_fingerprint: what would answer.
+        num_waiting: choices that wait in the router's queue for this model; ``options`` are as if none did.
+        options: every place of the model, the chosen ones first, then by cost.
+        wait_s: seconds for which the router would keep it before it goes to the chosen ones, if nothing changed
+            meanwhile; ``None``: it goes at once, or there is no room.
+    """
+
+    policy: str
+    model: str
+    model_fingerprint: str
+    num_prompt_tokens: int
+    num_waiting: int
+    options: tuple[RankOption, ...]
+    wait_s: float | None = None

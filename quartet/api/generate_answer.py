@@ -1,0 +1,103 @@
+"""The answer to one request as the messages of Generate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from quartet.api.convert.answer import put_delta, to_generate_response
+from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement, Placed
+from quartet.engine.sampling import TokenLogprobs
+from quartet.v1 import router_pb2
+
+
+class GenerateAnswer:
+    """An ``AnswerSink`` for one stream of Generate.
+
+    Tokens go into the message that will be sent, and as long as that waits, later ones of their choice into it too:
+    there is one for each token, so objects between would be most of what it costs.
+    """
+
+    __slots__ = ("_accepted", "_deltas", "_error", "_has_ended", "_messages", "_waiter")
+
+    def __init__(self) -> None:
+        """Begin with nothing to send."""
+        self._accepted: Accepted | None = None  # until it is sent
+        self._messages: deque[router_pb2.GenerateResponse] = deque()
+        self._deltas: dict[int, router_pb2.Delta] = {}  # by choice, within messages that wait
+        self._waiter: asyncio.Future[None] | None = None
+        self._has_ended = False
+        self._error: BaseException | None = None
+
+    def accept(self, accepted: Accepted) -> None:
+        """Open with ``accepted``; called once."""
+        self._accepted = accepted
+        self._wake()
+
+    def place(self, placement: ChoicePlacement) -> None:
+        """One more choice is placed."""
+        if self._accepted is None:
+            self._send(to_generate_response(Placed(placement=placement)))
+        else:  # it has not gone out yet: it can say this too
+            choices = (*self._accepted.choices, placement)
+            self._accepted = replace(self._accepted, choices=tuple(sorted(choices, key=lambda placed: placed.choice)))
+
+    def add(
+        self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        """More of one choice."""
+        delta = self._deltas.get(choice)
+        if delta is None:
+            message = router_pb2.GenerateResponse()
+            delta = self._deltas[choice] = message.delta
+            if choice:
+                delta.choice = choice
+            delta.token_offset = token_offset
+            self._messages.append(message)
+        put_delta(delta, token_ids, text, logprobs)
+        if self._waiter is not None:
+            self._wake()
+
+    def finish(self, finished: ChoiceFinished) -> None:
+        """One choice has ended."""
+        self._send(to_generate_response(finished))
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Everything has been said; with ``error`` the stream ends with it."""
+        self._error = error
+        self._has_ended = True
+        self._wake()
+
+    async def next(self) -> router_pb2.GenerateResponse | None:
+        """Wait for the next message; ``None`` at the end. Raises what ``end`` was given. For one reader."""
+        while True:
+            if self._accepted is not None:
+                accepted, self._accepted = self._accepted, None
+                return to_generate_response(accepted)
+            if self._messages:
+                return self._take()
+            if self._has_ended:
+                if self._error is not None:
+                    raise self._error
+                return None
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def _take(self) -> router_pb2.GenerateResponse:
+        message = self._messages.popleft()
+        if self._deltas and message.HasField("delta"):
+            del self._deltas[message.delta.choice]
+        return message
+
+    def _send(self, message: router_pb2.GenerateResponse) -> None:
+        self._messages.append(message)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,178 @@
+"""A client's end of a session: many requests on one stream with a router, each with its own answer."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import TypeAlias
+
+import grpc
+
+from quartet.api.answer import Answer
+from quartet.api.convert.answer import from_accepted, from_choice_finished, from_choice_placement
+from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement
+from quartet.engine.sampling import TokenLogprobs
+from quartet.errors import ProtocolError, RouterUnavailableError, ServingError, StalledStreamError
+from quartet.rpc.errors import from_failure
+from quartet.streams.convert.inner import from_token_logprobs
+from quartet.streams.slots import SlotClient
+from quartet.v1 import router_pb2, router_pb2_grpc, types_pb2
+
+_Add: TypeAlias = Callable[[int, int, Sequence[int], str, Sequence[TokenLogprobs]], None]
+
+
+class SessionCall:
+    """One request of a session: what comes for it gathers in its ``answer``."""
+
+    def __init__(self, send_cancel: Callable[[], None], num_choices: int, answer: Answer) -> None:
+        """``send_cancel`` asks the router to end it."""
+        self.is_over = False
+        self._send_cancel = send_cancel
+        self._num_unfinished = num_choices
+        self._answer = answer
+        #: Takes more of one choice, as the fields of ``Delta``. Raises ``StalledStreamError``: too much is unread.
+        self.add: _Add = answer.add
+
+    def cancel(self) -> None:
+        """Ask the router to end it; what it still gives comes to the answer. Harmless when it has ended."""
+        if not self.is_over:
+            self._send_cancel()
+
+    def drop(self, error: ServingError) -> None:
+        """End it here and now, and at the router soon."""
+        self.cancel()
+        self.fail(error)
+
+    def fail(self, error: ServingError) -> None:
+        """End it badly, unless it is over."""
+        if not self.is_over:
+            self._end()
+            self._answer.end(error)
+
+    def accept(self, accepted: Accepted) -> None:
+        """The first of its choices is placed."""
+        if not self.is_over:
+            self._answer.accept(accepted)
+
+    def place(self, placement: ChoicePlacement) -> None:
+        """One more choice is placed."""
+        if not self.is_over:
+            self._answer.place(placement)
+
+    def finish(self, finished: ChoiceFinished) -> bool:
+        """One choice has ended; whether that was the last. Raises ``ProtocolError`` where all had."""
+        if not self._num_unfinished:
+            raise ProtocolError("a choice ended twice")
+        self._num_unfinished -= 1
+        if not self.is_over:
+            self._answer.finish(finished)
+            if not self._num_unfinished:
+                self._end()
+                self._answer.end()
+        return not self._num_unfinished
+
+    def _end(self) -> None:
+        self.is_over = True
+        self.add = _ignore
+
+
+class SessionClient(SlotClient[router_pb2.SessionRequest, router_pb2.SessionResponse, SessionCall]):
+    """The session with one router: it opens at the first request, and again at the next one after a break.
+
+    It never waits for anybody's reading: requests that others read slowly gather in their answers.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        stub: router_pb2_grpc.RouterServiceAsyncStub,
+        to_error: Callable[[grpc.aio.AioRpcError], ServingError],
+    ) -> None:
+        """``to_error``: what a broken stream's status is to its requests."""
+        super().__init__(
+            f"the router at {address}", router_pb2.SessionResponse, _nothing, lost_error=RouterUnavailableError
+        )
+        self._stub = stub
+        self._to_error = to_error
+
+    def start(self, start: router_pb2.GenerateStart, answer: Answer) -> SessionCall:
+        """Start a request; never waits or raises: what is wrong comes out of ``answer``."""
+        num_choices = start.num_choices if start.HasField("num_choices") else 1
+        return self._begin(
+            lambda send_cancel: SessionCall(send_cancel, num_choices, answer),
+            lambda slot: [router_pb2.SessionRequest(start=router_pb2.SessionStart(slot=slot, start=start))],
+        )
+
+    def _open(self) -> grpc.aio.StreamStreamCall[router_pb2.SessionRequest, router_pb2.SessionResponse]:
+        return self._stub.Session()
+
+    def _stream_error(self, rpc_error: grpc.aio.AioRpcError) -> ServingError:
+        return self._to_error(rpc_error)
+
+    def _cancel_message(self, slot: int) -> router_pb2.SessionRequest:
+        return router_pb2.SessionRequest(cancel=types_pb2.Cancel(slot=slot))
+
+    def _receive(self, response: router_pb2.SessionResponse) -> None:
+        for opened in response.accepted:
+            self._call(opened.slot).accept(from_accepted(opened.accepted))
+        for later in response.placed:
+            self._call(later.slot).place(from_choice_placement(later.placement))
+        self._receive_deltas(response)
+        for ended in response.finished:
+            if self._call(ended.slot).finish(from_choice_finished(ended.finished)):
+                self._end(ended.slot)
+        for failed in response.failures:
+            self._end(failed.slot).fail(from_failure(failed.failure))
+
+    def _receive_deltas(self, response: router_pb2.SessionResponse) -> None:
+        # Lists first: each look into a repeated field costs as much as the rest of the loop.
+        slots, token_ids = list(response.slots), list(response.token_ids)
+        choices = list(response.choices) or repeat(0, len(slots))
+        texts = list(response.texts) or repeat("", len(slots))
+        logprobs = _LogprobsColumn(response.logprobs) if response.logprobs else None
+        calls = self._calls()
+        begin = 0
+        for slot, choice, num_tokens, offset, text in zip(
+            slots, choices, list(response.num_tokens), list(response.token_offsets), texts, strict=True
+        ):
+            end = begin + num_tokens
+            entry_logprobs = logprobs.take(slot, choice) if logprobs else ()
+            try:
+                calls[slot].add(choice, offset, token_ids[begin:end], text, entry_logprobs)
+            except StalledStreamError as error:
+                calls[slot].drop(error)
+            begin = end
+        if begin != len(token_ids):
+            raise ValueError("num_tokens does not add up to the tokens")
+        if logprobs:
+            raise ValueError("log probabilities of nothing")
+
+
+class _LogprobsColumn:
+    """One entry for each entry of the columns that has some, in their order."""
+
+    def __init__(self, entries: Sequence[router_pb2.SessionLogprobs]) -> None:
+        self._entries = deque(entries)
+
+    def __len__(self) -> int:
+        """Entries that are left."""
+        return len(self._entries)
+
+    def take(self, slot: int, choice: int) -> Sequence[TokenLogprobs]:
+        """Those of the next entry of the columns."""
+        first = self._entries[0]
+        if (first.slot, first.choice) != (slot, choice):
+            return ()
+        self._entries.popleft()
+        return tuple(map(from_token_logprobs, first.tokens))
+
+
+def _ignore(
+    _choice: int, _token_offset: int, _token_ids: Sequence[int], _text: str, _logprobs: Sequence[TokenLogprobs]
+) -> None:
+    """Nobody wants it any more."""
+
+
+def _nothing(_error: ServingError) -> None:
+    """Its calls have failed: nobody else has to know."""

@@ -1,0 +1,605 @@
+"""Compares the installed TensorRT-LLM with what the adapter relies on; loads no model and touches no GPU.
+
+    python -m quartet.engine.trtllm.doctor REPORT_FILE
+
+in a process of its own: the import takes up to a minute, starts MPI, and crashes where that is broken. The package
+prints what it likes, hence a file. A line that begins with ``PROGRESS`` says what comes next. Exit code ``ABSENT``:
+there is no such package.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from quartet.engine.trtllm import schema
+from quartet.engine.trtllm.schema import CONFIGS, DECODING_CLASSES
+
+#: Begins a line that says what comes next.
+PROGRESS = "quartet-progress: "
+
+ABSENT = 3
+
+_PACKAGE = "tensorrt_llm"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lack:
+    """Something that the adapter relies on and that is not there.
+
+    Attributes:
+        path: what it is.
+        loses: what does not work without it.
+        is_needed: Quartet can't do without; else only somebody's ``engine_args`` name it, or little is lost.
+        reason: why it can't be had, where more is known than that it is not there.
+    """
+
+    path: str
+    loses: str
+    is_needed: bool
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherDefault:
+    """A default that is not what the adapter reckons with."""
+
+    path: str
+    expected: str
+    found: str
+    loses: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """The answer to a question of `uncertain`; ``None``: it can't be told."""
+
+    text: str
+    holds: bool | None
+    is_later: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What an installed package is like."""
+
+    version: str
+    num_found: int
+    lacks: tuple[Lack, ...]
+    other_defaults: tuple[OtherDefault, ...]
+    facts: tuple[Fact, ...]
+
+    def to_json(self) -> str:
+        """For the process that asked."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """The inverse of ``to_json``."""
+        told = json.loads(text)
+        return cls(
+            told["version"],
+            told["num_found"],
+            tuple(Lack(**lack) for lack in told["lacks"]),
+            tuple(OtherDefault(**other) for other in told["other_defaults"]),
+            tuple(Fact(**fact) for fact in told["facts"]),
+        )
+
+
+def inspect_package() -> Report:
+    """Import the package and look at it. Raises whatever the import raises."""
+    _tell(f"importing {_PACKAGE}")
+    package: Any = import_module(_PACKAGE)
+    _tell("comparing it with what Quartet relies on")
+    num_found = 0
+    lacks: list[Lack] = []
+    others: list[OtherDefault] = []
+    for symbol in SYMBOLS:
+        for outcome in _compare(symbol):
+            if isinstance(outcome, Lack):
+                lacks.append(outcome)
+                continue
+            num_found += 1
+            if outcome is not None:
+                others.append(outcome)
+    _tell("looking at what is uncertain")
+    facts = tuple(Fact(question.text, _answer(question.holds), question.is_later) for question in QUESTIONS)
+    return Report(str(getattr(package, "__version__", "unknown")), num_found, tuple(lacks), tuple(others), facts)
+
+
+def _compare(symbol: Symbol) -> Iterator[Lack | OtherDefault | None]:
+    """What is wrong with the symbol and with each name of it; ``None`` for each that is right."""
+    try:
+        found: Any = import_module(symbol.module)
+        for part in symbol.name.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        yield Lack(symbol.path, symbol.loses, is_needed=not symbol.is_optional)
+        return
+    except Exception as error:  # noqa: BLE001 - a module may fail in any way when it is imported, and is told of
+        yield Lack(symbol.path, symbol.loses, is_needed=not symbol.is_optional, reason=repr(error))
+        return
+    yield None
+    if symbol.form is None:
+        return
+    names = _names(found, symbol.form)
+    for need in symbol.needs:
+        for name, default in need.expected.items():
+            path = f"{symbol.path}: {symbol.form} {name}"
+            if name in names:
+                yield _other_default(path, need.loses, names[name], default)
+            else:
+                yield Lack(path, need.loses, is_needed=not symbol.is_optional)
+    needed = {name for need in symbol.needs for name in need.expected}
+    for name in sorted(symbol.optional - needed - set(names)):
+        yield Lack(f"{symbol.path}: {symbol.form} {name}", f"{name} in engine_args", is_needed=False)
+
+
+def _other_default(path: str, loses: str, found: object, expected: object) -> OtherDefault | None:
+    """``None``: ``found`` is what is expected."""
+    if expected is Default.ANY or found is Default.ANY or _plain(found) == _plain(expected):
+        return None
+    return OtherDefault(path, str(_plain(expected)), str(_plain(found)), loses)
+
+
+def _names(found: Any, form: Form) -> Mapping[str, object]:
+    """The names of ``found`` that are of ``form``, with their defaults."""
+    if form is Form.PARAMETERS:
+        parameters = inspect.signature(found).parameters.values()
+        return {
+            parameter.name: Default.REQUIRED if parameter.default is parameter.empty else parameter.default
+            for parameter in parameters
+        }
+    if form is Form.FIELDS:
+        return _fields(found)
+    return dict.fromkeys(_attributes(found), Default.ANY)
+
+
+def _fields(found: Any) -> Mapping[str, object]:
+    if hasattr(found, "model_fields"):
+        return {name: _pydantic_default(field) for name, field in found.model_fields.items()}
+    if dataclasses.is_dataclass(found):
+        return {field.name: _dataclass_default(field) for field in dataclasses.fields(found)}
+    return _names(found, Form.PARAMETERS)
+
+
+def _pydantic_default(field: Any) -> object:
+    if field.is_required():
+        return Default.REQUIRED
+    # What a factory makes is not asked for: it may read the GPU.
+    return Default.ANY if field.default_factory is not None else field.default
+
+
+def _dataclass_default(field: dataclasses.Field[Any]) -> object:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return Default.ANY if field.default_factory is not dataclasses.MISSING else Default.REQUIRED
+
+
+def _attributes(found: Any) -> set[str]:
+    """What instances have, as far as a class tells: an attribute that ``__init__`` assigns shows only in its code."""
+    names = set(dir(found))
+    for base in inspect.getmro(found):
+        names.update(getattr(base, "__annotations__", {}), getattr(base, "__slots__", ()))
+        for member in vars(base).values():
+            function = inspect.unwrap(member) if callable(member) else getattr(member, "fget", None)
+            names.update(getattr(getattr(function, "__code__", None), "co_names", ()))
+    return names
+
+
+def _plain(value: object) -> object:
+    """``value`` as somebody would write it: enums by name, names in any case."""
+    if isinstance(value, Default):
+        return value
+    if isinstance(value, Enum):
+        value = value.name
+    return value.casefold() if isinstance(value, str) else value
+
+
+def _answer(holds: Any) -> bool | None:
+    try:
+        return bool(holds())
+    except Exception:  # noqa: BLE001 - the package may be like anything: no answer is an answer
+        return None
+
+
+def _tell(part: str) -> None:
+    print(f"{PROGRESS}{part}", flush=True)
+
+
+def _main() -> int:
+    if find_spec(_PACKAGE) is None:
+        return ABSENT
+    Path(sys.argv[1]).write_text(inspect_package().to_json(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
+
+
+# What this adapter relies on in TensorRT-LLM, and what would not work without it: one table.
+#
+# ``quartet doctor trtllm`` compares it with an installed package (`inspection`). Whatever the adapter imports stands
+# here; a test sees to that. Fields of configurations are those of `api` and `api_configs`; here is what Quartet itself
+# sets or reckons with.
+
+#: The line of versions that the adapter was written for.
+VERSION: Final = "1.2"
+
+#: What is known of other lines.
+OTHER_VERSIONS: Mapping[str, str] = {
+    "1.0": "lacks what came with 1.2, such as several answers and beam search on the PyTorch backend",
+    "1.1": "lacks what came with 1.2, such as several answers and beam search on the PyTorch backend",
+    "1.3": "has more fields in hand-offs, KV events and statistics, which Quartet passes over, and renames metrics",
+}
+
+EVERYTHING, DISAGGREGATION = "everything", "prefill and decode apart"
+
+GUIDES, RANKS, ADAPTERS = "guided decoding", "attention data parallelism", "LoRA adapters"
+
+EVENTS, LOAD = "KV events, and with them routing by cache", "what the engine itself says of its load"
+
+ENCODING = "encode workers"
+
+OWN_METRICS = "metrics of requests by the names that TensorRT-LLM gives them"
+
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+class Form(StrEnum):
+    """What the names of a symbol are."""
+
+    PARAMETERS = "parameter"  # of a function
+    FIELDS = "field"  # of a dataclass or a pydantic class
+    ATTRIBUTES = "attribute"  # methods, properties, and what its methods assign
+    MEMBERS = "member"  # of an enum
+
+
+class Default(Enum):
+    """Defaults that are no value."""
+
+    REQUIRED = "required"
+    ANY = "any"  # it is always given, or read only
+
+
+@dataclass(frozen=True)
+class Need:
+    """Names of a symbol that one ability needs.
+
+    Attributes:
+        loses: what would not work.
+        names: what must be there.
+        defaults: what the adapter reckons with where it leaves a name out; these are needed as well.
+    """
+
+    loses: str
+    names: str = ""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def expected(self) -> Mapping[str, object]:
+        """Every name with its default."""
+        return {**dict.fromkeys(self.names.split(), Default.ANY), **self.defaults}
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """Something to be imported, or a method of it.
+
+    Attributes:
+        module: as the adapter writes it.
+        name: in that module; ``LLM.shutdown`` is a method.
+        loses: what would not work without it.
+        form: what ``needs`` names; ``None`` where being there is enough.
+        optional: names that only somebody's ``engine_args`` give.
+        is_optional: only somebody's ``engine_args`` name the symbol itself, or the adapter does without.
+    """
+
+    module: str
+    name: str
+    loses: str
+    form: Form | None = None
+    needs: tuple[Need, ...] = ()
+    optional: frozenset[str] = frozenset()
+    is_optional: bool = False
+
+    @property
+    def path(self) -> str:
+        """As one writes it in Python."""
+        return f"{self.module}.{self.name}"
+
+
+_ARGS, _LLMAPI = "tensorrt_llm.llmapi.llm_args", "tensorrt_llm.llmapi"
+
+
+def _config(name: str, loses: str, *needs: Need, module: str = _ARGS, is_optional: bool = False) -> Symbol:
+    """A configuration: what is not needed of its table is only passed on."""
+    table = schema.LLM if name == "TorchLlmArgs" else CONFIGS.get(name)
+    # The second is the alias of another, and no field.
+    names = frozenset(table.types if table else ()) - {"speculative_model_dir"}
+    return Symbol(module, name, loses, Form.FIELDS, needs, names, is_optional)
+
+
+def _method(name: str, loses: str, *needs: Need) -> Symbol:
+    return Symbol("tensorrt_llm", name, loses, Form.PARAMETERS, needs)
+
+
+_LLM = (
+    _method("LLM", EVERYTHING, Need(EVERYTHING, defaults={"model": Default.REQUIRED})),
+    _method(
+        "LLM.generate_async",
+        EVERYTHING,
+        Need(EVERYTHING, "inputs sampling_params", {"streaming": False}),
+        Need(DISAGGREGATION, defaults={"disaggregated_params": None}),
+        Need(RANKS, defaults={"scheduling_params": None}),
+        Need(ADAPTERS, defaults={"lora_request": None}),
+        Need("cache salts", defaults={"cache_salt": None}),
+    ),
+    _method("LLM.get_kv_cache_events_async", EVENTS, Need(EVENTS, "timeout")),
+    _method("LLM.get_stats_async", LOAD, Need(LOAD, "timeout")),
+    *(Symbol("tensorrt_llm", f"LLM.{name}", EVERYTHING) for name in ("shutdown", "__enter__", "__exit__")),
+    # Under another path, so that what instances have is looked for apart from what the constructor takes.
+    Symbol(_LLMAPI, "LLM", EVERYTHING, Form.ATTRIBUTES, (Need(EVERYTHING, "_executor"),)),
+    _method("MultimodalEncoder", ENCODING, Need(ENCODING, defaults={"model": Default.REQUIRED})),
+    _method("MultimodalEncoder.generate_async", ENCODING, Need(ENCODING, "inputs")),
+)
+
+_REQUESTS = (
+    Symbol(
+        "tensorrt_llm",
+        "SamplingParams",
+        EVERYTHING,
+        Form.FIELDS,
+        (
+            Need(
+                EVERYTHING, "max_tokens temperature top_k top_p seed end_id pad_id", {"n": 1, "use_beam_search": False}
+            ),
+            Need(EVERYTHING, "ignore_eos stop_token_ids include_stop_str_in_output detokenize add_special_tokens"),
+            Need("penalties", defaults=dict.fromkeys(_PENALTIES)),
+            Need("min_p, min_tokens", defaults={"min_p": None, "min_tokens": None}),
+            Need("log probabilities", defaults={"logprobs": None}),
+            Need(GUIDES, defaults={"guided_decoding": None}),
+        ),
+    ),
+    Symbol(
+        _LLMAPI,
+        "GuidedDecodingParams",
+        GUIDES,
+        Form.FIELDS,
+        (Need(GUIDES, defaults={"json": None, "regex": None, "grammar": None}),),
+    ),
+    Symbol(
+        _LLMAPI,
+        "DisaggregatedParams",
+        DISAGGREGATION,
+        Form.FIELDS,
+        (
+            Need(DISAGGREGATION, "request_type first_gen_tokens ctx_request_id opaque_state"),
+            Need(f"{DISAGGREGATION} with speculation", "draft_tokens"),
+            Need(ENCODING, defaults={"multimodal_embedding_handles": None, "multimodal_hashes": None}),
+        ),
+    ),
+    Symbol(
+        "tensorrt_llm.scheduling_params",
+        "SchedulingParams",
+        RANKS,
+        Form.FIELDS,
+        (Need(RANKS, "attention_dp_rank attention_dp_relax"),),
+    ),
+    Symbol(
+        "tensorrt_llm.executor.request",
+        "LoRARequest",
+        ADAPTERS,
+        Form.FIELDS,
+        (Need(ADAPTERS, "lora_name lora_int_id lora_path"),),
+    ),
+    Symbol("tensorrt_llm.executor.utils", "RequestError", "a failed request is taken for a dead engine"),
+)
+
+_RESULTS = (
+    Symbol(
+        _LLMAPI,
+        "RequestOutput",
+        EVERYTHING,
+        Form.ATTRIBUTES,
+        (
+            Need(EVERYTHING, "prompt_token_ids outputs finished cached_tokens metrics_dict abort __aiter__ __await__"),
+            Need(ENCODING, "disaggregated_params result"),
+        ),
+    ),
+    Symbol(
+        _LLMAPI,
+        "CompletionOutput",
+        EVERYTHING,
+        Form.ATTRIBUTES,
+        (
+            Need(EVERYTHING, "token_ids finish_reason stop_reason"),
+            Need("log probabilities", "logprobs"),
+            Need(DISAGGREGATION, "disaggregated_params"),
+        ),
+    ),
+)
+
+_METRICS = (
+    Symbol(
+        "tensorrt_llm.metrics",
+        "MetricsCollector",
+        OWN_METRICS,
+        Form.ATTRIBUTES,
+        (Need(OWN_METRICS, "log_metrics_dict"),),
+        is_optional=True,
+    ),
+)
+
+_CONFIGS = (
+    _config(
+        "TorchLlmArgs",
+        EVERYTHING,
+        Need(EVERYTHING, "model kv_cache_config skip_tokenizer_init dtype"),
+        # What nobody sets is reckoned with.
+        Need(EVERYTHING, "", {"max_num_tokens": 8192, "max_beam_width": None, "enable_chunked_prefill": False}),
+        Need(EVERYTHING, "", {"max_batch_size": None, "max_seq_len": None}),
+        Need(DISAGGREGATION, "disable_overlap_scheduler", {"cache_transceiver_config": None}),
+        Need("several GPUs", "", {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "gpus_per_node": None}),
+        Need("experts in parallel", "moe_expert_parallel_size"),
+        Need(RANKS, "", {"enable_attention_dp": False}),
+        Need(GUIDES, "", {"guided_decoding_backend": None}),
+        Need(ADAPTERS, "", {"enable_lora": False, "lora_config": None}),
+        Need(LOAD, "", {"enable_iter_perf_stats": False}),
+        Need("times of requests as the engine measures them", "", {"return_perf_metrics": False}),
+    ),
+    _config(
+        "KvCacheConfig",
+        EVERYTHING,
+        Need(EVERYTHING, "free_gpu_memory_fraction", {"enable_block_reuse": True, "tokens_per_block": 32}),
+        Need(DISAGGREGATION, "", {"dtype": "auto"}),
+        Need("a pool of num_blocks", "max_tokens"),
+        Need(EVENTS, "", {"event_buffer_max_size": 0}),
+    ),
+    _config(
+        "CacheTransceiverConfig",
+        DISAGGREGATION,
+        Need(DISAGGREGATION, "backend max_tokens_in_buffer kv_transfer_timeout_ms"),
+    ),
+    _config("LoraConfig", ADAPTERS, Need(ADAPTERS, "lora_dir"), module="tensorrt_llm.lora_helper"),
+    _config("PeftCacheConfig", ADAPTERS),
+    *(
+        _config(name, f"{name} in engine_args")
+        for name in """
+        SchedulerConfig DynamicBatchConfig CudaGraphConfig MoeConfig AttentionDpConfig TorchCompileConfig
+        """.split()
+    ),
+    *(
+        _config(name, f"{name} in engine_args", is_optional=True)
+        for name in sorted({*DECODING_CLASSES.values(), "Nvfp4GemmConfig", "KvCacheConnectorConfig"})
+    ),
+    _config("LlmArgs", "the backend _autodeploy", module="tensorrt_llm._torch.auto_deploy.llm_args", is_optional=True),
+)
+
+_MEDIA = (
+    Symbol(
+        "tensorrt_llm._torch.shared_tensor",
+        "SharedTensorContainer",
+        ENCODING,
+        Form.ATTRIBUTES,
+        (Need(ENCODING, "from_dict get_local_view"),),
+    ),
+)
+
+#: All of it.
+SYMBOLS: tuple[Symbol, ...] = (*_LLM, *_REQUESTS, *_RESULTS, *_METRICS, *_CONFIGS, *_MEDIA)
+
+
+# What is not known of TensorRT-LLM 1.2, with a way to tell from the package alone where there is one.
+#
+# The adapter is right either way. Which way it is helps whoever looks for the reason of something.
+
+
+@dataclass(frozen=True)
+class Question:
+    """An uncertain fact.
+
+    Attributes:
+        text: the fact, as a statement.
+        holds: whether it is so; may raise anything where the package is not as thought.
+        is_later: a sign of 1.3, not expected here.
+    """
+
+    text: str
+    holds: Callable[[], bool]
+    is_later: bool = False
+
+
+def _get(module: str, name: str) -> Any:
+    found: Any = import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _has(module: str, name: str) -> Callable[[], bool]:
+    def holds() -> bool:
+        try:
+            _get(module, name)
+        except (ImportError, AttributeError):
+            return False
+        return True
+
+    return holds
+
+
+def _field(module: str, name: str, *fields: str) -> Callable[[], bool]:
+    def holds() -> bool:
+        found = _get(module, name)
+        names = getattr(found, "model_fields", None) or getattr(found, "__dataclass_fields__", {})
+        return all(field in names for field in fields)
+
+    return holds
+
+
+def _takes_lower_case() -> bool:
+    # A part of the arguments: making it reads no GPU, as the arguments as a whole would.
+    try:
+        _get("tensorrt_llm.llmapi", "CacheTransceiverConfig")(backend="ucx")
+    except ValueError:
+        return False
+    return True
+
+
+def _needs_every_field() -> bool:
+    fields = _get("tensorrt_llm.llmapi", "DynamicBatchConfig").model_fields
+    return all(field.is_required() for field in fields.values())
+
+
+def _is_runtime_error() -> bool:
+    return issubclass(_get("tensorrt_llm.executor.utils", "RequestError"), RuntimeError)
+
+
+_UNCERTAIN_ARGS, _DISAGG = (
+    ("tensorrt_llm.llmapi.llm_args", "TorchLlmArgs"),
+    ("tensorrt_llm.llmapi", "DisaggregatedParams"),
+)
+
+_AUTODEPLOY = ("tensorrt_llm._torch.auto_deploy.llm_args", "LlmArgs")
+
+QUESTIONS: tuple[Question, ...] = (
+    Question("LLM has a health check (_check_health)", _has("tensorrt_llm", "LLM._check_health")),
+    *(Question(f"LLM takes {name}", _field(*_UNCERTAIN_ARGS, name)) for name in schema.LLM.uncertain),
+    Question("hand-offs have an id of ours (disagg_request_id)", _field(*_DISAGG, "disagg_request_id")),
+    Question(
+        "hand-offs carry mrope positions, as Qwen2.5-VL wants them",
+        _field(*_DISAGG, "mrope_position_ids_handle", "mrope_position_deltas_handle"),
+    ),
+    Question("transceivers may be named in lower case", _takes_lower_case),
+    Question("AutoDeploy takes the PyTorch backend's arguments", _field(*_AUTODEPLOY, "enable_iter_perf_stats")),
+    Question("DynamicBatchConfig needs all of its fields", _needs_every_field),
+    Question("RequestError is a RuntimeError", _is_runtime_error),
+    Question(
+        "it loads media by itself (default_multimodal_input_loader), which Quartet does without",
+        _has("tensorrt_llm.inputs", "default_multimodal_input_loader"),
+    ),
+    Question("it has a gRPC server", _has("tensorrt_llm.grpc", "__name__"), is_later=True),
+    Question("LLM takes model_kwargs", _field(*_UNCERTAIN_ARGS, "model_kwargs"), is_later=True),
+    Question(
+        "it generates pictures and video (visual_gen)", _has("tensorrt_llm.visual_gen", "__name__"), is_later=True
+    ),
+)
+
+#: What only a loaded model shows.
+UNTOLD = (
+    "how events and statistics are fetched",
+    "whether blocks tell of pictures (mm_keys)",
+    "what a prompt beyond max_num_tokens raises",
+    "how a context-only request ends",
+    "whether an opaque state can be pulled twice",
+)

@@ -1,0 +1,559 @@
+"""Pictures that TensorRT-LLM's ``MultimodalEncoder`` encodes and keeps, each until one prefill worker has taken it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from PIL import Image
+
+from quartet.engine.encoder import EncodedState, EncoderStats, EncodeTimes
+from quartet.engine.trtllm.inputs import host_name
+from quartet.engine.trtllm.media_model import FileSizes, MediaModel
+from quartet.engine.trtllm.media_state import PictureState, num_handle_tokens, write_state
+from quartet.engine.trtllm.times import TrtllmTimes
+from quartet.errors import EngineError, InvalidMediaError, InvalidRequestError, ServingError, WorkerUnavailableError
+from quartet.media.image_file import decode
+from quartet.media.items import MediaFile, MediaKind
+
+_LOG = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 30.0  # for the batch that is being encoded
+
+
+class PictureStates:
+    """See ``StateEncoder``: pictures, by ``MultimodalEncoder``. Its book is kept on the event loop."""
+
+    kinds = frozenset({MediaKind.IMAGE})
+
+    def __init__(
+        self, model: MediaModel, make: Callable[[], Any], max_batch_size: int, times: TrtllmTimes | None = None
+    ) -> None:
+        """Load nothing yet; ``make`` loads a ``MultimodalEncoder``, on a thread of its own."""
+        self._model = model
+        self._make = make
+        self._max_batch_size = max_batch_size
+        self._times = times or TrtllmTimes()
+        self._sizes = FileSizes(model)
+        self._host = host_name()
+        self._stats = EncoderStats()
+        self._thread: EncoderThread | None = None
+        self._lost: ServingError | None = None
+        self._is_closed = False
+        self._waiting: dict[PictureJob, _Waiting] = {}
+        self._held: dict[int, EncodedPicture] = {}
+        self._has_settled = asyncio.Event()  # it is ready, or lost
+
+    @property
+    def is_alive(self) -> bool:
+        """False once it has died, or hangs."""
+        thread = self._thread
+        return self._lost is None and (thread is None or not (thread.is_shut_down or thread.is_overdue))
+
+    @property
+    def num_held(self) -> int:
+        """Pictures that are kept for somebody."""
+        return len(self._held)
+
+    @property
+    def stats(self) -> EncoderStats:
+        """How it is. May be read on any thread."""
+        return self._stats
+
+    async def start(self) -> None:
+        """Load, and encode a picture. Raises ``ServingError`` naming what is wrong."""
+        on_loop = _OnLoop(asyncio.get_running_loop())
+        self._thread = EncoderThread(
+            self._make,
+            EncoderListener(
+                on_ready=lambda: on_loop.call(self._has_settled.set),
+                on_begin=lambda jobs: on_loop.call(self._on_begin, len(jobs)),
+                on_outcomes=lambda outcomes: on_loop.call(self._on_outcomes, outcomes),
+                on_lost=lambda error: on_loop.call(self._on_lost, error),
+            ),
+            placeholder=self._model.placeholder,
+            max_batch_size=self._max_batch_size,
+            max_pixels=self._model.max_pixels,
+            times=self._times,
+        )
+        await self._wait_settled(self._thread)
+        if self._lost is not None:
+            raise self._lost
+
+    async def encode(self, holder: int, file: MediaFile) -> EncodedState:
+        """See ``StateEncoder``."""
+        size = await asyncio.to_thread(self._sizes.size, file)
+        if self._is_closed or self._thread is None:
+            raise _closed()
+        if not self.is_alive:
+            raise _broken()
+        job = PictureJob(data=file.data, num_tokens=size.num_tokens)
+        waiting = _Waiting(job, time.monotonic(), asyncio.get_running_loop().create_future())
+        self._waiting[job] = waiting
+        self._count()
+        self._thread.post(job)
+        try:
+            outcome = await waiting.done
+        except asyncio.CancelledError:
+            job.is_wanted = False
+            self._waiting.pop(job, None)
+            if waiting.done.done() and not waiting.done.cancelled() and waiting.done.exception() is None:
+                self._drop(waiting.done.result().end)
+            self._count()
+            raise
+        if isinstance(outcome.end, ServingError):
+            raise outcome.end
+        return self._keep(holder, outcome.end, outcome, waiting.queued_at)
+
+    def release(self, holder: int, *, was_taken: bool) -> None:
+        """See ``StateEncoder``."""
+        picture = self._held.pop(holder, None)
+        if not was_taken:
+            self._drop(picture)
+
+    async def close(self) -> None:
+        """Free everything, in bounded time. May be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._fail_all(_closed())
+        self._held.clear()
+        if self._thread is None:
+            return
+        self._thread.stop()
+        if not await asyncio.to_thread(self._thread.join, self._close_timeout_s(self._thread)):
+            _LOG.error("the encoder of TensorRT-LLM could not be shut down: processes of it may hold the GPU's memory")
+
+    async def _wait_settled(self, thread: EncoderThread) -> None:
+        """However long it loads; its first picture is to come in time."""
+        while not self._has_settled.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._has_settled.wait(), self._times.look_interval_s)
+            if thread.is_overdue and not self._has_settled.is_set():
+                raise EngineError("the encoder of TensorRT-LLM loaded, but does not encode a picture")
+
+    def _close_timeout_s(self, thread: EncoderThread) -> float:
+        """A load takes its time, whoever waits; what hangs already has had its time."""
+        if not self._has_settled.is_set() or thread.is_overdue:
+            return 0.0
+        return _CLOSE_TIMEOUT_S if self._lost is None else self._times.close_timeout_s
+
+    def _keep(self, holder: int, picture: EncodedPicture, outcome: PictureOutcome, queued_at: float) -> EncodedState:
+        state = PictureState(
+            width=picture.width,
+            height=picture.height,
+            handle=picture.handle,
+            hashes=picture.hashes,
+            host=self._host,
+        )
+        try:
+            written = write_state(state)
+        except EngineError:
+            self._drop(picture)
+            raise
+        self._held[holder] = picture
+        return EncodedState(written, EncodeTimes(max(outcome.began_at - queued_at, 0.0), outcome.compute_s))
+
+    def _drop(self, picture: EncodedPicture | ServingError | None) -> None:
+        if isinstance(picture, EncodedPicture) and self._thread is not None:
+            self._thread.drop(picture.handle)
+
+    def _on_begin(self, num_jobs: int) -> None:
+        self._stats = replace(self._stats, num_running=num_jobs)
+        self._count()
+
+    def _on_outcomes(self, outcomes: Sequence[PictureOutcome]) -> None:
+        num_failed = 0
+        for outcome in outcomes:
+            waiting = self._waiting.pop(outcome.job, None)
+            num_failed += isinstance(outcome.end, ServingError)
+            if waiting is None or waiting.done.done():
+                self._drop(outcome.end)  # who waited is gone
+            else:
+                waiting.done.set_result(outcome)
+        stats = self._stats
+        self._stats = replace(
+            stats,
+            num_running=0,
+            num_steps=stats.num_steps + 1,
+            num_items=stats.num_items + len(outcomes) - num_failed,
+            num_failed=stats.num_failed + num_failed,
+        )
+        self._count()
+
+    def _on_lost(self, error: Exception) -> None:
+        if self._has_settled.is_set():
+            self._lost = _broken()
+        elif isinstance(error, ServingError):
+            self._lost = error
+        else:
+            self._lost = EngineError(f"the encoder of TensorRT-LLM cannot be started: {error}")
+        self._has_settled.set()
+        self._fail_all(_broken())
+
+    def _fail_all(self, error: ServingError) -> None:
+        for waiting in self._waiting.values():
+            waiting.job.is_wanted = False
+            if not waiting.done.done():
+                waiting.done.set_exception(error)
+        self._waiting.clear()
+        self._count()
+
+    def _count(self) -> None:
+        num_waiting = max(len(self._waiting) - self._stats.num_running, 0)
+        self._stats = replace(self._stats, num_waiting=num_waiting)
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """Who waits for a picture."""
+
+    job: PictureJob
+    queued_at: float
+    done: asyncio.Future[PictureOutcome]
+
+
+class _OnLoop:
+    """Calls on an event loop, from other threads; none once that is closed, as nobody listens any more."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def call(self, function: Callable[..., object], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def _broken() -> EngineError:
+    return EngineError("the encoder of TensorRT-LLM broke")
+
+
+def _closed() -> WorkerUnavailableError:
+    return WorkerUnavailableError("the encoder is closed")
+
+
+# What ``MultimodalEncoder`` gives for a picture: a handle of memory that it keeps until somebody has taken it.
+
+_NUM_HASH_INTS = 8
+
+
+def read_handle(result: Any) -> tuple[Mapping[str, object], tuple[int, ...]]:
+    """The handle and the picture's hash of a result. Raises ``EngineError``: it is not one of one picture."""
+    params = getattr(result, "disaggregated_params", None)
+    handles = _flat(getattr(params, "multimodal_embedding_handles", None))
+    hashes = getattr(params, "multimodal_hashes", None) or []
+    is_one = len(handles) == 1 and isinstance(handles[0], Mapping) and len(hashes) == 1
+    if not is_one or len(hashes[0]) != _NUM_HASH_INTS:
+        raise EngineError("the encoder of TensorRT-LLM did not give one handle for a picture")
+    return handles[0], tuple(int(part) for part in hashes[0])
+
+
+def drop(handle: Mapping[str, object]) -> None:
+    """Have the encoder free what is behind ``handle``, as nobody will take it. Never raises."""
+    try:
+        if not _count_down(handle):
+            _take(handle)
+    except Exception as error:  # noqa: BLE001 - it was taken after all: nothing is held, whatever CUDA says
+        _LOG.debug("a picture's embeddings were gone already: %s", type(error).__name__)
+
+
+def _count_down(handle: Mapping[str, object]) -> bool:
+    """Do to the memory's counter what its taker does; False: there is none here.
+
+    The counter lies in shared memory of the host. So this takes no context on the GPU, which costs hundreds of MB, and
+    also works in the process whose memory it is, where CUDA does not open a handle.
+    """
+    import torch
+
+    release = getattr(torch.UntypedStorage, "_release_ipc_counter", None)  # as torch's own reductions do it
+    counter, offset = handle.get("ref_counter_handle"), handle.get("ref_counter_offset")
+    if release is None or not isinstance(counter, bytes) or not isinstance(offset, int):
+        return False
+    if not torch.cuda.is_available():
+        return False
+    release(counter, offset, device=handle.get("storage_device"))
+    return True
+
+
+def _take(handle: Mapping[str, object]) -> None:
+    from tensorrt_llm._torch.shared_tensor import SharedTensorContainer
+
+    SharedTensorContainer.from_dict(dict(handle)).get_local_view()
+
+
+def _flat(handles: Any) -> list[Any]:
+    """Some of the releases put the list into a tuple of one."""
+    flat: list[Any] = []
+    for handle in handles or ():
+        flat += handle if isinstance(handle, list | tuple) else [handle]
+    return flat
+
+
+# ``MultimodalEncoder`` on a thread of its own: it blocks, and belongs to one caller.
+
+_BLANK_EDGE = 224
+
+
+@dataclass(eq=False, kw_only=True)
+class PictureJob:
+    """A picture that is to be encoded.
+
+    Attributes:
+        num_tokens: that it has been told to fill.
+        is_wanted: cleared by who waits no more.
+    """
+
+    data: bytes = field(repr=False)
+    num_tokens: int
+    is_wanted: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedPicture:
+    """What became of one, kept until its handle is taken."""
+
+    width: int
+    height: int
+    handle: Mapping[str, object] = field(repr=False)
+    hashes: tuple[int, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureOutcome:
+    """How a job ended; ``began_at`` in monotonic seconds."""
+
+    job: PictureJob
+    end: EncodedPicture | ServingError
+    began_at: float
+    compute_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderListener:
+    """Who hears of a thread; called on that thread.
+
+    Attributes:
+        on_ready: it has loaded, and encoded a picture.
+        on_begin: these jobs are begun, of which an ``on_outcomes`` follows.
+        on_lost: it can't be loaded, or broke: nothing comes any more.
+    """
+
+    on_ready: Callable[[], None]
+    on_begin: Callable[[Sequence[PictureJob]], None]
+    on_outcomes: Callable[[Sequence[PictureOutcome]], None]
+    on_lost: Callable[[Exception], None]
+
+
+class EncoderThread:
+    """Loads, encodes what is posted, at most ``max_batch_size`` at a time, and drops what nobody took.
+
+    When it was quiet for a while it encodes a blank picture, which proves that it can.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        listener: EncoderListener,
+        *,
+        placeholder: str,
+        max_batch_size: int,
+        max_pixels: int,
+        times: TrtllmTimes,
+    ) -> None:
+        """Begin. ``make`` loads a ``MultimodalEncoder``; ``placeholder`` is the text of the model's."""
+        self._make = make
+        self._listener = listener
+        self._placeholder = placeholder
+        self._max_batch_size = max_batch_size
+        self._max_pixels = max_pixels
+        self._times = times
+        self._due_at: float | None = None
+        self._quiet_at = 0.0  # nothing was encoded for long enough by then
+        self._is_ready = False
+        self._encoder: Any = None
+        self._posted: queue.SimpleQueue[PictureJob | Mapping[str, object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="quartet-trtllm-encoder", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_shut_down(self) -> bool:
+        """Whether what it has loaded is gone, though nobody closed it. May be called on any thread."""
+        encoder = self._encoder
+        if encoder is None:
+            return False
+        executor = getattr(encoder, "_executor", None)  # there is no public way to ask
+        return executor is None or executor.is_shutdown()
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether what it is encoding takes longer than anything may. May be called on any thread."""
+        due_at = self._due_at
+        return due_at is not None and time.monotonic() > due_at
+
+    def post(self, job: PictureJob) -> None:
+        """Encode that, too."""
+        self._posted.put(job)
+
+    def drop(self, handle: Mapping[str, object]) -> None:
+        """Nobody will take what is behind ``handle``."""
+        self._posted.put(handle)
+
+    def stop(self) -> None:
+        """End after what is being done."""
+        self._posted.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for its end; whether it came in time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._encoder = self._make()
+            self._encode_blank(self._times.warm_up_timeout_s)
+            self._is_ready = True
+            self._listener.on_ready()
+            while self._turn():
+                pass
+        except Exception as error:  # noqa: BLE001 - the thread's end: whoever waits for it must hear
+            # Once there are pictures of others, what it says may quote them.
+            _LOG.error("the encoder of TensorRT-LLM broke: %s", type(error).__name__, exc_info=not self._is_ready)
+            self._listener.on_lost(error)
+        finally:
+            encoder, self._encoder = self._encoder, None
+            if encoder is not None:
+                encoder.shutdown()
+
+    def _turn(self) -> bool:
+        """Do what was posted, of pictures one batch, or prove that it could. False: it is to end."""
+        jobs: list[PictureJob] = []
+        try:
+            one = self._posted.get(timeout=max(self._quiet_at - time.monotonic(), 0.0))
+            while one is not None:
+                if not isinstance(one, PictureJob):
+                    drop(one)
+                elif one.is_wanted:
+                    jobs.append(one)
+                if len(jobs) >= self._max_batch_size:
+                    break
+                one = self._posted.get_nowait()
+            else:
+                return False
+        except queue.Empty:
+            pass  # that was all
+        if jobs:
+            self._encode(jobs)
+        elif time.monotonic() >= self._quiet_at:
+            self._prove()
+        return True
+
+    def _prove(self) -> None:
+        from tensorrt_llm.executor.utils import RequestError
+
+        try:
+            self._encode_blank(self._times.canary_timeout_s)
+        except (RequestError, ServingError) as error:
+            _LOG.warning("the encoder works, but failed a blank picture: %s", type(error).__name__)
+
+    def _encode_blank(self, timeout_s: float) -> None:
+        """Raises whatever the encoder raises, and ``TimeoutError``."""
+        with self._due_in(timeout_s):
+            blank = Image.new("RGB", (_BLANK_EDGE, _BLANK_EDGE), "white")
+            handle, _ = read_handle(self._result(self._encoder.generate_async(self._inputs(blank))))
+            drop(handle)
+
+    @contextmanager
+    def _due_in(self, timeout_s: float) -> Iterator[None]:
+        """While something is encoded. What hangs is overdue, whether it can be waited for with a bound or not."""
+        self._due_at = time.monotonic() + timeout_s
+        try:
+            yield
+        finally:
+            self._due_at = None
+            self._quiet_at = time.monotonic() + self._times.canary_interval_s
+
+    def _result(self, begun: Any) -> Any:
+        assert self._due_at is not None, "something is being encoded"
+        # Not every release of the package heeds it.
+        return begun.result(max(self._due_at - time.monotonic(), 0.0))
+
+    def _inputs(self, picture: Image.Image) -> dict[str, object]:
+        return {"prompt": self._placeholder, "multi_modal_data": {"image": [picture]}}
+
+    def _encode(self, jobs: Sequence[PictureJob]) -> None:
+        self._listener.on_begin(jobs)
+        began_at = time.monotonic()
+        with self._due_in(self._times.encode_timeout_s):
+            # All are on their way before the first is waited for; while one is decoded the others are computed.
+            begun = [self._attempt(self._begin, job) for job in jobs]
+            ended = [
+                first if isinstance(first, ServingError) else self._attempt(self._finish, job, *first)
+                for job, first in zip(jobs, begun, strict=True)
+            ]
+        compute_s = time.monotonic() - began_at
+        self._listener.on_outcomes(
+            [
+                PictureOutcome(job=job, end=end, began_at=began_at, compute_s=compute_s)
+                for job, end in zip(jobs, ended, strict=True)
+            ]
+        )
+
+    def _attempt(self, step: Callable[..., Any], job: PictureJob, *arguments: Any) -> Any:
+        """What ``step`` gives, or the error that is this picture's alone; anything else breaks the encoder."""
+        from tensorrt_llm.executor.utils import RequestError
+
+        try:
+            return step(job, *arguments)
+        except ServingError as error:
+            return error
+        except RequestError as error:
+            _LOG.warning("TensorRT-LLM could not encode a picture: %s", type(error).__name__)
+            return EngineError("TensorRT-LLM could not encode the picture")
+        except (ValueError, TypeError) as error:
+            _LOG.warning("TensorRT-LLM does not take a picture: %s", type(error).__name__)
+            return InvalidMediaError("TensorRT-LLM does not take the picture", field="file")
+
+    def _begin(self, job: PictureJob) -> tuple[Any, int, int]:
+        try:
+            picture = decode(job.data, max_pixels=self._max_pixels)
+        except ServingError:
+            raise
+        except Exception as error:  # whatever reading what strangers send raises: it is this picture's fault alone
+            raise EngineError(f"the picture could not be read: {type(error).__name__}") from error
+        return self._encoder.generate_async(self._inputs(picture)), picture.width, picture.height
+
+    def _finish(self, job: PictureJob, begun: Any, width: int, height: int) -> EncodedPicture:
+        result = self._result(begun)
+        try:
+            return _read(job, result, width, height)
+        except ServingError:
+            raise
+        except Exception as error:  # the encoder did its part: what we make of it is this picture's fault alone
+            message = f"what TensorRT-LLM made of a picture could not be read: {type(error).__name__}"
+            raise EngineError(message) from error
+
+
+def _read(job: PictureJob, result: Any, width: int, height: int) -> EncodedPicture:
+    handle, hashes = read_handle(result)
+    num_tokens = num_handle_tokens(handle)
+    if num_tokens != job.num_tokens:
+        drop(handle)
+        message = f"the picture became {num_tokens} tokens, not the {job.num_tokens} that it was said to fill"
+        raise EngineError(message)
+    return EncodedPicture(width=width, height=height, handle=handle, hashes=hashes)
+
+
+def check_hands_over(encoder: Any) -> None:
+    """Refuse a model whose embeddings prefill does not take. Raises ``InvalidRequestError``, field ``model``."""
+    if not getattr(getattr(encoder, "input_processor", None), "support_mm_disagg", True):
+        encoder.shutdown()
+        message = "TensorRT-LLM does not hand the embeddings of this model's pictures over to prefill"
+        raise InvalidRequestError(message, field="model")

@@ -1,0 +1,1 @@
+"""The streams between router and workers: many requests on each, by slot."""

@@ -1,0 +1,443 @@
+"""Decodes and prefills on one worker: starts go up, outputs come down to their calls."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+from weakref import WeakSet
+
+import grpc
+
+from quartet import errors
+from quartet.engine.sampling import TokenLogprobs
+from quartet.errors import MessageTooLargeError, RequestCancelledError, ServingError
+from quartet.kvcache.layout import HandOff
+from quartet.media.items import MediaFile
+from quartet.rpc.errors import from_failure
+from quartet.streams import convert
+from quartet.streams.chunks import StartRest, take_chunks
+from quartet.streams.convert.inner import put_decode_start, put_prefill_start, to_signed_decode_start
+from quartet.streams.messages import (
+    MAX_WORKER_MESSAGE_BYTES,
+    DecodeFinished,
+    DecodeSink,
+    DecodeStarted,
+    PrefillOutcome,
+    SignedPlacement,
+    WorkerStart,
+)
+from quartet.streams.slots import SlotClient
+from quartet.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
+
+# A stream of a single start lasts as long as its request may, and a little longer: its end has to be told. So long at
+# most where nothing is said of that.
+_LAST_WORDS_S, _MAX_ALONE_S = 5.0, 3600.0
+
+
+# Requests on a worker stream as the router's side sees them: from the start to the terminal output.
+
+
+class WorkerCall:
+    """What both kinds share. ``is_over``: nothing that still comes for it matters."""
+
+    # There are thousands, and each token touches one after long: without a dictionary they lie closer together.
+    __slots__ = ("_error", "_is_cancelled", "_send_cancel", "_waiter", "is_over")
+
+    def __init__(self, send_cancel: Callable[[], None]) -> None:
+        """``send_cancel`` asks the worker to end it."""
+        self._send_cancel = send_cancel
+        # An `asyncio.Event` does the same, at twice the price for each token.
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: ServingError | None = None
+        self._is_cancelled = False
+        self.is_over = False
+
+    def cancel(self) -> None:
+        """Ask the worker to end it; harmless when it has ended. Nobody needs to wait for the end."""
+        if not self.is_over and not self._is_cancelled:
+            self._is_cancelled = True
+            self._send_cancel()
+
+    def fail(self, error: ServingError) -> None:
+        """End it badly, unless it is over."""
+        if not self.is_over:
+            self._error = error
+            self.is_over = True
+            self._wake()
+
+    async def _wait(self) -> None:
+        """Until the next ``_wake``. For one reader."""
+        assert self._waiter is None, "one reader waits"
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class DecodeCall(WorkerCall):
+    """One decode: what it gives goes to its sink, and ``outcome`` waits for its end.
+
+    Attributes:
+        heard_at: when the worker last said something of it, monotonic seconds; ``None`` before its first word.
+    """
+
+    __slots__ = ("_outcome", "_sink", "heard_at")
+
+    def __init__(self, send_cancel: Callable[[], None], sink: DecodeSink) -> None:
+        """Nothing has come yet."""
+        super().__init__(send_cancel)
+        self.heard_at: float | None = None
+        self._sink = sink
+        self._outcome: DecodeFinished | None = None
+
+    async def outcome(self) -> DecodeFinished | None:
+        """Wait for the end; ``None``: the sink wanted no more. For one reader; cancelled here, it loses nothing.
+
+        Raises:
+            ServingError: it ended badly, after all tokens that came before have gone to the sink.
+        """
+        while not self.is_over:
+            await self._wait()
+        if self._error is not None:
+            raise self._error
+        return self._outcome
+
+    def take_tokens(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], now: float) -> None:
+        """Bring tokens that begin at ``offset`` to the sink. What it makes no sense of ends this decode, not others."""
+        if self.is_over:
+            return
+        self.heard_at = now
+        try:
+            is_enough = not self._sink.take(offset, token_ids, logprobs, now)
+        except ServingError as error:
+            self.cancel()
+            self.fail(error)
+            return
+        if is_enough:
+            self.cancel()
+            self.is_over = True
+            self._wake()
+
+    def start(self, started: DecodeStarted, now: float) -> None:
+        """It joined the running batch."""
+        if not self.is_over:
+            self.heard_at = now
+            self._sink.started(started)
+
+    def finish(self, finished: DecodeFinished) -> None:
+        """End it well, unless it is over."""
+        if not self.is_over:
+            self._outcome = finished
+            self.is_over = True
+            self._wake()
+
+
+class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse, DecodeCall]):
+    """Decodes on one worker."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        channel: grpc.aio.Channel,
+        on_broken: Callable[[ServingError], None],
+        *,
+        alone_for_s: float | None = None,
+    ) -> None:
+        """Speak over ``channel``; ``on_broken`` hears of every end of the stream.
+
+        ``alone_for_s``: it is for one start, which ends within that time.
+        """
+        super().__init__(
+            f"worker {worker_id}", decode_pb2.DecodeResponse, on_broken, ends_with_calls=alone_for_s is not None
+        )
+        self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
+        self._make_own = partial(DecodeClient, worker_id, channel, on_broken)
+        self._timeout_s = alone_for_s
+        # While one runs its task holds it; then nobody does.
+        self._own: WeakSet[DecodeClient] = WeakSet()
+
+    def start(self, start: WorkerStart, sink: DecodeSink) -> DecodeCall:
+        """Start a decode, whose outputs go to ``sink``; never waits or raises: what is wrong comes out of the call.
+
+        One with media files has a stream of its own.
+        """
+        if start.media and not self._ends_with_calls and has_files(start):
+            own = self._make_own(alone_for_s=_alone_for_s(start))
+            self._own.add(own)
+            return own.start(start, sink)
+        return self._begin(
+            lambda send_cancel: DecodeCall(send_cancel, sink), lambda slot: _decode_messages(slot, start)
+        )
+
+    def start_signed(self, placement: SignedPlacement, sink: DecodeSink) -> DecodeCall:
+        """Start a decode that a router signed for this worker; else as ``start``."""
+        return self._begin(
+            lambda send_cancel: DecodeCall(send_cancel, sink), lambda slot: [_signed_message(slot, placement)]
+        )
+
+    async def close(self) -> None:
+        """As that of any; the streams of single decodes too."""
+        await asyncio.gather(super().close(), *(own.close() for own in self._own))
+
+    def _open(self) -> grpc.aio.StreamStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]:
+        return self._stub.Decode(timeout=self._timeout_s)
+
+    def _receive(self, response: decode_pb2.DecodeResponse) -> None:
+        now = time.monotonic()
+        for started in response.started:
+            self._call(started.slot).start(convert.from_slot_started(started), now)
+        self._receive_tokens(response, now)
+        for finished in response.finished:
+            reason = convert.from_engine_finish_reason(finished.reason)
+            outcome = DecodeFinished(reason=reason, num_output_tokens=finished.num_output_tokens)
+            self._end(finished.slot).finish(outcome)
+        for failed in response.failures:
+            self._end(failed.slot).fail(from_failure(failed.failure))
+
+    def _receive_tokens(self, response: decode_pb2.DecodeResponse, now: float) -> None:
+        token_ids = list(response.token_ids)
+        logprobs = {entry.slot: list(map(convert.from_token_logprobs, entry.tokens)) for entry in response.logprobs}
+        calls = self._calls()
+        begin = 0
+        # Lists first: each look into a repeated field costs as much as the rest of the loop.
+        columns = zip(list(response.slots), list(response.num_tokens), list(response.token_offsets), strict=True)
+        for slot, num_tokens, offset in columns:
+            end = begin + num_tokens
+            calls[slot].take_tokens(offset, token_ids[begin:end], logprobs.get(slot, ()) if logprobs else (), now)
+            begin = end
+        if begin != len(token_ids):
+            raise ValueError("num_tokens does not add up to the tokens")
+
+    def _cancel_message(self, slot: int) -> decode_pb2.DecodeRequest:
+        return decode_pb2.DecodeRequest(cancel=types_pb2.Cancel(slot=slot))
+
+
+class PrefillCall(WorkerCall):
+    """One prefill: ``outcome`` gives its one output. A hand-off that nobody took goes to ``drop``."""
+
+    __slots__ = ("_drop", "_is_taken", "_outcome")
+
+    def __init__(self, send_cancel: Callable[[], None], drop: Callable[[HandOff], None]) -> None:
+        """``drop`` is given the hand-off when it comes after nobody waits any more."""
+        super().__init__(send_cancel)
+        self._drop = drop
+        self._outcome: PrefillOutcome | None = None
+        self._is_taken = False
+
+    async def outcome(self) -> PrefillOutcome:
+        """Wait for the output. A caller that is cancelled here leaves nothing behind.
+
+        Raises:
+            ServingError: it ended badly; ``RequestCancelledError`` at once after ``cancel``.
+        """
+        try:
+            while not self.is_over:
+                await self._wait()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if self._error is not None:
+            raise self._error
+        assert self._outcome is not None, "woken with one or the other"
+        self._is_taken = True
+        return self._outcome
+
+    def cancel(self) -> None:
+        """End it: what the worker still brings, or has brought and nobody took, is dropped. No-op once it was taken."""
+        if self._is_taken:
+            return
+        super().cancel()
+        outcome, self._outcome = self._outcome, None
+        if outcome is not None and outcome.hand_off is not None:
+            self._drop(outcome.hand_off)
+        if self._error is None:
+            self._error = RequestCancelledError("cancelled by the caller")
+        self.is_over = True
+        self._wake()
+
+    def succeed(self, outcome: PrefillOutcome) -> None:
+        """End it well, or drop what comes too late."""
+        if self.is_over:
+            if outcome.hand_off is not None:
+                self._drop(outcome.hand_off)
+            return
+        self._outcome = outcome
+        self.is_over = True
+        self._wake()
+
+
+class PrefillClient(SlotClient[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse, PrefillCall]):
+    """Prefills on one worker."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        channel: grpc.aio.Channel,
+        on_broken: Callable[[ServingError], None],
+        drop: Callable[[HandOff], None],
+        *,
+        alone_for_s: float | None = None,
+    ) -> None:
+        """Speak over ``channel``; ``drop`` is given hand-offs that come after nobody waits for them any more.
+
+        ``alone_for_s``: it is for one start, which ends within that time.
+        """
+        super().__init__(
+            f"worker {worker_id}", prefill_pb2.PrefillResponse, on_broken, ends_with_calls=alone_for_s is not None
+        )
+        self._stub = prefill_pb2_grpc.PrefillServiceStub(channel)
+        self._drop = drop
+        self._make_own = partial(PrefillClient, worker_id, channel, on_broken, drop)
+        self._timeout_s = alone_for_s
+        # While one runs its task holds it; then nobody does.
+        self._own: WeakSet[PrefillClient] = WeakSet()
+
+    def start(self, start: WorkerStart) -> PrefillCall:
+        """Start a prefill; never waits or raises: what is wrong comes out of the call.
+
+        One with media files has a stream of its own.
+        """
+        if start.media and not self._ends_with_calls and has_files(start):
+            own = self._make_own(alone_for_s=_alone_for_s(start))
+            self._own.add(own)
+            return own.start(start)
+        return self._begin(
+            lambda send_cancel: PrefillCall(send_cancel, self._drop), lambda slot: _prefill_messages(slot, start)
+        )
+
+    async def close(self) -> None:
+        """As that of any; the streams of single prefills too."""
+        await asyncio.gather(super().close(), *(own.close() for own in self._own))
+
+    def _open(self) -> grpc.aio.StreamStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]:
+        return self._stub.Prefill(timeout=self._timeout_s)
+
+    def _receive(self, response: prefill_pb2.PrefillResponse) -> None:
+        for output in response.outputs:
+            if output.WhichOneof("outcome") == "result":
+                outcome = convert.from_prefill_result(output.result)
+                self._end(output.slot).succeed(outcome)
+            else:
+                self._end(output.slot).fail(from_failure(output.failure))
+
+    def _cancel_message(self, slot: int) -> prefill_pb2.PrefillRequest:
+        return prefill_pb2.PrefillRequest(cancel=types_pb2.Cancel(slot=slot))
+
+
+def has_files(start: WorkerStart) -> bool:
+    """Whether ``start`` brings media files: these never ride a stream with others."""
+    return any(isinstance(item.source, MediaFile) for item in start.media)
+
+
+def _alone_for_s(start: WorkerStart) -> float:
+    timeout_s = start.context.timeout_s
+    return _MAX_ALONE_S if timeout_s is None else timeout_s + _LAST_WORDS_S
+
+
+def _decode_messages(slot: int, start: WorkerStart) -> list[decode_pb2.DecodeRequest]:
+    message = decode_pb2.DecodeRequest()
+    put_decode_start(message.start, slot, start)
+    return [message, *map(_decode_rest, take_chunks(message.start))]
+
+
+def _prefill_messages(slot: int, start: WorkerStart) -> list[prefill_pb2.PrefillRequest]:
+    message = prefill_pb2.PrefillRequest()
+    put_prefill_start(message.start, slot, start)
+    return [message, *map(_prefill_rest, take_chunks(message.start))]
+
+
+def _signed_message(slot: int, placement: SignedPlacement) -> decode_pb2.DecodeRequest:
+    message = decode_pb2.DecodeRequest(signed_start=to_signed_decode_start(slot, placement))
+    if message.ByteSize() > MAX_WORKER_MESSAGE_BYTES:
+        raise MessageTooLargeError("a signed start exceeds 1 MiB")
+    return message
+
+
+def _decode_rest(part: StartRest) -> decode_pb2.DecodeRequest:
+    if isinstance(part, types_pb2.StartChunk):
+        return decode_pb2.DecodeRequest(chunk=part)
+    return decode_pb2.DecodeRequest(start_done=part)
+
+
+def _prefill_rest(part: StartRest) -> prefill_pb2.PrefillRequest:
+    if isinstance(part, types_pb2.StartChunk):
+        return prefill_pb2.PrefillRequest(chunk=part)
+    return prefill_pb2.PrefillRequest(start_done=part)
+
+
+# Waits for the end of a decode, but not for a worker that is silent.
+
+
+class RunningDecode(Protocol):
+    """A decode under way."""
+
+    @property
+    def heard_at(self) -> float | None:
+        """When the worker last said something of it, monotonic seconds; ``None`` before its first word."""
+        ...
+
+    async def outcome(self) -> DecodeFinished | None:
+        """Wait for its end; cancelled here, it loses nothing."""
+        ...
+
+
+async def outcome_in_time(
+    decode: RunningDecode, *, start_timeout_s: float, stall_timeout_s: float
+) -> DecodeFinished | None:
+    """What ``decode.outcome`` gives.
+
+    Raises:
+        TimeoutError: the worker said nothing of it within ``start_timeout_s``, or nothing more for ``stall_timeout_s``.
+        ServingError: it ended badly.
+    """
+    loop = asyncio.get_running_loop()
+    start_by = loop.time() + start_timeout_s
+    while True:
+        give_up_at = start_by if decode.heard_at is None else decode.heard_at + stall_timeout_s
+        try:
+            # Looking now and then costs nothing for each token, as moving a timer would. Nobody tells of the first
+            # word: one that came may be as old as the time between two looks.
+            async with asyncio.timeout_at(min(give_up_at, loop.time() + stall_timeout_s)):
+                return await decode.outcome()
+        except TimeoutError:
+            give_up_at = start_by if decode.heard_at is None else decode.heard_at + stall_timeout_s
+            if give_up_at <= loop.time():
+                raise
+
+
+# What a failed attempt means for the next one, whoever counts the attempts; pure.
+
+#: Trying again elsewhere would end the same way, or nobody waits any more.
+FINAL = (
+    errors.InvalidRequestError,
+    errors.ProtocolError,
+    errors.MessageTooLargeError,
+    errors.ModelNotFoundError,
+    errors.PermissionDeniedError,
+    errors.UnauthenticatedError,
+    errors.UnimplementedError,
+    errors.RequestTimeoutError,
+)
+
+#: No room just now.
+_CAPACITY = (errors.OutOfBlocksError, errors.QueueFullError)
+
+_FIRST_PAUSE_S, _PAUSE_GROWTH, _MAX_PAUSE_S = 0.02, 4.0, 1.0
+
+
+def pause_s(error: ServingError, num_failures: int) -> float:
+    """Seconds to pause after so many failed attempts, the last of which a worker ended with ``error``."""
+    is_capacity = isinstance(error, _CAPACITY)
+    if error.retry_delay_s is not None and is_capacity:
+        return min(error.retry_delay_s, _MAX_PAUSE_S)
+    # The first move elsewhere is free, unless everybody may be short of the same thing.
+    num_pauses = num_failures - (0 if is_capacity else 1)
+    return min(_FIRST_PAUSE_S * _PAUSE_GROWTH ** (num_pauses - 1), _MAX_PAUSE_S) if num_pauses else 0.0

@@ -1,0 +1,235 @@
+"""Encodes on one worker: each request's media on a stream of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TypeAlias
+
+import grpc
+
+from quartet.errors import ProtocolError, RequestCancelledError, ServingError, WorkerUnavailableError
+from quartet.kvcache.layout import HandOff
+from quartet.media.items import MediaSize
+from quartet.rpc.errors import from_rpc_error
+from quartet.streams.chunks import StartRest, take_chunks
+from quartet.streams.convert.inner import from_encode_sized, from_encoded_item, to_encode_start
+from quartet.streams.messages import EncodedItem, EncodeStart
+from quartet.v1 import encode_pb2, encode_pb2_grpc, types_pb2
+
+logger = logging.getLogger(__name__)
+
+_Rpc: TypeAlias = "grpc.aio.StreamStreamCall[encode_pb2.EncodeRequest, encode_pb2.EncodeResponse]"
+
+# A worker that is told of a cancel gets so long to say what it had already handed off.
+_LAST_WORDS_S = 2.0
+
+
+class EncodeCall:
+    """One request's media on one worker: first their sizes, then their hand-offs.
+
+    Whoever takes the hand-offs owns them; those that nobody took are dropped when it ends otherwise.
+    """
+
+    def __init__(self, num_items: int, on_encoded: Callable[[HandOff], None], drop: Callable[[HandOff], None]) -> None:
+        """``on_encoded`` hears of each hand-off as it comes, ``drop`` of each that nobody will take."""
+        self._on_encoded = on_encoded
+        self._drop = drop
+        self._sizes: tuple[MediaSize, ...] | None = None
+        self._hand_offs: list[HandOff | None] = [None] * num_items
+        self._error: ServingError | None = None
+        self._is_taken = False
+        self._has_sizes, self._has_ended = asyncio.Event(), asyncio.Event()
+        #: Set once it was cancelled.
+        self.is_cancelled = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, well or badly."""
+        return self._has_ended.is_set()
+
+    async def sizes(self) -> Sequence[MediaSize]:
+        """Wait for the size of each item, in order. Raises ``ServingError`` when it ended badly before."""
+        await self._has_sizes.wait()
+        if self._sizes is None:
+            assert self._error is not None, "it ended without them"
+            raise self._error
+        return self._sizes
+
+    async def hand_offs(self) -> Sequence[HandOff]:
+        """Wait for the hand-off of each item, in order; from then on they are the caller's.
+
+        Raises:
+            ServingError: it ended badly; nothing of it is held then.
+        """
+        await self._has_ended.wait()
+        if self._error is not None:
+            raise self._error
+        self._is_taken = True
+        return [hand_off for hand_off in self._hand_offs if hand_off is not None]
+
+    def cancel(self) -> None:
+        """End it: what the worker still brings, or has brought and nobody took, is dropped. No-op once it was taken."""
+        if not self._is_taken and self._error is None:
+            self.is_cancelled.set()
+            self._give_up(RequestCancelledError("cancelled by the caller"))
+
+    def take(self, response: encode_pb2.EncodeResponse) -> None:
+        """A message came. Raises ``ServingError`` where it makes no sense."""
+        match response.WhichOneof("message"):
+            case "sized":
+                self._take_sizes(from_encode_sized(response.sized))
+            case "encoded":
+                self._take_item(from_encoded_item(response.encoded))
+            case _:
+                raise ProtocolError("an encode worker sent a message that says nothing")
+
+    def end(self) -> None:
+        """The stream ended well. Raises ``ProtocolError`` where something is missing."""
+        if not self.is_over:
+            raise ProtocolError("an encode worker left out an item")
+
+    def fail(self, error: ServingError) -> None:
+        """It ended badly: drop what came. No-op once it is over: what is here can be pulled, whatever breaks now."""
+        if not self.is_over:
+            self._give_up(error)
+
+    def _give_up(self, error: ServingError) -> None:
+        self._error = error
+        held, self._hand_offs = self._hand_offs, [None] * len(self._hand_offs)
+        for hand_off in held:
+            if hand_off is not None:
+                self._drop(hand_off)
+        self._has_sizes.set()
+        self._has_ended.set()
+
+    def _take_sizes(self, sizes: tuple[MediaSize, ...]) -> None:
+        if self._sizes is not None or len(sizes) != len(self._hand_offs):
+            raise ProtocolError("an encode worker told sizes twice, or not one an item")
+        self._sizes = sizes
+        self._has_sizes.set()
+
+    def _take_item(self, encoded: EncodedItem) -> None:
+        if self._error is not None:
+            self._drop(encoded.hand_off)
+            return
+        is_known = self._sizes is not None and encoded.item < len(self._hand_offs)
+        if not is_known or self._hand_offs[encoded.item] is not None:
+            self._drop(encoded.hand_off)
+            raise ProtocolError("an encode worker sent an item before its size, twice, or that was never asked for")
+        self._hand_offs[encoded.item] = encoded.hand_off
+        self._on_encoded(encoded.hand_off)
+        if None not in self._hand_offs:
+            self._has_ended.set()
+
+
+class EncodeClient:
+    """Encodes on one worker."""
+
+    def __init__(self, worker_id: str, channel: grpc.aio.Channel, drop: Callable[[HandOff], None]) -> None:
+        """Speak over ``channel``; ``drop`` is given hand-offs that nobody waits for any more."""
+        self._worker_id = worker_id
+        self._stub = encode_pb2_grpc.EncodeServiceStub(channel)
+        self._drop = drop
+        self._running: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    def start(self, start: EncodeStart, on_encoded: Callable[[HandOff], None] = lambda _hand_off: None) -> EncodeCall:
+        """Start to encode; never waits or raises: what is wrong comes out of the call.
+
+        ``on_encoded`` hears of each hand-off as it comes, before the caller can take it: its lease runs from then on.
+        """
+        call = EncodeCall(len(start.items), on_encoded, self._drop)
+        if self._is_closed:
+            call.fail(self._closed_error())
+            return call
+        task = asyncio.create_task(self._run(call, start), name=f"encode at {self._worker_id}")
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        task.add_done_callback(lambda _task: self._ended(call))
+        return call
+
+    async def close(self) -> None:
+        """End all calls, which fail."""
+        self._is_closed = True
+        tasks = list(self._running)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, call: EncodeCall, start: EncodeStart) -> None:
+        try:
+            with ExitStack() as ends:
+                messages = _messages(start)
+                rpc = self._stub.Encode(timeout=start.context.timeout_s)
+                ends.callback(rpc.cancel)
+                ends.callback(asyncio.create_task(_write(rpc, call, messages)).cancel)
+                ends.callback(asyncio.create_task(_end_soon(rpc, call)).cancel)
+                await self._read(rpc, call)
+        except grpc.aio.AioRpcError as rpc_error:
+            call.fail(self._stream_error(rpc_error))
+        except grpc.aio.UsageError:  # the channel was closed before it could be opened
+            call.fail(self._closed_error())
+        except ServingError as error:
+            call.fail(error)
+
+    async def _read(self, rpc: _Rpc, call: EncodeCall) -> None:
+        try:
+            while True:
+                response: object = await rpc.read()
+                if response is grpc.aio.EOF:
+                    call.end()
+                    return
+                if not isinstance(response, encode_pb2.EncodeResponse):  # gRPC hands out what it can't parse as `None`
+                    raise ProtocolError("a message is malformed")
+                call.take(response)
+        except ServingError as nonsense:
+            logger.warning("worker %s broke the protocol: %s", self._worker_id, nonsense)
+            raise WorkerUnavailableError(f"worker {self._worker_id} broke the protocol of its stream") from nonsense
+
+    def _ended(self, call: EncodeCall) -> None:
+        """The task may have been cancelled before it ever ran."""
+        if not call.is_over:
+            call.fail(self._closed_error())
+
+    def _stream_error(self, rpc_error: grpc.aio.AioRpcError) -> ServingError:
+        error = from_rpc_error(rpc_error)
+        if type(error) is ServingError and rpc_error.code() is grpc.StatusCode.INTERNAL:
+            # What a refusal becomes that overtakes the start's last chunks: why it was, nobody learns.
+            return WorkerUnavailableError(f"the stream to worker {self._worker_id} broke: {error.message}")
+        return error
+
+    def _closed_error(self) -> ServingError:
+        return WorkerUnavailableError(f"the connection to worker {self._worker_id} was closed")
+
+
+def _messages(start: EncodeStart) -> list[encode_pb2.EncodeRequest]:
+    message = encode_pb2.EncodeRequest(start=to_encode_start(start))
+    return [message, *map(_rest, take_chunks(message.start))]
+
+
+def _rest(part: StartRest) -> encode_pb2.EncodeRequest:
+    if isinstance(part, types_pb2.StartChunk):
+        return encode_pb2.EncodeRequest(chunk=part)
+    return encode_pb2.EncodeRequest(start_done=part)
+
+
+async def _write(rpc: _Rpc, call: EncodeCall, messages: Sequence[encode_pb2.EncodeRequest]) -> None:
+    """All of the start; it stays open for a cancel."""
+    try:
+        for message in messages:
+            await rpc.write(message)
+        await call.is_cancelled.wait()
+        await rpc.write(encode_pb2.EncodeRequest(cancel=types_pb2.Cancel()))
+        await rpc.done_writing()
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        return  # the reader sees why
+
+
+async def _end_soon(rpc: _Rpc, call: EncodeCall) -> None:
+    """What was handed off when the cancel came is still heard of, so that it can be dropped."""
+    await call.is_cancelled.wait()
+    await asyncio.sleep(_LAST_WORDS_S)
+    rpc.cancel()

@@ -1,0 +1,213 @@
+"""The worker streams in domain terms: what the router starts on a worker, and what comes back for one slot."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from quartet.engine.base import FinishReason, Generation
+from quartet.engine.sampling import TokenLogprobs
+from quartet.errors import InvalidRequestError
+from quartet.kvcache.block_hash import MediaSpan
+from quartet.kvcache.layout import HandOff
+from quartet.media.items import MediaFile, MediaItem
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignedPlacement:
+    """A way to a decode worker, good for once and for a short time.
+
+    Attributes:
+        address: ``host:port`` of the worker.
+        signed_start: a serialized ``SignedStart``; it holds the prompt and the hand-off's secret.
+        key_id: names the key of ``mac``.
+        mac: HMAC-SHA256 over exactly the bytes of ``signed_start``.
+    """
+
+    address: str
+    signed_start: bytes = field(repr=False)
+    key_id: str
+    mac: bytes = field(repr=False)
+
+
+#: A worker stream's messages are at most this long: one 5 MiB message ends a whole shared stream.
+MAX_WORKER_MESSAGE_BYTES = 1 << 20
+
+#: An engine's own state has to fit into a start beside all that isn't sent in chunks.
+MAX_OPAQUE_STATE_BYTES = MAX_WORKER_MESSAGE_BYTES - (128 << 10)
+
+
+@dataclass(frozen=True)
+class MediaInput:
+    """A media item whose embeddings a worker needs: pulled from an encode worker, or computed there from the file."""
+
+    media_id: bytes
+    source: HandOff | MediaFile
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStart:
+    """One answer to prefill or decode on a worker; ``hand_off`` and ``is_signed`` only for decode.
+
+    Attributes:
+        media: hand-offs, aligned with ``generation.media``; or files, one for each placeholder of the prompt, whose
+            ``generation.media`` is empty.
+        is_signed: it came from a client, under a router's sign: its number is that of a placement.
+    """
+
+    context: RequestContext
+    generation: Generation
+    hand_off: HandOff | None = None
+    is_signed: bool = False
+    media: tuple[MediaInput, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillOutcome:
+    """A prefill that ended well: its token and, unless that ended the generation, where the blocks are.
+
+    Attributes:
+        prompt_token_ids: the prompt with its media's tokens in it, where files came with the start; else empty.
+        media: where the items of that prompt lie.
+    """
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+    finish_reason: FinishReason | None
+    hand_off: HandOff | None
+    num_cached_tokens: int
+    queue_s: float
+    compute_s: float
+    prompt_token_ids: Sequence[int] = field(default=(), repr=False)
+    media: tuple[MediaSpan, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeStarted:
+    """A decode joined its worker's running batch.
+
+    Attributes:
+        num_prompt_tokens: of the prompt with its media's tokens in it, where files came with the start; else 0.
+    """
+
+    num_cached_tokens: int
+    queue_s: float
+    transfer_s: float
+    transfer_bytes: int
+    num_prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeFinished:
+    """A decode ended well."""
+
+    reason: FinishReason
+    num_output_tokens: int
+
+
+class DecodeSink(Protocol):
+    """Takes what one decode gives, as it comes. Called on the event loop; nothing here waits.
+
+    A call, not a wake-up: a task that is woken for each token costs more than all else that is done with it.
+    """
+
+    def started(self, started: DecodeStarted) -> None:
+        """It joined the running batch."""
+        ...
+
+    def take(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:
+        """Take tokens, the first of which is output token number ``offset``; some may have come before.
+
+        ``logprobs`` is empty or has one entry a token; ``now`` is monotonic seconds.
+
+        Returns:
+            Whether more is wanted: else the decode is cancelled.
+
+        Raises:
+            ServingError: tokens are missing, or make no sense: the decode ends with it.
+        """
+        ...
+
+
+# Who asks, and how long it may take: what every start carries from hop to hop.
+
+_REQUEST_ID = re.compile(r"[0-9a-f]{32}")
+
+_MAX_NAME_LENGTH = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestContext:
+    """What names a request and bounds it, on every hop.
+
+    Attributes:
+        request_id: 32 lower-case hexadecimal digits, or empty: whoever gets it draws one.
+        attempt: which try of this request it is, from 0.
+        choice: which of the request's parallel answers this is, from 0.
+        timeout_s: seconds left for the whole request when the message was made; ``None``: no limit of its own.
+        traceparent: W3C trace context; empty: no trace.
+        tenant: whom the request is accounted to; empty: nobody in particular.
+        priority: higher first among waiting requests.
+        session_key: requests of one conversation share it; empty: none.
+        router_id: the router that placed it; empty: it came without one.
+        router_request_number: counts the starts that this router sent to this worker, from 1; 0: without a router.
+
+    Raises:
+        InvalidRequestError: with ``field`` = ``context.NAME``.
+    """
+
+    request_id: str = ""
+    attempt: int = 0
+    choice: int = 0
+    timeout_s: float | None = None
+    traceparent: str = ""
+    tenant: str = ""
+    priority: int = 0
+    session_key: str = field(default="", repr=False)
+    router_id: str = ""
+    router_request_number: int = 0
+
+    def __post_init__(self) -> None:
+        if self.request_id and not is_request_id(self.request_id):
+            raise InvalidRequestError("request_id is not 32 lower-case hexadecimal digits", field="context.request_id")
+        for name in ("traceparent", "tenant", "session_key", "router_id"):
+            if len(getattr(self, name)) > _MAX_NAME_LENGTH:
+                message = f"{name} is longer than {_MAX_NAME_LENGTH} characters"
+                raise InvalidRequestError(message, field=f"context.{name}")
+
+
+def is_request_id(text: str) -> bool:
+    """Whether ``text`` is 32 lower-case hexadecimal digits."""
+    return _REQUEST_ID.fullmatch(text) is not None
+
+
+# The encode hop in domain terms: what the router starts on an encode worker, and what comes back.
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeStart:
+    """The items of one request, at least one, in the order of its prompt.
+
+    Attributes:
+        items: an id is empty where the worker is to work it out.
+    """
+
+    context: RequestContext
+    items: tuple[MediaItem, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedItem:
+    """One item's embeddings can be pulled.
+
+    Attributes:
+        item: which, from 0.
+        queue_s, compute_s: as ``quartet.engine.encoder.EncodeTimes``; 0 where it was cached.
+    """
+
+    item: int
+    hand_off: HandOff
+    queue_s: float = 0.0
+    compute_s: float = 0.0

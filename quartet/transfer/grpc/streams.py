@@ -1,0 +1,234 @@
+"""The puller's end of one Pull stream: every wait bounded, every failure a ``ServingError``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from quartet.errors import ServingError, TransferError, TransferTimeoutError
+from quartet.rpc.errors import to_error
+from quartet.transfer.grpc.messages import PiecePart, PullMessage, open_pull
+from quartet.v1 import transfer_pb2 as pb
+
+#: What counts has come by then; a cancelled call would only look odd in the source's log.
+_END_TIMEOUT_S = 0.5
+
+
+class PullStream:
+    """One stream to a source; ``cancel`` it when it is no longer needed."""
+
+    def __init__(self, channel: grpc.aio.Channel, *, timeout_s: float, stall_timeout_s: float) -> None:
+        """Open the stream, for ``timeout_s`` in all and ``stall_timeout_s`` for each step."""
+        self._stall_timeout_s = stall_timeout_s
+        self._call = open_pull(channel, timeout_s)
+        self._writing: asyncio.Future[None] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not ended yet, as far as is known here."""
+        return not self._call.done()
+
+    async def send(self, request: pb.PullRequest) -> None:
+        """Begin to send one message, once the one before it is out.
+
+        Nothing comes of a failure but what ``receive`` raises then.
+
+        Raises:
+            TransferTimeoutError: the one before it has not gone out in time.
+        """
+        if self._writing is not None and not self._writing.done():
+            async with self._bounded(self._stall_timeout_s):
+                await asyncio.wait([self._writing])
+        # Nobody waits for the write's own end: that would be one more turn of two threads before reading begins.
+        self._writing = asyncio.ensure_future(self._call.write(request))
+        self._writing.add_done_callback(_ignore_outcome)
+        await asyncio.sleep(0)  # it begins now, also when the caller goes on to something that takes long
+
+    async def ask(self, request: pb.PullRequest) -> PullMessage:
+        """Send one message and wait for the next one that comes. Raises as ``receive`` does."""
+        await self.send(request)
+        return await self.receive()
+
+    async def receive(self) -> PullMessage:
+        """The next message.
+
+        Raises:
+            TransferTimeoutError: nothing came in time.
+            TransferError: the stream ended, by either side, without a message.
+            ServingError: what the source answered instead.
+        """
+        async with self._bounded(self._stall_timeout_s):
+            message: object = await self._call.read()
+        if isinstance(message, (pb.PullResponse, PiecePart)):
+            return message
+        raise TransferError("the source ended the stream early")
+
+    async def end(self) -> None:
+        """Close our side and let the source close its own. Never raises, and waits but shortly."""
+        with contextlib.suppress(ServingError):
+            async with self._bounded(_END_TIMEOUT_S):
+                await self._call.done_writing()
+                while await self._call.read() is not grpc.aio.EOF:
+                    pass
+
+    def cancel(self) -> None:
+        """Give up; the source takes that for a lost stream. Does nothing to a stream that has ended."""
+        self._call.cancel()
+        if self._writing is not None:
+            self._writing.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _bounded(self, timeout_s: float) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield
+        except TimeoutError:
+            raise TransferTimeoutError("the source of the hand-off said nothing for too long") from None
+        except grpc.aio.AioRpcError as error:
+            raise to_error(error) from None
+        except asyncio.CancelledError:
+            # gRPC says so too when somebody closed the channel under the call, with nobody cancelling this task.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise TransferError("the channel to the source was closed") from None
+
+
+def _ignore_outcome(task: asyncio.Future[None]) -> None:
+    if not task.cancelled():
+        task.exception()
+
+
+# Pull streams that are open before anybody needs them.
+
+
+class SpareStreams:
+    """One open stream for each peer from whom hand-offs came lately.
+
+    A stream belongs to no hand-off before its `begin`, and opening one takes about as long as a question and its
+    answer: half a millisecond of a fetch's two. A source does not wait for ever, so spares are given up after a while.
+    """
+
+    def __init__(self, open_stream: Callable[[str, float], PullStream]) -> None:
+        """Open nothing yet; ``open_stream(address, max_idle_s)`` opens one that is idle for so long at most."""
+        self._open_stream = open_stream
+        self._spares: dict[str, _Spare] = {}
+
+    def prepare(self, address: str, max_idle_s: float) -> None:
+        """Have a stream to ``address`` ready, for the next ``max_idle_s`` at most."""
+        spare = self._spares.get(address)
+        if spare is not None and spare.stream.is_open:
+            return
+        if spare is not None:
+            spare.timer.cancel()
+        stream = self._open_stream(address, max_idle_s)
+        timer = asyncio.get_running_loop().call_later(max_idle_s, self._give_up, address)
+        self._spares[address] = _Spare(stream, timer)
+
+    def take(self, address: str) -> PullStream | None:
+        """The stream to ``address``, which is the caller's from now on; ``None`` where there is none."""
+        spare = self._spares.pop(address, None)
+        if spare is None:
+            return None
+        spare.timer.cancel()
+        return spare.stream if spare.stream.is_open else None
+
+    def close(self) -> None:
+        """Give all of them up."""
+        for address in list(self._spares):
+            self._give_up(address)
+
+    def _give_up(self, address: str) -> None:
+        spare = self._spares.pop(address)
+        spare.timer.cancel()
+        spare.stream.cancel()
+
+
+@dataclass(frozen=True)
+class _Spare:
+    stream: PullStream
+    timer: asyncio.TimerHandle
+
+
+# One gRPC channel per peer, kept while somebody uses it and a while after.
+
+#: Peers that come back on another port would otherwise leave a channel behind each time.
+_MAX_IDLE = 64
+
+
+class PeerChannels:
+    """Channels by address, shared by all hand-offs of a peer; unused ones go, the longest unused first."""
+
+    def __init__(self, factory: Callable[[str], grpc.aio.Channel]) -> None:
+        """Open nothing yet; ``factory`` makes a channel to ``host:port``."""
+        self._factory = factory
+        self._used: dict[str, _UsedChannel] = {}
+        self._idle: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._is_closed = False
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @contextmanager
+    def use(self, address: str) -> Iterator[grpc.aio.Channel]:
+        """The channel to ``address``, open for the length of the block.
+
+        Raises:
+            TransferError: the channels are closed.
+        """
+        if self._is_closed:
+            raise TransferError("the puller is closed")
+        used = self._used.get(address)
+        if used is None:
+            channel = self._idle.pop(address, None) or self._factory(address)
+            used = self._used[address] = _UsedChannel(channel)
+        used.num_users += 1
+        try:
+            yield used.channel
+        finally:
+            used.num_users -= 1
+            if used.num_users == 0:
+                self._rest(address)
+
+    async def close(self) -> None:
+        """Close every channel; calls on them end."""
+        self._is_closed = True
+        channels = [*self._idle.values(), *(used.channel for used in self._used.values())]
+        self._idle.clear()
+        await asyncio.gather(*(channel.close() for channel in channels), *self._closing)
+
+    def _rest(self, address: str) -> None:
+        self._idle[address] = self._used.pop(address).channel
+        if len(self._idle) > _MAX_IDLE:
+            _address, oldest = self._idle.popitem(last=False)
+            task = asyncio.create_task(oldest.close(), name="close-channel")
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+
+@dataclass
+class _UsedChannel:
+    channel: grpc.aio.Channel
+    num_users: int = 0
+
+
+# What bulk asks of the C library's allocator.
+
+#: The thresholds rise to 32 MiB at most (`DEFAULT_MMAP_THRESHOLD_MAX` of glibc's `malloc.c`); a block larger than that,
+#: its head and the rest of its last page included, would change nothing.
+_SIZE_BYTES = 31 << 20
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep the memory of freed messages for the next ones.
+
+    By default it maps each block of over 128 KiB afresh, or gives the end of the heap back as soon as twice that is
+    free, and every page then costs a fault again: measured with messages of 256 KiB, 1.4 s of CPU a GB in the sender
+    instead of 0.5. Its thresholds rise to the largest block that was ever freed, so one block that nobody writes to is
+    enough. Another C library ignores it.
+    """
+    _ = bytes(_SIZE_BYTES)  # zeroed by the kernel, on first use: costs nothing

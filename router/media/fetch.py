@@ -1,0 +1,288 @@
+"""From the media that a request names to files that are checked and have names."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import json
+import os
+import ssl
+import stat
+import struct
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import unquote_to_bytes, urlsplit
+
+from aiohttp.abc import AbstractResolver
+
+from quartet.errors import (
+    InvalidMediaError,
+    InvalidRequestError,
+    MediaFetchError,
+    MediaNotAllowedError,
+    MediaTooLargeError,
+    ServingError,
+)
+from quartet.media.image_file import read_header
+from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaPart
+from quartet.media.media_id import media_id
+from router.media.config import MediaConfig
+from router.media.http import HttpFiles
+
+ResultT = TypeVar("ResultT")
+
+# Work on less is done before a thread would have begun.
+_MAX_INLINE_SIZE_BYTES = 64 * 1024
+
+# Their own: files that hang must not keep prompts from being tokenized, which is done on the loop's threads.
+_NUM_THREADS = 4
+
+
+class MediaFetcher:
+    """The one rank that follows a client's URLs. Serves all requests of a router, on one event loop."""
+
+    def __init__(
+        self,
+        config: MediaConfig,
+        *,
+        resolver: AbstractResolver | None = None,
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> None:
+        """Nothing is opened yet.
+
+        Args:
+            config: what may be fetched.
+            resolver: of host names; the system's by default.
+            ssl_context: what servers are verified with; the system's authorities by default.
+        """
+        self._config = config
+        self._files = LocalFiles(config.allowed_local_paths, config.max_size_bytes)
+        self._http = HttpFiles(config, resolver, ssl_context)
+        self._fetches = asyncio.Semaphore(config.max_concurrent_fetches)
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="media")
+
+    async def fetch(
+        self, parts: Sequence[MediaPart], fields: Sequence[str], fingerprint: bytes
+    ) -> tuple[MediaItem, ...]:
+        """The items of a request, in order. The first failure cancels what is under way for the others.
+
+        Args:
+            parts: as the client names them; what a URL leads to is taken as a picture.
+            fields: of each part, the name in the request that errors tell.
+            fingerprint: of the model's preprocessing.
+
+        Raises:
+            InvalidRequestError: too many parts; names the first that is one too many.
+            InvalidMediaError: a malformed URL, or a file that is none of media.
+            MediaFetchError: a URL gives nothing, or not in time.
+            MediaNotAllowedError: the configuration forbids following a URL.
+            MediaTooLargeError: more bytes or pixels than allowed.
+        """
+        if len(parts) > self._config.max_items:
+            at_fault = fields[self._config.max_items]
+            raise InvalidRequestError(f"a request has at most {self._config.max_items} media items", field=at_fault)
+        try:
+            async with asyncio.TaskGroup() as group:
+                named = zip(parts, fields, strict=True)
+                tasks = [group.create_task(self._item(part, field, fingerprint)) for part, field in named]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return tuple(task.result() for task in tasks)
+
+    async def close(self) -> None:
+        """Close connections and wait for threads; no ``fetch`` may be running."""
+        await self._http.close()
+        await asyncio.to_thread(self._threads.shutdown)
+
+    async def _item(self, part: MediaPart, field: str, fingerprint: bytes) -> MediaItem:
+        try:
+            file = part if isinstance(part, MediaFile) else MediaFile(MediaKind.IMAGE, await self._follow(part.url))
+            check_size(len(file.data), self._config)
+            return await self._work(len(file.data), lambda: make_item(file, fingerprint, self._config))
+        except ServingError as error:
+            # Those below know the file, but not how the client calls it.
+            raise type(error)(error.message, field=field) from error
+
+    async def _follow(self, url: str) -> bytes:
+        scheme = url.partition(":")[0].lower()
+        if scheme == "data":
+            return await self._work(len(url), lambda: read_data_url(url, self._config.max_size_bytes))
+        if scheme not in ("file", "http", "https"):
+            raise InvalidMediaError("a media URL begins with data:, file:, http: or https:")
+        try:
+            async with asyncio.timeout(self._config.fetch_timeout_s), self._fetches:
+                if scheme == "file":
+                    return await self._in_thread(lambda: self._files.read(url))
+                return await self._http.read(url)
+        except TimeoutError as error:
+            raise MediaFetchError(f"the file did not come within {self._config.fetch_timeout_s:g} s") from error
+
+    async def _work(self, size_bytes: int, work: Callable[[], ResultT]) -> ResultT:
+        return work() if size_bytes <= _MAX_INLINE_SIZE_BYTES else await self._in_thread(work)
+
+    async def _in_thread(self, work: Callable[[], ResultT]) -> ResultT:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+# What can be said of a file before a worker has it: enough to refuse what could never be embedded.
+
+# That of a file with one tensor has about a hundred.
+_MAX_HEADER_SIZE_BYTES = 64 * 1024
+
+
+def check_size(size_bytes: int, config: MediaConfig) -> None:
+    """Raise ``MediaTooLargeError`` where a file has more bytes than allowed."""
+    if size_bytes > config.max_size_bytes:
+        raise MediaTooLargeError(f"the file has {size_bytes} bytes, more than the {config.max_size_bytes} allowed")
+
+
+def make_item(file: MediaFile, fingerprint: bytes, config: MediaConfig) -> MediaItem:
+    """``file``, checked, with its name; takes time in proportion to its size.
+
+    Raises:
+        InvalidMediaError: no picture that we read, or no safetensors file.
+        MediaTooLargeError: more pixels than allowed.
+    """
+    if file.kind is MediaKind.IMAGE:
+        read_header(file.data, max_pixels=config.max_pixels)
+    else:
+        _check_safetensors(file.data)
+    return MediaItem(media_id(file, fingerprint), file)
+
+
+def _check_safetensors(data: bytes) -> None:
+    """The header's length as little-endian u64, then that of JSON, then tensors; which ones, the worker checks."""
+    if len(data) < 8:
+        raise InvalidMediaError("the embeddings are no safetensors file")
+    (size_bytes,) = struct.unpack_from("<Q", data)
+    if size_bytes > min(len(data) - 8, _MAX_HEADER_SIZE_BYTES):
+        raise InvalidMediaError("the embeddings are no safetensors file, or are cut short")
+    try:
+        header = json.loads(data[8 : 8 + size_bytes])
+    except (ValueError, RecursionError) as error:
+        raise InvalidMediaError("the embeddings' safetensors header is no JSON") from error
+    if not isinstance(header, dict):
+        raise InvalidMediaError("the embeddings' safetensors header is no JSON object")
+
+
+# ``data:`` URLs (RFC 2397): the bytes are in the URL.
+
+
+def read_data_url(url: str, max_size_bytes: int) -> bytes:
+    """The bytes in ``url``; its media type is not looked at, as files tell their own.
+
+    Base64 may have white space in it and lack its padding.
+
+    Raises:
+        InvalidMediaError: malformed.
+        MediaTooLargeError: more bytes than ``max_size_bytes``; found before any is decoded.
+    """
+    header, comma, payload = url.partition(",")
+    if not comma:
+        raise InvalidMediaError("the data: URL has no comma")
+    if not payload.isascii():
+        raise InvalidMediaError("the data: URL has characters in it that are not ASCII")
+    is_base64 = header.lower().endswith(";base64")
+    if is_base64:
+        payload = "".join(payload.split())
+    # Of three characters of an escape one byte remains; of four characters of base64, three, less the padding.
+    size_bytes = len(payload) - 2 * payload.count("%")
+    if is_base64:
+        size_bytes = size_bytes * 3 // 4 - 2
+    if size_bytes > max_size_bytes:
+        raise MediaTooLargeError(f"the file has more than the {max_size_bytes} bytes allowed")
+    data = unquote_to_bytes(payload)
+    return _decode_base64(data) if is_base64 else data
+
+
+def _decode_base64(text: bytes) -> bytes:
+    try:
+        return base64.b64decode(text + b"=" * (-len(text) % 4), validate=True)
+    except binascii.Error as error:
+        raise InvalidMediaError("the data: URL's base64 is malformed") from error
+
+
+# ``file:`` URLs (RFC 8089): files of this machine, below the directories that are allowed.
+
+# A FIFO nobody writes to must not hold us up; what is opened is looked at before it is read.
+_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class LocalFiles:
+    """Regular files below some directories. Links are followed first and what they lead to is checked."""
+
+    def __init__(self, directories: Sequence[Path], max_size_bytes: int) -> None:
+        self._directories = [os.fsencode(directory) for directory in directories]
+        self._max_size_bytes = max_size_bytes
+
+    def read(self, url: str) -> bytes:
+        """The file that ``url`` names; blocks.
+
+        Raises:
+            InvalidMediaError: a malformed URL, or no regular file.
+            MediaFetchError: not there, or not readable.
+            MediaNotAllowedError: outside of the directories, whether it is there or not.
+            MediaTooLargeError: more bytes than allowed.
+        """
+        path = os.path.realpath(_path_of(url))
+        for directory in map(os.path.realpath, self._directories):
+            if path != directory and os.path.commonpath((path, directory)) == directory:
+                return self._read_below(directory, os.path.relpath(path, directory))
+        raise MediaNotAllowedError("files there are not allowed here")
+
+    def _read_below(self, directory: bytes, relative_path: bytes) -> bytes:
+        try:
+            descriptor = _open_below(directory, relative_path)
+            try:
+                return self._read_regular(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise MediaFetchError("there is no such file, or it cannot be read") from error
+
+    def _read_regular(self, descriptor: int) -> bytes:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise InvalidMediaError("there is something else than a regular file")
+        if status.st_size > self._max_size_bytes:
+            raise MediaTooLargeError(f"the file has more than the {self._max_size_bytes} bytes allowed")
+        with open(descriptor, "rb", closefd=False) as file:
+            data = file.read(status.st_size + 1)
+        if len(data) != status.st_size:
+            raise MediaFetchError("the file changed while it was read")
+        return data
+
+
+def _path_of(url: str) -> bytes:
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise InvalidMediaError("the URL is malformed") from error
+    if parts.netloc.lower() not in ("", "localhost"):
+        raise MediaNotAllowedError("files of other hosts are not allowed here")
+    path = unquote_to_bytes(parts.path)
+    if not path.startswith(b"/") or b"\0" in path or "?" in url or "#" in url:
+        raise InvalidMediaError("the URL must be file:// with an absolute path, and nothing behind it")
+    return path
+
+
+def _open_below(directory: bytes, relative_path: bytes) -> int:
+    """A descriptor of the file; the caller closes it.
+
+    No step follows a link: the path has none left in it, so one that is met was put there after the path was checked.
+    """
+    *parents, name = relative_path.split(b"/")
+    parent = os.open(directory, _DIRECTORY_FLAGS)
+    try:
+        for step in parents:
+            child = os.open(step, _DIRECTORY_FLAGS, dir_fd=parent)
+            os.close(parent)
+            parent = child
+        return os.open(name, _FILE_FLAGS, dir_fd=parent)
+    finally:
+        os.close(parent)

@@ -1,0 +1,383 @@
+"""One request's media, from what the client names to what each of its prefills is given."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Protocol
+
+from quartet.api.request import ChatPrompt, GenerateStart
+from quartet.discovery.base import Rank
+from quartet.errors import InvalidRequestError, MediaTooLargeError, ServingError, UnsupportedFieldError
+from quartet.kvcache.block_hash import MediaSpan
+from quartet.kvcache.layout import HandOff
+from quartet.kvcache.media_spans import check_placeholders, expand_placeholders
+from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaPart, MediaSize, MediaUrl
+from quartet.streams.chunks import MAX_START_MEDIA_BYTES
+from quartet.streams.messages import MediaInput, RequestContext
+from quartet.text.model_text import MediaText, ModelText
+from router.media.encode import EncodeOrder, EncodeTools, Encoding, KnownSizes, ReadyInputs, client_error
+from router.media.queue import MediaLine, MediaOrder, MediaRoom
+from router.workers import MediaWay, Pool, PoolKey, needs_of
+
+
+class MediaFetch(Protocol):
+    """Gets and checks files (``router.media.fetch.MediaFetcher``)."""
+
+    async def fetch(
+        self, parts: Sequence[MediaPart], fields: Sequence[str], fingerprint: bytes
+    ) -> tuple[MediaItem, ...]:
+        """The items of a request, in order. Raises ``ServingError`` with one of ``fields``."""
+        ...
+
+
+@dataclass(frozen=True)
+class MediaTools:
+    """What requests' media are got and encoded with; files of ``max_item_bytes`` at most, each."""
+
+    fetcher: MediaFetch
+    encode: EncodeTools
+    line: MediaLine
+    max_item_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaRequest:
+    """Whose media they are.
+
+    Attributes:
+        first_attempt: number of the request's first attempt.
+        deadline: monotonic seconds.
+    """
+
+    request_id: str
+    start: GenerateStart
+    traceparent: str
+    first_attempt: int
+    deadline: float
+
+
+@dataclass(frozen=True)
+class MediaPrompt:
+    """A prompt with its media.
+
+    Attributes:
+        token_ids: with one placeholder an item, or with all their tokens in it where ``spans`` says where.
+        num_unknown_tokens: that it grows by at most, where no spans are there.
+    """
+
+    token_ids: Sequence[int] = field(repr=False)
+    spans: tuple[MediaSpan, ...] = ()
+    num_unknown_tokens: int = 0
+
+
+class RequestMedia:
+    """The media of a request that is running. Closed when that ends.
+
+    Attributes:
+        items: in the order of the prompt.
+        field: of the request, the one that the first item is in.
+        needs: what a rank has to take that computes the prompt.
+        token_ids: the prompt with one placeholder an item.
+        placeholder_id: their token.
+        fetch_s: seconds that it took to get the files.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[MediaItem],
+        fields: Sequence[str],
+        way: MediaWay,
+        token_ids: Sequence[int],
+        placeholder_id: int,
+        fetch_s: float,
+        room: MediaRoom,
+        num_choices: int,
+        sizes: KnownSizes,
+    ) -> None:
+        self.items = items
+        self.field = fields[0]
+        self.needs = needs_of(way, items)
+        self.token_ids = token_ids
+        self.placeholder_id = placeholder_id
+        self.fetch_s = fetch_s
+        self._fields = fields
+        self._room = room
+        self._num_to_take = num_choices
+        self._sizes = sizes
+        self._order: EncodeOrder | None = None
+        self._tools: EncodeTools | None = None
+        self._unused: Encoding | None = None
+        self._encode_rank: Rank | None = None
+        self._has_encoded = asyncio.Event()
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether encode workers do it, not who computes the prompt."""
+        return self._order is not None
+
+    @property
+    def encode_rank(self) -> Rank | None:
+        """Where the items are encoded; ``None``: who computes the prompt does it."""
+        return self._encode_rank if self._unused is None else self._unused.rank
+
+    def begin(self, order: EncodeOrder, tools: EncodeTools) -> Encoding:
+        """Encode at once; the first attempt that asks is given these."""
+        self._order, self._tools = order, tools
+        self._unused = Encoding(order, tools, tools.sizes.find(order.items), self._has_encoded.set)
+        return self._unused
+
+    @asynccontextmanager
+    async def ready(self) -> AsyncIterator[ReadyInputs]:
+        """What one prefill needs, from the moment on when it is encoded; what was not taken in the end is let go of.
+
+        A hand-off is good for one pull, so each attempt of each choice has its own. Nobody who has a place may wait
+        for this: pools of embeddings may be full of what waits for a rank.
+
+        Raises:
+            ServingError: they can't be encoded.
+        """
+        if self._order is None or self._tools is None:
+            yield ReadyInputs(self.items, self._sizes.find(self.items) or (), None, self._taken)
+            return
+        encoding, self._unused = self._unused, None
+        try:
+            if encoding is None:
+                # What the first one puts into the worker's cache costs the others nothing.
+                await self._has_encoded.wait()
+                encoding = Encoding(self._order, self._tools)
+            await encoding.ended()
+            self._encode_rank = encoding.rank
+            yield ReadyInputs(self.items, encoding.told_sizes, encoding, self._taken)
+        finally:
+            if encoding is not None:
+                self._encode_rank = encoding.rank
+                encoding.close()
+
+    def lay_out(self, sizes: Sequence[MediaSize]) -> tuple[Sequence[int], tuple[MediaSpan, ...]]:
+        """The prompt with items of ``sizes`` in it, and where they lie."""
+        return expand_placeholders(self.token_ids, self.placeholder_id, sizes)
+
+    def learn(self, spans: Sequence[MediaSpan]) -> None:
+        """Of a worker that got files: where the items lie in the prompt."""
+        self._sizes.learn([MediaSize(media_id=span.media_id, num_tokens=span.num_tokens) for span in spans])
+
+    def learn_length(self, num_prompt_tokens: int) -> None:
+        """Of a worker that got files: how long the prompt became."""
+        num_text_tokens = len(self.token_ids) - len(self.items)
+        self._sizes.learn_total(self.items, num_prompt_tokens - num_text_tokens)
+
+    def forget_sizes(self) -> None:
+        """A worker that got files found the prompt too long, maybe as they fill more than was known of them."""
+        self._sizes.forget(self.items)
+
+    def failed(self, inputs: Sequence[MediaInput]) -> None:
+        """A prefill could not pull ``inputs``: encode elsewhere, if others can."""
+        if self._order is not None:
+            sources = (item.source for item in inputs)
+            self._order.avoid.update(source.worker_id for source in sources if isinstance(source, HandOff))
+
+    def client_error(self, error: ServingError) -> ServingError:
+        """``error`` of a worker, with what the client calls the item that is at fault."""
+        return client_error(error, self._fields)
+
+    def close(self) -> None:
+        """Nothing is encoded any more, and nothing that was is held."""
+        if self._unused is not None:
+            self._unused.close()
+        self._room.close()
+
+    def _taken(self) -> None:
+        """A prefill has been given the hand-offs of one choice: it pulls them at once."""
+        self._num_to_take -= 1
+        if self._num_to_take <= 0:
+            self._room.pulled()
+
+
+# From what a request names of media to files, a way for them, and the prompt with their tokens in it.
+
+
+def has_media(start: GenerateStart) -> bool:
+    """Whether the request names any; a chat of nothing but text is told at a glance."""
+    if start.media:
+        return True
+    prompt = start.prompt
+    return isinstance(prompt, ChatPrompt) and any(not isinstance(one.content, str) for one in prompt.messages)
+
+
+async def prepare_media(
+    request: MediaRequest,
+    pool: Pool,
+    text: ModelText,
+    token_ids: Sequence[int],
+    tools: MediaTools,
+    *,
+    encodes: bool,
+) -> tuple[RequestMedia | None, MediaPrompt]:
+    """Get the request's media, find a way for them, and begin to encode where encode workers do that.
+
+    Args:
+        request: whose they are.
+        pool: where it runs.
+        text: its model's text side.
+        token_ids: the prompt, with one placeholder an item.
+        tools: to get and encode them with.
+        encodes: else nothing is encoded, and sizes are those that are known.
+
+    Returns:
+        The media, to be closed by the caller, and the prompt, with their tokens in it where their sizes are known.
+
+    Raises:
+        InvalidRequestError: an item is impossible or can't be had; its field is named.
+        QueueFullError: too many requests with media wait, or for too long.
+        UnsupportedFieldError: the model takes none, or none of a kind.
+        WorkerUnavailableError: no worker that takes such media is ready.
+    """
+    parts, fields = named_parts(request.start)
+    if not parts:
+        return None, MediaPrompt(token_ids)
+    if text.media is None:
+        raise UnsupportedFieldError("this model takes no media", field=item_field(fields[0]))
+    check_items(request.start, token_ids, text.media, fields)
+    order = _media_order(request.start, pool, parts, tools.max_item_bytes)
+    room = await tools.line.enter(order) if encodes else tools.line.look_in(order)
+    media, way = await _fetch(request, pool, text.media, (parts, fields), token_ids, tools, room)
+    sizes = tools.encode.sizes.find(media.items)
+    if encodes and way is MediaWay.ENCODE:
+        sizes = await _begin(media, _order(request, pool.key, media.items, fields), tools.encode)
+        room.sized(sum(size.num_tokens for size in sizes))
+    if sizes is None:
+        return media, MediaPrompt(token_ids, (), len(media.items) * (max(pool.media.max_tokens, 1) - 1))
+    return media, MediaPrompt(*media.lay_out(sizes))
+
+
+async def _fetch(
+    request: MediaRequest,
+    pool: Pool,
+    model: MediaText,
+    named: tuple[Sequence[MediaPart], Sequence[str]],
+    token_ids: Sequence[int],
+    tools: MediaTools,
+    room: MediaRoom,
+) -> tuple[RequestMedia, MediaWay]:
+    """Get the files that are ``named``, which take up ``room``, and find a way for them. Raises ``ServingError``."""
+    parts, fields = named
+    began = time.monotonic()
+    try:
+        items = await tools.fetcher.fetch(parts, fields, model.preprocessing_fingerprint)
+        _check_total(items, fields)
+        way = pool.media.way(items, fields)
+    except BaseException:
+        room.close()
+        raise
+    room.fetched(sum(len(item.file.data) for item in items))
+    if way is MediaWay.FILES:
+        room.pulled()
+    fetch_s, num_choices = time.monotonic() - began, request.start.num_choices
+    known = tools.encode.sizes
+    media = RequestMedia(items, fields, way, token_ids, model.placeholder_id, fetch_s, room, num_choices, known)
+    return media, way
+
+
+def _media_order(start: GenerateStart, pool: Pool, parts: Sequence[MediaPart], max_item_bytes: int) -> MediaOrder:
+    """What the request will take up, as far as that can be said before anything is fetched."""
+    return MediaOrder(
+        pool=pool.key,
+        tenant=start.tenant,
+        priority=start.priority,
+        num_encode_tokens=len(parts) * max(pool.media.max_tokens, 1) if pool.media.encoded else 0,
+        num_bytes=sum(len(part.data) if isinstance(part, MediaFile) else max_item_bytes for part in parts),
+    )
+
+
+def _check_total(items: Sequence[MediaItem], fields: Sequence[str]) -> None:
+    """Refuse what no worker takes at once, before it is sent for nothing. Raises ``MediaTooLargeError``."""
+    num_bytes = 0
+    for item, field_name in zip(items, fields, strict=True):
+        num_bytes += len(item.file.data)
+        if num_bytes > MAX_START_MEDIA_BYTES:
+            message = f"the request's media exceed {MAX_START_MEDIA_BYTES} bytes together"
+            raise MediaTooLargeError(message, field=field_name)
+
+
+async def _begin(media: RequestMedia, order: EncodeOrder, tools: EncodeTools) -> Sequence[MediaSize]:
+    encoding = media.begin(order, tools)
+    try:
+        return await encoding.sizes()
+    except BaseException:
+        media.close()
+        raise
+
+
+def _order(request: MediaRequest, pool: PoolKey, items: Sequence[MediaItem], fields: Sequence[str]) -> EncodeOrder:
+    start = request.start
+    numbers: Iterator[int] = count(request.first_attempt)
+    context = partial(
+        RequestContext,
+        request_id=request.request_id,
+        traceparent=request.traceparent,
+        tenant=start.tenant,
+        priority=start.priority,
+        session_key=start.session_key,
+    )
+    return EncodeOrder(
+        pool=pool, items=items, fields=fields, context=context, numbers=numbers, deadline=request.deadline
+    )
+
+
+# What a client calls each item of its media, so that a refusal names the one at fault.
+
+
+def named_parts(start: GenerateStart) -> tuple[Sequence[MediaPart], Sequence[str]]:
+    """The items of a request, and the field of each: ``media[1].url``, ``chat.messages[0].parts[1].media.data``.
+
+    Raises:
+        InvalidRequestError: a chat has media beside its messages.
+    """
+    if not isinstance(start.prompt, ChatPrompt):
+        return start.media, [f"media[{number}].{_source(part)}" for number, part in enumerate(start.media)]
+    if start.media:
+        raise InvalidRequestError("the media of a chat are in its messages", field="media")
+    named = list(_chat_parts(start.prompt))
+    return [part for part, _field in named], [field for _part, field in named]
+
+
+def item_field(field: str) -> str:
+    """The item itself, whose source ``field`` is."""
+    return field.rpartition(".")[0]
+
+
+def check_items(start: GenerateStart, token_ids: Sequence[int], media: MediaText, fields: Sequence[str]) -> None:
+    """Refuse a prompt without exactly one placeholder for each item, of which ``fields`` are.
+
+    Raises:
+        InvalidRequestError: naming the first item that has no rank, where that can be told.
+    """
+    try:
+        check_placeholders(token_ids, media.placeholder_id, len(fields))
+    except InvalidRequestError as error:
+        num_ranks, is_chat = token_ids.count(media.placeholder_id), isinstance(start.prompt, ChatPrompt)
+        # Which of its items a chat's template left out can't be told, unless it is all of them.
+        if num_ranks < len(fields) and not (is_chat and num_ranks):
+            field = item_field(fields[num_ranks])
+        else:
+            field = "chat.messages" if is_chat else "media"
+        raise InvalidRequestError(error.message, field=field) from error
+
+
+def _chat_parts(prompt: ChatPrompt) -> Iterator[tuple[MediaPart, str]]:
+    for message_number, message in enumerate(prompt.messages):
+        for number, part in enumerate(message.pieces):
+            if isinstance(part, MediaFile | MediaUrl):
+                yield part, f"chat.messages[{message_number}].parts[{number}].media.{_source(part)}"
+
+
+def _source(part: MediaPart) -> str:
+    if isinstance(part, MediaUrl):
+        return "url"
+    return "data" if isinstance(part, MediaFile) and part.kind is MediaKind.IMAGE else "embeddings"

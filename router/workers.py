@@ -1,0 +1,649 @@
+"""What the router knows of all workers: discovery, connections, load reports and its own book, put together. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+from quartet.api.fleet import WorkerState, WorkerStatus
+from quartet.discovery.base import Rank, Role, WorkerKey, WorkerRecord
+from quartet.errors import UnsupportedFieldError, WorkerUnavailableError
+from quartet.events.load import PlacementProgress, RankLoad, WorkerLoad
+from quartet.events.step_time import StepTime
+from quartet.media.items import TAKES_HAND_OFF, MediaItem
+from router.book import Booking, Reservation, WorkerBook, numbering
+from router.policy.base import DEFAULT_MAX_STEP_TOKENS, Candidate, Peers, Pending, Placement, Snapshot
+from router.policy.room import with_step_times
+
+#: Roles whose workers hold a model's KV: encoders serve no requests of their own.
+_MODEL_ROLES = frozenset({Role.PREFILL, Role.DECODE})
+
+_NO_PLACEMENTS = PlacementProgress()
+
+# A worker's last reports may come after its end was noticed, but not later than that.
+_LAST_REPORTS_S = 0.5
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """Workers of a pool that take requests."""
+
+    prefill: Sequence[KnownWorker]
+    decode: Sequence[KnownWorker]
+    encode: Sequence[KnownWorker]
+
+
+class WorkerTable:
+    """All known workers. Times are monotonic seconds, given by the caller."""
+
+    def __init__(self, router_id: str, *, heartbeat_timeout_s: float) -> None:
+        """``router_id`` is new at each start: workers' reports then never count in what another life placed."""
+        self.router_id = router_id
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._workers: dict[WorkerKey, KnownWorker] = {}
+        self._peers = PeerWatch(router_id)
+        self._listeners: list[Callable[[], None]] = []
+        # Both are worked out when next asked for, and hold until a state changes; silence changes one at a tick.
+        self._pools: list[Pool] | None = None
+        self._ready: dict[PoolKey, _Ready] = {}
+
+    def listen(self, on_change: Callable[[], None]) -> Callable[[], None]:
+        """Call ``on_change`` after whatever may let more requests run or changes a status; returns how to stop it."""
+        self._listeners.append(on_change)
+        return lambda: self._listeners.remove(on_change)
+
+    # What discovery says.
+
+    def put(self, record: WorkerRecord, now: float) -> bool:
+        """Discovery has ``record``. Returns whether it is a new worker, or a new life of one."""
+        known = self._workers.get(record.key)
+        is_new = known is None or known.record.epoch != record.epoch
+        if known is None or is_new:
+            self._workers[record.key] = KnownWorker(record, now)
+        else:
+            known.describe(record)
+            known.is_listed = True
+        self._changed()
+        return is_new
+
+    def unlist(self, key: WorkerKey) -> None:
+        """Discovery has the record no more. That alone stops nothing."""
+        if key in self._workers:
+            self._workers[key].is_listed = False
+            self._changed()
+
+    def forget_gone(self, now: float) -> list[WorkerRecord]:
+        """Drop the workers that are neither listed nor heard nor connected; return them."""
+        gone = [worker for worker in self._workers.values() if not worker.is_listed and self._is_lost(worker, now)]
+        for worker in gone:
+            del self._workers[worker.record.key]
+            self._peers.forget(worker.record.worker_id)
+        if gone:
+            self._changed()
+        return [worker.record for worker in gone]
+
+    # What connections and events say.
+
+    def connected(self, key: WorkerKey, load: WorkerLoad, now: float) -> None:
+        """The worker answered with ``load``; ignored for another epoch than the known one."""
+        worker = self._life(key, load.epoch)
+        if worker is not None:
+            worker.is_connected = worker.has_joined = True
+            worker.cut_at = None
+            self._forget_states()
+            self._take(worker, load, now)
+
+    def broken(self, key: WorkerKey, epoch: int) -> None:
+        """A stream to the worker broke: suspect until it answers."""
+        worker = self._life(key, epoch)
+        if worker is not None and worker.is_connected:
+            worker.is_connected = False
+            self._changed()
+
+    def cut(self, key: WorkerKey, epoch: int, now: float) -> None:
+        """The connection to the worker was lost, and nothing of ours was on it: suspect until it is heard again."""
+        worker = self._life(key, epoch)
+        if worker is not None:
+            worker.cut_at = now
+            self._changed()
+
+    def is_draining(self, key: WorkerKey, epoch: int) -> bool:
+        """Whether that life of the worker said that it lets its work run out."""
+        worker = self._life(key, epoch)
+        return worker is not None and worker.load is not None and worker.load.is_draining
+
+    def report(self, load: WorkerLoad, now: float) -> None:
+        """A load report came; ignored when it is from an unknown worker or life."""
+        for role in Role:
+            worker = self._life(WorkerKey(role=role, worker_id=load.worker_id), load.epoch)
+            if worker is not None:
+                self._take(worker, load, now)
+                return
+
+    def tick(self, now: float) -> None:
+        """Time has passed: states that hang on silence may have changed, and placements may have lapsed."""
+        for worker in self._workers.values():
+            worker.book.placed.look(now)
+            worker.look(now)
+        self._peers.look(now)
+        self._changed()
+
+    # What others want to know.
+
+    def pools(self, now: float) -> list[Pool]:
+        """All pools, sorted."""
+        if self._pools is None:
+            keys = sorted({worker.pool for worker in self._workers.values() if worker.record.role in _MODEL_ROLES})
+            self._pools = [self._describe(key, now) for key in keys]
+        return self._pools
+
+    def pool(self, model_name: str, now: float) -> Pool | None:
+        """The pool that serves new requests for ``model_name``; an empty name means the only model.
+
+        Where workers of several fingerprints serve one name (a new version is being rolled out), the pool with the
+        most ready decode workers takes what comes; at a tie the first by fingerprint. Running requests stay in theirs.
+        """
+        pools = [pool for pool in self.pools(now) if model_name in ("", pool.key.model_name)]
+        if not pools or (not model_name and len({pool.key.model_name for pool in pools}) > 1):
+            return None
+        return max(pools, key=lambda pool: pool.num_ready_decode)
+
+    def has_ready_decode(self, pool: PoolKey, now: float) -> bool:
+        """Whether any decode worker of ``pool`` is ready."""
+        return any(known.num_ready_decode for known in self.pools(now) if known.key == pool)
+
+    def block_size(self, pool: PoolKey, now: float) -> int:
+        """``Pool.block_size`` of ``pool``; 0 also where it is gone."""
+        return next((known.block_size for known in self.pools(now) if known.key == pool), 0)
+
+    def snapshot(self, pool: PoolKey, now: float) -> Snapshot:
+        """The ranks of ``pool`` that take requests now."""
+        ready = self._ready_of(pool, now)
+        prefill = [candidate for worker in ready.prefill for candidate in worker.candidates()]
+        decode = [candidate for worker in ready.decode for candidate in worker.candidates()]
+        peers = self._peers.peers
+        if peers.num_routers > 1:
+            peers = replace(peers, ranks=sorted([candidate.rank for candidate in (*prefill, *decode)]))
+        return Snapshot(
+            prefill=with_step_times(prefill, decode), decode=with_step_times(decode, prefill), now=now, peers=peers
+        )
+
+    def encode_candidates(self, pool: PoolKey, kinds: frozenset[str], now: float) -> list[EncodeCandidate]:
+        """The encode workers of ``pool`` that take files of all ``kinds`` now."""
+        ready = self._ready_of(pool, now).encode
+        return [worker.encode_candidate() for worker in ready if kinds <= frozenset(worker.record.media)]
+
+    def num_encode_tokens(self, pool: PoolKey, now: float) -> int:
+        """Tokens whose embeddings the encode workers of ``pool`` that are ready hold at most."""
+        ready = self._ready_of(pool, now).encode
+        return sum(worker.record.num_blocks * worker.record.block_size for worker in ready)
+
+    def book_encode(self, rank: Rank, num_items: int) -> Booking:
+        """Count ``num_items`` to encode at an encode worker that was seen just now."""
+        key = WorkerKey(role=Role.ENCODE, worker_id=rank.worker_id)
+        return self._workers[key].book.book(rank.data_parallel_rank, num_queued_tokens=num_items)
+
+    def book(self, placement: Placement, pending: Pending, *, waited_s: float = 0.0) -> Reservation:
+        """Enter ``placement`` of ``pending``, which was made on a snapshot of just now."""
+        is_local = placement.prefill is None
+        prefill: Booking | None = None
+        if placement.prefill is not None:
+            rank = placement.prefill
+            book = self._workers[WorkerKey(role=Role.PREFILL, worker_id=rank.worker_id)].book
+            prefill = book.book(rank.data_parallel_rank, num_queued_tokens=pending.num_missing_tokens(rank))
+        rank = placement.decode
+        decode = self._workers[WorkerKey(role=Role.DECODE, worker_id=rank.worker_id)].book.book(
+            rank.data_parallel_rank,
+            num_reserved_tokens=pending.num_reserved_tokens,
+            num_queued_tokens=pending.num_missing_tokens(rank) if is_local else 0,
+        )
+        return Reservation(placement, prefill, decode, waited_s=waited_s)
+
+    def ready_decode(self, rank: Rank, epoch: int, now: float) -> WorkerRecord:
+        """The record of that life of a decode worker. Raises ``WorkerUnavailableError`` unless it is ready."""
+        worker = self._life(WorkerKey(role=Role.DECODE, worker_id=rank.worker_id), epoch)
+        if worker is None or not self._is_ready(worker, now):
+            raise WorkerUnavailableError(f"worker {rank.worker_id} takes nothing any more")
+        return worker.record
+
+    def placed_at(self, request_id: str, choice: int) -> frozenset[str]:
+        """Ids of workers where that choice of that request was placed for its client, and has not ended."""
+        books = ((worker.record.worker_id, worker.book) for worker in self._workers.values())
+        return frozenset(worker_id for worker_id, book in books if book.placed.has(request_id, choice))
+
+    def statuses(self, now: float) -> list[WorkerStatus]:
+        """All workers, sorted by role and id."""
+        timeout_s = self._heartbeat_timeout_s
+        return [worker.status(now, timeout_s) for _key, worker in sorted(self._workers.items())]
+
+    def to_probe(self, now: float) -> list[WorkerRecord]:
+        """Workers that should be asked how they are: not connected, cut or not listed, or silent for half the limit."""
+        limit_s = self._heartbeat_timeout_s / 2
+        return [
+            worker.record
+            for worker in self._workers.values()
+            if not (worker.is_connected and worker.cut_at is None and worker.is_listed)
+            or worker.silence_s(now) > limit_s
+        ]
+
+    def _life(self, key: WorkerKey, epoch: int) -> KnownWorker | None:
+        worker = self._workers.get(key)
+        return worker if worker is not None and worker.record.epoch == epoch else None
+
+    def _take(self, worker: KnownWorker, load: WorkerLoad, now: float) -> None:
+        state, num_tokens = worker.state(now, self._heartbeat_timeout_s), worker.num_place_tokens
+        worker.load, worker.load_at = load, now
+        worker.look(now)
+        self._peers.report(load, now)
+        if worker.cut_at is not None and now - worker.cut_at > _LAST_REPORTS_S:
+            worker.cut_at = None
+        name = numbering(self.router_id, load.epoch)
+        worker.book.reported(
+            load.router_progress.get(name, 0),
+            load.placements.get(name, _NO_PLACEMENTS),
+            arrived_number=load.router_arrivals.get(name, 0),
+        )
+        # Reports come by the dozen a second; few of them change what a pool is.
+        is_same = (state, num_tokens) == (worker.state(now, self._heartbeat_timeout_s), worker.num_place_tokens)
+        self._changed(keep_pools=is_same)
+
+    def _is_ready(self, worker: KnownWorker, now: float) -> bool:
+        return worker.state(now, self._heartbeat_timeout_s) is WorkerState.READY
+
+    def _is_lost(self, worker: KnownWorker, now: float) -> bool:
+        return not worker.is_connected or worker.silence_s(now) > self._heartbeat_timeout_s
+
+    def _describe(self, key: PoolKey, now: float) -> Pool:
+        workers = [worker for worker in self._workers.values() if worker.pool == key]
+        return describe_pool(key, workers, lambda worker: self._is_ready(worker, now))
+
+    def _ready_of(self, pool: PoolKey, now: float) -> _Ready:
+        ready = self._ready.get(pool)
+        if ready is None:
+            ready = self._ready[pool] = self._find_ready(pool, now)
+        return ready
+
+    def _find_ready(self, pool: PoolKey, now: float) -> _Ready:
+        ready = [worker for worker in self._workers.values() if worker.pool == pool and self._is_ready(worker, now)]
+        return _Ready(
+            prefill=[worker for worker in ready if worker.record.role is Role.PREFILL],
+            decode=[worker for worker in ready if worker.record.role is Role.DECODE],
+            encode=[worker for worker in ready if worker.record.role is Role.ENCODE],
+        )
+
+    def _forget_states(self) -> None:
+        self._pools = None
+        self._ready.clear()
+
+    def _changed(self, *, keep_pools: bool = False) -> None:
+        if not keep_pools:
+            self._forget_states()
+        for on_change in tuple(self._listeners):
+            on_change()
+
+
+# One worker's life as the router sees it.
+
+# Heartbeats come once a second. Where they don't, as the events can't be heard, workers are asked now and then.
+_QUIET_S = 3.0
+
+
+@dataclass(frozen=True, order=True)
+class PoolKey:
+    """Workers of one pool can stand in for each other; pools are never mixed."""
+
+    model_name: str
+    fingerprint: str
+
+
+@dataclass
+class KnownWorker:
+    """What is known of one epoch of a worker.
+
+    Attributes:
+        pool: the pool that it belongs to.
+        known_at: when it was first heard of, monotonic seconds like all times here.
+        is_listed: discovery has its record.
+        is_connected: it answered since its stream last broke.
+        has_joined: it ever answered.
+        cut_at: when the connection to it was lost; ``None``: it was heard since.
+    """
+
+    record: WorkerRecord
+    known_at: float
+    book: WorkerBook = field(init=False)
+    pool: PoolKey = field(init=False)
+    load: WorkerLoad | None = None
+    load_at: float | None = None
+    is_listed: bool = True
+    is_connected: bool = False
+    has_joined: bool = False
+    cut_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self._is_quiet = False
+        self.book = WorkerBook(self.record.data_parallel_size, max(self.record.block_size, 1), epoch=self.record.epoch)
+        self.describe(self.record)
+
+    def describe(self, record: WorkerRecord) -> None:
+        """Discovery has ``record`` of this life of it."""
+        self.record = record
+        # Here, as every snapshot of its pool asks for them.
+        self.pool = PoolKey(record.model_name, record.model_fingerprint)
+        self._ranks = [Rank(record.worker_id, rank) for rank in range(record.data_parallel_size)]
+        self._adapters, self._media = frozenset(record.adapters), frozenset(record.media)
+        # What each rank was shown as, and from what: most pumps find most places as they were.
+        self._candidates = [self._candidate(rank) for rank in range(record.data_parallel_size)]
+        self._shown_load: WorkerLoad | None = None
+        self._shown_booked = [(0, 0, 0)] * record.data_parallel_size
+
+    def look(self, now: float) -> None:
+        """Time has passed: what reports that no longer come said of waiting prompts is over by now."""
+        is_quiet = self.silence_s(now) > _QUIET_S
+        if is_quiet is not self._is_quiet:
+            self._is_quiet, self._shown_load = is_quiet, None
+
+    def silence_s(self, now: float) -> float:
+        """Seconds since it was last heard."""
+        return now - (self.known_at if self.load_at is None else self.load_at)
+
+    def state(self, now: float, heartbeat_timeout_s: float) -> WorkerState:
+        """Whether requests are placed here."""
+        if self.load is not None and self.load.is_draining:
+            return WorkerState.DRAINING
+        if not self.has_joined:
+            return WorkerState.JOINING
+        is_well = self.load is None or self.load.is_healthy
+        is_reached = self.is_connected and self.cut_at is None
+        if is_reached and is_well and self.silence_s(now) <= heartbeat_timeout_s:
+            return WorkerState.READY
+        return WorkerState.SUSPECT
+
+    def status(self, now: float, heartbeat_timeout_s: float) -> WorkerStatus:
+        """It as told to whoever looks."""
+        return WorkerStatus(
+            record=self.record,
+            state=self.state(now, heartbeat_timeout_s),
+            load=self.load,
+            load_age_s=None if self.load_at is None else now - self.load_at,
+            num_requests=self.book.num_requests,
+        )
+
+    def candidates(self) -> Sequence[Candidate]:
+        """Its ranks, for a policy; the same ones again until something changes."""
+        for rank in range(self.record.data_parallel_size):
+            account = self.book.account(rank)
+            booked = (account.num_promised_blocks, account.num_unreported_tokens, account.num_placed_tokens)
+            if self._shown_load is not self.load or self._shown_booked[rank] != booked:
+                self._shown_booked[rank] = booked
+                self._candidates[rank] = self._candidate(rank)
+        self._shown_load = self.load
+        return self._candidates
+
+    def encode_candidate(self) -> EncodeCandidate:
+        """It as one that encodes."""
+        load = self._rank_load(0)
+        num_reported = 0 if self._is_quiet else load.num_running + load.num_waiting
+        return EncodeCandidate(self._ranks[0], num_reported + self.book.account(0).num_unreported_tokens)
+
+    def num_total_blocks(self, rank: int) -> int:
+        """Blocks of one rank: as last reported, else as announced."""
+        return self._rank_load(rank).num_total_blocks or self.record.num_blocks
+
+    @property
+    def num_place_tokens(self) -> int:
+        """Tokens whose KV its largest rank holds."""
+        return max(map(self.num_total_blocks, range(self.record.data_parallel_size))) * self.record.block_size
+
+    def _rank_load(self, rank: int) -> RankLoad:
+        if self.load is None or rank >= len(self.load.ranks):
+            return RankLoad()
+        return self.load.ranks[rank]
+
+    def _candidate(self, rank: int) -> Candidate:
+        load, account = self._rank_load(rank), self.book.account(rank)
+        num_queued_tokens = 0 if self._is_quiet else load.num_queued_prefill_tokens
+        num_unbegun_tokens = 0 if self._is_quiet else load.num_unbegun_prefill_tokens
+        return Candidate(
+            rank=self._ranks[rank],
+            num_total_blocks=self.num_total_blocks(rank),
+            block_size=max(self.record.block_size, 1),
+            num_used_blocks=load.num_used_blocks,
+            num_promised_blocks=account.num_promised_blocks,
+            num_queued_tokens=num_queued_tokens + account.num_unreported_tokens + account.num_placed_tokens,
+            adapters=self._adapters,
+            media=self._media,
+            num_unbegun_tokens=num_unbegun_tokens + account.num_unreported_tokens,
+            step_ends_at=(self.load_at or 0.0) + load.step_ends_in_s,
+            num_decoding=load.num_decoding,
+            num_context_tokens=load.num_context_tokens,
+            max_step_tokens=load.max_step_tokens or DEFAULT_MAX_STEP_TOKENS,
+            step_time=load.step_time or StepTime(),
+            is_measured=load.step_time is not None,
+        )
+
+
+# Pools: workers of one model that can stand in for each other, and what they can do together.
+
+_HAND_OFF = frozenset({TAKES_HAND_OFF})
+
+
+class MediaWay(Enum):
+    """Who turns a request's media into embeddings."""
+
+    ENCODE = auto()  # encode workers; who computes the prompt pulls them
+    FILES = auto()  # who computes the prompt, from the files
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolMedia:
+    """What a pool takes of media: the kinds of files of each worker, as in ``WorkerRecord.media``; equal ones are one.
+
+    Attributes:
+        encoded: of ready encode workers; none too where nobody takes what they hand off.
+        filed: of ready workers that compute prompts.
+        known: of both, ready or not.
+        awaits_encode: workers that compute prompts take what encode workers hand off, though none of these is known.
+        max_tokens: that one item fills at most, wherever it is encoded; 0: nobody says.
+    """
+
+    encoded: frozenset[frozenset[str]] = frozenset()
+    filed: frozenset[frozenset[str]] = frozenset()
+    known: frozenset[frozenset[str]] = frozenset()
+    awaits_encode: bool = False
+    max_tokens: int = 0
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """All kinds that any worker takes, ready or not."""
+        return frozenset().union(*self.known)
+
+    def way(self, items: Sequence[MediaItem], fields: Sequence[str]) -> MediaWay:
+        """How ``items``, which the client knows by ``fields``, get into a prompt now.
+
+        Raises:
+            UnsupportedFieldError: an item of a kind that no worker takes, or not with the others; its field is named.
+            WorkerUnavailableError: those that take them are not ready.
+        """
+        kinds = frozenset[str]()
+        for item, item_field in zip(items, fields, strict=True):
+            kinds |= {item.file.kind.value}
+            if not any(kinds <= taken for taken in self.known):
+                if self.awaits_encode:
+                    raise WorkerUnavailableError("no encode worker of this model is known")
+                message = f"no worker of this model takes media of kind {' and '.join(sorted(kinds))}"
+                raise UnsupportedFieldError(message, field=item_field)
+        if any(kinds <= taken for taken in self.encoded):
+            return MediaWay.ENCODE
+        if any(kinds <= taken for taken in self.filed):
+            return MediaWay.FILES
+        raise WorkerUnavailableError("no worker that takes such media is ready")
+
+
+def needs_of(way: MediaWay, items: Iterable[MediaItem]) -> frozenset[str]:
+    """What a rank has to take to compute a prompt with ``items``."""
+    return _HAND_OFF if way is MediaWay.ENCODE else frozenset(item.file.kind.value for item in items)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """What a pool can do: what all its workers can.
+
+    Attributes:
+        max_model_len: tokens of prompt and output together.
+        num_place_tokens: tokens whose KV the largest decode rank holds.
+        num_prefill_tokens: tokens whose KV every prefill worker has a place for; 0: there are none.
+        block_size: tokens of a block; 0: places differ, so that none has what another one has.
+        sampling_fields: fields of ``Sampling`` and ``OutputOptions`` that are honoured.
+        media: unlike the rest, what any of its workers can.
+        adapters: adapters that at least one decode worker serves; requests for them go only there.
+    """
+
+    key: PoolKey
+    max_model_len: int
+    num_place_tokens: int
+    block_size: int
+    sampling_fields: frozenset[str]
+    media: PoolMedia
+    adapters: frozenset[str]
+    num_ready_prefill: int
+    num_ready_decode: int
+    num_ready_encode: int = 0
+    num_prefill_tokens: int = 0
+
+
+def describe_pool(key: PoolKey, workers: Sequence[KnownWorker], is_ready: Callable[[KnownWorker], bool]) -> Pool:
+    """The pool of ``workers``, at least one of which computes prompts or decodes."""
+    encode, prefill, decode = (
+        [worker for worker in workers if worker.record.role is role]
+        for role in (Role.ENCODE, Role.PREFILL, Role.DECODE)
+    )
+    # Encode workers have pieces of their own size, and no tokens to sample.
+    models = [*prefill, *decode]
+    block_sizes = {worker.record.block_size for worker in models}
+    ready_models = [worker for worker in models if is_ready(worker)]
+    ready_encode = [worker for worker in encode if is_ready(worker)]
+    return Pool(
+        key=key,
+        max_model_len=min(worker.record.max_model_len for worker in models),
+        num_place_tokens=max((worker.num_place_tokens for worker in decode), default=0),
+        block_size=block_sizes.pop() if len(block_sizes) == 1 else 0,
+        sampling_fields=frozenset.intersection(*(frozenset(worker.record.sampling_fields) for worker in models)),
+        media=_describe_media(models, encode, ready_models, ready_encode),
+        adapters=frozenset().union(*(worker.record.adapters for worker in decode)),
+        num_ready_prefill=sum(worker.record.role is Role.PREFILL for worker in ready_models),
+        num_ready_decode=sum(worker.record.role is Role.DECODE for worker in ready_models),
+        num_ready_encode=len(ready_encode),
+        num_prefill_tokens=min((worker.num_place_tokens for worker in prefill), default=0),
+    )
+
+
+def _describe_media(
+    models: Sequence[KnownWorker],
+    encode: Sequence[KnownWorker],
+    ready_models: Sequence[KnownWorker],
+    ready_encode: Sequence[KnownWorker],
+) -> PoolMedia:
+    takers = [worker for worker in (*models, *encode) if worker.record.media]
+    if not takers:
+        return _NO_MEDIA
+    is_pulled = any(TAKES_HAND_OFF in worker.record.media for worker in models)
+    is_pulled_now = any(TAKES_HAND_OFF in worker.record.media for worker in ready_models)
+    return PoolMedia(
+        encoded=_kinds(ready_encode if is_pulled_now else ()),
+        filed=_kinds(ready_models),
+        known=_kinds([*models, *encode] if is_pulled else models),
+        awaits_encode=is_pulled and not encode,
+        max_tokens=max(worker.record.max_media_tokens for worker in takers),
+    )
+
+
+def _kinds(workers: Iterable[KnownWorker]) -> frozenset[frozenset[str]]:
+    return frozenset(frozenset(worker.record.media) - _HAND_OFF for worker in workers)
+
+
+_NO_MEDIA = PoolMedia()
+
+
+# Which routers place requests at the same workers, as the workers' reports tell.
+
+# A router of which no new start was heard for so long has nothing to place, or is gone.
+_ACTIVE_S = 10.0
+
+
+class PeerWatch:
+    """Finds the other routers by the starts that workers count in; nobody has to be told of them."""
+
+    def __init__(self, router_id: str) -> None:
+        """Nobody but the router of that id is known."""
+        self._router_id = router_id
+        self._last_numbers: dict[tuple[str, str], int] = {}  # by worker and router's numbering
+        self._epochs: dict[str, int] = {}
+        self._active_at: dict[str, float] = {}
+        self.peers = Peers()
+
+    def report(self, load: WorkerLoad, now: float) -> None:
+        """A worker counts in what ``load`` says."""
+        has_new = False
+        # What the first report of a worker's life tells may be long over.
+        is_known = self._epochs.get(load.worker_id) == load.epoch
+        self._epochs[load.worker_id] = load.epoch
+        for name, number in load.router_arrivals.items():
+            if number > self._last_numbers.get((load.worker_id, name), 0):
+                self._last_numbers[load.worker_id, name] = number
+                router_id = name.rpartition(".")[0]
+                if is_known:
+                    has_new |= router_id not in self._active_at
+                    self._active_at[router_id] = now
+        if has_new:
+            self.look(now)
+
+    def forget(self, worker_id: str) -> None:
+        """The worker is gone."""
+        self._epochs.pop(worker_id, None)
+        self._last_numbers = {key: number for key, number in self._last_numbers.items() if key[0] != worker_id}
+
+    def look(self, now: float) -> None:
+        """Time has passed: some may not be active any more."""
+        self._active_at = {name: at for name, at in self._active_at.items() if now - at <= _ACTIVE_S}
+        routers = sorted(self._active_at.keys() | {self._router_id})
+        self.peers = Peers(number=routers.index(self._router_id), num_routers=len(routers))
+
+
+# Which encode worker gets a request's media: the one that has most of them already, then the least busy. Pure.
+
+
+@dataclass(frozen=True)
+class EncodeCandidate:
+    """An encode worker.
+
+    Attributes:
+        num_items: that wait or run there, those included that this router sent and no report tells of yet.
+    """
+
+    rank: Rank
+    num_items: int
+
+
+def choose_encode(
+    candidates: Sequence[EncodeCandidate],
+    num_cached: Mapping[Rank, int],
+    avoid: frozenset[str],
+    rng: random.Random,
+) -> Rank | None:
+    """The rank to encode at; ``None``: there is none.
+
+    Args:
+        candidates: those that can.
+        num_cached: by rank, how many of the request's items it has already.
+        avoid: ids of workers that just failed it; taken only where no other is left.
+        rng: breaks ties, so that several routers with the same picture don't all send to the same worker.
+    """
+    able = [candidate for candidate in candidates if candidate.rank.worker_id not in avoid] or candidates
+    if not able:
+        return None
+    ranks = [(-num_cached.get(candidate.rank, 0), candidate.num_items) for candidate in able]
+    best = min(ranks)
+    return rng.choice([candidate.rank for candidate, rank in zip(able, ranks, strict=True) if rank == best])

@@ -1,0 +1,490 @@
+"""A topology file: which model, how many workers of which role, and how each process differs from the defaults."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from quartet.config import build, load_yaml, override
+from quartet.discovery.base import Role, check_name
+from quartet.discovery.create import DiscoveryConfig
+from quartet.discovery.etcd_client import EtcdConfig
+from quartet.engine.settings import EngineKind, EngineSettings, Modality, refused_fields
+from quartet.errors import ConfigError
+from quartet.rpc.server import ServerConfig
+from services.workers.config import WorkerConfig
+
+#: The model that comes along; relative to the working directory, which is the repository.
+DEFAULT_MODEL_PATH = Path("models/tiny/checkpoint")
+
+#: Where clients look for a router when they are told nothing else.
+DEFAULT_ROUTER_PORT = 50050
+
+_WORKER_ROLES = (Role.ENCODE, Role.PREFILL, Role.DECODE)
+
+_MAX_PORT = 2**16 - 1
+
+_GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """The model that all workers serve, unless their overrides say otherwise.
+
+    Attributes:
+        path: folder of a Hugging Face checkpoint, relative to the working directory; the mock engine needs no weights.
+            For engines that fetch models themselves also a repository, such as ``Qwen/Qwen3-0.6B``.
+        name: what requests call it by; empty: the folder's name.
+    """
+
+    path: Path = DEFAULT_MODEL_PATH
+    name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterGroup:
+    """The router.
+
+    Attributes:
+        port: of its gRPC services on loopback; 0 takes a free one.
+        overrides: settings of ``RouterConfig`` that differ from its defaults.
+        environment: variables of its process, over the topology's.
+    """
+
+    port: int = DEFAULT_ROUTER_PORT
+    overrides: Mapping[str, object] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        if not 0 <= self.port <= _MAX_PORT:
+            raise ConfigError(f"port: must be in [0, {_MAX_PORT}], not {self.port}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerGroup:
+    """Equal workers.
+
+    Attributes:
+        role: encode, prefill or decode.
+        name: begins their process names and worker ids, before a number; empty: the role.
+        replicas: how many.
+        gpus: the host's GPUs of each of them, as ``[[0], [1]]`` for two with one each; empty: they are told nothing.
+        overrides: settings of ``WorkerConfig`` that differ from the topology's.
+        environment: variables of their processes, over the topology's.
+    """
+
+    role: Role
+    name: str = ""
+    replicas: int = 1
+    gpus: tuple[tuple[int, ...], ...] = ()
+    overrides: Mapping[str, object] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        if self.role not in _WORKER_ROLES:
+            raise ConfigError(f"role: must be one of {', '.join(_WORKER_ROLES)}, not {self.role}")
+        if self.replicas < 1:
+            raise ConfigError("replicas: must be at least 1")
+        if self.name:
+            check_name("name", self.name)
+        self._check_gpus()
+
+    @property
+    def process_name(self) -> str:
+        """What the names of its processes begin with."""
+        return self.name or str(self.role)
+
+    def _check_gpus(self) -> None:
+        if self.gpus and len(self.gpus) != self.replicas:
+            raise ConfigError(f"gpus: must be a list for each of {self.replicas} replicas, not {len(self.gpus)}")
+        for number, gpus in enumerate(self.gpus):
+            if not gpus or min(gpus) < 0 or len(set(gpus)) < len(gpus):
+                raise ConfigError(f"gpus[{number}]: must hold different numbers of GPUs, one at least")
+        if self.gpus and _GPUS_VARIABLE in self.environment:
+            raise ConfigError(f"environment.{_GPUS_VARIABLE}: gpus says it already")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """What ``quartet up`` starts on one host, on loopback.
+
+    Attributes:
+        namespace: separates it from others that share its discovery.
+        engine: of every worker.
+        environment: variables of every process, over those that ``quartet up`` has.
+        share_gpus: several workers may be given one GPU. Those are started one after the other, in their order here,
+            as an engine takes a share of the memory that it finds free.
+        discovery: the topology's namespace replaces the one in it.
+        signing_keys_file: keys for Place, for the router and the decode workers, unless their overrides say otherwise;
+            ``None``: one is drawn at each start.
+        drain_timeout_s: running requests get this long to end when the topology is stopped.
+        start_timeout_s: everything must serve within it.
+    """
+
+    namespace: str = "default"
+    model: ModelSource = field(default_factory=ModelSource)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
+    router: RouterGroup = field(default_factory=RouterGroup)
+    workers: tuple[WorkerGroup, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    share_gpus: bool = False
+    signing_keys_file: Path | None = None
+    drain_timeout_s: float = 3.0
+    start_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        check_name("namespace", self.namespace)
+        if not any(group.role is Role.DECODE for group in self.workers):
+            raise ConfigError("workers: at least one must have the role decode")
+        for name in ("drain_timeout_s", "start_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}: must be above 0")
+        self._check_gpus()
+
+    def _check_gpus(self) -> None:
+        num_workers = Counter(gpu for group in self.workers for gpus in group.gpus for gpu in gpus)
+        shared = sorted(gpu for gpu, count in num_workers.items() if count > 1)
+        if shared and not self.share_gpus:
+            raise ConfigError(f"workers: several have GPU {shared[0]}; if that is meant, say share_gpus: true")
+        if num_workers and _GPUS_VARIABLE in self.environment:
+            raise ConfigError(f"environment.{_GPUS_VARIABLE}: the workers' gpus say it already")
+
+    @property
+    def namespaced_discovery(self) -> DiscoveryConfig:
+        """``discovery`` in the topology's namespace."""
+        directory = self.discovery.file
+        return replace(
+            self.discovery,
+            etcd=replace(self.discovery.etcd, namespace=self.namespace),
+            file=None if directory is None else replace(directory, namespace=self.namespace),
+        )
+
+    def with_etcd(self, etcd: EtcdConfig) -> Topology:
+        """The same with another etcd."""
+        return replace(self, discovery=replace(self.discovery, etcd=etcd))
+
+    def with_signing_keys(self, file: Path) -> Topology:
+        """The same with these keys."""
+        return replace(self, signing_keys_file=file)
+
+    def with_router_port(self, port: int) -> Topology:
+        """The same with the router at ``port``. Raises ``ConfigError``."""
+        return replace(self, router=replace(self.router, port=port))
+
+
+def load_topology(path: Path, assignments: Sequence[str] = ()) -> Topology:
+    """Read a topology file, with assignments (``router.port=0``) over it.
+
+    Raises:
+        ConfigError: naming the setting. Overrides are checked by ``services.topology.topology``.
+    """
+    return build(Topology, read_settings(path, assignments))
+
+
+def read_settings(path: Path, assignments: Sequence[str]) -> dict[str, object]:
+    """What ``load_topology`` reads, not checked yet."""
+    settings = load_yaml(path)
+    for assignment in assignments:
+        settings = override(settings, assignment)
+    return settings
+
+
+# What somebody chooses at the command line over a topology file: another engine, another model, what may be read.
+
+_CPU = "cpu"
+
+_CHECKPOINT = "checkpoint"
+
+# Of workers and of the router: what says or fits a model.
+_OF_A_MODEL = ("model_path", "model_name", "custom_jinja_template", "custom_chat_template")
+
+_Settings: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What is chosen; ``None`` and empty: as the file says.
+
+    Attributes:
+        engine: of every worker. What the file says that this engine does not have is left out.
+        model: folder of a checkpoint, one with such a folder named ``checkpoint`` in it, or a repository.
+        served_model_name: what requests call the model by; ``None`` beside ``model``: as its folder is called.
+        media_paths: directories whose files requests may name.
+        router_port: 0 takes a free one.
+    """
+
+    engine: EngineKind | None = None
+    model: Path | None = None
+    served_model_name: str | None = None
+    media_paths: Sequence[Path] = ()
+    router_port: int | None = None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A topology as it was chosen.
+
+    Attributes:
+        notes: a line for each thing of the file that was left out or changed on the way, beside what was chosen.
+    """
+
+    topology: Topology
+    notes: Sequence[str]
+
+
+def choose(settings: Mapping[str, object], choices: Choices) -> Chosen:
+    """The topology of ``settings``, which are a file's, with ``choices`` over them.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    changed, notes = _copied(settings), list[str]()
+    if choices.engine is not None:
+        notes += _switch_engine(changed, choices.engine)
+    if choices.model is not None:
+        notes += _switch_model(changed, choices.model)
+    if choices.served_model_name is not None:
+        _below(changed, "model")["name"] = choices.served_model_name
+    if choices.media_paths:
+        media = _below(changed, "router", "overrides", "media")
+        media["allowed_local_paths"] = [str(path.absolute()) for path in choices.media_paths]
+    if choices.router_port is not None:
+        _below(changed, "router")["port"] = choices.router_port
+    return Chosen(build(Topology, changed), notes)
+
+
+def _switch_engine(settings: _Settings, kind: EngineKind) -> Iterator[str]:
+    engine = _below(settings, "engine")
+    before = engine.get("kind", EngineKind.TORCH.value)
+    is_switched = before != kind.value
+    engine["kind"] = kind.value
+    yield from _without_refused(engine, kind, "engine")
+    for where, group in _groups(settings):
+        own = _found(group, "overrides", "engine")
+        is_switched |= own.pop("kind", before) != kind.value
+        yield from _without_refused(own, kind, f"{where}.overrides.engine")
+        if not kind.uses_gpu({**engine, **own}.get("device", _CPU)):
+            yield from _without_gpus(group, kind, where)
+    if not kind.has_encoder:
+        yield from _without_encoders(settings, kind)
+    has_gpu = kind.uses_gpu(engine.get("device", _CPU))
+    if not has_gpu:
+        yield from _without_gpus(settings, kind, "")
+    if is_switched and kind is EngineKind.TORCH and not has_gpu and "dtype" not in engine:
+        engine["dtype"] = "float32"
+        yield "engine.dtype: float32, as CPUs are slow at what most checkpoints have"
+
+
+def _without_refused(engine: _Settings, kind: EngineKind, where: str) -> Iterator[str]:
+    refused = {*refused_fields(kind)}
+    if not kind.uses_gpu(engine.get("device", _CPU)):
+        refused.add("free_gpu_memory_fraction")
+    if not kind.has_encoder and engine.get("modality") == Modality.MULTIMODAL.value:
+        refused.add("modality")
+    for name in sorted(refused & engine.keys()):
+        del engine[name]
+        yield f"{where}.{name}: left out, as the engine {kind} does not have it"
+
+
+def _without_encoders(settings: _Settings, kind: EngineKind) -> Iterator[str]:
+    for where, group in _groups(settings):
+        if group.get("role") == Role.ENCODE.value:
+            settings["workers"].remove(group)
+            yield f"{where}: left out, as the engine {kind} encodes no media"
+
+
+def _without_gpus(holder: _Settings, kind: EngineKind, where: str) -> Iterator[str]:
+    """Of a group, or of the whole topology: where nothing runs on a GPU, none is given."""
+    begin = f"{where}." if where else ""
+    if holder.pop("gpus", None):
+        yield f"{begin}gpus: left out, as the engine {kind} runs on none here"
+    if _found(holder, "environment").pop(_GPUS_VARIABLE, None) is not None:
+        yield f"{begin}environment.{_GPUS_VARIABLE}: left out, as the engine {kind} runs on none here"
+
+
+def _switch_model(settings: _Settings, model: Path) -> Iterator[str]:
+    inner = model / _CHECKPOINT
+    folder = inner if not (model / "config.json").is_file() and (inner / "config.json").is_file() else model
+    # What a folder of that name holds is called by the one above it.
+    name = folder.absolute().parent.name if folder.name == _CHECKPOINT else ""
+    _below(settings, "model").update(path=str(folder), name=name)
+    holders = [("router", _found(settings, "router")), *_groups(settings)]
+    for where, holder in holders:
+        for setting in _OF_A_MODEL:
+            if _found(holder, "overrides").pop(setting, None) is not None:
+                yield f"{where}.overrides.{setting}: left out, as it is another model's"
+
+
+def _groups(settings: _Settings) -> list[tuple[str, _Settings]]:
+    groups = settings.get("workers")
+    listed = groups if isinstance(groups, list) else []
+    return [(f"workers[{number}]", group) for number, group in enumerate(listed) if isinstance(group, dict)]
+
+
+def _below(settings: _Settings, *path: str) -> _Settings:
+    """The mapping at ``path``, made where there is none."""
+    for depth, name in enumerate(path):
+        below = settings.setdefault(name, {})
+        if not isinstance(below, dict):
+            raise ConfigError(f"{'.'.join(path[: depth + 1])}: must be a mapping with names as keys, not {below!r}")
+        settings = below
+    return settings
+
+
+def _found(settings: _Settings, *path: str) -> _Settings:
+    """The mapping at ``path``; one of nowhere if there is none: what is wrong there is told when it is built."""
+    found: Any = settings
+    for name in path:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _copied(value: Any) -> Any:
+    """``value`` with mappings and lists of its own, to be changed."""
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+# From a topology to its processes: what each one runs, and the whole of its settings.
+
+#: The name of the router's process.
+ROUTER = "router"
+
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, order=True)
+class ModelNeed:
+    """The folder of a model that has to be there, or a repository's name, and whether its weights have to."""
+
+    path: str
+    has_weights: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessPlan:
+    """One process to start: ``python -m MODULE --config FILE`` with ``settings`` in the file.
+
+    Attributes:
+        name: unique in the topology; a worker's is its worker id.
+        num_threads: CPU threads of one operation; ``None``: the library's choice.
+        model: that it reads, if any.
+        gpus: of the host, that it alone of all processes sees; empty: it is told nothing of them.
+        environment: variables that the topology gives it, those for ``gpus`` included.
+    """
+
+    name: str
+    role: Role
+    module: str
+    settings: Mapping[str, object]
+    num_threads: int | None = None
+    model: ModelNeed | None = None
+    gpus: tuple[int, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def plan_workers(topology: Topology, *, num_cores: int) -> list[ProcessPlan]:
+    """The workers to start; engines that compute on CPUs share ``num_cores`` where they aren't told otherwise.
+
+    Raises:
+        ConfigError: naming the override at fault (``workers[1].overrides.engine.num_blocks``), or a role that the
+            engine does not have.
+    """
+    configs = [_group_config(topology, number) for number in range(len(topology.workers))]
+    groups = list(zip(topology.workers, configs, strict=True))
+    num_sharing = sum(group.replicas for group, config in groups if config.engine.kind.shares_cores)
+    num_own_cores = max(1, num_cores // max(1, num_sharing))
+    num_of_name: Counter[str] = Counter()
+    plans = []
+    for group, config in groups:
+        for gpus in group.gpus or [()] * group.replicas:
+            name = f"{group.process_name}-{num_of_name[group.process_name]}"
+            num_of_name[group.process_name] += 1
+            variables = {**topology.environment, **group.environment, **_gpu_variables(gpus)}
+            plan = _plan_worker(name, group.role, config, num_own_cores)
+            plans.append(replace(plan, gpus=gpus, environment=variables))
+    return plans
+
+
+def plan_router(topology: Topology) -> ProcessPlan:
+    """The router to start. Its overrides are ``RouterConfig``'s to check, which only the router knows."""
+    base = {
+        "server": {"address": f"{_LOOPBACK}:{topology.router.port}", "namespace": topology.namespace},
+        "discovery": to_settings(topology.namespaced_discovery),
+        "signing_keys_file": to_settings(topology.signing_keys_file),
+        "drain_timeout_s": topology.drain_timeout_s,
+    }
+    return ProcessPlan(
+        name=ROUTER,
+        role=Role.ROUTER,
+        module="router",
+        settings=merge(base, topology.router.overrides),
+        environment={**topology.environment, **topology.router.environment},
+    )
+
+
+def to_settings(value: object) -> object:
+    """``value``, a configuration, as YAML can hold it and ``quartet.config.build`` reads it."""
+    if is_dataclass(value):
+        return {item.name: to_settings(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_settings(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [to_settings(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
+
+
+def merge(base: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
+    """``base`` with the values of ``over``; where both hold a mapping, those are merged likewise."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _group_config(topology: Topology, number: int) -> WorkerConfig:
+    group, where = topology.workers[number], f"workers[{number}]"
+    base = WorkerConfig(
+        model_path=str(topology.model.path),
+        model_name=topology.model.name,
+        engine=topology.engine,
+        server=ServerConfig(namespace=topology.namespace),
+        discovery=topology.namespaced_discovery,
+        signing_keys_file=topology.signing_keys_file if group.role is Role.DECODE else None,
+        drain_timeout_s=topology.drain_timeout_s,
+    )
+    settings = to_settings(base)
+    assert isinstance(settings, dict), "a dataclass becomes a mapping"
+    config = build(WorkerConfig, merge(settings, group.overrides), f"{where}.overrides")
+    if group.role is Role.ENCODE and not config.engine.kind.has_encoder:
+        raise ConfigError(f"{where}.role: the engine {config.engine.kind} encodes no media")
+    return config
+
+
+def _plan_worker(name: str, role: Role, config: WorkerConfig, num_cores: int) -> ProcessPlan:
+    engine = config.engine
+    if engine.num_threads is None:
+        engine = replace(engine, num_threads=engine.kind.num_threads(num_cores))
+    settings = to_settings(replace(config, worker_id=name, engine=engine))
+    assert isinstance(settings, dict), "a dataclass becomes a mapping"
+    need = ModelNeed(config.model_path, has_weights=engine.needs_weights)
+    module = f"services.{role}"
+    return ProcessPlan(
+        name=name, role=role, module=module, settings=settings, num_threads=engine.num_threads, model=need
+    )
+
+
+def _gpu_variables(gpus: tuple[int, ...]) -> dict[str, str]:
+    return {_GPUS_VARIABLE: ",".join(map(str, gpus))} if gpus else {}

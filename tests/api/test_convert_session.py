@@ -1,0 +1,29 @@
+"""A session's starts survive the wire."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quartet.api.convert.answer import from_session_start, to_session_start
+from quartet.api.request import Resume, SessionStart
+from tests.api.strategies import GENERATE_STARTS
+from tests.streams.strategies import TEXT, TOKEN_IDS, U32, U64
+from tests.streams.test_convert import over_the_wire
+
+RESUMES = st.builds(
+    Resume,
+    request_id=TEXT,
+    attempt=U32,
+    seed=U64,
+    choice=U32,
+    generated_token_ids=TOKEN_IDS.map(tuple),
+    num_text_bytes=U64,
+    model_fingerprint=TEXT,
+)
+STARTS = st.builds(SessionStart, slot=U32, start=GENERATE_STARTS, resume=st.none() | RESUMES, traceparent=TEXT)
+
+
+@given(STARTS)
+def test_a_start_survives(asked: SessionStart) -> None:
+    assert from_session_start(over_the_wire(to_session_start(asked))) == asked

@@ -1,0 +1,436 @@
+"""Session over real gRPC, above a fake that gives answers as the test says: readers that stop, and those that don't."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from quartet.api.answer import AnswerSink
+from quartet.api.request import ChoiceFinished, SessionLimits, SessionStart, TimeBreakdown, Usage
+from quartet.api.session_server import MAX_SESSION_MESSAGE_BYTES, SessionStream
+from quartet.engine.base import FinishReason
+from quartet.errors import InvalidRequestError, ServingError, StalledStreamError
+from quartet.rpc.server import RpcServer, ServerConfig, StalledCalls
+from quartet.v1 import router_pb2 as pb
+from quartet.v1 import types_pb2
+from tests.api.test_session_outbox import ACCEPTED
+from tests.rpc.services import generic_service
+
+_METHOD = "/test.Router/Session"
+_TIMEOUT_S = 10
+USAGE = Usage(num_prompt_tokens=1, num_cached_tokens=0, num_output_tokens=1, num_attempts=1)
+
+
+class FakeRun:
+    """A request whose answer the test gives; it ends when told so, one turn of the loop later."""
+
+    def __init__(self, asked: SessionStart, sink: AnswerSink) -> None:
+        self.asked, self.sink = asked, sink
+        self.aborted: ServingError | None = None
+        self.has_ended = False
+        self.num_given = 0
+        self.num_cancelled = 0
+        self._num_open = asked.start.num_choices
+        sink.accept(ACCEPTED)
+
+    def give(self, num_tokens: int) -> None:
+        """Tokens one by one, as an engine does."""
+        for _ in range(num_tokens):
+            self.sink.add(0, self.num_given, [70_000], "", ())
+            self.num_given += 1
+
+    def finish(self, reason: FinishReason = FinishReason.LENGTH, choice: int = 0) -> None:
+        self.sink.finish(ChoiceFinished(choice=choice, reason=reason, usage=USAGE, time=TimeBreakdown()))
+        self._num_open -= 1
+        if self._num_open == 0:
+            asyncio.get_running_loop().call_soon(self._end, None)
+
+    def cancel(self) -> None:
+        self.num_cancelled += 1
+        self.finish(FinishReason.CANCELLED)
+
+    def abort(self, error: ServingError) -> None:
+        self.aborted = error
+        asyncio.get_running_loop().call_soon(self._end, error)
+
+    def _end(self, error: ServingError | None) -> None:
+        if not self.has_ended:
+            self.has_ended = True
+            self.sink.end(error)
+
+
+class Sessions:
+    """A server of sessions.
+
+    Attributes:
+        runs: by slot, of all sessions.
+        num_taken: messages that were taken from gRPC, of all sessions.
+        ended: how each call ended.
+    """
+
+    def __init__(self, stall_timeout_s: float = 30, **limits: Any) -> None:
+        self.runs: dict[int, FakeRun] = {}
+        self.num_taken = 0
+        self.ended: asyncio.Queue[BaseException | None] = asyncio.Queue()
+        self.streams: list[SessionStream] = []
+        self.limits = SessionLimits(**limits)
+        self.stalled = StalledCalls(stall_timeout_s)
+        self._begun = asyncio.Event()
+
+    def parse(self, message: bytes) -> pb.SessionRequest:
+        self.num_taken += 1
+        return pb.SessionRequest.FromString(message)
+
+    def begin(self, asked: SessionStart, sink: AnswerSink) -> FakeRun:
+        if asked.start.model == "none":
+            raise InvalidRequestError("no such thing", field="model")
+        run = self.runs[asked.slot] = FakeRun(asked, sink)
+        self._begun.set()
+        return run
+
+    async def serve(self, _requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        stream = SessionStream(self.begin, self.limits)
+        self.streams.append(stream)
+        try:
+            with self.stalled.watch() as watched:
+                await stream.serve(context, watched)
+        except BaseException as error:
+            self.ended.put_nowait(error)
+            raise
+        self.ended.put_nowait(None)
+
+    async def wait_for(self, slot: int) -> FakeRun:
+        async with asyncio.timeout(_TIMEOUT_S):
+            while slot not in self.runs:
+                self._begun.clear()
+                await self._begun.wait()
+        return self.runs[slot]
+
+
+class Client:
+    """One session."""
+
+    def __init__(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+        self.call = call
+        self.seen: list[pb.SessionResponse] = []
+        self.has_seen = asyncio.Event()
+
+    async def start(self, *slots: int, **start: Any) -> None:
+        for slot in slots:
+            asked = pb.SessionStart(slot=slot, start=pb.GenerateStart(**({"text": "Hi"} | start)))
+            await asyncio.wait_for(self.call.write(pb.SessionRequest(start=asked)), _TIMEOUT_S)
+
+    async def cancel(self, slot: int) -> None:
+        message = pb.SessionRequest(cancel=types_pb2.Cancel(slot=slot))
+        await asyncio.wait_for(self.call.write(message), _TIMEOUT_S)
+
+    async def read(self) -> pb.SessionResponse:
+        response = await asyncio.wait_for(self.call.read(), _TIMEOUT_S)
+        assert response is not grpc.aio.EOF
+        assert response.ByteSize() <= MAX_SESSION_MESSAGE_BYTES
+        self.seen.append(response)
+        self.has_seen.set()
+        return response
+
+    async def read_end(self, slot: int) -> str:
+        """Read to the end of ``slot``: its failure's reason, or nothing."""
+        while True:
+            response = await self.read()
+            for failed in response.failures:
+                if failed.slot == slot:
+                    return failed.failure.reason
+            if slot in [item.slot for item in response.finished]:
+                return ""
+
+    async def status(self) -> grpc.StatusCode:
+        """Read to the end of the stream."""
+        async with asyncio.timeout(_TIMEOUT_S):
+            try:
+                while (response := await self.call.read()) is not grpc.aio.EOF:
+                    self.seen.append(response)
+            except grpc.aio.AioRpcError as error:
+                return error.code()
+            return await self.call.code()
+
+    def num_tokens(self, slot: int) -> int:
+        return sum(
+            num_tokens
+            for response in self.seen
+            for seen_slot, num_tokens in zip(response.slots, response.num_tokens, strict=True)
+            if seen_slot == slot
+        )
+
+
+class OpenCall:
+    """A call's context: its client starts requests and then neither reads nor says anything more."""
+
+    def __init__(self, num_starts: int) -> None:
+        self._starts = [pb.SessionStart(slot=slot, start=pb.GenerateStart(text="Hi")) for slot in range(num_starts)]
+
+    async def send_initial_metadata(self, _metadata: object) -> None:
+        pass
+
+    async def read(self) -> pb.SessionRequest:
+        if not self._starts:
+            await asyncio.Event().wait()
+        return pb.SessionRequest(start=self._starts.pop(0))
+
+    async def write(self, _message: pb.SessionResponse) -> None:
+        await asyncio.Event().wait()
+
+
+class Served:
+    """Sessions and a channel to them."""
+
+    def __init__(self, sessions: Sessions, channel: grpc.aio.Channel) -> None:
+        self.sessions = sessions
+        self._method = channel.stream_stream(
+            _METHOD, pb.SessionRequest.SerializeToString, pb.SessionResponse.FromString
+        )
+
+    def open(self) -> Client:
+        return Client(self._method())
+
+
+@pytest.fixture
+async def make_served() -> AsyncIterator[Any]:
+    """Makes ``Served`` of limits."""
+    servers: list[RpcServer] = []
+    others: list[Any] = []
+
+    async def make(**limits: Any) -> Served:
+        sessions = Sessions(**limits)
+        handler = grpc.stream_stream_rpc_method_handler(
+            sessions.serve, sessions.parse, pb.SessionResponse.SerializeToString
+        )
+        server = RpcServer(ServerConfig(), [generic_service("test.Router", {"Session": handler})])
+        servers.append(server)
+        port = await server.start()
+        # Small windows: what the reader has not taken waits at the sender.
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", [("grpc.http2.bdp_probe", 0)])
+        others.extend([channel, asyncio.create_task(sessions.stalled.run())])
+        return Served(sessions, channel)
+
+    yield make
+    for channel, watch in zip(others[::2], others[1::2], strict=True):
+        await channel.close()
+        watch.cancel()
+    for server in servers:
+        await server.drain(0)
+
+
+async def test_a_reader_that_stops_loses_its_busy_request_only_and_memory_stays_bounded(make_served: Any) -> None:
+    served = await make_served(max_pending_tokens=1000)
+    slow, other = served.open(), served.open()
+    await slow.start(0, 1)
+    await other.start(2)
+    busy, calm, elsewhere = [await served.sessions.wait_for(slot) for slot in range(3)]
+    calm.give(10)
+    while busy.aborted is None:  # nobody reads on `slow`
+        assert busy.num_given < 1_000_000, "it gathers without bound"
+        busy.give(100)
+        elsewhere.give(1)
+        await asyncio.sleep(0)
+    assert busy.aborted.reason == "READER_TOO_SLOW"
+    assert not calm.has_ended
+    calm.give(5)
+    calm.finish()
+    elsewhere.finish()
+    assert await other.read_end(2) == ""
+    assert other.num_tokens(2) == elsewhere.num_given
+    assert await slow.read_end(0) == "READER_TOO_SLOW"
+    if 1 not in {item.slot for response in slow.seen for item in response.finished}:
+        assert await slow.read_end(1) == ""
+    assert slow.num_tokens(1) == 15
+    served.sessions.runs.clear()
+    await slow.start(0)  # the slot is free again
+    (await served.sessions.wait_for(0)).finish()
+    assert await slow.read_end(0) == ""
+
+
+async def test_a_slow_reader_gets_fewer_larger_messages(make_served: Any) -> None:
+    served = await make_served(tick_s=0, max_pending_tokens=1 << 20, max_pending_bytes=1 << 30)
+    client = served.open()
+    await client.start(0)
+    run = await served.sessions.wait_for(0)
+    for _ in range(200):  # far more than goes into the window
+        run.give(500)
+        await asyncio.sleep(0)
+    run.finish()
+    assert await client.read_end(0) == ""
+    assert client.num_tokens(0) == 100_000
+    assert len(client.seen) < 50
+    assert not run.aborted
+
+
+async def test_a_session_that_takes_nothing_at_all_ends_and_its_requests_with_it(make_served: Any) -> None:
+    served = await make_served(stall_timeout_s=0.3, max_pending_tokens=1 << 30, max_pending_bytes=1 << 40)
+    client = served.open()
+    await client.start(0)
+    run = await served.sessions.wait_for(0)
+    async with asyncio.timeout(_TIMEOUT_S):
+        while served.sessions.ended.empty():
+            run.give(1000)
+            await asyncio.sleep(0.005)
+    assert isinstance(served.sessions.ended.get_nowait(), StalledStreamError)
+    assert run.has_ended
+    assert await client.status() == grpc.StatusCode.ABORTED
+
+
+async def test_a_client_that_starts_and_never_reads_is_held_back_and_loses_nothing(make_served: Any) -> None:
+    served = await make_served(max_requests=5)
+    sessions, client = served.sessions, served.open()
+    # Far more than fit into what gRPC holds on either side.
+    num_starts = 5_000
+    starting = asyncio.create_task(client.start(*range(num_starts), text=1024 * "x", model="none"))
+    async with asyncio.timeout(30):
+        num_before = -1
+        while sessions.num_taken > num_before:
+            num_before = sessions.num_taken
+            await asyncio.sleep(0.5)  # nothing rings when nothing more is taken
+    assert sessions.num_taken < num_starts / 2, "starts are taken without bound"
+    failed: list[int] = []
+    while len(failed) < num_starts:
+        failed += [item.slot for item in (await client.read()).failures]
+    await starting
+    assert failed == list(range(num_starts))
+
+
+async def test_tokens_of_a_tick_share_a_message_and_the_first_after_a_pause_goes_at_once(make_served: Any) -> None:
+    tick_s = 0.2
+    served = await make_served(tick_s=tick_s)
+    client = served.open()
+    await client.start(0)
+    run = await served.sessions.wait_for(0)
+    reading = asyncio.create_task(client.read_end(0))
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    while loop.time() < began + 5 * tick_s:
+        run.give(1)
+        await asyncio.sleep(0.01)  # the engine's pace
+    assert len(client.seen) <= (loop.time() - began) / tick_s + 2
+    waits_s = []
+    for _ in range(5):
+        await asyncio.sleep(1.5 * tick_s)
+        client.has_seen.clear()
+        given_at = loop.time()
+        run.give(1)
+        await asyncio.wait_for(client.has_seen.wait(), _TIMEOUT_S)
+        waits_s.append(loop.time() - given_at)
+    assert min(waits_s) < tick_s / 2
+    run.finish()
+    assert await reading == ""
+    assert client.num_tokens(0) == run.num_given
+
+
+async def test_a_slot_in_use_ends_the_stream_and_all_its_requests(make_served: Any) -> None:
+    served = await make_served()
+    client = served.open()
+    await client.start(0, 1, 0)
+    assert await client.status() == grpc.StatusCode.INVALID_ARGUMENT
+    assert (await served.sessions.wait_for(0)).has_ended
+    assert (await served.sessions.wait_for(1)).has_ended
+
+
+async def test_a_cancel_is_told_once_and_unknown_slots_are_ignored(make_served: Any) -> None:
+    served = await make_served()
+    client = served.open()
+    await client.start(3)
+    for slot in (7, 3, 3, 7):
+        await client.cancel(slot)
+    assert await client.read_end(3) == ""
+    assert client.seen[-1].finished[0].finished.reason == types_pb2.FINISH_REASON_CANCELLED
+    await client.cancel(3)
+    await client.call.done_writing()
+    assert await client.status() == grpc.StatusCode.OK
+    assert served.sessions.runs[3].num_cancelled == 1
+
+
+async def test_a_request_that_cannot_begin_fails_alone_and_its_slot_is_free(make_served: Any) -> None:
+    served = await make_served(max_requests=2)
+    client = served.open()
+    await client.start(0)
+    await client.start(1, model="none")
+    assert await client.read_end(1) == "INVALID_FIELD"
+    await client.start(1, 2)
+    assert await client.read_end(2) == "QUEUE_FULL"
+    (await served.sessions.wait_for(1)).finish()
+    assert await client.read_end(1) == ""
+    await client.start(2)
+    (await served.sessions.wait_for(2)).finish()
+    assert await client.read_end(2) == ""
+
+
+async def test_what_comes_after_the_last_end_goes_nowhere(make_served: Any) -> None:
+    served = await make_served()
+    client = served.open()
+    await client.start(0, num_choices=2)
+    run = await served.sessions.wait_for(0)
+    run.finish(choice=1)
+    run.finish(choice=0)
+    run.give(3)
+    run.finish()
+    run.abort(InvalidRequestError("too late"))
+    await client.call.done_writing()
+    assert await client.status() == grpc.StatusCode.OK
+    assert [item.finished.choice for response in client.seen for item in response.finished] == [1, 0]
+    assert not any(response.failures or response.slots for response in client.seen)
+
+
+async def test_an_empty_message_ends_the_stream(make_served: Any) -> None:
+    served = await make_served()
+    client = served.open()
+    await client.start(0)
+    await client.call.write(pb.SessionRequest())
+    assert await client.status() == grpc.StatusCode.INVALID_ARGUMENT
+    assert (await served.sessions.wait_for(0)).has_ended
+
+
+async def test_a_client_that_vanishes_drops_all_its_requests(make_served: Any) -> None:
+    served = await make_served()
+    client = served.open()
+    await client.start(0, 1, 2)
+    runs = [await served.sessions.wait_for(slot) for slot in range(3)]
+    client.call.cancel()
+    await asyncio.wait_for(served.sessions.ended.get(), _TIMEOUT_S)
+    assert all(run.has_ended for run in runs)
+
+
+@pytest.mark.parametrize("num_turns", range(8))
+async def test_a_call_that_is_cancelled_twice_leaves_no_request_running(num_turns: int) -> None:
+    sessions, call = Sessions(), OpenCall(3)
+    with sessions.stalled.watch() as watched:
+        serving = asyncio.create_task(SessionStream(sessions.begin, sessions.limits).serve(call, watched))  # type: ignore[arg-type]
+        runs = [await sessions.wait_for(slot) for slot in range(3)]
+        serving.cancel()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        serving.cancel()
+        await asyncio.wait([serving], timeout=_TIMEOUT_S)
+    assert serving.cancelled()
+    await asyncio.sleep(0)  # in which those that were told end
+    assert all(run.has_ended for run in runs)
+
+
+async def test_a_drain_takes_nothing_new_and_ends_with_the_last_request(make_served: Any) -> None:
+    served = await make_served()
+    client, idle = served.open(), served.open()
+    await client.start(0)
+    await idle.start(9)
+    (await served.sessions.wait_for(9)).finish()
+    await idle.read_end(9)
+    run = await served.sessions.wait_for(0)
+    for stream in served.sessions.streams:
+        stream.drain()
+    assert await idle.status() == grpc.StatusCode.UNAVAILABLE
+    await client.start(1)
+    assert await client.read_end(1) == "DRAINING"
+    run.give(2)
+    run.finish()
+    assert await client.status() == grpc.StatusCode.UNAVAILABLE
+    assert client.num_tokens(0) == 2
+    assert [item.slot for response in client.seen for item in response.finished] == [0]

@@ -1,0 +1,110 @@
+"""Differences between what a watch knows and what its reader was told."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from quartet.discovery.base import (
+    Role,
+    Synchronised,
+    WorkerAdded,
+    WorkerChanged,
+    WorkerEvent,
+    WorkerKey,
+    WorkerRecord,
+    WorkerRemoved,
+)
+from quartet.discovery.watch import WorkerSet
+from tests.discovery.records import make_record
+
+_A, _B = make_record("a"), make_record("b")
+
+
+def test_nothing_is_synchronised_before_the_first_list() -> None:
+    workers = WorkerSet()
+    workers.put(_A)
+    assert _drain(workers) == [WorkerAdded(_A)]
+    workers.replace([_A])
+    assert _drain(workers) == [Synchronised()]
+
+
+def test_a_list_tells_only_differences_and_synchronises_once() -> None:
+    workers = WorkerSet()
+    workers.replace([_B, _A])
+    assert _drain(workers) == [WorkerAdded(_A), WorkerAdded(_B), Synchronised()]
+    changed = make_record("b", epoch=3)
+    workers.replace([changed])
+    assert _drain(workers) == [WorkerRemoved("a", Role.DECODE), WorkerChanged(changed)]
+    workers.replace([changed])
+    assert _drain(workers) == []
+
+
+def test_changes_merge_while_the_reader_is_away() -> None:
+    workers = WorkerSet()
+    workers.put(_A)
+    workers.remove(_A.key)
+    workers.put(_B)
+    workers.put(make_record("b", epoch=2))
+    assert _drain(workers) == [WorkerAdded(make_record("b", epoch=2))]
+
+
+def test_a_worker_that_goes_and_comes_back_as_it_was_is_no_event() -> None:
+    workers = WorkerSet()
+    workers.put(_A)
+    _drain(workers)
+    workers.remove(_A.key)
+    workers.put(_A)
+    assert _drain(workers) == []
+
+
+_steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.sampled_from("abc"), st.integers(0, 2)),
+        st.tuples(st.just("remove"), st.sampled_from("abc"), st.just(0)),
+        st.tuples(st.just("replace"), st.sets(st.sampled_from("abc")).map("".join), st.integers(0, 2)),
+        st.tuples(st.just("read"), st.just(""), st.just(0)),
+    ),
+    max_size=30,
+)
+
+
+@given(_steps)
+def test_whatever_happens_the_reader_ends_up_with_the_truth(steps: list[tuple[str, str, int]]) -> None:
+    workers, truth, told = WorkerSet(), dict[WorkerKey, WorkerRecord](), dict[WorkerKey, WorkerRecord]()
+    for step, names, epoch in steps:
+        records = [make_record(name, epoch=epoch) for name in names]
+        match step:
+            case "put":
+                workers.put(records[0])
+                truth[records[0].key] = records[0]
+            case "remove":
+                workers.remove(records[0].key)
+                truth.pop(records[0].key, None)
+            case "replace":
+                workers.replace(records)
+                truth = {record.key: record for record in records}
+            case "read":
+                _tell(told, workers.next_event())
+    for event in _drain(workers):
+        _tell(told, event)
+    assert told == truth
+
+
+def _tell(told: dict[WorkerKey, WorkerRecord], event: WorkerEvent | None) -> None:
+    match event:
+        case WorkerAdded(record):
+            assert record.key not in told
+            told[record.key] = record
+        case WorkerChanged(record):
+            assert told[record.key] != record
+            told[record.key] = record
+        case WorkerRemoved(worker_id, role):
+            del told[WorkerKey(role=role, worker_id=worker_id)]
+
+
+def _drain(workers: WorkerSet) -> list[WorkerEvent]:
+    events = []
+    while (event := workers.next_event()) is not None:
+        events.append(event)
+    return events

@@ -1,0 +1,80 @@
+"""Snapshots that come rank by rank, in any order, while blocks come and go, against what the ranks really hold."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quartet.engine.data_parallel import RankSnapshots
+from quartet.events.kv import Cleared, KvEvent, RankEvents, Removed, Stored, StoredBlocks
+from tests.kvcache.replica import Replica
+
+NUM_RANKS = 3
+
+
+class Rank:
+    """One rank, which answers whoever asks with its next output."""
+
+    def __init__(self) -> None:
+        self.held = Replica()
+        self.is_asked = False
+        self.last_hash = 0
+
+    def output(self, change: str) -> tuple[list[KvEvent], dict[int, int | None] | None]:
+        """What its next step brings."""
+        events = [] if change == "nothing" else [self._change(change)]
+        self.held.apply(events)
+        is_asked, self.is_asked = self.is_asked, False
+        return events, dict(self.held.parents) if is_asked else None
+
+    def _change(self, change: str) -> KvEvent:
+        if change == "remove" and self.held.parents:
+            leaf = next(iter(set(self.held.parents) - set(self.held.parents.values())))
+            return Removed([leaf])
+        if change == "clear":
+            return Cleared()
+        parent = next(reversed(self.held.parents), None)
+        self.last_hash += 2
+        return Stored(parent, [self.last_hash - 1, self.last_hash])
+
+
+changes = st.sampled_from(["nothing", "store", "store", "remove", "clear"])
+
+
+@given(st.lists(st.tuples(st.integers(0, NUM_RANKS - 1), changes, st.booleans()), max_size=60))
+def test_a_whole_snapshot_is_what_all_ranks_hold_and_comes_once_all_were_heard(
+    outputs: list[tuple[int, str, bool]],
+) -> None:
+    ranks, snapshots = [Rank() for _ in range(NUM_RANKS)], RankSnapshots(NUM_RANKS)
+    unheard: set[int] = set()
+    for number, change, asks in outputs:
+        if asks:
+            snapshots.want()
+            unheard = unheard or set(range(NUM_RANKS))
+            for rank in ranks:
+                rank.is_asked = True
+        events, parents = ranks[number].output(change)
+        part = None if parents is None else [StoredBlocks(number, parents)]
+        whole = snapshots.take([RankEvents(number, events)] if events else (), part)
+        was_waited_for = bool(unheard)
+        if parents is not None:
+            unheard.discard(number)
+        assert (whole is not None) == (was_waited_for and not unheard)
+        for blocks in whole or ():
+            assert blocks.parent_hashes == ranks[blocks.data_parallel_rank].held.parents
+            places = {named: place for place, named in enumerate(blocks.parent_hashes)}
+            assert all(
+                parent is None or places[parent] < places[named] for named, parent in blocks.parent_hashes.items()
+            )
+        if whole is not None:
+            assert [blocks.data_parallel_rank for blocks in whole] == list(range(NUM_RANKS))
+
+
+def test_an_answer_that_nobody_waits_for_is_no_part_of_the_next_snapshot() -> None:
+    snapshots = RankSnapshots(2)
+    snapshots.want()
+    assert snapshots.take((), [StoredBlocks(0, {1: None})]) is None
+    assert snapshots.take((), [StoredBlocks(1, {2: None})]) is not None
+    assert snapshots.take((), [StoredBlocks(1, {2: None})]) is None
+    snapshots.want()
+    assert snapshots.take((), [StoredBlocks(0, {1: None})]) is None

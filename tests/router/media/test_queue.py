@@ -1,0 +1,175 @@
+"""Requests with media wait in order before anything of theirs is fetched or encoded."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from quartet.errors import QueueFullError
+from router.fair_share import FairShare
+from router.media.queue import MediaLine, MediaLineConfig, MediaOrder, MediaRoom
+from router.workers import PoolKey
+
+POOL, OTHER_POOL = PoolKey("seeing", "aa"), PoolKey("other", "bb")
+ENCODE_ROOM = 112  # of which 100 may be pinned
+WAIT_S = 10.0
+
+
+class Line:
+    """A line, and who asked for room in it."""
+
+    def __init__(self, *, max_bytes: int = 1000, max_length: int = 100, timeout_s: float = WAIT_S) -> None:
+        bounds = MediaLineConfig(max_bytes=max_bytes, max_length=max_length, timeout_s=timeout_s, retry_delay_s=2.0)
+        self.line = MediaLine(bounds, FairShare({}), lambda _pool: ENCODE_ROOM)
+        self.order: list[str] = []
+
+    def ask(
+        self, name: str, *, tokens: int = 0, size: int = 0, tenant: str = "", priority: int = 0, pool: PoolKey = POOL
+    ) -> asyncio.Task[MediaRoom]:
+        order = MediaOrder(pool=pool, tenant=tenant, priority=priority, num_encode_tokens=tokens, num_bytes=size)
+
+        async def enter() -> MediaRoom:
+            room = await self.line.enter(order)
+            self.order.append(name)
+            return room
+
+        return asyncio.create_task(enter(), name=name)
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def result(task: asyncio.Task[MediaRoom]) -> MediaRoom:
+    async with asyncio.timeout(WAIT_S):
+        return await task
+
+
+async def test_embeddings_pin_a_bounded_share_of_the_encode_workers_pools() -> None:
+    line = Line()
+    first, second, third = (line.ask(str(number), tokens=50) for number in range(3))
+    await settle()
+    assert first.done() and second.done() and not third.done()
+    first.result().pulled()
+    await settle()
+    assert third.done()
+    fourth = line.ask("fourth", tokens=20)
+    await settle()
+    assert not fourth.done()
+    third.result().sized(30)
+    await settle()
+    assert fourth.done()
+    first.result().close()
+    assert line.line.length == 0
+
+
+async def test_files_are_counted_as_what_they_may_be_and_then_as_what_they_are() -> None:
+    line = Line(max_bytes=100)
+    first, second = line.ask("first", size=80, tokens=1), line.ask("second", size=80)
+    room = await result(first)
+    assert not second.done()
+    room.fetched(10)
+    room.pulled()
+    await settle()
+    assert second.done()
+    third = line.ask("third", size=20)
+    await settle()
+    assert not third.done(), "90 of 100 bytes are taken"
+    room.close()
+    room.close()
+    await result(third)
+
+
+async def test_one_alone_gets_in_whatever_it_takes() -> None:
+    line = Line(max_bytes=10)
+    room = await result(line.ask("large", tokens=10**6, size=10**6))
+    room.close()
+    await result(line.ask("next", tokens=10**6, size=10**6))
+
+
+async def test_a_tenant_with_many_requests_keeps_nobody_elses_waiting() -> None:
+    line = Line()
+    many = [line.ask("a", tokens=100, tenant="a") for _ in range(5)]
+    await settle()
+    few = [line.ask("b", tokens=100, tenant="b"), line.ask("urgent", tokens=100, tenant="a", priority=1)]
+    for _ in range(6):
+        await settle()
+        [task] = [task for task in (*many, *few) if task.done() and task.result().num_encode_tokens]
+        task.result().pulled()
+    assert line.order[:3] == ["a", "urgent", "b"]
+
+
+async def test_who_waits_for_encode_workers_of_one_pool_holds_up_none_of_another() -> None:
+    line = Line()
+    await result(line.ask("first", tokens=100))
+    waiting = line.ask("second", tokens=100)
+    await result(line.ask("elsewhere", tokens=100, pool=OTHER_POOL))
+    behind = line.ask("third", tokens=1)
+    await settle()
+    assert not waiting.done() and not behind.done()
+    for task in (waiting, behind):
+        task.cancel()
+
+
+async def test_who_stands_last_is_refused_when_too_many_wait() -> None:
+    line = Line(max_length=2)
+    await result(line.ask("in", tokens=100))
+    waiting = [line.ask(str(number), tokens=100) for number in range(2)]
+    await settle()
+    urgent = line.ask("urgent", tokens=100, priority=1)
+    with pytest.raises(QueueFullError) as caught:
+        await result(waiting[1])
+    assert caught.value.retry_delay_s == 2.0
+    assert line.line.length == 2
+    for task in (waiting[0], urgent):
+        task.cancel()
+
+
+async def test_a_wait_has_a_bound() -> None:
+    line = Line(timeout_s=0.01)
+    await result(line.ask("in", tokens=100))
+    with pytest.raises(QueueFullError, match="in time"):
+        await result(line.ask("late", tokens=100))
+    assert line.line.length == 0
+
+
+async def test_one_that_is_cancelled_leaves_nothing_behind() -> None:
+    line = Line()
+    room = await result(line.ask("in", tokens=100))
+    waiting, next_one = line.ask("waiting", tokens=100), line.ask("next", tokens=100)
+    await settle()
+    waiting.cancel()
+    await settle()
+    assert line.line.length == 1
+    room.close()
+    # Let in and cancelled in the same moment.
+    next_one.cancel()
+    await settle()
+    await result(line.ask("last", tokens=100))
+
+
+async def test_a_crowd_that_is_cancelled_at_once_makes_room_for_who_is_not() -> None:
+    line = Line(max_length=5000)
+    room = await result(line.ask("in", tokens=100))
+    crowd = [line.ask(str(number), tokens=100) for number in range(2000)]
+    last = line.ask("last", tokens=100)
+    await settle()
+    for task in crowd:
+        task.cancel()
+    room.close()
+    await result(last)
+    assert line.order == ["in", "last"]
+    assert line.line.length == 0
+
+
+async def test_who_only_looks_takes_up_nothing() -> None:
+    line = Line()
+    order = MediaOrder(pool=POOL, tenant="", priority=0, num_encode_tokens=100, num_bytes=1000)
+    looks = [line.line.look_in(order) for _ in range(3)]
+    room = await result(line.ask("in", tokens=100, size=1000))
+    for look in looks:
+        look.fetched(500)
+        look.close()
+    room.close()

@@ -1,0 +1,232 @@
+"""The policy that forecasts, plans for all at once, and binds late."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import product
+from statistics import mean
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quartet.discovery.base import Rank
+from quartet.events.step_time import StepTime
+from router.policy.base import Candidate, Decision, Pending, Snapshot
+from router.policy.forecast import CostWeights, Job, Lane
+from router.policy.joint import JointAssignment
+from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy
+
+BLOCK_SIZE = 10
+#: A tenth of a second for a thousand tokens, and a hundredth for each step.
+STEP_TIME = StepTime(prefill_base_s=0.01, prefill_s_per_token=1e-4, decode_base_s=0.01)
+
+
+def candidate(name: str, *, total: int = 1000, used: int = 0, ends_in_s: float = 0.0, unbegun: int = 0) -> Candidate:
+    return Candidate(
+        rank=Rank(name),
+        num_total_blocks=total,
+        block_size=BLOCK_SIZE,
+        num_used_blocks=used,
+        step_ends_at=ends_in_s,
+        num_unbegun_tokens=unbegun,
+        max_step_tokens=2000,
+        step_time=STEP_TIME,
+    )
+
+
+def pending(num_tokens: int, *, cached: dict[str, int] | None = None, first_hash: int = 0, **more: Any) -> Pending:
+    return Pending(
+        num_tokens=num_tokens,
+        num_reserved_tokens=num_tokens,
+        num_most_tokens=num_tokens,
+        num_cached_tokens={Rank(name): count for name, count in (cached or {}).items()},
+        sequence_hashes=range(first_hash, first_hash + num_tokens // BLOCK_SIZE) if first_hash else (),
+        **more,
+    )
+
+
+def policy(**config: Any) -> KvAwarePolicy:
+    return KvAwarePolicy(random.Random(0), KvAwareConfig(**{"gather_s": 0.0} | config))
+
+
+def decodes(decision: Decision) -> list[str | None]:
+    return [None if placement is None else placement.decode.worker_id for placement in decision.placements]
+
+
+def test_a_prompt_goes_where_most_of_it_is_cached() -> None:
+    snapshot = Snapshot([], [candidate("a"), candidate("b"), candidate("c")])
+    [placement] = policy().assign([pending(1000, cached={"a": 100, "b": 900})], snapshot).placements
+    assert placement is not None
+    assert placement.decode == Rank("b")
+    assert placement.num_cached_tokens == 900
+    prefill_s = 0.01 + 100 * 1e-4
+    weights = CostWeights()
+    assert placement.cost == pytest.approx(prefill_s * (1 + weights.work + weights.impatience_per_s * prefill_s))
+
+
+def test_a_cache_is_not_worth_any_wait() -> None:
+    busy, idle = candidate("busy", ends_in_s=0.5), candidate("idle")
+    prompt = pending(1000, cached={"busy": 900})
+    assert decodes(policy().assign([prompt], Snapshot([], [busy, idle]))) == ["idle"]
+
+
+def test_one_waits_for_the_cache_where_that_is_sooner_and_says_when_to_look_again() -> None:
+    busy, idle = candidate("busy", ends_in_s=0.02), candidate("idle")
+    prompt = pending(1000, cached={"busy": 900})
+    decision = policy(margin_s=0.005).assign([prompt], Snapshot([], [busy, idle]))
+    assert decodes(decision) == [None]
+    assert decision.look_again_in_s == pytest.approx(0.02 - 0.005)
+
+
+def test_the_short_one_goes_first_and_the_long_one_is_kept_until_its_turn() -> None:
+    waiting = [pending(1900), pending(100)]
+    assert decodes(policy().assign(waiting, Snapshot([], [candidate("a")]))) == [None, "a"]
+
+
+def test_small_ones_share_a_step() -> None:
+    waiting = [pending(20), pending(30), pending(25)]
+    assert decodes(policy().assign(waiting, Snapshot([], [candidate("a")]))) == ["a", "a", "a"]
+
+
+def test_patience_ends_a_long_one_that_has_waited_goes_before_a_short_one() -> None:
+    waiting = [pending(1900, arrived_at=0.0), pending(100, arrived_at=999.9)]
+    snapshot = Snapshot([], [candidate("a")], now=1000.0)
+    assert decodes(policy().assign(waiting, snapshot))[0] == "a"
+
+
+def test_priority_goes_before_length() -> None:
+    waiting = [pending(1900, priority=1), pending(100)]
+    assert decodes(policy().assign(waiting, Snapshot([], [candidate("a")])))[0] == "a"
+
+
+def test_equal_prompts_that_come_together_share_one_place() -> None:
+    waiting = [pending(1500, first_hash=1), pending(1510, first_hash=1)]
+    one, other = decodes(policy().assign(waiting, Snapshot([], [candidate("a"), candidate("b")])))
+    # The second needs ten tokens more where the first one is, and goes with it or right after it.
+    assert one is not None
+    assert other in (one, None)
+
+
+def test_different_prompts_that_come_together_spread() -> None:
+    waiting = [pending(1500, first_hash=1), pending(1500, first_hash=1000)]
+    assert set(decodes(policy().assign(waiting, Snapshot([], [candidate("a"), candidate("b")])))) == {"a", "b"}
+
+
+def test_prompts_queued_at_a_place_count_as_its_time() -> None:
+    snapshot = Snapshot([], [candidate("a", unbegun=5000), candidate("b", ends_in_s=0.003)])
+    assert decodes(policy().assign([pending(100)], snapshot)) == ["b"]
+
+
+def test_prefill_places_take_prompts_that_would_hold_up_others() -> None:
+    snapshot = Snapshot([candidate("p")], [candidate("d", ends_in_s=0.3)])
+    [placement] = policy().assign([pending(1000)], snapshot).placements
+    assert placement is not None
+    assert placement.prefill == Rank("p")
+    assert placement.decode == Rank("d")
+
+
+def test_who_just_failed_it_is_avoided_while_others_can() -> None:
+    ranks = [candidate("a"), candidate("b")]
+    prompt = pending(100, cached={"a": 90}, avoid=frozenset({"a"}))
+    assert decodes(policy().assign([prompt], Snapshot([], ranks))) == ["b"]
+    assert decodes(policy().assign([prompt], Snapshot([], ranks[:1]))) == ["a"]
+
+
+@given(
+    frees=st.lists(st.integers(0, 30), min_size=1, max_size=4),
+    sizes=st.lists(st.integers(1, 200), min_size=1, max_size=12),
+    seed=st.integers(0, 99),
+)
+def test_no_place_is_given_more_than_it_has_room_for(frees: list[int], sizes: list[int], seed: int) -> None:
+    candidates = [candidate(str(number), total=100, used=100 - free) for number, free in enumerate(frees)]
+    waiting = [pending(size) for size in sizes]
+    placements = KvAwarePolicy(random.Random(seed)).assign(waiting, Snapshot([], candidates)).placements
+    taken: Counter[Rank] = Counter()
+    for item, placement in zip(waiting, placements, strict=True):
+        if placement is not None:
+            taken[placement.decode] += candidates[0].num_blocks(item.num_reserved_tokens)
+    assert all(taken[rank.rank] <= rank.num_free_for_booking for rank in candidates)
+    if any(candidates[0].num_blocks(size) <= max(frees) for size in sizes[:1]):
+        assert any(placements), "an idle rank with room takes what comes first in its plan"
+
+
+def lanes(count: int) -> list[Lane]:
+    return [
+        Lane(
+            number,
+            free_in_s=0.05 * number,
+            num_decoding=0,
+            num_context_tokens=0,
+            max_step_tokens=2000,
+            step_time=STEP_TIME,
+            weights=CostWeights(),
+        )
+        for number in range(count)
+    ]
+
+
+def random_jobs(rng: random.Random, count: int, num_lanes: int) -> list[Job]:
+    shared = [[0] * count for _ in range(count)]
+    if rng.random() < 0.5:  # two of them begin alike
+        one, other = rng.sample(range(count), 2)
+        shared[one][other] = shared[other][one] = 90
+    sizes = [rng.randint(100, 4000) for _ in range(count)]
+    return [
+        Job(
+            number=number,
+            num_tokens=sizes[number],
+            age_s=0.0,
+            priority=0,
+            num_missing=[max(sizes[number] - rng.choice((0, 0, 50, 1000)), 1) for _ in range(num_lanes)],
+            num_shared=shared[number],
+        )
+        for number in range(count)
+    ]
+
+
+def test_a_plan_is_hardly_dearer_than_the_best_of_all() -> None:
+    rng = random.Random(3)
+    ratios = []
+    for _ in range(60):
+        count = rng.randint(2, 5)
+        jobs = random_jobs(rng, count, 3)
+        found = sum(turn.cost for turn in JointAssignment(lanes(3), jobs, rng).turns)
+        best = min(
+            sum(
+                lane.turn([job for job, chosen in zip(jobs, choice, strict=True) if chosen == lane.number]).cost
+                for lane in lanes(3)
+            )
+            for choice in product(range(3), repeat=count)
+        )
+        ratios.append(found / best)
+    assert min(ratios) > 1 - 1e-9
+    assert mean(ratios) < 1.005
+    assert max(ratios) < 1.06
+
+
+def test_a_turn_does_not_hang_on_the_order_in_which_jobs_are_named() -> None:
+    jobs = random_jobs(random.Random(5), 5, 1)
+    [lane] = lanes(1)
+    forth = lane.turn(jobs)
+    [other] = lanes(1)
+    assert other.turn(jobs[::-1]) == forth
+
+
+def test_what_binds_at_once_takes_room_wherever_it_will_be_soonest() -> None:
+    ranks = [candidate("late", ends_in_s=0.5), candidate("later", ends_in_s=0.6)]
+    waiting = [pending(1900, binds_at_once=True), pending(1900, binds_at_once=True), pending(1900)]
+    assert decodes(policy().assign(waiting, Snapshot([], ranks))) == ["late", "later", None]
+
+
+def test_only_prompts_up_to_the_limit_are_prefilled_where_they_are_decoded() -> None:
+    snapshot = Snapshot([candidate("p", ends_in_s=0.004)], [candidate("d")])
+    for limit, expected in ((None, None), (100, None), (99, Rank("p")), (0, Rank("p"))):
+        chooser = policy(local_prefill_max_tokens=limit)
+        [placement] = chooser.assign([pending(100)], snapshot).placements
+        assert placement is not None and placement.prefill == expected, limit
+    too_small = candidate("p", total=5)
+    [placement] = chooser.assign([pending(100)], Snapshot([too_small], [candidate("d")])).placements
+    assert placement is not None and placement.prefill is None

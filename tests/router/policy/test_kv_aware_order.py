@@ -1,0 +1,109 @@
+"""kv_aware keeps the queue's order where that matters: nobody waits for ever behind those that are better to place."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from quartet.discovery.base import Rank
+from quartet.events.step_time import StepTime
+from router.policy.base import Candidate, Peers, Pending, Policy, Snapshot
+from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy
+from router.policy.session_affinity import SessionAffinityPolicy
+
+_STEP_TIME = StepTime(prefill_base_s=0.01, prefill_s_per_token=1e-4)
+
+
+def candidate(name: str, *, total: int = 1000, used: int = 0, ends_at: float = 0.0) -> Candidate:
+    return Candidate(
+        rank=Rank(name),
+        num_total_blocks=total,
+        block_size=10,
+        num_used_blocks=used,
+        step_ends_at=ends_at,
+        max_step_tokens=2000,
+        step_time=_STEP_TIME,
+    )
+
+
+def pending(num_tokens: int, *, reserved: int | None = None, arrived_at: float = 0.0, key: str = "") -> Pending:
+    most = reserved or num_tokens
+    return Pending(
+        num_tokens=num_tokens,
+        num_reserved_tokens=most,
+        num_most_tokens=most,
+        arrived_at=arrived_at,
+        session_key=key,
+    )
+
+
+def policy() -> KvAwarePolicy:
+    return KvAwarePolicy(random.Random(0), KvAwareConfig(gather_s=0.0, overtaken_s=3.0))
+
+
+def test_a_long_prompt_goes_before_those_behind_it_once_it_has_waited_long() -> None:
+    snapshots = [Snapshot([], [candidate("d")], now=now) for now in (1.0, 3.5)]
+    waiting = [pending(1900), *[pending(50, arrived_at=3.4)] * 100]
+    early, late = (policy().assign(waiting, snapshot).placements for snapshot in snapshots)
+    assert early[0] is None and any(early)
+    assert late[0] is not None
+    # Not because it is old: one that stands ahead of it, by its tenant's share or its priority, may still be served.
+    reordered = policy().assign([pending(50, arrived_at=0.4), pending(1900)], snapshots[1]).placements
+    assert reordered[0] is not None
+
+
+@pytest.mark.parametrize("with_prefill", [False, True])
+def test_room_that_is_kept_for_a_large_request_is_not_taken_by_small_ones(with_prefill: bool) -> None:
+    prefill = [candidate("p")] if with_prefill else []
+    ranks = [candidate("a", total=100, used=60), candidate("b", total=100, used=70)]
+    large, small = pending(800), [pending(100) for _ in range(20)]
+    placements = policy().assign([large, *small], Snapshot(prefill, ranks)).placements
+    assert placements[0] is None
+    decodes = {placement.decode for placement in placements if placement is not None}
+    assert decodes == {Rank("b")}, "where there is more room they would take what it waits for"
+
+
+def test_all_choices_that_bind_at_once_are_planned_however_many_they_are() -> None:
+    choices = [
+        Pending(num_tokens=100, num_reserved_tokens=100, num_most_tokens=100, binds_at_once=True) for _ in range(64)
+    ]
+    for ranks in ([candidate("d")], [candidate("d", ends_at=5.0)]):
+        placements = policy().assign([*[pending(100)] * 50, *choices], Snapshot([], ranks)).placements
+        assert None not in placements[50:]
+
+
+def test_whoever_is_kept_behind_a_group_that_goes_is_looked_at_as_that_ends() -> None:
+    decision = policy().assign([pending(1900), pending(1800)], Snapshot([], [candidate("d")]))
+    assert [placement is None for placement in decision.placements] == [True, False]
+    assert decision.look_again_in_s == pytest.approx(0.01 + 0.18 - 0.005)
+
+
+def test_more_than_can_be_planned_are_looked_at_again_at_once() -> None:
+    waiting = [pending(1500 + number) for number in range(100)]
+    ranks = [candidate(f"d{number:02}") for number in range(100)]
+    decision = policy().assign(waiting, Snapshot([], ranks))
+    assert any(decision.placements)
+    assert decision.look_again_in_s is not None and decision.look_again_in_s < 0.001
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_session_does_not_wait_for_other_routers_more_than_its_place_is_theirs(number: int) -> None:
+    candidates = [candidate(f"d{index}") for index in range(8)]
+    names = [rank.rank for rank in candidates]
+    snapshot = Snapshot([], candidates, peers=Peers(number=number, num_routers=2, ranks=names))
+    chooser: Policy = SessionAffinityPolicy(policy())
+    num_at_once = 0
+    for session in range(16):
+        decision = chooser.assign([pending(1000, key=f"session {session}")], snapshot)
+        num_at_once += decision.placements[0] is not None
+    assert 3 <= num_at_once <= 13, "half of the ranks are this router's"
+
+
+def test_nobody_is_kept_for_a_place_whose_steps_were_never_measured() -> None:
+    known = candidate("d", ends_at=5.0)
+    waiting = [pending(1900), pending(1900), pending(50)]
+    assert not any(policy().assign(waiting, Snapshot([], [known])).placements)
+    unknown = replace(known, is_measured=False)
+    assert all(policy().assign(waiting, Snapshot([], [unknown])).placements)

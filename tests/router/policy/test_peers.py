@@ -1,0 +1,115 @@
+"""Several routers, none of which hears at once what the others place, keep out of each other's way."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quartet.discovery.base import Rank
+from quartet.events.step_time import StepTime
+from router.policy.base import Candidate, Peers, Pending, Snapshot
+from router.policy.forecast import AT_ONCE
+from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy, PeerConfig, Turns
+
+CONFIG = PeerConfig(report_s=0.1, doubt_s=0.5, saving_share=0.75)
+
+
+def candidates(num_ranks: int) -> list[Candidate]:
+    step_time = StepTime(prefill_base_s=0.01, prefill_s_per_token=1e-4)
+    return [
+        Candidate(rank=Rank(f"{number:02}"), num_total_blocks=1000, block_size=10, step_time=step_time)
+        for number in range(num_ranks)
+    ]
+
+
+def pending(num_tokens: int, *, cached: dict[str, int] | None = None, arrived_at: float = 0.0) -> Pending:
+    return Pending(
+        num_tokens=num_tokens,
+        num_reserved_tokens=num_tokens,
+        num_most_tokens=num_tokens,
+        arrived_at=arrived_at,
+        num_cached_tokens={Rank(name): count for name, count in (cached or {}).items()},
+    )
+
+
+def policy() -> KvAwarePolicy:
+    return KvAwarePolicy(random.Random(0), KvAwareConfig(gather_s=0.0, peers=CONFIG))
+
+
+def test_a_router_alone_holds_nothing() -> None:
+    assert Turns(candidates(3), candidates(3), Peers(), CONFIG).hold([10, None, 10], 0.0, 0.0) is AT_ONCE
+
+
+@given(num_ranks=st.integers(1, 12), num_routers=st.integers(2, 5), seed=st.integers(0, 9))
+def test_each_place_is_one_routers_and_waits_for_the_others_in_turn(
+    num_ranks: int, num_routers: int, seed: int
+) -> None:
+    ranks = candidates(num_ranks)
+    by_rank: dict[Rank, list[float]] = {candidate.rank: [] for candidate in ranks}
+    for number in range(num_routers):
+        shown = random.Random(seed + number).sample(ranks, len(ranks))  # each sees them in its own order
+        turns = Turns(shown, shown, Peers(number=number, num_routers=num_routers), CONFIG)
+        hold = turns.hold([10] * num_ranks, 0.0, 0.0)
+        for candidate, until_s in zip(shown, hold.until_s or [0.0] * num_ranks, strict=True):
+            by_rank[candidate.rank].append(until_s)
+    wanted = pytest.approx([distance * CONFIG.report_s for distance in range(num_routers)])
+    assert all(sorted(waits_s) == wanted for waits_s in by_rank.values())
+
+
+def test_others_places_are_doubted_and_waiting_counts() -> None:
+    turns = Turns(candidates(2), candidates(2), Peers(number=0, num_routers=2), CONFIG)
+    assert turns.hold([10, 10], 0.0, 0.0).until_s == [0.0, 0.1]
+    assert turns.hold([10, 10], 0.0, 0.0).starts_in_s == pytest.approx([0.0, 0.6])
+    assert turns.hold([10, 10], 0.04, 0.0).until_s == pytest.approx([0.0, 0.06])
+    assert turns.hold([10, 10], 5.0, 0.0).until_s == [0.0, 0.0]
+
+
+def test_a_prompt_of_which_a_place_has_most_does_not_wait_for_it() -> None:
+    turns = Turns(candidates(2), candidates(2), Peers(number=0, num_routers=2), CONFIG)
+    assert turns.hold([100, 25], 0.0, 0.0).until_s == [0.0, 0.0]
+    assert turns.hold([100, 26], 0.0, 0.0).until_s == [0.0, 0.1]
+    assert turns.hold([None, 26], 0.0, 0.0).until_s == [0.0, 0.1]
+
+
+def test_routers_with_one_picture_send_to_different_places() -> None:
+    ranks = candidates(4)
+    sent: Counter[Rank] = Counter()
+    for number in range(2):
+        snapshot = Snapshot([], ranks, peers=Peers(number=number, num_routers=2))
+        decision = policy().assign([pending(1000), pending(1000)], snapshot)
+        sent.update(placement.decode for placement in decision.placements if placement is not None)
+    assert sorted(sent.values()) == [1, 1, 1, 1]
+
+
+def test_a_place_of_another_router_that_stays_free_is_taken() -> None:
+    ranks = [*candidates(1), Candidate(rank=Rank("01"), num_total_blocks=1000, block_size=10, step_ends_at=9.0)]
+    first, later = (
+        policy().assign([pending(1000)], Snapshot([], ranks, now=now, peers=Peers(number=1, num_routers=2)))
+        for now in (0.0, 0.2)
+    )
+    assert first.placements == [None]
+    assert first.look_again_in_s == pytest.approx(0.1)
+    assert [placement and placement.decode for placement in later.placements] == [Rank("00")]
+
+
+def test_a_long_prompt_waits_a_moment_for_what_comes_with_it_and_a_short_one_does_not() -> None:
+    waiting = KvAwarePolicy(random.Random(0), KvAwareConfig(gather_s=0.002, gather_share=0.02))
+    ranks = candidates(1)
+    [short] = waiting.assign([pending(100)], Snapshot([], ranks)).placements
+    assert short is not None
+    decision = waiting.assign([pending(9000)], Snapshot([], ranks))
+    assert decision.placements == [None]
+    assert decision.look_again_in_s == pytest.approx(0.002)
+    [gathered] = waiting.assign([pending(9000)], Snapshot([], ranks, now=0.002)).placements
+    assert gathered is not None
+
+
+def test_whose_a_place_is_does_not_hang_on_which_others_are_looked_at() -> None:
+    everybody, peers = candidates(9), Peers(number=1, num_routers=3)
+    whole = Turns(everybody, everybody, peers, CONFIG).hold([10] * 9, 0.0, 0.0)
+    some = Turns(everybody[4:], everybody, peers, CONFIG).hold([10] * 5, 0.0, 0.0)
+    assert list(some.until_s) == list(whole.until_s[4:])

@@ -1,0 +1,278 @@
+"""When hops break: the client sees the undisturbed tokens, and nothing is left behind."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quartet import errors
+from quartet.api.request import TextOptions
+from quartet.engine.base import FinishReason
+from quartet.engine.sampling import Sampling
+from quartet.errors import ServingError
+from router.config import AttemptConfig
+from tests.router.fakes import Collected, Fleet, Plan, collect, expected_tokens, text_of
+from tests.router.test_generate import make_start
+
+TRANSFER_ERRORS = [
+    errors.TransferError("broke"),
+    errors.TransferTimeoutError("slow"),
+    errors.HandOffNotFoundError("expired"),
+    errors.HandOffStateError("taken"),
+    errors.StaleEpochError("restarted"),
+]
+PASSING_ERRORS = [
+    *TRANSFER_ERRORS,
+    errors.WorkerUnavailableError("gone"),
+    errors.DrainingError("leaving"),
+    errors.EngineError("broke"),
+    errors.OutOfBlocksError("full"),
+    errors.StalledStreamError("stalled"),
+    errors.RequestCancelledError("restarted"),
+    errors.DuplicateRequestError("twice"),
+    errors.LayoutMismatchError("other"),
+    ServingError("internal error"),
+]
+by_reason = {"ids": lambda error: error.reason if isinstance(error, ServingError) else str(error)}
+
+
+def places(fleet: Fleet, kind: str) -> list[str]:
+    return [call.rank.worker_id for call in fleet.hops.calls if call.kind == kind]
+
+
+@pytest.mark.parametrize("error", PASSING_ERRORS, **by_reason)
+async def test_a_failed_prefill_is_tried_elsewhere(error: ServingError) -> None:
+    fleet = Fleet("prefill-0", "prefill-1", "decode-0")
+    fleet.hops.plan("prefill", Plan(error=error))
+    answer = await collect(fleet.generate(make_start()))
+    assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
+    assert sorted(places(fleet, "prefill")) == ["prefill-0", "prefill-1"]
+    assert answer.finished[0].usage.num_attempts == 2
+    fleet.assert_nothing_left()
+
+
+@pytest.mark.parametrize("error", TRANSFER_ERRORS, **by_reason)
+async def test_after_a_failed_transfer_the_same_worker_prefills_again_then_another(error: ServingError) -> None:
+    fleet = Fleet("prefill-0", "prefill-1", "decode-0")
+    fleet.hops.plan("decode", Plan(error=error), Plan(error=error))
+    answer = await collect(fleet.generate(make_start()))
+    assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
+    first, second, third = places(fleet, "prefill")
+    assert first == second != third
+    assert [len(call.start.generation.generated_token_ids) for call in fleet.hops.calls] == [0, 1, 1, 2, 2, 3]
+    fleet.assert_nothing_left()
+
+
+@pytest.mark.parametrize("fail_after", [0, 1, 5])
+async def test_a_decode_worker_that_dies_is_replaced_and_the_answer_goes_on(fail_after: int) -> None:
+    fleet = Fleet("prefill-0", "decode-0", "decode-1")
+    fleet.hops.plan("decode", Plan(error=errors.WorkerUnavailableError("gone"), fail_after=fail_after))
+    answer = await collect(fleet.generate(make_start()))
+    assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
+    assert answer.texts[0] == text_of(answer.token_ids[0])
+    assert len(set(places(fleet, "decode"))) == 2
+    starts = [call.start for call in fleet.hops.calls if call.kind == "decode"]
+    assert {start.generation.seed for start in starts} == {5}
+    assert [start.context.attempt for start in starts] == [0, 1]
+    assert answer.finished[0].usage.num_cached_tokens == 2
+    fleet.assert_nothing_left()
+
+
+async def test_tokens_sent_twice_are_shown_once() -> None:
+    fleet = Fleet("prefill-0", "decode-0")
+    fleet.hops.plan("decode", Plan(overlap=3))
+    answer = await collect(fleet.generate(make_start()))
+    assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
+
+
+async def test_a_hole_in_the_tokens_is_a_broken_attempt() -> None:
+    fleet = Fleet("prefill-0", "decode-0", "decode-1")
+    fleet.hops.tokens_per_step = 3
+    fleet.hops.plan("decode", Plan(has_hole=True))
+    answer = await collect(fleet.generate(make_start()))
+    assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
+    assert answer.finished[0].usage.num_attempts == 2
+    fleet.assert_nothing_left()
+
+
+async def test_a_worker_lost_after_its_last_token_is_not_asked_for_more() -> None:
+    fleet = Fleet("prefill-0", "decode-0")
+    fleet.hops.plan("prefill", Plan())
+    fleet.hops.plan("decode", Plan(error=errors.WorkerUnavailableError("gone"), fail_after=11))
+    start = make_start(sampling=Sampling(max_tokens=12))
+    fleet.hops.finish_reason = lambda _start, _tokens: None  # its last word never comes
+    answer = await collect(fleet.generate(start))
+    assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
+    assert answer.finished[0].reason is FinishReason.LENGTH
+    assert len(places(fleet, "decode")) == 1
+
+
+async def test_a_worker_lost_after_an_end_of_sequence_is_not_asked_for_more() -> None:
+    fleet = Fleet("decode-0")
+    fleet.hops.eos_at = 4
+    fleet.hops.plan("decode", Plan(error=errors.WorkerUnavailableError("gone"), fail_after=5))
+    fleet.hops.finish_reason = lambda _start, _tokens: None
+    answer = await collect(fleet.generate(make_start()))
+    assert (answer.finished[0].reason, len(answer.token_ids[0])) == (FinishReason.STOP_ID, 5)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.InvalidRequestError("bad", field="sampling.top_p"),
+        errors.UnsupportedFieldError("no", field="adapter"),
+        errors.RequestTimeoutError("late"),
+    ],
+    **by_reason,
+)
+async def test_what_would_fail_anywhere_fails_at_once(error: ServingError) -> None:
+    fleet = Fleet("prefill-0", "prefill-1", "decode-0")
+    fleet.hops.plan("prefill", Plan(error=error))
+    with pytest.raises(type(error)) as caught:
+        await collect(fleet.generate(make_start()))
+    assert caught.value.field == error.field
+    assert len(fleet.hops.calls) == 1
+    fleet.assert_nothing_left()
+
+
+async def test_a_worker_too_small_for_it_is_avoided() -> None:
+    fleet = Fleet("prefill-0", "decode-0", "decode-1")
+    fleet.hops.plan("decode", Plan(error=errors.PromptTooLongError("long", field="prompt")))
+    answer = await collect(fleet.generate(make_start()))
+    assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
+    assert sorted(places(fleet, "decode")) == ["decode-0", "decode-1"]
+    fleet.assert_nothing_left()
+
+
+async def test_too_long_for_every_worker_is_too_long() -> None:
+    fleet = Fleet("prefill-0", "decode-0", "decode-1")
+    too_long = errors.PromptTooLongError("long", field="prompt")
+    fleet.hops.plan("decode", *(Plan(error=too_long) for _ in range(5)))
+    with pytest.raises(errors.PromptTooLongError):
+        await collect(fleet.generate(make_start()))
+    assert len(places(fleet, "decode")) == 3
+    fleet.assert_nothing_left()
+
+
+async def test_what_fits_only_the_largest_place_goes_there() -> None:
+    fleet = Fleet(attempts=AttemptConfig(reserve_tokens=5))
+    fleet.join("decode-0", num_blocks=3)
+    fleet.join("decode-1", num_blocks=20)
+    start = make_start(sampling=Sampling(max_tokens=30))
+    for _ in range(5):
+        await collect(fleet.generate(start))
+    assert set(places(fleet, "decode")) == {"decode-1"}
+    short = Fleet()
+    short.join("decode-0", num_blocks=3)
+    # The last token needs no room: 20 + 11 - 1 tokens are just those of 3 blocks.
+    assert (await collect(short.generate(make_start(sampling=Sampling(max_tokens=11))))).finished
+
+
+async def test_attempts_are_bounded_and_the_last_error_is_told() -> None:
+    fleet = Fleet("prefill-0", "decode-0", attempts=AttemptConfig(max_attempts=3))
+    failures = [errors.EngineError("one"), errors.WorkerUnavailableError("two"), errors.OutOfBlocksError("three")]
+    fleet.hops.plan("decode", *(Plan(error=error) for error in failures))
+    with pytest.raises(errors.OutOfBlocksError, match="three"):
+        await collect(fleet.generate(make_start()))
+    assert len(places(fleet, "decode")) == 3
+    fleet.assert_nothing_left()
+
+
+async def test_tokens_that_came_are_shown_before_the_failure() -> None:
+    fleet = Fleet("decode-0", attempts=AttemptConfig(max_attempts=1))
+    fleet.hops.plan("decode", Plan(error=errors.EngineError("broke"), fail_after=4))
+    shown = Collected()
+    with pytest.raises(errors.EngineError):
+        await collect(fleet.generate(make_start()), shown)
+    assert shown.token_ids[0] == expected_tokens(5, 0, 20, 4)
+
+
+async def test_one_choice_that_fails_for_good_ends_all() -> None:
+    fleet = Fleet("decode-0", attempts=AttemptConfig(max_attempts=1))
+    fleet.hops.plan("decode", Plan(), Plan(error=errors.EngineError("broke"), fail_after=3), Plan(hang_after=1))
+    with pytest.raises(errors.EngineError):
+        await collect(fleet.generate(make_start(num_choices=3)))
+    fleet.assert_nothing_left()
+
+
+async def test_short_of_room_everywhere_it_pauses_longer_each_time() -> None:
+    fleet = Fleet("decode-0")
+    fleet.hops.plan("decode", *(Plan(error=errors.OutOfBlocksError("full")) for _ in range(4)))
+    answer = await collect(fleet.generate(make_start()))
+    assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
+    assert fleet.pauses == sorted(fleet.pauses) and 0 < fleet.pauses[0] < fleet.pauses[-1] <= 1
+
+
+async def test_a_silent_prefill_worker_is_given_up() -> None:
+    fleet = Fleet("prefill-0", "prefill-1", "decode-0", attempts=AttemptConfig(prefill_timeout_s=0.05))
+    fleet.hops.plan("prefill", Plan(hang_after=0))
+    answer = await collect(fleet.generate(make_start()))
+    assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
+    assert len(set(places(fleet, "prefill"))) == 2
+    fleet.assert_nothing_left()
+
+
+@pytest.mark.parametrize("hang_after", [0, 4])
+async def test_a_silent_decode_worker_is_given_up(hang_after: int) -> None:
+    config = AttemptConfig(decode_start_timeout_s=0.05, decode_stall_timeout_s=0.05)
+    fleet = Fleet("prefill-0", "decode-0", "decode-1", attempts=config)
+    fleet.hops.plan("decode", Plan(hang_after=hang_after))
+    answer = await collect(fleet.generate(make_start()))
+    assert answer.token_ids[0] == expected_tokens(5, 0, 20, 12)
+    fleet.assert_nothing_left()
+
+
+async def test_attempts_are_counted_by_cause() -> None:
+    fleet = Fleet("prefill-0", "decode-0")
+    fleet.hops.plan("decode", Plan(error=errors.TransferError("broke")))
+    await collect(fleet.generate(make_start()))
+    for cause in ("first", "transfer_failed"):
+        assert fleet.registry.get_sample_value("quartet_router_attempts_total", {"cause": cause}) == 1
+
+
+_plans = st.builds(
+    Plan,
+    error=st.sampled_from([None, *PASSING_ERRORS]),
+    fail_after=st.integers(0, 13),
+    overlap=st.integers(0, 3),
+    has_hole=st.booleans(),
+)
+
+
+@settings(max_examples=150)
+@given(
+    prefill_plans=st.lists(_plans, max_size=4),
+    decode_plans=st.lists(_plans, max_size=6),
+    num_prefill=st.integers(0, 2),
+    num_decode=st.integers(1, 3),
+    num_choices=st.integers(1, 3),
+    tokens_per_step=st.integers(1, 4),
+    has_stop=st.booleans(),
+)
+async def test_whatever_breaks_the_client_sees_the_undisturbed_answer(
+    prefill_plans: list[Plan],
+    decode_plans: list[Plan],
+    num_prefill: int,
+    num_decode: int,
+    num_choices: int,
+    tokens_per_step: int,
+    has_stop: bool,
+) -> None:
+    workers = [f"prefill-{i}" for i in range(num_prefill)] + [f"decode-{i}" for i in range(num_decode)]
+    fleet = Fleet(*workers, attempts=AttemptConfig(max_attempts=20))
+    fleet.hops.tokens_per_step = tokens_per_step
+    fleet.hops.plan("prefill", *prefill_plans)
+    fleet.hops.plan("decode", *decode_plans)
+    whole = {choice: expected_tokens(5, choice, 20, 12) for choice in range(num_choices)}
+    options = TextOptions(stop_strings=(text_of(whole[0])[4:6],) if has_stop else ())
+    answer = await collect(fleet.generate(make_start(num_choices=num_choices, text_options=options)))
+    assert answer.finished.keys() == whole.keys()
+    for choice, tokens in whole.items():
+        text = text_of(tokens)
+        num_shown = text.find(options.stop_strings[0]) if has_stop else -1
+        expected = tokens if num_shown < 0 else tokens[:num_shown]
+        assert answer.token_ids.get(choice, []) == expected
+        assert answer.texts.get(choice, "") == text_of(expected)
+        assert answer.finished[choice].usage.num_output_tokens == len(expected)
+    fleet.assert_nothing_left()

@@ -1,0 +1,76 @@
+"""What workers are told of a request, beside what the client said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from quartet import errors
+from quartet.engine.base import FinishReason
+from quartet.engine.sampling import MAX_STOP_IDS, Sampling
+from quartet.text.model_text import ModelText
+from router.prepare import PreparedRequest
+from tests.router.fakes import EOS_ID, MODEL_TEXT, Fleet, Plan, collect
+from tests.router.records import ALL_SAMPLING_FIELDS
+from tests.router.test_generate import make_start
+
+
+async def stop_token_ids(sampling: Sampling, **record: object) -> tuple[int, ...]:
+    """Those that both workers are told."""
+    fleet = Fleet("prefill-0", "decode-0", **record)
+    await collect(fleet.generate(make_start(sampling=sampling)))
+    [told] = {call.start.generation.sampling.stop_token_ids for call in fleet.hops.calls}
+    return told
+
+
+def make_prepared(text: ModelText, stop_token_ids: tuple[int, ...]) -> PreparedRequest:
+    return PreparedRequest(
+        request_id="ab" * 16,
+        start=make_start(sampling=Sampling(stop_token_ids=stop_token_ids)),
+        pool=Fleet("decode-0").table.pools(0.0)[0],
+        text=text,
+        prompt_token_ids=(1, 2),
+        seed=5,
+        traceparent="",
+        arrived_at=0.0,
+        deadline=60.0,
+        tokenize_s=0.0,
+        max_output_tokens=12,
+    )
+
+
+async def test_workers_are_told_the_end_of_a_turn_that_only_the_tokenizer_names() -> None:
+    assert await stop_token_ids(Sampling(max_tokens=2)) == (EOS_ID,)
+    assert await stop_token_ids(Sampling(max_tokens=2, stop_token_ids=(7, EOS_ID, 7))) == (7, EOS_ID)
+
+
+async def test_who_ignores_the_end_of_sequence_gets_only_their_own_stop_ids() -> None:
+    sampling = Sampling(max_tokens=2, ignore_eos=True, stop_token_ids=(7,))
+    assert await stop_token_ids(sampling) == (7,)
+
+
+async def test_workers_that_take_no_stop_ids_are_told_none() -> None:
+    fields = tuple(name for name in ALL_SAMPLING_FIELDS if name != "stop_token_ids")
+    assert await stop_token_ids(Sampling(max_tokens=2), sampling_fields=fields) == ()
+
+
+def test_no_more_stop_ids_are_told_than_may_be() -> None:
+    given = tuple(range(EOS_ID + 1, EOS_ID + 1 + MAX_STOP_IDS))
+    assert make_prepared(MODEL_TEXT, given).sampling.stop_token_ids == given
+    assert make_prepared(MODEL_TEXT, given[1:]).sampling.stop_token_ids == (*given[1:], EOS_ID)
+
+
+def test_an_end_of_turn_that_the_model_can_never_say_is_not_told() -> None:
+    text = replace(MODEL_TEXT, eos_token_ids=(MODEL_TEXT.vocab_size, EOS_ID))
+    assert make_prepared(text, ()).sampling.stop_token_ids == (EOS_ID,)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_before_min_tokens_an_end_of_sequence_is_a_token_like_any_other_also_after_a_loss(is_lost: bool) -> None:
+    fleet = Fleet("decode-0")
+    fleet.hops.eos_at = 3
+    if is_lost:
+        fleet.hops.plan("decode", Plan(error=errors.WorkerUnavailableError("gone"), fail_after=4))
+    answer = await collect(fleet.generate(make_start(sampling=Sampling(max_tokens=8, min_tokens=4))))
+    assert (answer.finished[0].reason, len(answer.token_ids[0])) == (FinishReason.LENGTH, 8)

@@ -1,0 +1,307 @@
+"""What the router makes of what it is told about workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from quartet.api.fleet import WorkerState
+from quartet.discovery.base import Rank, Role, WorkerKey, WorkerRecord
+from quartet.errors import WorkerUnavailableError
+from quartet.events.load import PlacementProgress
+from router.book import numbering
+from router.policy.base import Pending, Placement
+from router.workers import PoolKey, WorkerTable
+from tests.router.records import make_load, make_record
+
+_TIMEOUT_S = 30.0
+
+
+class Scene:
+    """A table and a clock."""
+
+    def __init__(self) -> None:
+        self.table = WorkerTable("router-a", heartbeat_timeout_s=_TIMEOUT_S)
+        self.now = 1000.0
+
+    def join(self, *records: WorkerRecord) -> None:
+        for record in records:
+            self.table.put(record, self.now)
+            self.table.connected(record.key, make_load(record), self.now)
+
+    def state(self, worker_id: str = "decode-0") -> WorkerState:
+        return {status.record.worker_id: status.state for status in self.table.statuses(self.now)}[worker_id]
+
+    def places(self, pool: PoolKey) -> tuple[set[Rank], set[Rank]]:
+        snapshot = self.table.snapshot(pool, self.now)
+        return {c.rank for c in snapshot.prefill}, {c.rank for c in snapshot.decode}
+
+    def candidate(self, record: WorkerRecord):
+        snapshot = self.table.snapshot(PoolKey(record.model_name, record.model_fingerprint), self.now)
+        [found] = [c for c in [*snapshot.prefill, *snapshot.decode] if c.rank.worker_id == record.worker_id]
+        return found
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def test_a_worker_takes_requests_once_it_has_answered(scene: Scene) -> None:
+    record = make_record()
+    assert scene.table.put(record, scene.now)
+    assert scene.state() is WorkerState.JOINING
+    scene.table.report(make_load(record), scene.now)
+    assert scene.state() is WorkerState.JOINING
+    scene.table.connected(record.key, make_load(record), scene.now)
+    assert scene.state() is WorkerState.READY
+
+
+def test_a_broken_stream_makes_a_worker_suspect_until_it_answers_again(scene: Scene) -> None:
+    record = make_record()
+    scene.join(record)
+    scene.table.broken(record.key, record.epoch)
+    scene.table.report(make_load(record), scene.now)
+    assert scene.state() is WorkerState.SUSPECT
+    assert [r.worker_id for r in scene.table.to_probe(scene.now)] == ["decode-0"]
+    scene.table.connected(record.key, make_load(record), scene.now)
+    assert scene.state() is WorkerState.READY
+    assert scene.table.to_probe(scene.now) == []
+
+
+def test_a_lost_connection_makes_a_worker_suspect_until_it_is_heard_again(scene: Scene) -> None:
+    record = make_record()
+    scene.join(record)
+    scene.table.cut(record.key, record.epoch, scene.now)
+    scene.table.report(make_load(record), scene.now + 0.1)  # sent before it died, perhaps
+    assert scene.state() is WorkerState.SUSPECT
+    assert scene.table.to_probe(scene.now) == [record]
+    scene.table.unlist(record.key)
+    assert scene.table.forget_gone(scene.now) == []
+    scene.now += 1
+    scene.table.report(make_load(record), scene.now)
+    assert scene.state() is WorkerState.READY
+    scene.table.cut(record.key, record.epoch + 1, scene.now)
+    assert scene.state() is WorkerState.READY
+    scene.table.cut(record.key, record.epoch, scene.now)
+    scene.table.connected(record.key, make_load(record), scene.now)
+    assert scene.state() is WorkerState.READY
+
+
+def test_only_a_ready_life_of_a_decode_worker_is_placed_at(scene: Scene) -> None:
+    record = make_record()
+    scene.join(record)
+    rank = Rank("decode-0", 0)
+    assert scene.table.ready_decode(rank, record.epoch, scene.now) == record
+    for epoch, other in ((record.epoch + 1, rank), (record.epoch, Rank("decode-1", 0))):
+        with pytest.raises(WorkerUnavailableError):
+            scene.table.ready_decode(other, epoch, scene.now)
+    scene.table.broken(record.key, record.epoch)
+    with pytest.raises(WorkerUnavailableError):
+        scene.table.ready_decode(rank, record.epoch, scene.now)
+
+
+def test_a_placement_lapses_as_time_goes_by(scene: Scene) -> None:
+    record = make_record()
+    scene.join(record)
+    pending = Pending(num_tokens=50, num_reserved_tokens=100, num_most_tokens=100)
+    reservation = scene.table.book(Placement(None, Rank("decode-0", 0)), pending)
+    placed = reservation.decode.place(
+        "ab" * 16, 0, num_first_tokens=50, lapses_at=scene.now + 5, ends_at=scene.now + 60
+    )
+    reservation.release()
+    assert (scene.candidate(record).num_promised_blocks, scene.candidate(record).num_queued_tokens) == (10, 50)
+    name = numbering("router-a", record.epoch)
+    progress = PlacementProgress(started=(placed.number,))
+    scene.table.report(make_load(record, placements={name: progress}), scene.now)
+    assert (scene.candidate(record).num_promised_blocks, scene.candidate(record).num_queued_tokens) == (5, 0)
+    changes = []
+    scene.table.listen(lambda: changes.append(scene.candidate(record).num_promised_blocks))
+    assert scene.table.placed_at("ab" * 16, 0) == {"decode-0"}
+    assert scene.table.placed_at("ab" * 16, 1) == scene.table.placed_at("cd" * 16, 0) == set()
+    scene.table.tick(scene.now + 60)
+    assert changes == [0]
+    assert scene.table.placed_at("ab" * 16, 0) == set()
+
+
+def test_silence_makes_a_worker_suspect_and_a_report_ends_it(scene: Scene) -> None:
+    record = make_record()
+    scene.join(record)
+    scene.now += _TIMEOUT_S
+    assert scene.state() is WorkerState.READY
+    scene.now += 0.1
+    assert scene.state() is WorkerState.SUSPECT
+    scene.table.report(make_load(record), scene.now)
+    assert scene.state() is WorkerState.READY
+
+
+def test_a_vanished_record_stops_nothing_while_heartbeats_come(scene: Scene) -> None:
+    record = make_record()
+    scene.join(record)
+    scene.table.unlist(record.key)
+    for _ in range(10):
+        scene.now += 20
+        scene.table.report(make_load(record), scene.now)
+        assert scene.table.forget_gone(scene.now) == []
+        assert scene.state() is WorkerState.READY
+
+
+def test_a_vanished_and_silent_worker_is_forgotten(scene: Scene) -> None:
+    record = make_record()
+    scene.join(record)
+    scene.table.unlist(record.key)
+    scene.now += _TIMEOUT_S + 1
+    assert scene.table.forget_gone(scene.now) == [record]
+    assert scene.table.statuses(scene.now) == []
+
+
+def test_a_vanished_worker_whose_stream_broke_is_forgotten_at_once(scene: Scene) -> None:
+    record = make_record()
+    scene.join(record)
+    scene.table.broken(record.key, record.epoch)
+    assert scene.table.forget_gone(scene.now) == []
+    scene.table.unlist(record.key)
+    assert scene.table.forget_gone(scene.now) == [record]
+
+
+def test_whoever_vanished_or_fell_silent_is_asked_how_it_is(scene: Scene) -> None:
+    records = [make_record(f"decode-{i}") for i in range(3)]
+    scene.join(*records)
+    assert scene.table.to_probe(scene.now) == []
+    scene.table.unlist(records[0].key)
+    assert scene.table.to_probe(scene.now) == records[:1]
+    scene.now += _TIMEOUT_S / 2 + 1
+    scene.table.report(make_load(records[1]), scene.now)
+    assert scene.table.to_probe(scene.now) == [records[0], records[2]]
+
+
+def test_a_record_that_comes_back_is_the_same_worker(scene: Scene) -> None:
+    record = make_record()
+    scene.join(record)
+    scene.table.unlist(record.key)
+    assert not scene.table.put(record, scene.now)
+    scene.now += _TIMEOUT_S + 1
+    assert scene.table.forget_gone(scene.now) == []
+
+
+def test_draining_and_unwell_workers_get_nothing(scene: Scene) -> None:
+    record = make_record()
+    scene.join(record)
+    pool = PoolKey("tiny", record.model_fingerprint)
+    scene.table.report(make_load(record, is_draining=True), scene.now)
+    assert scene.state() is WorkerState.DRAINING
+    assert scene.places(pool) == (set(), set())
+    scene.table.report(make_load(record, is_healthy=False), scene.now)
+    assert scene.state() is WorkerState.SUSPECT
+    scene.table.report(make_load(record), scene.now)
+    assert scene.places(pool) == (set(), {Rank("decode-0")})
+
+
+def test_a_new_epoch_is_a_new_life(scene: Scene) -> None:
+    old, new = make_record(epoch=1), make_record(epoch=2)
+    scene.join(old)
+    reservation = scene.table.book(Placement(None, Rank("decode-0")), _pending(100))
+    assert scene.table.put(new, scene.now)
+    assert scene.state() is WorkerState.JOINING
+    # What the old life still says changes nothing.
+    scene.table.report(make_load(old, num_in_use_blocks=90), scene.now)
+    scene.table.connected(old.key, make_load(old), scene.now)
+    scene.table.broken(old.key, old.epoch)
+    assert scene.state() is WorkerState.JOINING
+    scene.table.connected(new.key, make_load(new), scene.now)
+    assert scene.candidate(new).num_free_for_booking == 100
+    reservation.release()
+    assert scene.candidate(new).num_promised_blocks == 0
+
+
+def test_a_start_placed_at_an_old_life_counts_nothing_in_at_the_new_one(scene: Scene) -> None:
+    old, new = make_record(epoch=10), make_record(epoch=11)
+    scene.join(old)
+    scene.join(new)
+    reservation = scene.table.book(Placement(None, Rank("decode-0")), _pending(100))
+    reservation.decode.send()
+    # What was placed at the old life reached the new one, which counts it in under its old number.
+    scene.table.report(make_load(new, router_progress={numbering("router-a", 10): 1000}), scene.now)
+    assert scene.candidate(new).num_queued_tokens == 100
+    scene.table.report(make_load(new, router_progress={numbering("router-a", 11): 1}), scene.now)
+    assert scene.candidate(new).num_queued_tokens == 0
+
+
+def test_pools_of_one_name_are_never_mixed(scene: Scene) -> None:
+    old = [make_record(f"decode-{i}", model_fingerprint="aa" * 32) for i in range(2)]
+    new = [make_record("prefill-9", model_fingerprint="bb" * 32), make_record("decode-9", model_fingerprint="bb" * 32)]
+    scene.join(*old, *new)
+    assert scene.places(PoolKey("tiny", "aa" * 32)) == (set(), {Rank("decode-0"), Rank("decode-1")})
+    assert scene.places(PoolKey("tiny", "bb" * 32)) == ({Rank("prefill-9")}, {Rank("decode-9")})
+
+
+def test_of_two_pools_of_one_name_the_one_with_more_ready_decode_workers_serves(scene: Scene) -> None:
+    old = [make_record(f"decode-{i}", model_fingerprint="bb" * 32) for i in range(2)]
+    scene.join(*old, make_record("decode-9", model_fingerprint="aa" * 32))
+    assert scene.table.pool("tiny", scene.now).key.fingerprint == "bb" * 32
+    for record in old:
+        scene.table.broken(record.key, record.epoch)
+    assert scene.table.pool("tiny", scene.now).key.fingerprint == "aa" * 32
+
+
+def test_an_empty_name_means_the_only_model(scene: Scene) -> None:
+    assert scene.table.pool("", scene.now) is None
+    scene.join(make_record())
+    assert scene.table.pool("", scene.now).key.model_name == "tiny"
+    scene.join(make_record("decode-1", model_name="other"))
+    assert scene.table.pool("", scene.now) is None
+    assert scene.table.pool("other", scene.now).key.model_name == "other"
+
+
+def test_a_pool_can_what_all_its_workers_can(scene: Scene) -> None:
+    scene.join(
+        make_record("decode-0", sampling_fields=("temperature", "top_k"), max_model_len=500, adapters=("a",)),
+        make_record("prefill-0", sampling_fields=("temperature", "top_p"), max_model_len=400, adapters=("b",)),
+        make_record("decode-1", sampling_fields=("temperature",), num_blocks=7),
+        make_record("encode-0", model_name="tiny", sampling_fields=(), max_model_len=0, block_size=0),
+    )
+    pool = scene.table.pool("tiny", scene.now)
+    assert pool.sampling_fields == {"temperature"}
+    assert (pool.max_model_len, pool.num_place_tokens) == (400, 1000)
+    assert pool.adapters == {"a"}
+    assert (pool.num_ready_prefill, pool.num_ready_decode) == (1, 2)
+
+
+def test_prefill_and_decode_of_one_name_are_told_apart_by_epoch(scene: Scene) -> None:
+    decode, prefill = make_record("both", role=Role.DECODE, epoch=1), make_record("both", role=Role.PREFILL, epoch=2)
+    scene.join(decode, prefill)
+    scene.table.report(make_load(prefill, num_held_blocks=5), scene.now)
+    loads = {status.record.role: status.load for status in scene.table.statuses(scene.now)}
+    assert loads[Role.PREFILL].ranks[0].num_held_blocks == 5
+    assert loads[Role.DECODE].ranks[0].num_held_blocks == 0
+
+
+def test_reports_of_strangers_are_ignored(scene: Scene) -> None:
+    scene.table.report(make_load(make_record("decode-7")), scene.now)
+    scene.table.unlist(WorkerKey(role=Role.DECODE, worker_id="decode-7"))
+    assert scene.table.statuses(scene.now) == []
+
+
+def test_listeners_hear_of_changes_until_they_stop(scene: Scene) -> None:
+    heard: list[str] = []
+    stop = scene.table.listen(lambda: heard.append("change"))
+    scene.join(make_record())
+    num_heard = len(heard)
+    assert num_heard >= 2
+    stop()
+    scene.table.tick(scene.now)
+    assert len(heard) == num_heard
+
+
+def test_a_status_names_load_age_and_requests(scene: Scene) -> None:
+    record = make_record()
+    scene.join(record)
+    scene.now += 2
+    reservation = scene.table.book(Placement(None, Rank("decode-0")), _pending(100))
+    [status] = scene.table.statuses(scene.now)
+    assert (status.load_age_s, status.num_requests) == (2, 1)
+    reservation.release()
+    assert scene.table.statuses(scene.now)[0].num_requests == 0
+
+
+def _pending(num_tokens: int) -> Pending:
+    return Pending(num_tokens=num_tokens, num_reserved_tokens=num_tokens + 50, num_most_tokens=num_tokens + 50)

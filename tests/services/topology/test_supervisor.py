@@ -1,0 +1,193 @@
+"""Processes that end are started again, later each time, and given up at last: with real processes and no real time."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from services.topology.child import Child, start_child
+from services.topology.launch import LaunchError
+from services.topology.supervisor import RestartConfig, Supervisor, Time
+
+TIMEOUT_S = 10.0
+SLEEPER = "import signal; print('up', flush=True); signal.pause()"
+FAILING = "raise SystemExit('no luck')"
+
+
+class Processes:
+    """Python programs by name, each of which can be started again."""
+
+    def __init__(self, programs: dict[str, str]) -> None:
+        self._programs = programs
+        self._children: dict[str, Child] = {}
+        self._all: list[Child] = []
+        self.was_restarted = asyncio.Event()
+
+    @property
+    def children(self) -> Sequence[Child]:
+        return tuple(self._children.values())
+
+    async def start(self) -> None:
+        for name in self._programs:
+            await self._start(name)
+
+    async def restart(self, name: str) -> Child:
+        child = await self._start(name)
+        self.was_restarted.set()
+        return child
+
+    async def end(self) -> None:
+        for child in self._all:
+            child.send(signal.SIGKILL)
+            await child.wait()
+
+    def child(self, name: str) -> Child:
+        return self._children[name]
+
+    async def _start(self, name: str) -> Child:
+        command = [sys.executable, "-S", "-E", "-u", "-c", self._programs[name]]
+        child = await start_child(name, command, {}, lambda _line: None)
+        self._children[name] = child
+        self._all.append(child)
+        return child
+
+
+class Observer:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.waiting: dict[str, asyncio.Event] = {}
+
+    def log_line(self, process: str, line: str) -> None: ...
+
+    def progress(self, message: str) -> None:
+        self.told.append(message)
+        self.waiting.setdefault(message, asyncio.Event()).set()
+
+    def died(self, child: Child) -> None:
+        self.told.append(child.describe_end().splitlines()[0])
+
+    async def wait_told(self, message: str) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            await self.waiting.setdefault(message, asyncio.Event()).wait()
+
+
+class FakeTime:
+    """Stands still but for sleeps, which are over at once; with ``gate``, once that is open."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.slept: list[float] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def sleep(self, delay_s: float) -> None:
+        self.slept.append(delay_s)
+        await self.gate.wait()
+        self.now_s += delay_s
+
+
+class Scene:
+    """What a test needs of all this."""
+
+    def __init__(self, programs: dict[str, str]) -> None:
+        self.processes = Processes(programs)
+        self.observer = Observer()
+        self.time = FakeTime()
+        self.serving: dict[str, asyncio.Event] = {name: asyncio.Event() for name in programs}
+
+    async def wait_serving(self, name: str) -> None:
+        await self.serving[name].wait()
+
+    def run(self, restarts: RestartConfig | None) -> asyncio.Task[None]:
+        clock = Time(now_s=lambda: self.time.now_s, sleep=self.time.sleep)
+        supervisor = Supervisor(self.processes, self.observer, self.wait_serving, restarts=restarts, clock=clock)
+        return asyncio.create_task(supervisor.run())
+
+
+@pytest.fixture
+async def scenes() -> AsyncIterator[list[Scene]]:
+    """Those that a test adds end with it."""
+    made: list[Scene] = []
+    yield made
+    for scene in made:
+        await scene.processes.end()
+
+
+async def started(scenes: list[Scene], **programs: str) -> Scene:
+    scene = Scene(programs)
+    scenes.append(scene)
+    await scene.processes.start()
+    return scene
+
+
+async def failure_of(running: asyncio.Task[None]) -> str:
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(LaunchError) as error:
+            await running
+    return str(error.value)
+
+
+async def test_one_that_keeps_failing_is_tried_ever_later_and_then_given_up_with_its_last_words(
+    scenes: list[Scene],
+) -> None:
+    scene = await started(scenes, bad=FAILING, good=SLEEPER)
+    message = await failure_of(scene.run(RestartConfig(max_restarts=3)))
+    assert message == "given up after 3 restarts within 600 s: bad ended with exit code 1\n    no luck"
+    assert scene.time.slept == [1, 2, 4]
+    each = ["bad ended with exit code 1", "starting bad again in {} s"]
+    assert scene.observer.told == [line.format(delay) for delay in (1, 2, 4) for line in each]
+    assert scene.processes.child("good").is_running, "whoever gives up stops the rest, not the supervisor"
+
+
+async def test_one_that_served_for_long_begins_with_the_first_delay_and_its_return_is_told(scenes: list[Scene]) -> None:
+    scene = await started(scenes, one=SLEEPER)
+    running = scene.run(RestartConfig())
+    scene.serving["one"].set()
+    for served_s in (0.0, 10.0, 60.0, 5.0):
+        scene.time.now_s += served_s
+        scene.processes.was_restarted.clear()
+        scene.observer.waiting.clear()
+        scene.processes.child("one").send(signal.SIGKILL)
+        await scene.observer.wait_told("one serves again")
+    assert scene.time.slept == [1, 2, 1, 2]
+    assert not running.done()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def test_time_spent_loading_is_not_service(scenes: list[Scene]) -> None:
+    scene = await started(scenes, one=SLEEPER)
+    running = scene.run(RestartConfig())
+    for _ in range(2):
+        scene.time.now_s += 100.0
+        scene.processes.was_restarted.clear()
+        scene.processes.child("one").send(signal.SIGKILL)
+        async with asyncio.timeout(TIMEOUT_S):
+            await scene.processes.was_restarted.wait()
+    assert scene.time.slept == [1, 2]
+    running.cancel()
+
+
+async def test_without_restarts_the_first_that_ends_is_named_with_its_last_words(scenes: list[Scene]) -> None:
+    scene = await started(scenes, good=SLEEPER, bad=FAILING)
+    assert await failure_of(scene.run(None)) == "bad ended with exit code 1\n    no luck"
+    assert scene.time.slept == []
+
+
+async def test_it_can_be_stopped_while_one_waits_to_be_started_again(scenes: list[Scene]) -> None:
+    scene = await started(scenes, bad=FAILING, good=SLEEPER)
+    scene.time.gate.clear()
+    running = scene.run(RestartConfig())
+    await scene.observer.wait_told("starting bad again in 1 s")
+    running.cancel()
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert not scene.processes.was_restarted.is_set()

@@ -1,0 +1,272 @@
+"""Topology files: what they mean for each process, and where they are wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quartet.config import build
+from quartet.discovery.base import Role
+from quartet.errors import ConfigError
+from services.topology.topology import ModelNeed, Topology, load_topology, merge, plan_router, plan_workers, to_settings
+from services.workers.config import WorkerConfig
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def write(directory: Path, text: str) -> Path:
+    file = directory / "topology.yaml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("name", "worker_ids"),
+    [
+        ("agg", ["decode-0"]),
+        ("disagg", ["prefill-0", "decode-0"]),
+        ("mock_fleet", ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2", "decode-3"]),
+    ],
+)
+def test_the_topologies_that_come_along_can_be_read(name: str, worker_ids: list[str]) -> None:
+    topology = load_topology(CONFIGS / f"{name}.yaml")
+    assert [plan.name for plan in plan_workers(topology, num_cores=2)] == worker_ids
+    assert topology.router.port == 50050
+
+
+TEN = (
+    "agg",
+    "agg_multimodal",
+    "agg_router",
+    "disagg",
+    "disagg_multimodal",
+    "disagg_router",
+    "epd_disagg",
+    "epd_multimodal_image",
+    "epd_multimodal_image_and_embeddings",
+    "gpt_oss_disagg",
+)
+
+
+@pytest.mark.parametrize("name", TEN)
+def test_each_of_the_ten_comes_for_a_laptop_and_for_gpus_with_the_same_workers(name: str) -> None:
+    laptop, host = (
+        plan_workers(load_topology(CONFIGS / part / f"{name}.yaml"), num_cores=4) for part in ("", "trtllm")
+    )
+    assert [plan.name for plan in laptop] == [plan.name for plan in host]
+    kinds = [[build(WorkerConfig, plan.settings).engine.kind.value for plan in plans] for plans in (laptop, host)]
+    assert kinds == [["torch"] * len(laptop), ["trtllm"] * len(host)]
+    assert not any(plan.gpus for plan in laptop)
+    # Only what loads no model needs none.
+    assert all(plan.gpus or "embeddings" in str(plan.settings["encoder"]) for plan in host)
+
+
+def test_the_namespaces_of_topologies_are_their_own() -> None:
+    files = [*CONFIGS.glob("*.yaml"), *CONFIGS.glob("trtllm/*.yaml")]
+    assert len({load_topology(file).namespace for file in files}) == len(files)
+
+
+def test_gpus_and_variables_go_to_each_process(tmp_path: Path) -> None:
+    text = """
+        environment: {A: all, B: all}
+        router: {environment: {B: router}}
+        workers:
+          - {role: decode, replicas: 2, gpus: [[0, 1], [2, 3]], environment: {A: decode}}
+          - {role: prefill}
+    """
+    topology = load_topology(write(tmp_path, text))
+    plans = [*plan_workers(topology, num_cores=1), plan_router(topology)]
+    assert [plan.gpus for plan in plans] == [(0, 1), (2, 3), (), ()]
+    assert [plan.environment for plan in plans] == [
+        {"A": "decode", "B": "all", "CUDA_VISIBLE_DEVICES": "0,1"},
+        {"A": "decode", "B": "all", "CUDA_VISIBLE_DEVICES": "2,3"},
+        {"A": "all", "B": "all"},
+        {"A": "all", "B": "router"},
+    ]
+
+
+def test_groups_name_their_processes_and_no_two_have_one_name(tmp_path: Path) -> None:
+    text = """
+        workers:
+          - {role: decode, name: writer, replicas: 2}
+          - {role: decode}
+          - {role: prefill, name: decode}
+          - {role: prefill, name: writer}
+    """
+    plans = plan_workers(load_topology(write(tmp_path, text)), num_cores=1)
+    assert [plan.name for plan in plans] == ["writer-0", "writer-1", "decode-0", "decode-1", "writer-2"]
+    assert [plan.settings["worker_id"] for plan in plans] == [plan.name for plan in plans]
+    assert [plan.module.partition(".")[2] for plan in plans] == ["decode", "decode", "decode", "prefill", "prefill"]
+
+
+def test_two_workers_may_have_one_gpu_where_that_is_meant(tmp_path: Path) -> None:
+    text = "share_gpus: true\nworkers: [{role: decode, gpus: [[0]]}, {role: prefill, gpus: [[0]]}]"
+    assert [plan.gpus for plan in plan_workers(load_topology(write(tmp_path, text)), num_cores=1)] == [(0,), (0,)]
+
+
+def test_encode_workers_share_cores_with_the_others_and_have_the_settings_of_all() -> None:
+    roles = [{"role": "encode", "replicas": 2}, {"role": "decode", "overrides": {"engine": {"modality": "multimodal"}}}]
+    topology = build(Topology, {"workers": roles, "engine": {"num_embedding_blocks": 7}})
+    plans = plan_workers(topology, num_cores=6)
+    assert [plan.name for plan in plans] == ["encode-0", "encode-1", "decode-0"]
+    assert [plan.module for plan in plans] == ["services.encode", "services.encode", "services.decode"]
+    assert [plan.num_threads for plan in plans] == [2, 2, 2]
+    configs = [build(WorkerConfig, plan.settings) for plan in plans]
+    assert [config.engine.num_embedding_blocks for config in configs] == [7, 7, 7]
+    assert [config.engine.encodes_media for config in configs] == [False, False, True]
+
+
+def test_the_mock_engine_encodes_nothing() -> None:
+    workers = [{"role": "decode"}, {"role": "encode", "overrides": {"engine": {"kind": "mock"}}}]
+    with pytest.raises(ConfigError, match=r"workers\[1\].role: the engine mock encodes no media"):
+        plan_workers(build(Topology, {"workers": workers}), num_cores=2)
+    with pytest.raises(ConfigError, match=r"engine.modality: the engine mock takes text only"):
+        build(Topology, {"workers": [{"role": "decode"}], "engine": {"kind": "mock", "modality": "multimodal"}})
+
+
+def test_every_process_gets_the_whole_of_its_settings(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        """
+        namespace: here
+        model: {path: /models/tiny, name: tiny}
+        engine: {num_blocks: 64}
+        discovery: {kind: etcd, etcd: {endpoints: ["10.0.0.1:2379"], lease_ttl_s: 9}}
+        router: {port: 6000, overrides: {policy: {name: round_robin}, server: {reflection: false}}}
+        workers:
+          - role: decode
+            replicas: 2
+          - role: prefill
+            overrides: {engine: {num_blocks: 32}, stall_timeout_s: 5}
+          - role: decode
+        drain_timeout_s: 2
+        """,
+    )
+    topology = load_topology(file)
+    plans = plan_workers(topology, num_cores=8)
+    assert [plan.name for plan in plans] == ["decode-0", "decode-1", "prefill-0", "decode-2"]
+    assert [plan.module for plan in plans[1:3]] == ["services.decode", "services.prefill"]
+
+    configs = [build(WorkerConfig, plan.settings) for plan in plans]
+    assert [config.worker_id for config in configs] == [plan.name for plan in plans]
+    assert [config.engine.num_blocks for config in configs] == [64, 64, 32, 64]
+    prefill = configs[2]
+    assert (prefill.model_path, prefill.model_name) == ("/models/tiny", "tiny")
+    assert (prefill.stall_timeout_s, prefill.drain_timeout_s) == (5.0, 2.0)
+    assert prefill.server.namespace == "here"
+    etcd = prefill.discovery.etcd
+    assert (etcd.endpoints, etcd.namespace, etcd.lease_ttl_s) == (("10.0.0.1:2379",), "here", 9)
+
+    settings = plan_router(topology).settings
+    assert settings["policy"] == {"name": "round_robin"}
+    assert settings["server"] == {"address": "127.0.0.1:6000", "namespace": "here", "reflection": False}
+
+
+def test_keys_go_to_the_router_and_to_those_who_decode(tmp_path: Path) -> None:
+    text = """
+        router: {overrides: {signing_keys_file: own/keys}}
+        workers: [{role: decode}, {role: prefill}, {role: decode, overrides: {signing_keys_file: other/keys}}]
+    """
+    topology = load_topology(write(tmp_path, text)).with_signing_keys(Path("drawn/keys"))
+    files = [plan.settings["signing_keys_file"] for plan in plan_workers(topology, num_cores=1)]
+    assert files == ["drawn/keys", None, "other/keys"]
+    assert plan_router(topology).settings["signing_keys_file"] == "own/keys"
+    without = load_topology(write(tmp_path, "workers: [{role: decode}]")).with_signing_keys(Path("drawn/keys"))
+    assert plan_router(without).settings["signing_keys_file"] == "drawn/keys"
+
+
+def test_torch_workers_share_the_cores(tmp_path: Path) -> None:
+    text = "workers: [{role: decode, replicas: 3}, {role: prefill, overrides: {engine: {num_threads: 7}}}]"
+    topology = load_topology(write(tmp_path, text))
+    assert [plan.num_threads for plan in plan_workers(topology, num_cores=16)] == [4, 4, 4, 7]
+    assert [plan.num_threads for plan in plan_workers(topology, num_cores=2)] == [1, 1, 1, 7]
+
+
+def test_mock_workers_take_no_share_of_the_cores_and_need_no_weights(tmp_path: Path) -> None:
+    text = "model: {path: m}\nworkers: [{role: decode, overrides: {engine: {kind: mock}}}, {role: prefill}]"
+    plans = plan_workers(load_topology(write(tmp_path, text)), num_cores=4)
+    assert [plan.num_threads for plan in plans] == [1, 4]
+    assert [plan.model for plan in plans] == [ModelNeed("m", has_weights=False), ModelNeed("m", has_weights=True)]
+
+
+def test_assignments_lie_over_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path, "router: {port: 1}\nworkers: [{role: decode}]\n")
+    topology = load_topology(file, ["router.port=0", "engine.scheduler.max_num_seqs=3", "namespace=other"])
+    assert topology.router.port == 0
+    assert topology.engine.scheduler.max_num_seqs == 3
+    assert topology.namespaced_discovery.etcd.namespace == "other"
+
+
+def test_a_file_registry_needs_no_etcd(tmp_path: Path) -> None:
+    text = f"namespace: ns\ndiscovery: {{kind: file, file: {{directory: {tmp_path}}}}}\nworkers: [{{role: decode}}]"
+    topology = load_topology(write(tmp_path, text))
+    directory = topology.namespaced_discovery.file
+    assert directory is not None
+    assert (directory.directory, directory.namespace) == (tmp_path, "ns")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "workers: is missing"),
+        ("workers: []", "workers: at least one must have the role decode"),
+        ("workers: [{role: prefill}]", "workers: at least one must have the role decode"),
+        ("workers: [{role: router}]", r"workers\[0\].role: must be one of encode, prefill, decode"),
+        ("workers: [{role: decode, replicas: 0}]", r"workers\[0\].replicas: must be at least 1"),
+        ("workers: [{role: decode}]\nnamspace: x", "namspace: unknown; did you mean namespace"),
+        ("workers: [{role: decode}]\nnamespace: a b", "namespace must be"),
+        ("workers: [{role: decode}]\nrouter: {port: 70000}", "router.port: must be in"),
+        ("workers: [{role: decode}]\nrouter: {policy: x}", "router.policy: unknown"),
+        ("workers: [{role: decode}]\nengine: {num_blocs: 1}", "engine.num_blocs: unknown"),
+        ("workers: [{role: decode}]\nengine: {kind: abacus}", "engine.kind: must be one of"),
+        ("workers: [{role: decode}]\nengine: {mock: {speed_up: 0}}", "engine.mock.speed_up: must be above 0"),
+        (
+            "workers: [{role: decode}]\nengine: {mock: {timing: {decode_base: -1}}}",
+            "engine.mock.timing.decode_base: must not be negative",
+        ),
+        (
+            "workers: [{role: decode, gpus: [[0], [1]]}]",
+            r"workers\[0\].gpus: must be a list for each of 1 replicas, not 2",
+        ),
+        ("workers: [{role: decode, gpus: [[]]}]", r"workers\[0\].gpus\[0\]: must hold different numbers"),
+        ("workers: [{role: decode, gpus: [[1, 1]]}]", r"workers\[0\].gpus\[0\]: must hold different numbers"),
+        ("workers: [{role: decode, gpus: [[-1]]}]", r"workers\[0\].gpus\[0\]: must hold different numbers"),
+        ("workers: [{role: decode, gpus: [0]}]", r"workers\[0\].gpus\[0\]: must be a list"),
+        (
+            "workers: [{role: decode, replicas: 2, gpus: [[0], [1, 0]]}]",
+            "workers: several have GPU 0; if that is meant, say share_gpus: true",
+        ),
+        ("workers: [{role: decode, environment: {A: 1}}]", r"workers\[0\].environment.A: must be text"),
+        (
+            "workers: [{role: decode, gpus: [[0]], environment: {CUDA_VISIBLE_DEVICES: '1'}}]",
+            r"workers\[0\].environment.CUDA_VISIBLE_DEVICES: gpus says it already",
+        ),
+        (
+            "environment: {CUDA_VISIBLE_DEVICES: '1'}\nworkers: [{role: decode, gpus: [[0]]}]",
+            "environment.CUDA_VISIBLE_DEVICES: the workers' gpus say it already",
+        ),
+        ("workers: [{role: decode, name: a b}]", r"workers\[0\].*name must be"),
+        ("workers: [{role: decode}]\ndrain_timeout_s: 0", "drain_timeout_s: must be above 0"),
+        ("workers: [{role: decode, overrides: {engine: {num_blocs: 1}}}]", r"workers\[0\].overrides.engine.num_blocs:"),
+        ("workers: [{role: decode, overrides: {stall_timeout_s: 0}}]", r"workers\[0\].overrides.stall_timeout_s"),
+    ],
+)
+def test_a_mistake_is_named_by_its_path(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_workers(load_topology(write(tmp_path, text)), num_cores=1)
+
+
+def test_settings_are_what_build_reads() -> None:
+    topology = build(Topology, {"workers": [{"role": "decode", "overrides": {"a": [1]}}]})
+    settings = to_settings(topology)
+    assert isinstance(settings, dict)
+    assert build(Topology, settings) == topology
+    group = {"role": Role.DECODE.value, "name": "", "replicas": 1, "gpus": [], "environment": {}}
+    assert settings["workers"] == [{**group, "overrides": {"a": [1]}}]
+
+
+def test_merging_goes_down_into_mappings_only() -> None:
+    base = {"a": {"x": 1, "y": [1, 2]}, "b": 1}
+    assert merge(base, {"a": {"y": [3]}, "b": {"z": 0}}) == {"a": {"x": 1, "y": [3]}, "b": {"z": 0}}
+    assert base == {"a": {"x": 1, "y": [1, 2]}, "b": 1}

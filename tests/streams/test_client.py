@@ -1,0 +1,351 @@
+"""The router's end of worker streams against workers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import grpc
+import pytest
+
+from quartet.engine.base import FinishReason, Generation
+from quartet.errors import InvalidRequestError, RequestCancelledError, ServingError, WorkerUnavailableError
+from quartet.kvcache.layout import HandOff, OpaquePayload
+from quartet.media.items import MediaFile, MediaKind
+from quartet.rpc.channels import create_channel
+from quartet.rpc.errors import to_failure
+from quartet.streams import convert
+from quartet.streams.client import DecodeCall, DecodeClient, PrefillCall
+from quartet.streams.messages import DecodeFinished, MediaInput, PrefillOutcome, RequestContext, WorkerStart
+from quartet.v1 import decode_pb2, types_pb2
+from tests.rpc.conftest import StartServer
+from tests.rpc.services import generic_service
+from tests.streams.pulled import PulledDecode, PullingDecodeClient
+
+WAIT_S = 10.0
+START = WorkerStart(context=RequestContext(), generation=Generation(prompt_token_ids=[1, 2, 3]))
+HAND_OFF = HandOff(
+    hand_off_id=bytes(16),
+    secret=bytes(16),
+    worker_id="w",
+    epoch=1,
+    address="h:1",
+    lease=timedelta(seconds=1),
+    payload=OpaquePayload("trtllm", b"state"),
+)
+OUTCOME = PrefillOutcome(
+    token_id=1,
+    logprobs=None,
+    finish_reason=None,
+    hand_off=HAND_OFF,
+    num_cached_tokens=0,
+    queue_s=0.0,
+    compute_s=0.0,
+)
+
+FINISHED = DecodeFinished(reason=FinishReason.LENGTH, num_output_tokens=0)
+
+
+class ScriptedWorker:
+    """Answers as the test says, byte by byte."""
+
+    def __init__(self) -> None:
+        self.requests: asyncio.Queue[decode_pb2.DecodeRequest] = asyncio.Queue()
+        self.answers: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.is_idle = asyncio.Event()
+
+    async def serve(self, requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
+        self.is_idle.clear()
+        reader = asyncio.create_task(self._read(requests))
+        try:
+            while (answer := await self.answers.get()) is not None:
+                yield answer
+        finally:
+            reader.cancel()
+            self.is_idle.set()
+
+    async def _read(self, requests: AsyncIterator[bytes]) -> None:
+        async for request in requests:
+            self.requests.put_nowait(decode_pb2.DecodeRequest.FromString(request))
+
+    async def request(self) -> decode_pb2.DecodeRequest:
+        async with asyncio.timeout(WAIT_S):
+            return await self.requests.get()
+
+    def answer(self, **fields: object) -> None:
+        self.answers.put_nowait(decode_pb2.DecodeResponse(**fields).SerializeToString())  # type: ignore[arg-type]
+
+    def tokens(self, slot: int, offset: int, *token_ids: int) -> None:
+        self.answer(slots=[slot], num_tokens=[len(token_ids)], token_offsets=[offset], token_ids=token_ids)
+
+    def finish(self, slot: int) -> None:
+        finished = decode_pb2.SlotFinished(slot=slot, reason=types_pb2.FINISH_REASON_LENGTH, num_output_tokens=1)
+        self.answer(finished=[finished])
+
+
+@pytest.fixture
+async def worker() -> ScriptedWorker:
+    return ScriptedWorker()
+
+
+@pytest.fixture
+def broken() -> list[ServingError]:
+    return []
+
+
+@pytest.fixture
+async def client(
+    worker: ScriptedWorker, broken: list[ServingError], start_server: StartServer
+) -> AsyncIterator[PullingDecodeClient]:
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "Decode": grpc.stream_stream_rpc_method_handler(worker.serve)
+    }
+    _server, address = await start_server([generic_service("quartet.v1.DecodeService", handlers)])
+    channel = create_channel(address, None)
+    client = PullingDecodeClient(DecodeClient("w", channel, broken.append))
+    yield client
+    await client.close()
+    await channel.close()
+
+
+async def test_a_slot_is_used_again_only_after_its_terminal_output(
+    worker: ScriptedWorker, client: PullingDecodeClient
+) -> None:
+    first, second = client.start(START), client.start(START)
+    slots = [(await worker.request()).start.slot for _ in range(2)]
+    assert len(set(slots)) == 2
+    first.cancel()
+    assert (await worker.request()).cancel.slot == slots[0]
+    third = client.start(START)
+    assert (await worker.request()).start.slot not in slots
+    worker.answer(
+        failures=[decode_pb2.SlotFailure(slot=slots[0], failure=to_failure(RequestCancelledError("cancelled")))]
+    )
+    with pytest.raises(RequestCancelledError):
+        await first.next()
+    client.start(START)
+    assert (await worker.request()).start.slot == slots[0]
+    worker.tokens(slots[1], 0, 5)
+    assert (await second.next()).token_ids == [5]
+    assert not third.is_over
+
+
+async def test_a_hole_ends_that_attempt_only(worker: ScriptedWorker, client: PullingDecodeClient) -> None:
+    torn, whole = client.start(START), client.start(START)
+    await worker.request()
+    await worker.request()
+    worker.answer(slots=[0, 0, 1], num_tokens=[1, 1, 1], token_offsets=[0, 2, 0], token_ids=[7, 9, 7])
+    assert (await torn.next()).token_ids == [7]
+    with pytest.raises(WorkerUnavailableError, match="lost tokens"):
+        await torn.next()
+    assert (await worker.request()).cancel.slot == 0
+    worker.tokens(0, 3, 1)  # what still comes for it matters no more
+    worker.finish(0)
+    worker.tokens(1, 1, 8)
+    token_ids = (await whole.next()).token_ids
+    while len(token_ids) < 2:
+        token_ids += (await whole.next()).token_ids
+    assert token_ids == [7, 8]
+
+
+async def test_tokens_that_came_before_are_dropped(worker: ScriptedWorker, client: PullingDecodeClient) -> None:
+    call = client.start(START)
+    await worker.request()
+    worker.answer(slots=[0, 0], num_tokens=[2, 3], token_offsets=[0, 0], token_ids=[1, 2, 1, 2, 3])
+    assert (await call.next()).token_ids == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"\xff\xff\xff",
+        decode_pb2.DecodeResponse(slots=[0], num_tokens=[1], token_offsets=[0]).SerializeToString(),
+        decode_pb2.DecodeResponse(slots=[0], num_tokens=[1], token_ids=[1]).SerializeToString(),
+        decode_pb2.DecodeResponse(slots=[9], num_tokens=[1], token_offsets=[0], token_ids=[1]).SerializeToString(),
+        decode_pb2.DecodeResponse(finished=[decode_pb2.SlotFinished(slot=0)]).SerializeToString(),
+        decode_pb2.DecodeResponse(finished=[decode_pb2.SlotFinished(slot=9)]).SerializeToString(),
+        decode_pb2.DecodeResponse(token_ids=[4]).SerializeToString(),
+    ],
+)
+async def test_nonsense_breaks_the_stream_and_the_next_start_opens_another(
+    nonsense: bytes, worker: ScriptedWorker, client: PullingDecodeClient, broken: list[ServingError]
+) -> None:
+    calls = [client.start(START), client.start(START)]
+    await worker.request()
+    worker.answers.put_nowait(nonsense)
+    for call in calls:
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(WorkerUnavailableError, match="broke the protocol"):
+                while True:
+                    await call.next()
+    assert len(broken) == 1
+    async with asyncio.timeout(WAIT_S):
+        await worker.is_idle.wait()
+    worker.requests = asyncio.Queue()
+    again = client.start(START)
+    assert (await worker.request()).start.slot == 0
+    calls[0].cancel()  # of the old stream: nobody is asked
+    worker.tokens(0, 0, 5)
+    assert (await again.next()).token_ids == [5]
+
+
+async def test_a_worker_that_ends_its_stream_fails_the_calls(
+    worker: ScriptedWorker, client: PullingDecodeClient, broken: list[ServingError]
+) -> None:
+    call = client.start(START)
+    await worker.request()
+    worker.tokens(0, 0, 5)
+    worker.answers.put_nowait(None)
+    # Tokens that came are given out first.
+    assert (await call.next()).token_ids == [5]
+    with pytest.raises(WorkerUnavailableError, match="ended its stream"):
+        await call.next()
+    assert [type(error) for error in broken] == [WorkerUnavailableError]
+
+
+async def test_a_worker_that_is_not_there_is_unavailable(broken: list[ServingError]) -> None:
+    channel = create_channel("127.0.0.1:1", None)
+    client = PullingDecodeClient(DecodeClient("w", channel, broken.append))
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(WorkerUnavailableError):
+            await client.start(START).next()
+    assert len(broken) == 1
+    await channel.close()
+
+
+async def test_a_long_start_goes_in_chunks_and_arrives_whole(
+    worker: ScriptedWorker, client: PullingDecodeClient
+) -> None:
+    generation = Generation(prompt_token_ids=range(600_000), generated_token_ids=range(10))
+    client.start(replace(START, generation=generation))
+    prompt = bytearray()
+    generated = bytearray()
+    request = await worker.request()
+    assert request.start.chunked
+    while (request := await worker.request()).WhichOneof("message") == "chunk":
+        is_prompt = request.chunk.target == types_pb2.CHUNK_TARGET_PROMPT_TOKEN_IDS
+        buffer = prompt if is_prompt else generated
+        buffer += request.chunk.data
+    assert request.WhichOneof("message") == "start_done"
+    whole = convert.unpack_token_ids(bytes(prompt), "prompt")
+    assert list(whole) == list(range(600_000))
+    assert list(convert.unpack_token_ids(bytes(generated), "generated")) == list(range(10))
+
+
+MEDIA_START = replace(START, media=(MediaInput(bytes(32), MediaFile(MediaKind.IMAGE, b"png")),))
+
+
+async def test_media_files_never_ride_the_shared_stream(
+    worker: ScriptedWorker, client: PullingDecodeClient, broken: list[ServingError]
+) -> None:
+    client.start(MEDIA_START)
+    assert (await worker.request()).start.media[0].file.data == b"png"
+    assert not client.client.is_open
+    worker.tokens(0, 0, 5)
+    worker.finish(0)
+    # With its one call the stream ends, which is no break.
+    async with asyncio.timeout(WAIT_S):
+        await worker.is_idle.wait()
+    assert broken == []
+
+
+async def test_a_stream_of_one_start_that_breaks_is_told_of(
+    worker: ScriptedWorker, client: PullingDecodeClient, broken: list[ServingError]
+) -> None:
+    call = client.start(MEDIA_START)
+    await worker.request()
+    worker.answers.put_nowait(None)
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(WorkerUnavailableError):
+            await call.next()
+    assert len(broken) == 1
+
+
+async def test_closing_ends_streams_of_single_starts_too(worker: ScriptedWorker, client: PullingDecodeClient) -> None:
+    call = client.start(MEDIA_START)
+    await worker.request()
+    await client.client.close()
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(WorkerUnavailableError):
+            await call.next()
+        await worker.is_idle.wait()
+
+
+async def test_media_hand_offs_ride_the_shared_stream(worker: ScriptedWorker, client: PullingDecodeClient) -> None:
+    client.start(replace(START, media=(MediaInput(bytes(32), HAND_OFF),)))
+    assert (await worker.request()).start.media[0].hand_off.worker_id == "w"
+    assert client.client.is_open
+
+
+async def test_a_hand_off_goes_to_exactly_one_of_taker_and_drop() -> None:
+    for is_taken in (False, True):
+        dropped: list[HandOff] = []
+        call = PrefillCall(lambda: None, dropped.append)
+        call.succeed(OUTCOME)
+        if is_taken:
+            assert await call.outcome() == OUTCOME
+        call.cancel()
+        call.cancel()
+        assert dropped == ([] if is_taken else [HAND_OFF])
+        if not is_taken:
+            with pytest.raises(RequestCancelledError):
+                await call.outcome()
+
+
+async def test_a_cancelled_wait_drops_what_comes_later() -> None:
+    dropped: list[HandOff] = []
+    num_cancels = 0
+
+    def count() -> None:
+        nonlocal num_cancels
+        num_cancels += 1
+
+    call = PrefillCall(count, dropped.append)
+    waiting = asyncio.create_task(call.outcome())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert num_cancels == 1
+    call.succeed(OUTCOME)
+    assert dropped == [HAND_OFF]
+
+
+async def test_a_cancelled_wait_for_the_end_loses_nothing() -> None:
+    pulled = PulledDecode()
+    call = pulled.call = DecodeCall(lambda: None, pulled)
+    waiting = asyncio.create_task(call.outcome())
+    await asyncio.sleep(0)
+    call.take_tokens(0, [1], (), 1.0)
+    call.finish(FINISHED)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert await call.outcome() == FINISHED
+    assert (await pulled.next()).token_ids == [1]
+    assert call.heard_at == 1.0
+
+
+async def test_a_sink_that_wants_no_more_ends_its_decode() -> None:
+    class Contented(PulledDecode):
+        def take(self, offset: int, token_ids: list[int], logprobs: object, now: float) -> bool:
+            taken.append(token_ids)
+            return False
+
+    taken: list[list[int]] = []
+    cancels: list[None] = []
+    call = DecodeCall(lambda: cancels.append(None), Contented())
+    call.take_tokens(0, [1], (), 1.0)
+    call.take_tokens(1, [2], (), 2.0)
+    call.fail(RequestCancelledError("as asked"))
+    assert await call.outcome() is None
+    assert (taken, len(cancels)) == ([[1]], 1)
+
+
+async def test_the_first_end_counts() -> None:
+    call = DecodeCall(lambda: pytest.fail("it is over"), PulledDecode())
+    call.finish(FINISHED)
+    call.fail(InvalidRequestError("too late"))
+    call.cancel()
+    assert await call.outcome() == FINISHED
