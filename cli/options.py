@@ -10,8 +10,8 @@ import typer
 from quartet.client import RequestPath, Sampling
 from quartet.rpc.channels import TlsConfig
 
-#: Where ``quartet up`` starts a router. The port is ``services.topology.topology.DEFAULT_ROUTER_PORT``, which is not imported
-#: because numpy, Jinja and the engines' settings would come with it; a test holds that both are equal.
+#: Where ``quartet up`` starts a router. ``services.topology.topology.DEFAULT_ROUTER_PORT`` is not imported: numpy and
+#: Jinja would come with it. A test holds that both ports are equal.
 DEFAULT_ROUTER = "127.0.0.1:50050"
 
 RouterOption: TypeAlias = Annotated[
