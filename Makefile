@@ -12,7 +12,6 @@ endif
 # Half of a test's time is waiting; each process imports torch, though, which takes memory.
 JOBS ?= 2
 BIN := .venv/bin
-PACKAGES := quartet services router cli models codegen benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: help setup tools test test-unit bench lint lint-format lint-code lint-types lint-imports lint-protos \

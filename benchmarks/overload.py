@@ -27,13 +27,10 @@ from benchmarks.processes import CpuMeter, CpuUse, Evidence, collect_evidence
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, add_report_argument
 from benchmarks.stack import Stack
-from cli.bench.lengths import IntRange
-from cli.bench.load import Load, LoadKind
+from cli.bench.load import Load, LoadKind, Window
 from cli.bench.measure import Recorder, Totals
-from cli.bench.run import BenchPlan, Limits, Point, run_plan
-from cli.bench.sender import SenderConfig
-from cli.bench.window import Window
-from cli.bench.workload import WorkloadConfig
+from cli.bench.run import BenchPlan, Limits, Point, SenderConfig, run_plan
+from cli.bench.workload import IntRange, WorkloadConfig
 from quartet.client import QuartetClient
 from quartet.config import build
 from quartet.telemetry.provenance import write_report

@@ -22,14 +22,10 @@ import uvloop
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, add_report_argument
 from benchmarks.stack import Stack
-from cli.bench.histogram import DurationHistogram
-from cli.bench.lengths import IntRange
-from cli.bench.load import Load, LoadKind
-from cli.bench.measure import Recorder
-from cli.bench.run import BenchPlan, Limits, Point, run_plan
-from cli.bench.sender import SenderConfig
-from cli.bench.window import Window
-from cli.bench.workload import WorkloadConfig
+from cli.bench.load import Load, LoadKind, Window
+from cli.bench.measure import DurationHistogram, Recorder
+from cli.bench.run import BenchPlan, Limits, Point, SenderConfig, run_plan
+from cli.bench.workload import IntRange, WorkloadConfig
 from cli.traces.format import BLOCK_SIZE, TraceRequest
 from quartet.client import QuartetClient
 from quartet.config import build

@@ -223,10 +223,6 @@ def _main() -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(_main())
-
-
 # What this adapter relies on in TensorRT-LLM, and what would not work without it: one table.
 #
 # ``quartet doctor trtllm`` compares it with an installed package (`inspection`). Whatever the adapter imports stands
@@ -603,3 +599,7 @@ UNTOLD = (
     "how a context-only request ends",
     "whether an opaque state can be pulled twice",
 )
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
