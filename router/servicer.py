@@ -88,9 +88,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         try:
             with self._stalled.watch() as watched:
                 while (message := await answer.next()) is not None:
-                    watched.began()
-                    await context.write(message)
-                    watched.ended()
+                    await watched.write(context, message)
         finally:
             listener.cancel()
             await run.drop()

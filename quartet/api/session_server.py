@@ -152,9 +152,7 @@ class SessionStream:
                 await outbox.pause(next_at - now)
             if (message := outbox.take()) is not None:
                 next_at = loop.time() + self._limits.tick_s
-                watched.began()
-                await context.write(message)
-                watched.ended()
+                await watched.write(context, message)
         if not self._is_half_closed:
             raise DrainingError("the router is going away", retry_delay_s=_DRAINING_RETRY_DELAY_S)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import time
+import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -376,27 +376,36 @@ def _writer(generate: _Behavior) -> _Behavior:
 
 _MAX_LOOK_INTERVAL_S = 1.0
 
+# More than gRPC takes to cancel a handler whose client has gone.
+_CANCEL_FOLLOWS_S = 10.0
+
 
 class WatchedCall:
-    """One call's writes. Say ``began`` before each and ``ended`` after it."""
+    """One call's writes."""
 
     def __init__(self, task: asyncio.Task[Any]) -> None:
         """``task`` writes."""
         self.is_stalled = False
         self._task = task
-        self._since: float | None = None
+        self._is_writing = False
+        self._num_looks = 0
 
-    def began(self) -> None:
-        """A write begins."""
-        self._since = time.monotonic()
+    async def write(self, context: grpc.aio.ServicerContext[Any, Any], message: Any) -> None:
+        """Write ``message``; where the client has gone, that always ends in a cancel of the call's task."""
+        self._is_writing = True
+        self._num_looks = 0
+        try:
+            await context.write(message)
+        except grpc.aio.InternalError:
+            # gRPC may fail the write before it cancels the task, which it does as soon as it sees why.
+            await asyncio.sleep(_CANCEL_FOLLOWS_S)
+            raise
+        self._is_writing = False
 
-    def ended(self) -> None:
-        """The client took it."""
-        self._since = None
-
-    def look(self, limit: float) -> None:
-        """End the call if it has been writing since before ``limit``, monotonic seconds."""
-        if self._since is not None and self._since < limit and not self.is_stalled:
+    def look(self, max_looks: int) -> None:
+        """End the call if ``max_looks`` looks before this one saw it in the same write."""
+        self._num_looks += 1
+        if self._is_writing and self._num_looks > max_looks and not self.is_stalled:
             self.is_stalled = True
             self._task.cancel()
 
@@ -430,9 +439,14 @@ class StalledCalls:
             self._calls.discard(call)
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Look until cancelled.
+
+        Looks are counted, not time: while the event loop itself has no CPU, clients cannot be served, and are not
+        taken for stalled.
+        """
+        interval_s = min(_MAX_LOOK_INTERVAL_S, self._timeout_s / 4)
+        max_looks = math.ceil(self._timeout_s / interval_s)
         while True:
-            await asyncio.sleep(min(_MAX_LOOK_INTERVAL_S, self._timeout_s / 4))
-            limit = time.monotonic() - self._timeout_s
+            await asyncio.sleep(interval_s)
             for call in tuple(self._calls):
-                call.look(limit)
+                call.look(max_looks)

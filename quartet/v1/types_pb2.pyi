@@ -29,7 +29,7 @@ class _MediaKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MediaKind.V
     MEDIA_KIND_UNSPECIFIED: _MediaKind.ValueType  # 0
     """Never sent."""
     MEDIA_KIND_IMAGE: _MediaKind.ValueType  # 1
-    """A picture: PNG, JPEG, WebP or GIF, of which the first frame counts."""
+    """A picture: PNG, JPEG, WebP or GIF (its first frame)."""
     MEDIA_KIND_EMBEDDINGS: _MediaKind.ValueType  # 2
     """Precomputed embeddings: a safetensors file with one tensor `[num_tokens, hidden_size]`."""
 
@@ -39,7 +39,7 @@ class MediaKind(_MediaKind, metaclass=_MediaKindEnumTypeWrapper):
 MEDIA_KIND_UNSPECIFIED: MediaKind.ValueType  # 0
 """Never sent."""
 MEDIA_KIND_IMAGE: MediaKind.ValueType  # 1
-"""A picture: PNG, JPEG, WebP or GIF, of which the first frame counts."""
+"""A picture: PNG, JPEG, WebP or GIF (its first frame)."""
 MEDIA_KIND_EMBEDDINGS: MediaKind.ValueType  # 2
 """Precomputed embeddings: a safetensors file with one tensor `[num_tokens, hidden_size]`."""
 Global___MediaKind: _TypeAlias = MediaKind  # noqa: Y015
@@ -51,7 +51,7 @@ class _FinishReason:
 class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
-    """It goes on; sent only in a `PrefillResult`, of which the field may be left unset."""
+    """It continues; sent only in a `PrefillResult`, where the field may be left unset."""
     FINISH_REASON_STOP_ID: _FinishReason.ValueType  # 1
     """An end-of-sequence or stop id was sampled; it is the last token given out."""
     FINISH_REASON_STOP_STRING: _FinishReason.ValueType  # 2
@@ -65,7 +65,7 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a generation ended well."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
-"""It goes on; sent only in a `PrefillResult`, of which the field may be left unset."""
+"""It continues; sent only in a `PrefillResult`, where the field may be left unset."""
 FINISH_REASON_STOP_ID: FinishReason.ValueType  # 1
 """An end-of-sequence or stop id was sampled; it is the last token given out."""
 FINISH_REASON_STOP_STRING: FinishReason.ValueType  # 2
@@ -131,7 +131,7 @@ class RequestContext(_message.Message):
     traceparent: _builtins.str
     """W3C trace context, `traceparent` form. Empty: no trace."""
     tenant: _builtins.str
-    """Whom the request is accounted to. Empty: nobody in particular."""
+    """The tenant that the request is accounted to. Empty: none."""
     priority: _builtins.int
     """Higher first among waiting requests. Default 0."""
     session_key: _builtins.str

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -30,17 +32,16 @@ class Chatter:
         try:
             with self._stalled.watch() as watched:
                 while True:
-                    watched.began()
-                    await context.write(_PART)
-                    watched.ended()
+                    await watched.write(context, _PART)
         except BaseException as error:
             self.ended.put_nowait(error)
             raise
 
 
-@pytest.fixture
-async def chatter() -> AsyncIterator[tuple[Chatter, grpc.aio.Channel]]:
-    stalled = StalledCalls(_TIMEOUT_S)
+@asynccontextmanager
+async def chatting(timeout_s: float) -> AsyncIterator[tuple[Chatter, grpc.aio.Channel]]:
+    """A server whose clients may take nothing for so long, and a channel to it."""
+    stalled = StalledCalls(timeout_s)
     chatter = Chatter(stalled)
     handler = grpc.unary_stream_rpc_method_handler(chatter.talk)
     server = RpcServer(ServerConfig(), [generic_service("test.Chatter", {"Talk": handler})])
@@ -50,6 +51,12 @@ async def chatter() -> AsyncIterator[tuple[Chatter, grpc.aio.Channel]]:
         yield chatter, channel
     watch.cancel()
     await server.drain(0)
+
+
+@pytest.fixture
+async def chatter() -> AsyncIterator[tuple[Chatter, grpc.aio.Channel]]:
+    async with chatting(_TIMEOUT_S) as chatter:
+        yield chatter
 
 
 async def test_a_client_that_never_reads_loses_its_call_in_bounded_time(
@@ -84,9 +91,37 @@ async def test_a_client_that_reads_keeps_its_call_while_another_stalls(
     silent.cancel()
 
 
-async def test_a_cancel_from_elsewhere_stays_a_cancel(chatter: tuple[Chatter, grpc.aio.Channel]) -> None:
-    server, channel = chatter
-    call = channel.unary_stream(_METHOD)(b"")
-    await call.read()
-    call.cancel()
-    assert isinstance(await asyncio.wait_for(server.ended.get(), 10), asyncio.CancelledError)
+class NobodyReads:
+    """The part of a context that writes, for ever."""
+
+    async def write(self, _message: bytes) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_while_the_server_itself_has_no_cpu_no_client_is_taken_for_stalled() -> None:
+    stalled = StalledCalls(_TIMEOUT_S)
+    watch = asyncio.create_task(stalled.run())
+    context: Any = NobodyReads()
+
+    async def write() -> None:
+        with stalled.watch() as watched:
+            await watched.write(context, _PART)
+
+    writing = asyncio.create_task(write())
+    for _ in range(3):
+        await asyncio.sleep(0)
+        time.sleep(_TIMEOUT_S * 1.5)  # noqa: ASYNC251 - it is the loop that stands still
+    await asyncio.sleep(0)
+    assert not writing.done()
+    with pytest.raises(StalledStreamError):
+        await asyncio.wait_for(writing, 10)
+    watch.cancel()
+
+
+async def test_a_cancel_from_elsewhere_stays_a_cancel() -> None:
+    # Longer than any test: a client that is slow to cancel has not stalled by then.
+    async with chatting(timeout_s=600.0) as (server, channel):
+        call = channel.unary_stream(_METHOD)(b"")
+        await call.read()
+        call.cancel()
+        assert isinstance(await asyncio.wait_for(server.ended.get(), 10), asyncio.CancelledError)
