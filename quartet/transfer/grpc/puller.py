@@ -180,7 +180,7 @@ class TransferPuller:
         num_hidden = 0
         while True:
             try:
-                return stream, await fetch.run(stream)
+                return stream, await fetch.run(stream, waits=num_hidden > 0)
             except BaseException as error:
                 stream.cancel()
                 num_hidden += 1
@@ -329,35 +329,38 @@ class _Fetch:
         """Bytes that move."""
         return len(self._copies) * self._pool.layout.piece_size_bytes if self._pool is not None else 0
 
-    async def run(self, stream: PullStream) -> TransferWay:
+    async def run(self, stream: PullStream, *, waits: bool = False) -> TransferWay:
         """Move everything and let the source go, over ``stream``, which stays the caller's to end.
+
+        ``waits``: nothing is sent before the source has granted, so that gRPC cannot hide a refusal.
 
         Returns the way taken. Raises as ``Claim.fetch`` does.
         """
         max_pull_s = self._config.max_pull_s
         try:
             async with asyncio.timeout(max_pull_s):
-                return await self._run(stream)
+                return await self._run(stream, waits)
         except TimeoutError:
             raise TransferTimeoutError(f"the pull took more than {max_pull_s} s") from None
         except WorkerUnavailableError as error:
             # The source is unavailable. The router must not take that for this worker, which answers it.
             raise TransferError(f"the source cannot be reached: {error.message}") from None
 
-    async def _run(self, stream: PullStream) -> TransferWay:
+    async def _run(self, stream: PullStream, waits: bool) -> TransferWay:
         await stream.send(pb.PullRequest(begin=self._begin()))
         async with _running(stream.receive()) as answer:
             read_ahead = await self._read_ahead()
-            if read_ahead is not None:
+            if read_ahead is not None and not waits:
                 # Everything was read, so `finish` need not wait for `granted`; what was read counts only after both.
                 await stream.send(_FINISH)
             granted = _expect(await answer, "granted", pb.PullGranted)
         way = self._check(granted)
         if read_ahead is None:
             await self._move(stream, way, granted)
-            await stream.send(_FINISH)
         elif read_ahead and not (way is TransferWay.SHM and read_ahead == list(granted.shm.offsets)):
             raise TransferError("the source granted other blocks than its hand-off names")
+        if read_ahead is None or waits:
+            await stream.send(_FINISH)
         _expect(await stream.receive(), "finished", pb.PullFinished)
         return way
 
