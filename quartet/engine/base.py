@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
-
-from prometheus_client import Metric
+from typing import TYPE_CHECKING, Protocol
 
 from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
 from quartet.errors import ServingError
@@ -20,6 +18,10 @@ from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff, KvLayout
 from quartet.media.items import MediaFile
 from quartet.transfer.base import EmbeddingMemory, PoolMemory
+
+if TYPE_CHECKING:
+    # Only a type here, and clients import this module.
+    from prometheus_client import Metric
 
 
 class RequestKind(StrEnum):

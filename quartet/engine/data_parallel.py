@@ -185,8 +185,8 @@ class _RankClaim:
     async def fetch(self, copies: Sequence[PieceCopy]) -> FetchResult:
         return await self._claim.fetch([PieceCopy(copy.piece, self._first_block + copy.block_id) for copy in copies])
 
-    async def abort(self) -> None:
-        await self._claim.abort()
+    async def release(self) -> None:
+        await self._claim.release()
 
 
 # One snapshot of what all data-parallel ranks could share, of snapshots that come rank by rank.

@@ -49,6 +49,8 @@ _HEALTH_CHANGE_TIMEOUT_S = 1.0
 _CUT_TIMEOUT_S = 5.0
 _MAX_POLL_INTERVAL_S = 1.0
 _MIN_POLLS = 4
+# More than gRPC takes to cancel a handler whose client has gone.
+_CANCEL_FOLLOWS_S = 10.0
 _HEALTH_SERVICE = "grpc.health.v1.Health"
 _CHANNELZ_SERVICE = "grpc.channelz.v1.Channelz"
 
@@ -293,9 +295,17 @@ class WatchedCall:
         self._num_polls: int | None = None  # since the write under way began; None: there is none
 
     async def write(self, message: Any) -> None:
-        """Write ``message``; returns when the client has room for the next one."""
+        """Write ``message``; returns when the client has room for the next one.
+
+        Where the client has gone, that always ends in a cancel of the call's task.
+        """
         self._num_polls = 0
-        await self._context.write(message)
+        try:
+            await self._context.write(message)
+        except grpc.aio.InternalError:
+            # gRPC may fail the write before it cancels the task, which it does as soon as it sees why.
+            await asyncio.sleep(_CANCEL_FOLLOWS_S)
+            raise
         self._num_polls = None
 
     def poll(self, max_polls: int) -> None:

@@ -139,7 +139,8 @@ class EncodeClient:
     def start(self, start: EncodeStart, on_encoded: Callable[[HandOff], None] = lambda _hand_off: None) -> EncodeCall:
         """Start to encode; never waits or raises: errors come out of the call.
 
-        ``on_encoded`` is called with each hand-off as it comes, before the caller can take it: its lease starts then.
+        ``on_encoded`` is called with each hand-off as it comes, before the caller can take it: its time to
+        live has begun.
         """
         call = EncodeCall(len(start.items), on_encoded, self._drop)
         if self._is_closed:

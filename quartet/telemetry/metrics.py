@@ -321,7 +321,7 @@ class WorkerMetrics:
         self._requests.labels(outcome).inc()
 
     def count_hand_off(self, outcome: str) -> None:
-        """A hand-off that was held here ended: ``released``, ``expired``, ``cancelled``."""
+        """A hand-off that was held here ended: ``taken``, ``expired``, ``cancelled``."""
         self._hand_offs.labels(outcome).inc()
 
     def count_signed_start(self, outcome: str) -> None:

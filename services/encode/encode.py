@@ -33,7 +33,7 @@ from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.telemetry.logging import FinishedRequest, log_request
 from quartet.telemetry.metrics import WorkerMetrics
 from services.workers.dispatch import CountedStarts, Holds
-from services.workers.embedding_store import EmbeddingStore, Lease
+from services.workers.embedding_store import EmbeddingStore, Hold
 from services.workers.files import FileEncoder, SizedItem
 from services.workers.media import MediaBacklog, WaitingMedia
 from services.workers.requests import NoPlacements, Progress
@@ -208,7 +208,7 @@ class EncodeDispatcher(NoPlacements):
             self._files.want(running.sized[index], running.arrived_at, partial(running.times.__setitem__, index))
             for index in indices
         ]
-        await self._store.obtain(wants, lambda nth, lease: self._hand_off_blocks(running, indices[nth], lease))
+        await self._store.obtain(wants, lambda nth, hold: self._hand_off_blocks(running, indices[nth], hold))
 
     async def _keep_state(self, running: _Running, index: int) -> None:
         """Have the encoder keep an item, and hand it off."""
@@ -226,13 +226,13 @@ class EncodeDispatcher(NoPlacements):
         assert states is not None, "it keeps this one"
         states.release(holder, was_taken=was_taken)
 
-    def _hand_off_blocks(self, running: _Running, index: int, lease: Lease) -> None:
+    def _hand_off_blocks(self, running: _Running, index: int, hold: Hold) -> None:
         if index not in running.times:
             self._encode_metrics.count_item("cached")
         holder = next(self._next_holder)
-        self._let_go[holder] = lambda _was_taken: lease.release()
+        self._let_go[holder] = lambda _was_taken: hold.release()
         payload = EmbeddingsPayload(self._encoder.embeddings.layout, running.sized[index].size.num_tokens)
-        self._hand_off(running, index, holder, lease.block_ids, payload)
+        self._hand_off(running, index, holder, hold.block_ids, payload)
 
     def _hand_off(
         self, running: _Running, index: int, holder: int, block_ids: tuple[int, ...], payload: Payload

@@ -204,7 +204,7 @@ class WorkerProcess:
         loop = asyncio.get_running_loop()
 
         def ended(holder: int, state: HandOffState) -> None:
-            parts.hand_off_ended(holder, was_taken=state is HandOffState.RELEASED)
+            parts.hand_off_ended(holder, was_taken=state is HandOffState.TAKEN)
             self._surroundings.metrics.count_hand_off(state)
             # No output comes of a release, and a router may wait for just this room.
             loop.call_later(_RELEASE_SEEN_S, self._poke)

@@ -113,7 +113,7 @@ async def encode_worker(
     encoder: FakeEncoder | None = None,
     *,
     limits: StreamLimits | None = None,
-    lease_s: float = 10.0,
+    hand_off_ttl_s: float = 10.0,
     max_waiting_items: int = 64,
     max_waiting_pixels: int = 10_000,
     max_size_bytes: int = 2_000_000,
@@ -128,9 +128,9 @@ async def encode_worker(
     desks: list[EncodeDispatcher] = []
 
     def ended(holder: int, state: HandOffState) -> None:
-        desks[0].release(holder, was_taken=state is HandOffState.RELEASED)
+        desks[0].release(holder, was_taken=state is HandOffState.TAKEN)
 
-    transfer = TransferConfig(lease_s=lease_s)
+    transfer = TransferConfig(hand_off_ttl_s=hand_off_ttl_s)
     source = TransferSource(worker_id="encoder", epoch=EPOCH, config=transfer, on_end=ended, memory=memory)
     registry = CollectorRegistry()
     metrics = EncodeMetrics(registry)

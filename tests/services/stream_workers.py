@@ -110,7 +110,7 @@ async def stream_worker(
 ) -> AsyncIterator[StreamWorker]:
     """A worker of ``kind`` on loopback; everything is taken down in the end."""
     runner = runner or FakeRunner()
-    transfer = transfer or TransferConfig(lease_s=10.0)
+    transfer = transfer or TransferConfig(hand_off_ttl_s=10.0)
     host, memory = host_identity(), runner.memory
     assert memory is not None
     puller = TransferPuller(lambda address: create_channel(address, None), host=host, config=transfer)
@@ -169,10 +169,10 @@ async def prefill_and_decode(
     ways: tuple[TransferWay, ...] = (TransferWay.SHM, TransferWay.GRPC),
     prefill_runner: FakeRunner | None = None,
     decode_runner: FakeRunner | None = None,
-    lease_s: float = 10.0,
+    hand_off_ttl_s: float = 10.0,
 ) -> AsyncIterator[tuple[StreamWorker, StreamWorker]]:
     """One worker of each kind."""
-    transfer = TransferConfig(ways=ways, lease_s=lease_s)
+    transfer = TransferConfig(ways=ways, hand_off_ttl_s=hand_off_ttl_s)
     async with (
         stream_worker(RequestKind.PREFILL, prefill_runner, transfer=transfer) as prefill,
         stream_worker(RequestKind.DECODE, decode_runner, transfer=transfer) as decode,

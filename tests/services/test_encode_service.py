@@ -231,8 +231,8 @@ async def test_a_cancel_ends_it_and_frees_everything() -> None:
         await until(worker.is_clean)
 
 
-async def test_a_hand_off_that_was_sent_outlives_its_stream_and_then_its_lease_ends_it() -> None:
-    async with encode_worker(lease_s=0.3) as worker:
+async def test_a_hand_off_that_was_sent_outlives_its_stream_and_then_expires() -> None:
+    async with encode_worker(hand_off_ttl_s=0.3) as worker:
         worker.encoder.may_encode.clear()
         stream = worker.stream()
         await stream.write(encode_pb2.EncodeRequest(start=to_encode_start(make_encode_start([CAT, DOG]))))

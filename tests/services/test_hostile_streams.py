@@ -232,7 +232,7 @@ async def test_hand_offs_from_impossible_places_fail_in_their_slots(address: str
             worker_id="w",
             epoch=1,
             address=address,
-            lease=timedelta(seconds=1),
+            time_to_live=timedelta(seconds=1),
             payload=BlocksPayload(fake_layout(), len(PROMPT)),
         )
         call = worker.decodes().start(make_start(PROMPT, generated=[1], hand_off=hand_off))
@@ -250,7 +250,7 @@ async def test_a_start_too_long_for_any_message_fails_before_it_is_sent() -> Non
             worker_id="w",
             epoch=1,
             address="127.0.0.1:1",
-            lease=timedelta(seconds=1),
+            time_to_live=timedelta(seconds=1),
             payload=OpaquePayload("trtllm", bytes(MAX_STREAM_MESSAGE_BYTES)),
         )
         client = worker.decodes()

@@ -227,7 +227,7 @@ def test_a_hand_off_of_blocks_knows_its_pieces() -> None:
     [
         (types_pb2.HandOff(hand_off_id=b"short"), "hand_off.hand_off_id"),
         (types_pb2.HandOff(secret=b"s" * 17), "hand_off.secret"),
-        (types_pb2.HandOff(lease=Duration(seconds=-1)), "hand_off.lease"),
+        (types_pb2.HandOff(time_to_live=Duration(seconds=-1)), "hand_off.time_to_live"),
         (
             types_pb2.HandOff(blocks=types_pb2.BlocksPayload(layout=types_pb2.KvLayout(dtype="int3"))),
             "hand_off.blocks.layout.dtype",
@@ -307,8 +307,8 @@ def assert_context(rebuilt: RequestContext, context: RequestContext) -> None:
 
 
 def assert_hand_off(rebuilt: HandOff, hand_off: HandOff) -> None:
-    assert rebuilt.lease.total_seconds() == pytest.approx(hand_off.lease.total_seconds(), abs=1e-5)
-    assert replace(rebuilt, lease=hand_off.lease) == hand_off
+    assert rebuilt.time_to_live.total_seconds() == pytest.approx(hand_off.time_to_live.total_seconds(), abs=1e-5)
+    assert replace(rebuilt, time_to_live=hand_off.time_to_live) == hand_off
 
 
 def assert_media(rebuilt: Sequence[MediaInput], media: Sequence[MediaInput]) -> None:

@@ -36,7 +36,7 @@ HAND_OFF = HandOff(
     worker_id="encode-0",
     epoch=1,
     address="h:1",
-    lease=timedelta(seconds=30),
+    time_to_live=timedelta(seconds=30),
     payload=EmbeddingsPayload(LAYOUT, 64, (1, 2, 3, 4)),
 )
 START = EncodeStart(

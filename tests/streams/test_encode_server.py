@@ -33,7 +33,7 @@ def encoded(item: int) -> EncodedItem:
         worker_id="w",
         epoch=1,
         address="a:1",
-        lease=timedelta(seconds=1),
+        time_to_live=timedelta(seconds=1),
         payload=EmbeddingsPayload(layout, 5),
     )
     return EncodedItem(item=item, hand_off=hand_off)

@@ -160,7 +160,7 @@ def make_hand_off(num_bytes: int) -> HandOff:
         worker_id="w" * 200,
         epoch=2**64 - 1,
         address="h" * 200,
-        lease=timedelta(seconds=30),
+        time_to_live=timedelta(seconds=30),
         payload=OpaquePayload("trtllm", bytes(num_bytes)),
     )
 

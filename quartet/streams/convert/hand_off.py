@@ -1,4 +1,4 @@
-"""Hand-offs, the layout of the blocks behind them, and snapshots of all blocks that a worker holds."""
+"""Hand-offs, the layout of the blocks behind them, and snapshots of KV blocks, to and from messages."""
 
 from __future__ import annotations
 
@@ -22,55 +22,10 @@ from quartet.rpc.errors import to_duration, to_timedelta
 from quartet.v1 import types_pb2
 from quartet.v1 import worker_pb2 as pb
 
-_ID_SIZE_BYTES = 16
-
-#: Blocks of one message: 128 KiB, and a few milliseconds of an event loop's time at either end.
+#: Blocks of one message of a snapshot: 128 KiB, and a few milliseconds of an event loop's time at either end.
 MAX_PART_BLOCKS = 8192
 
-
-def to_hand_off(hand_off: HandOff) -> types_pb2.HandOff:
-    """The message."""
-    message = types_pb2.HandOff(
-        hand_off_id=hand_off.hand_off_id,
-        secret=hand_off.secret,
-        worker_id=hand_off.worker_id,
-        epoch=hand_off.epoch,
-        address=hand_off.address,
-        lease=to_duration(hand_off.lease.total_seconds()),
-    )
-    match hand_off.payload:
-        case BlocksPayload(layout, num_tokens, block_ids):
-            message.blocks.CopyFrom(
-                types_pb2.BlocksPayload(layout=to_kv_layout(layout), num_tokens=num_tokens, block_ids=block_ids)
-            )
-        case EmbeddingsPayload(layout, num_tokens, block_ids):
-            message.embeddings.CopyFrom(
-                types_pb2.EmbeddingsPayload(
-                    layout=to_embedding_layout(layout), num_tokens=num_tokens, block_ids=block_ids
-                )
-            )
-        case OpaquePayload(engine, state):
-            message.opaque.CopyFrom(types_pb2.OpaquePayload(engine=engine, state=state))
-    return message
-
-
-def from_hand_off(message: types_pb2.HandOff, field: str = "hand_off") -> HandOff:
-    """The hand-off. Raises ``InvalidRequestError`` with ``field`` below the one given."""
-    for name in ("hand_off_id", "secret"):
-        if len(getattr(message, name)) != _ID_SIZE_BYTES:
-            raise InvalidRequestError(f"{name} must have {_ID_SIZE_BYTES} bytes", field=f"{field}.{name}")
-    for name in ("worker_id", "address"):
-        if not getattr(message, name):
-            raise InvalidRequestError(f"{name} is empty", field=f"{field}.{name}")
-    return HandOff(
-        hand_off_id=message.hand_off_id,
-        secret=message.secret,
-        worker_id=message.worker_id,
-        epoch=message.epoch,
-        address=message.address,
-        lease=to_timedelta(message.lease, f"{field}.lease"),
-        payload=_from_payload(message, field),
-    )
+_ID_SIZE_BYTES = 16
 
 
 def to_kv_layout(layout: KvLayout) -> types_pb2.KvLayout:
@@ -116,6 +71,51 @@ def from_embedding_layout(message: types_pb2.EmbeddingLayout, field: str = "layo
         dtype=message.dtype,
         hidden_size=message.hidden_size,
         block_size=message.block_size,
+    )
+
+
+def to_hand_off(hand_off: HandOff) -> types_pb2.HandOff:
+    """The message."""
+    message = types_pb2.HandOff(
+        hand_off_id=hand_off.hand_off_id,
+        secret=hand_off.secret,
+        worker_id=hand_off.worker_id,
+        epoch=hand_off.epoch,
+        address=hand_off.address,
+        time_to_live=to_duration(hand_off.time_to_live.total_seconds()),
+    )
+    match hand_off.payload:
+        case BlocksPayload(layout, num_tokens, block_ids):
+            message.blocks.CopyFrom(
+                types_pb2.BlocksPayload(layout=to_kv_layout(layout), num_tokens=num_tokens, block_ids=block_ids)
+            )
+        case EmbeddingsPayload(layout, num_tokens, block_ids):
+            message.embeddings.CopyFrom(
+                types_pb2.EmbeddingsPayload(
+                    layout=to_embedding_layout(layout), num_tokens=num_tokens, block_ids=block_ids
+                )
+            )
+        case OpaquePayload(engine, state):
+            message.opaque.CopyFrom(types_pb2.OpaquePayload(engine=engine, state=state))
+    return message
+
+
+def from_hand_off(message: types_pb2.HandOff, field: str = "hand_off") -> HandOff:
+    """The hand-off. Raises ``InvalidRequestError`` with ``field`` below the one given."""
+    for name in ("hand_off_id", "secret"):
+        if len(getattr(message, name)) != _ID_SIZE_BYTES:
+            raise InvalidRequestError(f"{name} must have {_ID_SIZE_BYTES} bytes", field=f"{field}.{name}")
+    for name in ("worker_id", "address"):
+        if not getattr(message, name):
+            raise InvalidRequestError(f"{name} is empty", field=f"{field}.{name}")
+    return HandOff(
+        hand_off_id=message.hand_off_id,
+        secret=message.secret,
+        worker_id=message.worker_id,
+        epoch=message.epoch,
+        address=message.address,
+        time_to_live=to_timedelta(message.time_to_live, f"{field}.time_to_live"),
+        payload=_from_payload(message, field),
     )
 
 
