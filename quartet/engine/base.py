@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
-
-from prometheus_client import Metric
+from typing import TYPE_CHECKING, Protocol
 
 from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
 from quartet.errors import ServingError
 from quartet.events.kv import RankEvents, StoredBlocks
-from quartet.events.step_time import StepTime
+from quartet.events.load import RankCounts
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff, KvLayout
 from quartet.media.items import MediaFile
 from quartet.transfer.base import EmbeddingMemory, PoolMemory
+
+if TYPE_CHECKING:
+    # Only a type here, and clients import this module.
+    from prometheus_client import Metric
 
 
 class RequestKind(StrEnum):
@@ -189,32 +191,24 @@ class StepLogprobs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineStats:
-    """A snapshot of one data-parallel rank; block counts add up to ``num_total_blocks``.
+class EngineStats(RankCounts):
+    """A snapshot of one data-parallel rank. Where a step runs, what it computes is begun, and still queued.
 
-    A running step is included: the tokens that it computes are begun, and still queued.
+    Attributes:
+        step_ends_at: when the running step should end, in monotonic seconds; 0: none runs, or it is unknown.
+        num_prompt_steps: steps begun, ever, that compute prompt tokens.
+        num_preemptions: requests that gave their blocks up and were computed again.
+        num_prompt_tokens: prompt tokens computed, ever, not counting cached ones.
+        num_output_tokens: tokens sampled, ever.
+        num_cached_tokens: prompt tokens found in the cache, ever.
     """
 
-    num_running: int = 0
-    num_waiting: int = 0
-    num_queued_prefill_tokens: int = 0  # not computed yet
-    num_unbegun_prefill_tokens: int = 0  # of these, tokens in no step yet; waiting tokens count even if cached
-    num_decoding: int = 0  # requests that take one token in every step
-    num_context_tokens: int = 0  # of the decoding requests together
-    max_step_tokens: int = 0  # most tokens that a step computes; 0: unknown
-    step_ends_at: float = 0.0  # when the running step should end, in monotonic seconds; 0: none runs, or unknown
-    step_time: StepTime | None = None  # as measured; None: too few steps so far
-    num_in_use_blocks: int = 0
-    num_held_blocks: int = 0
-    num_cached_blocks: int = 0
-    num_free_blocks: int = 0
-    num_total_blocks: int = 0
-    num_steps: int = 0  # the progress counter: grows with every step that did something
-    num_prompt_steps: int = 0  # steps with prompt tokens that have begun, ever
+    step_ends_at: float = 0.0
+    num_prompt_steps: int = 0
     num_preemptions: int = 0
-    num_prompt_tokens: int = 0  # computed, not counting cached ones
+    num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    num_cached_tokens: int = 0  # prompt tokens found in the cache
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -186,8 +186,8 @@ class _RankClaim:
     async def fetch(self, copies: Sequence[PieceCopy]) -> FetchResult:
         return await self._claim.fetch([PieceCopy(copy.piece, self._first_block + copy.block_id) for copy in copies])
 
-    async def abort(self) -> None:
-        await self._claim.abort()
+    async def release(self) -> None:
+        await self._claim.release()
 
 
 class RankSnapshots:

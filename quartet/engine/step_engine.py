@@ -165,7 +165,7 @@ class StepEngine(ThreadedEngine[ModelRunner]):
         if self._pulls is None or self._memory is None:
             raise UnsupportedFieldError("this engine takes no hand-offs", field="hand_off")
         blocks_payload(hand_off)
-        self._pulls.open(id, hand_off)
+        self._pulls.claim(id, hand_off)
 
     def _end_pull(self, id: int, outcome: FetchResult | ServingError) -> None:
         if isinstance(outcome, FetchResult):
@@ -181,7 +181,7 @@ class StepEngine(ThreadedEngine[ModelRunner]):
 
     def _direct_pulls(self, pulls: Pulls, report: StepReport) -> None:
         for pull in report.pulls:
-            pulls.start(pull)
+            pulls.fetch(pull)
         for id in report.stopped_pulls:
             pulls.stop(id)
         if report.output is not None:

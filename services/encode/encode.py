@@ -37,7 +37,7 @@ from quartet.telemetry.metrics import WorkerMetrics
 from quartet.transfer.base import PoolMemory
 from quartet.transfer.source import TransferSource
 from services.encode.servicer import encode_service
-from services.workers.embedding_store import EmbeddingStore, Lease
+from services.workers.embedding_store import EmbeddingStore, Hold
 from services.workers.files import FileEncoder, SizedItem
 from services.workers.media import MediaBacklog, WaitingMedia
 from services.workers.parts import Abilities, EncoderFactory, Serving, Surroundings
@@ -268,7 +268,7 @@ class EncodeDispatcher(RequestBook[_Running]):
             self._files.want(running.sized[index], running.arrived_at, partial(running.times.__setitem__, index))
             for index in indices
         ]
-        await self._store.obtain(wants, lambda nth, lease: self._hand_off_blocks(running, indices[nth], lease))
+        await self._store.obtain(wants, lambda nth, hold: self._hand_off_blocks(running, indices[nth], hold))
 
     async def _keep_state(self, running: _Running, index: int) -> None:
         """Have the encoder keep an item, and hand it off."""
@@ -286,13 +286,13 @@ class EncodeDispatcher(RequestBook[_Running]):
         assert states is not None, "it keeps this state"
         states.release(holder, was_taken=was_taken)
 
-    def _hand_off_blocks(self, running: _Running, index: int, lease: Lease) -> None:
+    def _hand_off_blocks(self, running: _Running, index: int, hold: Hold) -> None:
         if index not in running.times:
             self._encode_metrics.count_item("cached")
         holder = next(self._next_holder)
-        self._let_go[holder] = lambda _was_taken: lease.release()
+        self._let_go[holder] = lambda _was_taken: hold.release()
         payload = EmbeddingsPayload(self._encoder.embeddings.layout, running.sized[index].size.num_tokens)
-        self._hand_off(running, index, holder, lease.block_ids, payload)
+        self._hand_off(running, index, holder, hold.block_ids, payload)
 
     def _hand_off(
         self, running: _Running, index: int, holder: int, block_ids: tuple[int, ...], payload: Payload

@@ -36,8 +36,8 @@ class WorkerConfig:
         max_file_size_mb: largest media file, in MB of 10**6 bytes.
         events_key_file: the key that encrypts events (see ``quartet.events.curve``); ``None``: not encrypted, which
             needs loopback or ``server.insecure``.
-        signing_keys_file: keys that verify signed starts, for decode workers (``quartet.streams.signed_start``); ``None``:
-            signed starts are refused.
+        signing_keys_file: keys that verify signed starts, for decode workers (``quartet.streams.signed_start``);
+            ``None``: signed starts are refused.
         drain_timeout_s: running requests get this long to end after SIGTERM.
         stall_timeout_s: after so long without a step while work is in flight, health is NOT_SERVING.
     """

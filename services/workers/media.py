@@ -28,17 +28,18 @@ from quartet.errors import (
 from quartet.kvcache.layout import EmbeddingsPayload, HandOff, OpaquePayload
 from quartet.kvcache.media_spans import check_placeholders, expand_placeholders
 from quartet.media.items import MediaFile, MediaItem
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.rpc.errors import public_error
-from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES, WorkerStart
+from quartet.streams.messages import WorkerStart
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.transfer.base import Claim, PieceCopy, Puller
-from services.workers.embedding_store import EmbeddingStore, Lease, Want
+from services.workers.embedding_store import EmbeddingStore, Hold, Want
 from services.workers.files import FileEncoder, FileSizer, SizedItem
 
 _LOG = logging.getLogger(__name__)
 
 # The expanded prompt of a request with files is sent back in one message: 4 bytes a token, and room for other fields.
-_MAX_TOLD_TOKENS = (MAX_WORKER_MESSAGE_BYTES - (128 << 10)) // 4
+_MAX_TOLD_TOKENS = (MAX_STREAM_MESSAGE_BYTES - (128 << 10)) // 4
 
 # Waiting items are encoded within a few seconds.
 _RETRY_DELAY_S = 1.0
@@ -106,7 +107,7 @@ class MediaStage:
         return self.num_pulls + (0 if self.files is None else self.files.num_steps)
 
     def open(self, start: WorkerStart) -> MediaUse:
-        """Accept the media of ``start``: its hand-offs' leases are renewed from now on.
+        """Accept the media of ``start``: its hand-offs are renewed from now on.
 
         Raises:
             UnsupportedFieldError: it has files, and there is no vision tower.
@@ -129,7 +130,7 @@ class MediaStage:
 
     def end(self, claim: Claim, *, was_taken: bool) -> None:
         """Tell the source that the engine took a hand-off itself, or that it is not needed any more."""
-        ending = _tell_taken(claim) if was_taken else claim.abort()
+        ending = _tell_taken(claim) if was_taken else claim.release()
         task = asyncio.get_running_loop().create_task(ending, name="end-media")
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
@@ -175,7 +176,7 @@ class MediaUse:
         self._start = start
         self._waiting = waiting
         self._arrived_at = time.monotonic()
-        self._leases: dict[int, Lease] = {}
+        self._holds: dict[int, Hold] = {}
         self._made: set[int] = set()  # indices of items that were not in the pool yet
         self._inputs: dict[int, MediaFile | bytes] = {}  # items that the engine reads by itself
         self._media_ids = tuple(item.media_id for item in start.media)
@@ -197,10 +198,10 @@ class MediaUse:
             generation = self._start.generation
             await self._have_hand_offs()
         indices = range(len(self._start.media))
-        blocks = tuple(self._leases[index].block_ids if index in self._leases else () for index in indices)
+        blocks = tuple(self._holds[index].block_ids if index in self._holds else () for index in indices)
         return ReadyMedia(
             generation,
-            blocks if self._leases else (),
+            blocks if self._holds else (),
             generation is not self._start.generation,
             tuple(self._inputs.get(index) for index in indices) if self._inputs else (),
             self._media_ids,
@@ -210,8 +211,8 @@ class MediaUse:
         """The request has ended, or never began: free all its media. May be called twice."""
         if self._waiting is not None:
             self._waiting.leave_all()
-        for lease in self._leases.values():
-            lease.release()
+        for hold in self._holds.values():
+            hold.release()
         claims, self.claims = list(self.claims.values()), {}
         for claim in claims:
             self._stage.end(claim, was_taken=has_ended_well)
@@ -225,7 +226,7 @@ class MediaUse:
             else:
                 wants[index] = Want(span.media_id, span.num_tokens, partial(self._pull, index))
         indices = list(wants)
-        await self._stage.store.obtain(list(wants.values()), lambda nth, lease: self._take(indices[nth], lease))
+        await self._stage.store.obtain(list(wants.values()), lambda nth, hold: self._take(indices[nth], hold))
 
     async def _encode_files(self) -> Generation:
         stage, start = self._stage, self._start
@@ -271,8 +272,8 @@ class MediaUse:
         self._stage.num_pulls += 1
         self._stage.metrics.count_item("pulled")
 
-    def _take(self, index: int, lease: Lease) -> None:
-        self._leases[index] = lease
+    def _take(self, index: int, hold: Hold) -> None:
+        self._holds[index] = hold
         if index not in self._made:
             self._stage.metrics.count_item("cached")
         claim = self.claims.pop(index, None)
@@ -285,9 +286,9 @@ async def _tell_taken(claim: Claim) -> None:
     try:
         await claim.fetch(())
     except ServingError as error:
-        # Nothing of the request depends on it any more: its source lets go when the lease ends, at the latest.
+        # Nothing of the request depends on it any more: its source lets go when the hand-off expires, at the latest.
         _LOG.info("the source of a media item could not be told that it was taken: %s", error)
-        await claim.abort()
+        await claim.release()
 
 
 @dataclass

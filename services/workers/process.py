@@ -25,12 +25,11 @@ from quartet.events.curve import read_events_key
 from quartet.events.load import WorkerLoad
 from quartet.events.publisher import EventPublisher, LoadPacer
 from quartet.kvcache.hand_off import HandOffState
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.rpc.server import RpcServer, Service
-from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES
-from quartet.telemetry.event_loop_lag import monitor_event_loop_lag
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.logging import configure
-from quartet.telemetry.metrics import ProcessMetrics, WorkerMetrics
+from quartet.telemetry.metrics import ProcessMetrics, WorkerMetrics, monitor_event_loop_lag
 from quartet.transfer.base import PoolMemory, TransferWay
 from quartet.transfer.grpc.messages import SERVICE as TRANSFER_SERVICE
 from quartet.transfer.grpc.servicer import TransferServicer, add_transfer_servicer
@@ -159,7 +158,7 @@ class WorkerProcess:
         servicer = WorkerServicer(self._served_model.text_files)
         services = [serving.service, worker_service(servicer), self._transfer_service(source, shm)]
         # A longer message would delay all requests on a shared stream, so it ends its stream.
-        server = RpcServer(replace(self._config.server, max_receive_message_bytes=MAX_WORKER_MESSAGE_BYTES), services)
+        server = RpcServer(replace(self._config.server, max_receive_message_bytes=MAX_STREAM_MESSAGE_BYTES), services)
         grpc_port = await server.start()
         stack.push_async_callback(server.drain, _STREAMS_GRACE_S)
         publisher = self._publisher()
@@ -225,7 +224,7 @@ class WorkerProcess:
         loop = asyncio.get_running_loop()
 
         def ended(holder: int, state: HandOffState) -> None:
-            parts.hand_off_ended(holder, was_taken=state is HandOffState.RELEASED)
+            parts.hand_off_ended(holder, was_taken=state is HandOffState.TAKEN)
             self._surroundings.metrics.count_hand_off(state)
             # A release gives no output, and a router may wait for this room.
             loop.call_later(_RELEASE_SEEN_S, self._poke)

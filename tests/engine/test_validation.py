@@ -27,7 +27,7 @@ def _hand_off(payload: BlocksPayload | OpaquePayload) -> HandOff:
         worker_id="p",
         epoch=1,
         address="a:1",
-        lease=timedelta(seconds=1),
+        time_to_live=timedelta(seconds=1),
         payload=payload,
     )
 

@@ -18,7 +18,7 @@ from models.tiny.split import Split
 from models.tiny.tokenizer import ASSISTANT, CHAT_TEMPLATE, EOS, IMAGE, SPECIAL_TOKENS, special_id, train_tokenizer
 from quartet.text.chat_message import ChatMessage
 from quartet.text.chat_template import ChatTemplate
-from quartet.text.special_tokens import SpecialTokens
+from quartet.text.tokenizer import SpecialTokens
 
 SHAPE = BatchShape(num_tokens=4_096, num_images=4, max_conversations=63)
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from quartet.engine.encoder import EncoderCapabilities, EncoderStats, EncodeTimes, ItemSize
 from quartet.engine.fingerprint import model_fingerprint
+from quartet.engine.late_import import importing
 from quartet.engine.life_cycle import call_on_loop
 from quartet.engine.media.rows_encoder import RowsParts
 from quartet.engine.media_config import make_embedding_memory, read_media_config, shared_item_tokens
@@ -44,7 +45,8 @@ _LoadTower: TypeAlias = "Callable[[TorchEncoderConfig, EmbeddingMemory | None], 
 
 
 def _load_tower(config: TorchEncoderConfig, embeddings: EmbeddingMemory | None) -> Tower:
-    from quartet.engine.torch.encoder_tower import load_tower
+    with importing("torch"):
+        from quartet.engine.torch.encoder_tower import load_tower
 
     return load_tower(config, embeddings)
 

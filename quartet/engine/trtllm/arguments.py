@@ -333,7 +333,7 @@ _TRANSCEIVER = "cache_transceiver_config"
 _DEFAULT_TRANSCEIVER = "NIXL"
 
 #: Of a hand-off that nobody fetches: its blocks are prefill's until then. TensorRT-LLM counts from the prompt's end and
-#: nothing renews it, unlike our lease of 30 s, which decode renews while the request waits there: so it has to be
+#: nothing renews it, unlike our hand-off of 30 s, which decode renews while the request waits there: so it has to be
 #: longer than that, with time for a decode that is queued. One that waits still longer finds nothing to pull, fails and
 #: is prefilled again; so that blocks which nobody will pull are prefill's for a minute at most.
 _DEFAULT_TRANSFER_TIMEOUT_MS = 60_000
