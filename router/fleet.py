@@ -48,7 +48,7 @@ from quartet.text.chat_template import read_template_file
 from quartet.text.model_files import CHAT_TEMPLATE, TEXT_FILE_NAMES
 from quartet.text.model_text import ModelText
 from quartet.transfer.config import TransferConfig
-from quartet.transfer.grpc.puller import HandOffLease, TransferPuller
+from quartet.transfer.grpc.puller import PullClaim, TransferPuller
 from router.kv_index.feed import KvJoins
 from router.workers import PoolKey, WorkerTable
 
@@ -124,17 +124,17 @@ class Fleet:
         """Start a decode. Raises ``WorkerUnavailableError`` when the worker is gone."""
         return self._connection(Role.DECODE, rank).decode(start, sink)
 
-    def keep(self, hand_off: HandOff) -> HandOffLease:
-        """Renew the lease of ``hand_off`` until told to stop. Raises ``TransferError`` when closing."""
-        return self._puller.keep(hand_off)
+    def keep(self, hand_off: HandOff) -> PullClaim:
+        """Renew ``hand_off`` until told to stop. Raises ``TransferError`` when closing."""
+        return self._puller.claim_for_another(hand_off)
 
     def drop(self, hand_off: HandOff) -> None:
-        """Let the source know that nobody will take ``hand_off``; what can't be told is left to the lease."""
+        """Let the source know that nobody will take ``hand_off``; what can't be told expires."""
         try:
-            lease = self._puller.keep(hand_off)
+            claim = self._puller.claim_for_another(hand_off)
         except TransferError:
-            return  # closing: its lease ends it
-        self._spawn(lease.abort())
+            return  # closing: it expires
+        self._spawn(claim.release())
 
     # Life.
 
@@ -446,10 +446,10 @@ class EncodeHop(Protocol):
 
 
 class KeptHandOff(Protocol):
-    """A hand-off whose lease is renewed."""
+    """A hand-off that is renewed."""
 
     def stop(self) -> None:
-        """Renew no more; what is left of the lease is left. May be called twice."""
+        """Renew no more; the hand-off lives on for what is left of its time. May be called twice."""
         ...
 
 
@@ -472,7 +472,7 @@ class Hops(Protocol):
         ...
 
     def keep(self, hand_off: HandOff) -> KeptHandOff:
-        """Renew the lease of a hand-off until told to stop. Raises ``TransferError`` when this is closing."""
+        """Renew a hand-off until told to stop. Raises ``TransferError`` when this is closing."""
         ...
 
     def drop(self, hand_off: HandOff) -> None:

@@ -16,11 +16,11 @@ from router.book import PlacedBooking, Reservation
 from router.fleet import Hops
 from router.workers import WorkerTable
 
-# A signature ends well before the lease of the blocks that it leads to: they are still to be asked for.
-_LEASE_SHARE = 0.8
+# A signature ends well before the hand-off of the blocks that it leads to: they are still to be asked for.
+_TTL_SHARE = 0.8
 
 # Of one that was renewed meanwhile: each third of it, and once more a ninth later where that failed.
-_KEPT_LEASE_SHARE = 0.5
+_KEPT_TTL_SHARE = 0.5
 
 # Clocks of router and worker differ a little, and a report that tells of a start takes its time.
 _MARGIN_S = 5.0
@@ -35,7 +35,7 @@ class SigningTerms:
     Attributes:
         request_id, choice: whose it is.
         hand_off: what it decodes from; ``None``: the decode rank prefills it itself.
-        is_kept: the lease of ``hand_off`` did not begin just now, but was renewed up to now.
+        is_kept: the time to live of ``hand_off`` did not begin just now, but was renewed up to now.
         deadline: of its request, monotonic seconds.
         num_first_tokens: tokens whose KV it has from its first step on.
     """
@@ -118,8 +118,8 @@ class Signer:
     def _time_to_live_s(self, terms: SigningTerms, now: float) -> float:
         ttl_s = min(self._ttl_s, terms.deadline - now)
         if terms.hand_off is not None:
-            share = _KEPT_LEASE_SHARE if terms.is_kept else _LEASE_SHARE
-            ttl_s = min(ttl_s, terms.hand_off.lease.total_seconds() * share)
+            share = _KEPT_TTL_SHARE if terms.is_kept else _TTL_SHARE
+            ttl_s = min(ttl_s, terms.hand_off.time_to_live.total_seconds() * share)
         return max(ttl_s, 0.0)
 
 

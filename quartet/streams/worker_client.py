@@ -1,4 +1,4 @@
-"""Asking a worker who it is, and for its model's text files."""
+"""The calls of ``WorkerService``: a worker's record and load, its model's text files, a snapshot of its KV blocks."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class WorkerClient:
     """``WorkerService`` of one worker."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        """Speak over ``channel``, which stays the caller's."""
+        """Use ``channel``, which stays the caller's."""
         self._stub = worker_pb2_grpc.WorkerServiceStub(channel)
 
     async def info(self, timeout_s: float) -> WorkerReport:
-        """Who it is and how it is. Raises ``ServingError``."""
+        """Its record and its load. Raises ``ServingError``."""
         try:
             response: worker_pb2.GetInfoResponse = await self._stub.GetInfo(
                 worker_pb2.GetInfoRequest(), timeout=timeout_s
@@ -49,7 +49,7 @@ class WorkerClient:
         """The small files of its model, of those that are ``allowed``; others are not kept.
 
         ``model_fingerprint`` names the model whose files are wanted, as the worker may have been replaced meanwhile;
-        empty: whatever it serves.
+        empty: any model.
 
         Raises:
             ModelMismatchError: it serves another model.
@@ -72,7 +72,7 @@ class WorkerClient:
         """All blocks that it could share, in parts of one number and epoch; whole once this ends without an error.
 
         Raises:
-            ServingError: the call failed or took too long, or what came makes no sense.
+            ServingError: the call failed or took too long, or a message is impossible.
         """
         call = self._stub.StreamKvSnapshot(worker_pb2.StreamKvSnapshotRequest(), timeout=timeout_s)
         try:

@@ -22,7 +22,7 @@ from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff
 from quartet.kvcache.media_spans import check_placeholders, expand_placeholders
 from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaPart, MediaSize, MediaUrl
-from quartet.streams.chunks import MAX_START_MEDIA_BYTES
+from quartet.rpc.channels import MAX_API_MESSAGE_BYTES
 from quartet.streams.messages import MediaInput, RequestContext
 from quartet.text.model_text import MediaText, ModelText
 from router.media.encode import EncodeOrder, EncodeTools, Encoding, KnownSizes, ReadyInputs, client_error
@@ -339,8 +339,8 @@ def _check_total(items: Sequence[MediaItem], fields: Sequence[str]) -> None:
     num_bytes = 0
     for item, field_name in zip(items, fields, strict=True):
         num_bytes += len(item.file.data)
-        if num_bytes > MAX_START_MEDIA_BYTES:
-            message = f"the request's media exceed {MAX_START_MEDIA_BYTES} bytes together"
+        if num_bytes > MAX_API_MESSAGE_BYTES:
+            message = f"the request's media exceed {MAX_API_MESSAGE_BYTES} bytes together"
             raise MediaTooLargeError(message, field=field_name)
 
 

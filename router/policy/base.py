@@ -86,8 +86,6 @@ class Candidate:
         max_step_tokens: tokens that a step computes at most.
         step_time: how long its steps take.
         is_measured: ``step_time`` was measured there; else it is only good for comparing ranks with one another.
-        num_unanswered_tokens: missing tokens of the router's requests there that have no first token yet.
-        num_prompt_blocks: blocks of the prompts of the router's requests there, shared ones counted for each.
     """
 
     rank: Rank
@@ -105,8 +103,6 @@ class Candidate:
     max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS
     step_time: StepTime = field(default_factory=StepTime)
     is_measured: bool = True
-    num_unanswered_tokens: int = 0
-    num_prompt_blocks: int = 0
 
     @property
     def num_free_for_booking(self) -> int:

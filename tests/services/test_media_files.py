@@ -85,7 +85,7 @@ def with_hand_off(start: WorkerStart) -> WorkerStart:
         worker_id="w",
         epoch=1,
         address="a:1",
-        lease=timedelta(1),
+        time_to_live=timedelta(1),
         payload=payload,
     )
     return replace(start, hand_off=hand_off)

@@ -107,7 +107,7 @@ async def test_before_a_decode_had_room_to_pull() -> None:
 
 
 async def test_with_a_hand_off_that_it_got_and_never_used() -> None:
-    async with prefill_and_decode(lease_s=0.3) as (prefill, _decode):
+    async with prefill_and_decode(hand_off_ttl_s=0.3) as (prefill, _decode):
         client = prefill.prefills()
         await client.start(make_start(PROMPT)).outcome()
         await client.close()

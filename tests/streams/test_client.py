@@ -33,7 +33,7 @@ HAND_OFF = HandOff(
     worker_id="w",
     epoch=1,
     address="h:1",
-    lease=timedelta(seconds=1),
+    time_to_live=timedelta(seconds=1),
     payload=OpaquePayload("trtllm", b"state"),
 )
 OUTCOME = PrefillOutcome(

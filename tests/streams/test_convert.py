@@ -20,6 +20,7 @@ from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.kvcache.layout import BlocksPayload, HandOff, KvLayout
 from quartet.streams import convert
 from quartet.streams.messages import MediaInput, RequestContext, WorkerStart
+from quartet.transfer.grpc.messages import host_from_pb, host_to_pb
 from quartet.v1 import decode_pb2, prefill_pb2, types_pb2, worker_pb2
 from tests.streams import strategies
 
@@ -226,7 +227,7 @@ def test_a_hand_off_of_blocks_knows_its_pieces() -> None:
     [
         (types_pb2.HandOff(hand_off_id=b"short"), "hand_off.hand_off_id"),
         (types_pb2.HandOff(secret=b"s" * 17), "hand_off.secret"),
-        (types_pb2.HandOff(lease=Duration(seconds=-1)), "hand_off.lease"),
+        (types_pb2.HandOff(time_to_live=Duration(seconds=-1)), "hand_off.time_to_live"),
         (
             types_pb2.HandOff(blocks=types_pb2.BlocksPayload(layout=types_pb2.KvLayout(dtype="int3"))),
             "hand_off.blocks.layout.dtype",
@@ -285,7 +286,7 @@ def test_a_router_has_no_worker_role() -> None:
 
 def test_a_host_survives() -> None:
     host = HostIdentity(boot_id="b", ipc_namespace="ipc:[1]")
-    assert convert.from_host_identity(convert.to_host_identity(host)) == host
+    assert host_from_pb(host_to_pb(host)) == host
 
 
 def test_secrets_do_not_show_in_reprs() -> None:
@@ -306,8 +307,8 @@ def assert_context(rebuilt: RequestContext, context: RequestContext) -> None:
 
 
 def assert_hand_off(rebuilt: HandOff, hand_off: HandOff) -> None:
-    assert rebuilt.lease.total_seconds() == pytest.approx(hand_off.lease.total_seconds(), abs=1e-5)
-    assert replace(rebuilt, lease=hand_off.lease) == hand_off
+    assert rebuilt.time_to_live.total_seconds() == pytest.approx(hand_off.time_to_live.total_seconds(), abs=1e-5)
+    assert replace(rebuilt, time_to_live=hand_off.time_to_live) == hand_off
 
 
 def assert_media(rebuilt: Sequence[MediaInput], media: Sequence[MediaInput]) -> None:

@@ -148,9 +148,11 @@ class Serving:
 
     async def error(self) -> ServingError:
         async with asyncio.timeout(WAIT_S):
-            with pytest.raises(ExceptionGroup) as caught:
+            with pytest.raises((ExceptionGroup, ServingError)) as caught:
                 await self.task
-        [error] = caught.value.exceptions
+        error: BaseException = caught.value
+        if isinstance(error, ExceptionGroup):
+            [error] = error.exceptions
         assert isinstance(error, ServingError)
         return error
 

@@ -6,7 +6,17 @@ is its path in the message, or ``ProtocolError`` where a peer of ours sent nonse
 
 from quartet.events.wire import from_worker_load, to_worker_load
 from quartet.streams.convert.hand_off import from_hand_off, from_kv_layout, to_hand_off, to_kv_layout
-from quartet.streams.convert.inner import (
+from quartet.streams.convert.media import (
+    from_media_file,
+    from_media_input,
+    from_media_part,
+    from_media_size,
+    to_media_file,
+    to_media_input,
+    to_media_part,
+    to_media_size,
+)
+from quartet.streams.convert.messages import (
     from_decode_start,
     from_engine_finish_reason,
     from_finish_reason,
@@ -32,23 +42,11 @@ from quartet.streams.convert.inner import (
     to_token_logprobs,
     unpack_token_ids,
 )
-from quartet.streams.convert.media import (
-    from_media_file,
-    from_media_input,
-    from_media_part,
-    from_media_size,
-    to_media_file,
-    to_media_input,
-    to_media_part,
-    to_media_size,
-)
 from quartet.streams.convert.workers import (
-    from_host_identity,
     from_transfer_ways,
     from_worker_record,
     from_worker_role,
     rank_load,
-    to_host_identity,
     to_transfer_ways,
     to_worker_record,
     to_worker_role,
@@ -60,7 +58,6 @@ __all__ = [
     "from_finish_reason",
     "from_generation",
     "from_hand_off",
-    "from_host_identity",
     "from_kv_layout",
     "from_media_file",
     "from_media_input",
@@ -83,7 +80,6 @@ __all__ = [
     "to_finish_reason",
     "to_generation",
     "to_hand_off",
-    "to_host_identity",
     "to_kv_layout",
     "to_media_file",
     "to_media_input",

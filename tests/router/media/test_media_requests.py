@@ -16,7 +16,7 @@ from quartet.discovery.base import Rank
 from quartet.engine.sampling import Sampling
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.media.items import MediaFile, MediaKind, MediaSize, MediaUrl
-from quartet.streams.chunks import MAX_START_MEDIA_BYTES
+from quartet.rpc.channels import MAX_API_MESSAGE_BYTES
 from quartet.streams.messages import SignedPlacement
 from quartet.text.chat_message import ChatMessage
 from quartet.text.model_text import ModelText
@@ -30,7 +30,7 @@ from tests.router.test_explain import by_name, explain
 from tests.router.test_generate import make_start
 
 TENSORS = MediaFile(MediaKind.EMBEDDINGS, b"tensors")
-HALF = MediaFile(MediaKind.IMAGE, bytes(MAX_START_MEDIA_BYTES // 2 + 1))
+HALF = MediaFile(MediaKind.IMAGE, bytes(MAX_API_MESSAGE_BYTES // 2 + 1))
 CHAT = ChatPrompt((ChatMessage("user", ("Look: ", A)),))
 
 
