@@ -22,10 +22,17 @@ from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.rpc.errors import from_failure
-from quartet.streams import convert
 from quartet.streams.base import Wakeable
 from quartet.streams.chunks import StartRest, take_chunks
-from quartet.streams.convert.messages import put_decode_start, put_prefill_start, to_signed_decode_start
+from quartet.streams.convert.messages import (
+    from_engine_finish_reason,
+    from_prefill_result,
+    from_slot_started,
+    from_token_logprobs,
+    put_decode_start,
+    put_prefill_start,
+    to_signed_decode_start,
+)
 from quartet.streams.messages import (
     DecodeFinished,
     DecodeSink,
@@ -200,10 +207,10 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
     def _receive(self, response: decode_pb2.DecodeResponse) -> None:
         now = time.monotonic()
         for started in response.started:
-            self._call(started.slot).start(convert.from_slot_started(started), now)
+            self._call(started.slot).start(from_slot_started(started), now)
         self._receive_tokens(response, now)
         for finished in response.finished:
-            reason = convert.from_engine_finish_reason(finished.reason)
+            reason = from_engine_finish_reason(finished.reason)
             outcome = DecodeFinished(reason=reason, num_output_tokens=finished.num_output_tokens)
             self._end(finished.slot).finish(outcome)
         for failed in response.failures:
@@ -213,7 +220,7 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
         token_ids = list(response.token_ids)
         logprobs: dict[int, list[TokenLogprobs]] = {}
         if response.logprobs:
-            logprobs = {entry.slot: list(map(convert.from_token_logprobs, entry.tokens)) for entry in response.logprobs}
+            logprobs = {entry.slot: list(map(from_token_logprobs, entry.tokens)) for entry in response.logprobs}
         calls = self._calls()
         begin = 0
         # Lists first: each access to a repeated field costs as much as the rest of the loop.
@@ -332,7 +339,7 @@ class PrefillClient(SlotClient[prefill_pb2.PrefillRequest, prefill_pb2.PrefillRe
     def _receive(self, response: prefill_pb2.PrefillResponse) -> None:
         for output in response.outputs:
             if output.WhichOneof("outcome") == "result":
-                outcome = convert.from_prefill_result(output.result)
+                outcome = from_prefill_result(output.result)
                 self._end(output.slot).succeed(outcome)
             else:
                 self._end(output.slot).fail(from_failure(output.failure))

@@ -20,7 +20,7 @@ from quartet.errors import RequestCancelledError, ServingError
 from quartet.kvcache.layout import HandOff
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.rpc.errors import to_failure
-from quartet.streams import convert
+from quartet.streams.convert.messages import to_finish_reason, to_prefill_result, to_slot_logprobs, to_slot_started
 from quartet.v1 import decode_pb2, prefill_pb2
 
 ResponseT_co = TypeVar("ResponseT_co", bound=Message, covariant=True)
@@ -125,14 +125,14 @@ class DecodeOutbox:
 
     def started(self, slot: int, started: Started, num_prompt_tokens: int = 0) -> None:
         """Say that ``slot`` joined the running batch; ``num_prompt_tokens`` where its prompt is not as it came."""
-        self._started[slot] = convert.to_slot_started(slot, started, num_prompt_tokens)
+        self._started[slot] = to_slot_started(slot, started, num_prompt_tokens)
         self.ready.set()
 
     def finished(self, slot: int, finished: Finished) -> None:
         """Give ``slot`` its good end, behind the tokens that are pending for it."""
         self._finished[slot] = decode_pb2.SlotFinished(
             slot=slot,
-            reason=convert.to_finish_reason(finished.reason),
+            reason=to_finish_reason(finished.reason),
             num_output_tokens=finished.num_output_tokens,
         )
         self.ready.set()
@@ -233,7 +233,7 @@ class PrefillOutbox:
         self, slot: int, prefilled: Prefilled, hand_off: HandOff | None, expanded: Generation | None = None
     ) -> None:
         """Give ``slot`` its good end; ``expanded`` has its prompt where that is not as it came."""
-        result = convert.to_prefill_result(prefilled, hand_off, expanded)
+        result = to_prefill_result(prefilled, hand_off, expanded)
         self._outputs[slot] = prefill_pb2.PrefillOutput(slot=slot, result=result)
         if hand_off is not None:
             self._holders[slot] = prefilled.id
@@ -344,7 +344,7 @@ def _add_columns(message: decode_pb2.DecodeResponse, tokens: dict[int, _Pending]
     message.token_ids.extend(list(chain.from_iterable([part.token_ids for part in parts])))
     for slot, part in tokens.items():
         if part.logprobs:
-            message.logprobs.append(convert.to_slot_logprobs(slot, part.logprobs))
+            message.logprobs.append(to_slot_logprobs(slot, part.logprobs))
 
 
 def _first(entries: dict[int, EndT], blocked: Container[int], room: int) -> tuple[list[EndT], int]:

@@ -18,9 +18,9 @@ from quartet.errors import (
 )
 from quartet.rpc.channels import MAX_API_MESSAGE_BYTES
 from quartet.rpc.server import StalledCalls
-from quartet.streams import convert
 from quartet.streams.base import ServerStream
 from quartet.streams.chunks import ChunkedStarts, StartMessage
+from quartet.streams.convert.messages import from_decode_start, from_prefill_start
 from quartet.streams.messages import WorkerStart
 from quartet.streams.outbox import Outbox
 from quartet.v1 import decode_pb2, prefill_pb2
@@ -212,5 +212,5 @@ class WorkerStream(ServerStream[_Request, Message], Generic[OutboxT]):
 
 def _parse(start: StartMessage) -> WorkerStart:
     if isinstance(start, decode_pb2.DecodeStart):
-        return convert.from_decode_start(start)
-    return convert.from_prefill_start(start)
+        return from_decode_start(start)
+    return from_prefill_start(start)

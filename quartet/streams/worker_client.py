@@ -12,9 +12,10 @@ from quartet.discovery.base import WorkerRecord
 from quartet.errors import ModelFilesError
 from quartet.events.kv import KvSnapshotPart
 from quartet.events.load import WorkerLoad
+from quartet.events.wire import from_worker_load
 from quartet.rpc.errors import from_rpc_error
-from quartet.streams import convert
 from quartet.streams.convert.hand_off import from_kv_snapshot_part
+from quartet.streams.convert.workers import from_worker_record
 from quartet.v1 import worker_pb2, worker_pb2_grpc
 
 
@@ -41,7 +42,7 @@ class WorkerClient:
             )
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
-        return WorkerReport(convert.from_worker_record(response.record), convert.from_worker_load(response.load))
+        return WorkerReport(from_worker_record(response.record), from_worker_load(response.load))
 
     async def model_files(
         self, allowed: Collection[str], *, model_fingerprint: str = "", max_size_bytes: int, timeout_s: float

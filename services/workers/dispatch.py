@@ -29,7 +29,7 @@ from quartet.errors import (
     ServingError,
 )
 from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload, Payload
-from quartet.streams.convert import to_engine_request
+from quartet.streams.convert.messages import to_engine_request
 from quartet.streams.messages import MAX_OPAQUE_STATE_BYTES, RequestContext, WorkerStart
 from quartet.streams.outbox import DecodeOutbox, PrefillOutbox
 from quartet.telemetry.metrics import WorkerMetrics

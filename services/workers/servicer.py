@@ -14,10 +14,11 @@ from quartet.discovery.base import WorkerRecord
 from quartet.errors import InvalidRequestError, ModelMismatchError, WorkerUnavailableError
 from quartet.events.kv import KvSnapshot
 from quartet.events.load import WorkerLoad
+from quartet.events.wire import to_worker_load
 from quartet.rpc.errors import to_duration, to_non_negative_seconds
 from quartet.rpc.server import Service
-from quartet.streams import convert
 from quartet.streams.convert.hand_off import to_kv_snapshot_parts
+from quartet.streams.convert.workers import to_worker_record
 from quartet.v1 import worker_pb2 as pb
 from quartet.v1 import worker_pb2_grpc
 
@@ -77,8 +78,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """As worker.proto says."""
         worker = self._required()
         return pb.GetInfoResponse(
-            record=convert.to_worker_record(worker.record),
-            load=convert.to_worker_load(worker.sample_load()),
+            record=to_worker_record(worker.record),
+            load=to_worker_load(worker.sample_load()),
             uptime=to_duration(worker.uptime_s),
         )
 

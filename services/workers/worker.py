@@ -14,7 +14,7 @@ from quartet.events.kv import KvSnapshot
 from quartet.events.load import PlacementProgress, WorkerLoad
 from quartet.events.publisher import PromptQueue
 from quartet.rpc.server import RpcServer
-from quartet.streams import convert
+from quartet.streams.convert.workers import rank_load
 from quartet.transfer.source import TransferSource
 from services.workers.kv_events import KvEvents
 from services.workers.requests import Computing, RequestBook
@@ -140,7 +140,7 @@ class Worker:
         return WorkerLoad(
             worker_id=self.record.worker_id,
             epoch=self.record.epoch,
-            ranks=tuple(convert.rank_load(stats, now) for stats in self._requests.stats()),
+            ranks=tuple(rank_load(stats, now) for stats in self._requests.stats()),
             router_progress=self._requests.router_progress,
             router_arrivals=self._requests.router_arrivals,
             placements=placements,

@@ -23,8 +23,7 @@ from quartet.errors import (
     SigningKeyUnknownError,
 )
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
-from quartet.streams import convert
-from quartet.streams.convert.messages import to_signed_decode_start
+from quartet.streams.convert.messages import to_decode_start, to_signed_decode_start
 from quartet.streams.messages import RequestContext, SignedPlacement, WorkerStart
 from quartet.streams.signed_start import SignedStartVerifier, SigningKey, sign
 from quartet.v1 import decode_pb2
@@ -97,7 +96,7 @@ def test_what_was_sealed_is_opened_in_the_callers_slot(start: WorkerStart) -> No
     opened = worker.open(worker.sign(start), slot=5)
     assert opened.slot == 5
     opened.slot = 0
-    assert opened == convert.to_decode_start(0, start)
+    assert opened == to_decode_start(0, start)
     assert worker.outcomes == ["opened"]
 
 
