@@ -242,7 +242,7 @@ class WorkerTable:
         return worker if worker is not None and worker.record.epoch == epoch else None
 
     def _take(self, worker: KnownWorker, load: WorkerLoad, now: float) -> None:
-        state, num_tokens = worker.state(now, self._heartbeat_timeout_s), worker.num_place_tokens
+        state, num_tokens = worker.state(now, self._heartbeat_timeout_s), worker.num_rank_tokens
         worker.on_load(load, now)
         self._peers.on_report(load, now)
         if worker.cut_at is not None and now - worker.cut_at > _LAST_REPORTS_S:
@@ -254,7 +254,7 @@ class WorkerTable:
             arrived_number=load.router_arrivals.get(name, 0),
         )
         # Dozens of reports come a second; few of them change what a pool is.
-        is_same = (state, num_tokens) == (worker.state(now, self._heartbeat_timeout_s), worker.num_place_tokens)
+        is_same = (state, num_tokens) == (worker.state(now, self._heartbeat_timeout_s), worker.num_rank_tokens)
         self._changed(keep_pools=is_same)
 
     def _is_ready(self, worker: KnownWorker, now: float) -> bool:
@@ -314,7 +314,7 @@ class KnownWorker:
     Attributes:
         pool: the pool that it belongs to.
         known_at: when discovery first had it, monotonic seconds like all times here.
-        num_place_tokens: tokens whose KV its largest rank holds.
+        num_rank_tokens: tokens whose KV its largest rank holds.
         is_listed: discovery has its record.
         is_connected: it answered since its stream last broke.
         has_joined: it ever answered.
@@ -325,7 +325,7 @@ class KnownWorker:
     known_at: float
     book: WorkerBook = field(init=False)
     pool: PoolKey = field(init=False)
-    num_place_tokens: int = field(init=False)
+    num_rank_tokens: int = field(init=False)
     load: WorkerLoad | None = None
     load_at: float | None = None
     is_listed: bool = True
@@ -412,7 +412,7 @@ class KnownWorker:
         size = self.record.data_parallel_size
         reported = () if self.load is None else self.load.ranks
         self._rank_loads = [*reported[:size], *[RankLoad()] * (size - len(reported))]
-        self.num_place_tokens = max([self.num_total_blocks(number) for number in range(size)]) * self.record.block_size
+        self.num_rank_tokens = max([self.num_total_blocks(number) for number in range(size)]) * self.record.block_size
         self._is_shown = False
 
     def _candidate(self, number: int) -> Candidate:
@@ -513,7 +513,7 @@ class Pool:
 
     Attributes:
         max_model_len: tokens of prompt and output together.
-        num_place_tokens: tokens whose KV the largest decode rank holds.
+        num_rank_tokens: tokens whose KV the largest decode rank holds.
         num_prefill_tokens: tokens whose KV every prefill worker has a rank for; 0: there are none.
         block_size: tokens of a block; 0: workers differ, so that none has the same blocks as another.
         sampling_fields: fields of ``Sampling`` and ``OutputOptions`` that are honoured.
@@ -523,7 +523,7 @@ class Pool:
 
     key: PoolKey
     max_model_len: int
-    num_place_tokens: int
+    num_rank_tokens: int
     block_size: int
     sampling_fields: frozenset[str]
     media: PoolMedia
@@ -549,7 +549,7 @@ def describe_pool(key: PoolKey, workers: Sequence[KnownWorker], is_ready: Callab
     return Pool(
         key=key,
         max_model_len=min([worker.record.max_model_len for worker in models]),
-        num_place_tokens=max([worker.num_place_tokens for worker in decode], default=0),
+        num_rank_tokens=max([worker.num_rank_tokens for worker in decode], default=0),
         block_size=block_sizes.pop() if len(block_sizes) == 1 else 0,
         sampling_fields=frozenset.intersection(*[frozenset(worker.record.sampling_fields) for worker in models]),
         media=_describe_media(models, encode, ready_models, ready_encode),
@@ -557,7 +557,7 @@ def describe_pool(key: PoolKey, workers: Sequence[KnownWorker], is_ready: Callab
         num_ready_prefill=len(ready_models) - num_ready_decode,
         num_ready_decode=num_ready_decode,
         num_ready_encode=len(ready_encode),
-        num_prefill_tokens=min([worker.num_place_tokens for worker in prefill], default=0),
+        num_prefill_tokens=min([worker.num_rank_tokens for worker in prefill], default=0),
     )
 
 

@@ -360,7 +360,7 @@ class PeerWaits:
     ) -> None:
         """``candidates`` are known by their position from here on.
 
-        Which router a rank belongs to follows from the order of ``peers.places``, or of ``everybody`` if these are
+        Which router a rank belongs to follows from the order of ``peers.ranks``, or of ``everybody`` if these are
         not given.
         """
         self._config = config

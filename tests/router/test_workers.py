@@ -261,7 +261,7 @@ def test_a_pool_can_what_all_its_workers_can(scene: Scene) -> None:
     )
     pool = scene.table.pool("tiny", scene.now)
     assert pool.sampling_fields == {"temperature"}
-    assert (pool.max_model_len, pool.num_place_tokens) == (400, 1000)
+    assert (pool.max_model_len, pool.num_rank_tokens) == (400, 1000)
     assert pool.adapters == {"a"}
     assert (pool.num_ready_prefill, pool.num_ready_decode) == (1, 2)
 
