@@ -11,6 +11,8 @@ EXTRAS :=
 endif
 # Half of a test's time is waiting; each process imports torch, though, which takes memory.
 JOBS ?= 2
+# A file's tests share what it has started; tests/conftest.py says which files come first.
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
@@ -33,11 +35,11 @@ run-%: setup tools  ## Start configs/%.yaml on this machine: run-disagg, run-agg
 	@exec $(BIN)/quartet up $(if $(filter trtllm,$(ENGINE)),configs/trtllm,configs)/$*.yaml \
 	  $(if $(filter-out trtllm,$(ENGINE)),--engine $(ENGINE)) $(ARGS)
 
-test: test-unit tools  ## Run all tests
-	$(BIN)/python -m pytest -m e2e -n $(JOBS) --dist loadfile
+test: setup tools  ## Run all tests (JOBS=4: that many at once)
+	$(PYTEST)
 
-test-unit: setup tools  ## Run the tests that start no service processes (JOBS=4: that many at once)
-	$(BIN)/python -m pytest -m "not e2e" -n $(JOBS)
+test-unit: setup tools  ## Run the tests that start no service processes
+	$(PYTEST) -m "not e2e"
 
 bench: setup  ## Run all benchmarks' short forms and fill docs/performance.md from them (about 10 minutes)
 	$(BIN)/python -m benchmarks

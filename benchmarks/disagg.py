@@ -3,8 +3,6 @@
 Two topologies of real processes run beside each other, one Decode worker alone and a Prefill before a Decode, and are
 asked in turn, one request at a time. With the stub engine, whose steps take a fixed time, all that is left when steps
 and the copying of bytes are taken off is Quartet's own cost; the tiny model shows the same with computing.
-Each round also goes the same way with nothing of Quartet (``benchmarks.bare_chain``), and then with the contract's
-messages too (``benchmarks.contract_chain``).
 
     python -m benchmarks.disagg --json FILE [--long]
 """
@@ -13,33 +11,104 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
+import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 
+import numpy as np
 import uvloop
 
-from benchmarks.bare_chain import BareChain, bare_chain
-from benchmarks.disagg_client import ask, random_prompt
-from benchmarks.disagg_copies import BlockCopier
-from benchmarks.disagg_figures import BareFigures, LengthFigures, Round, summarize, summarize_bare
-from benchmarks.disagg_stack import BLOCK_SIZE, EngineName, Side, StackMaker, tiny_block_bytes
+from benchmarks.disagg_client import Answered, ask, median_parts, split
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, add_report_argument
 from benchmarks.stack import Stack
-from benchmarks.stub_engine.runner import STEP_S, stub_layout
+from benchmarks.stub_engine import ROLE_VARIABLE, STEP_S, stub_layout
+from quartet.config import build
 from quartet.rpc.channels import create_channel
 from quartet.telemetry.provenance import write_report
+from quartet.transfer.base import PoolMemory
 from quartet.v1 import router_pb2_grpc
+from services.topology.topology import DEFAULT_MODEL_PATH, ProcessPlan, Topology
 
 _PROMPT_LENGTHS = (128, 1024, 4096)
 _NUM_WARM_UP_ROUNDS = 2
 # Lets what a request left behind come to rest, on both sides alike.
 _PAUSE_S = 0.02
 _NUM_COPY_BLOCKS = 256
+_BLOCK_SIZE = 32
+# Room for the longest prompt and some; what it has of earlier prompts is evicted, as in a worker that runs for long.
+_NUM_BLOCKS = 288
+_MAX_MODEL_LEN = 4608  # the tiny model's
+_DTYPE, _DTYPE_BYTES = "float32", 4
+_LOGS = Path(".run")
+
+
+class Side(StrEnum):
+    """Which of the two."""
+
+    AGG = "agg"
+    DISAGG = "disagg"
+
+
+class EngineName(StrEnum):
+    """What the workers compute with: nothing at all, or the tiny model in PyTorch."""
+
+    STUB = "stub"
+    TINY = "tiny"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """The same kind of prompt once by each side, one right after the other.
+
+    Attributes:
+        copy_ms: of as many bytes as were moved, copied once block by block in the benchmark's own process.
+    """
+
+    agg: Answered
+    disagg: Answered
+    copy_ms: float
+
+    def of(self, side: Side) -> Answered:
+        """That side's request."""
+        return self.agg if side is Side.AGG else self.disagg
+
+    @property
+    def overhead_ms(self) -> float:
+        """How much later the second token came disaggregated, less what moving the bytes takes at memory's speed.
+
+        Both sides compute the prompt in as many steps and the second token in one more, so those cancel out.
+        """
+        return self.disagg.second_token_ms - self.agg.second_token_ms - self.copy_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthFigures:
+    """Medians over all rounds with prompts of one length, in milliseconds.
+
+    Attributes:
+        ttft_ms, second_token_ms: by side, as the client saw them.
+        parts_ms: by side, what the second token's time is made of; see ``split``.
+        transfer_bytes: moved for each request.
+        copy_ms, overhead_ms: as of ``Round``; ``overhead_ms`` is ``None`` where computing takes now more, now less
+            time, and hides it.
+        overhead_ms_p10: a tenth of the rounds was at or below this.
+    """
+
+    ttft_ms: Mapping[str, float]
+    second_token_ms: Mapping[str, float]
+    parts_ms: Mapping[str, Mapping[str, float]]
+    transfer_bytes: int
+    copy_ms: float
+    overhead_ms: float | None
+    overhead_ms_p10: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +131,6 @@ class Results:
         stub, tiny: by the prompt's length in tokens.
         overhead_ms: of ``stub``, by the prompt's length: second token, less one step and moving the bytes, later than
             aggregated.
-        bare: with nothing of Quartet, in the rounds of ``stub``.
     """
 
     step_ms: float
@@ -71,7 +139,6 @@ class Results:
     stub: Mapping[str, LengthFigures]
     tiny: Mapping[str, LengthFigures]
     overhead_ms: Mapping[str, float]
-    bare: BareFigures
 
 
 def main() -> None:
@@ -84,18 +151,55 @@ def main() -> None:
     write_report(report.finish(uvloop.run(_run(_LONG if arguments.long else Plan()))), arguments.json)
 
 
+def summarize(rounds: Sequence[Round], transfer_bytes: int, *, is_paced: bool) -> LengthFigures:
+    """Medians of ``rounds``, of which there are at least two. ``is_paced``: every step took the same time."""
+    overheads = [item.overhead_ms for item in rounds]
+    return LengthFigures(
+        ttft_ms=_by_side(rounds, lambda answered: answered.ttft_ms),
+        second_token_ms=_by_side(rounds, lambda answered: answered.second_token_ms),
+        parts_ms={side: median_parts([split(item.of(side)) for item in rounds]) for side in Side},
+        transfer_bytes=transfer_bytes,
+        copy_ms=statistics.median(item.copy_ms for item in rounds),
+        overhead_ms=statistics.median(overheads) if is_paced else None,
+        overhead_ms_p10=statistics.quantiles(overheads, n=10, method="inclusive")[0] if is_paced else None,
+    )
+
+
+class BlockCopier:
+    """Copies blocks between two pools of this process, made as workers have them.
+
+    Attributes:
+        pools: what is copied from, and to.
+    """
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        """Make pools of ``num_blocks``, each of ``block_bytes``."""
+        self.pools = PoolMemory(num_blocks, block_bytes), PoolMemory(num_blocks, block_bytes)
+        self._source, self._destination = (
+            np.frombuffer(pool.view, np.uint8).reshape(num_blocks, block_bytes) for pool in self.pools
+        )
+        for pool in self.pools:
+            pool.close()  # the mappings live on
+        self._num_blocks = num_blocks
+        self._next = 0
+
+    def copy(self, num_blocks: int) -> float:
+        """Copy the next blocks, which no cache holds any more, one by one; milliseconds."""
+        began = time.perf_counter()
+        for number in range(self._next, self._next + num_blocks):
+            block = number % self._num_blocks
+            np.copyto(self._destination[block], self._source[block])
+        self._next += num_blocks
+        return 1e3 * (time.perf_counter() - began)
+
+
 async def _run(plan: Plan) -> Results:
-    stub_block_bytes = stub_layout("", BLOCK_SIZE).piece_size_bytes
+    stub_block_bytes = stub_layout("", _BLOCK_SIZE).piece_size_bytes
     with LiveLine() as line:
         rounds = await _measure(EngineName.STUB, plan.num_stub_rounds, stub_block_bytes, line)
         stub = _summarize(EngineName.STUB, rounds, stub_block_bytes, line)
-        bare = summarize_bare([item.bare for of_length in rounds.values() for item in of_length])
-        line.say(
-            f"nothing of Quartet: {bare.bare_chain_ms:.2f} ms the same way, {bare.contract_chain_ms:.2f} ms with the "
-            "contract's messages"
-        )
-        rounds = await _measure(EngineName.TINY, plan.num_tiny_rounds, tiny_block_bytes(), line)
-        tiny = _summarize(EngineName.TINY, rounds, tiny_block_bytes(), line)
+        rounds = await _measure(EngineName.TINY, plan.num_tiny_rounds, _tiny_block_bytes(), line)
+        tiny = _summarize(EngineName.TINY, rounds, _tiny_block_bytes(), line)
     return Results(
         step_ms=1e3 * STEP_S,
         num_stub_rounds=plan.num_stub_rounds,
@@ -105,7 +209,6 @@ async def _run(plan: Plan) -> Results:
         overhead_ms={
             length: figures.overhead_ms for length, figures in stub.items() if figures.overhead_ms is not None
         },
-        bare=bare,
     )
 
 
@@ -113,15 +216,13 @@ async def _measure(
     engine: EngineName, num_rounds: int, block_bytes: int, line: LiveLine
 ) -> Mapping[int, Sequence[Round]]:
     async with AsyncExitStack() as exits:
-        maker = StackMaker(Path(exits.enter_context(tempfile.TemporaryDirectory())), line.say)
+        maker = _StackMaker(Path(exits.enter_context(tempfile.TemporaryDirectory())), line.say)
         stacks = {side: await exits.enter_async_context(maker.make(engine, side)) for side in Side}
-        # Before the first channel is open, behind which gRPC complains of every fork.
-        bare = await exits.enter_async_context(bare_chain())
         stubs = {}
         for side, stack in stacks.items():
             channel = await exits.enter_async_context(create_channel(stack.router_address, None))
             stubs[side] = router_pb2_grpc.RouterServiceStub(channel)
-        rounds = await _Rounds(engine, stubs, bare, block_bytes, line).run(num_rounds)
+        rounds = await _Rounds(engine, stubs, block_bytes, line).run(num_rounds)
         await _check_moved(stacks[Side.DISAGG], num_rounds + _NUM_WARM_UP_ROUNDS, block_bytes)
     return rounds
 
@@ -142,11 +243,42 @@ def _describe(figures: LengthFigures) -> str:
     second = ", ".join(f"{side} {value:.1f}" for side, value in figures.second_token_ms.items())
     overhead = ""
     if figures.overhead_ms is not None:
-        overhead = (
-            f"; {figures.overhead_ms:.2f} ms beyond step and copying, bare chain {figures.bare_chain_ms:.2f} ms, "
-            f"with the contract's messages {figures.contract_chain_ms:.2f} ms"
-        )
+        overhead = f"; {figures.overhead_ms:.2f} ms beyond step and copying"
     return f"second token {second} ms{overhead}"
+
+
+@dataclass(frozen=True)
+class _StackMaker:
+    """Makes both sides' stacks; workers find each other in ``discovery_directory``."""
+
+    discovery_directory: Path
+    on_progress: Callable[[str], None]
+
+    def make(self, engine: EngineName, side: Side) -> Stack:
+        """A stack, not started yet."""
+        topology = build(Topology, self._settings(engine, side))
+        log = _LOGS / f"benchmark-disagg-{engine}-{side}.log"
+        if engine is EngineName.TINY:
+            return Stack(topology, log, self.on_progress)
+        return Stack(topology, log, self.on_progress, adapt=_stub_plan)
+
+    def _settings(self, engine: EngineName, side: Side) -> Mapping[str, object]:
+        quiet = {"log": {"level": "warning"}}
+        roles = ("prefill", "decode") if side is Side.DISAGG else ("decode",)
+        return {
+            "namespace": f"{engine}-{side}",
+            "discovery": {"kind": "file", "file": {"directory": str(self.discovery_directory)}},
+            "engine": {
+                "num_threads": 1,
+                "dtype": _DTYPE,
+                "block_size": _BLOCK_SIZE,
+                "num_blocks": _NUM_BLOCKS,
+                "max_model_len": _MAX_MODEL_LEN,
+            },
+            "router": {"overrides": {**quiet, "policy": {"local_prefill_max_tokens": 0}}},
+            "workers": [{"role": role, "overrides": quiet} for role in roles],
+            "drain_timeout_s": 0.5,
+        }
 
 
 class _Rounds:
@@ -156,13 +288,11 @@ class _Rounds:
         self,
         engine: EngineName,
         stubs: Mapping[Side, router_pb2_grpc.RouterServiceAsyncStub],
-        bare: BareChain,
         block_bytes: int,
         line: LiveLine,
     ) -> None:
         self._engine = engine
         self._stubs = stubs
-        self._bare = bare
         self._copier = BlockCopier(_NUM_COPY_BLOCKS, block_bytes)
         self._line = line
         self._rng = random.Random(0)
@@ -188,9 +318,8 @@ class _Rounds:
         for side in Side:
             answered[side] = await ask(self._stubs[side], self._rng, length)
             await asyncio.sleep(_PAUSE_S)
-        copies = await self._copier.copy(_num_blocks(length))
-        bare = await self._bare.measure(random_prompt(self._rng, length))
-        return Round(agg=answered[Side.AGG], disagg=answered[Side.DISAGG], copies=copies, bare=bare)
+        copy_ms = self._copier.copy(_num_blocks(length))
+        return Round(agg=answered[Side.AGG], disagg=answered[Side.DISAGG], copy_ms=copy_ms)
 
     def _describe(self, elapsed: float, num_rounds: int) -> str:
         return f"{self._engine}: round {self._num_done} of {num_rounds + _NUM_WARM_UP_ROUNDS}, {elapsed:.0f} s"
@@ -205,8 +334,24 @@ async def _check_moved(stack: Stack, num_rounds: int, block_bytes: int) -> None:
         raise RuntimeError(f"{moved:.0f} bytes were moved, not {expected}: some prompts were not handed off")
 
 
+def _tiny_block_bytes() -> int:
+    """Bytes of one block of the tiny model's KV cache."""
+    config = json.loads((DEFAULT_MODEL_PATH / "config.json").read_text(encoding="utf-8"))["text_config"]
+    num_values = config["num_hidden_layers"] * 2 * _BLOCK_SIZE * config["num_key_value_heads"] * config["head_dim"]
+    return int(num_values * _DTYPE_BYTES)
+
+
+def _stub_plan(plan: ProcessPlan) -> ProcessPlan:
+    variables = {**plan.environment, ROLE_VARIABLE: plan.role.value}
+    return replace(plan, module="benchmarks.stub_engine", environment=variables)
+
+
+def _by_side(rounds: Sequence[Round], value: Callable[[Answered], float]) -> Mapping[str, float]:
+    return {side: statistics.median(value(item.of(side)) for item in rounds) for side in Side}
+
+
 def _num_blocks(num_prompt_tokens: int) -> int:
-    return -(-num_prompt_tokens // BLOCK_SIZE)
+    return -(-num_prompt_tokens // _BLOCK_SIZE)
 
 
 if __name__ == "__main__":

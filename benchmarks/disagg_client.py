@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import statistics
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
@@ -90,6 +91,39 @@ async def send(stub: router_pb2_grpc.RouterServiceAsyncStub, start: router_pb2.G
         num_prompt_tokens=usage.num_prompt_tokens,
         num_cached_tokens=usage.num_cached_tokens,
     )
+
+
+def split(answered: Answered) -> Mapping[str, float]:
+    """The parts of ``second_token_ms``, in the order in which they come; they add up to it.
+
+    Disaggregated: ``route`` (in the router until the prefill begins), ``prefill`` (that hop, computing included),
+    ``transfer``, ``join`` (in the decode worker, until the batch), ``first_message`` (the rest of the decode hop, one
+    step included). Aggregated: ``first_token`` (all until then but ``join``), ``join``, ``step`` (until the second).
+    Both: ``edge`` (between client and router).
+    """
+    edge_ms = answered.second_token_ms - answered.total_ms
+    after_first_ms = answered.total_ms - answered.first_token_ms
+    if answered.prefill_ms is None:
+        return {
+            "first_token": answered.first_token_ms - answered.decode_queue_ms,
+            "join": answered.decode_queue_ms,
+            "step": after_first_ms,
+            "edge": edge_ms,
+        }
+    transfer_ms = answered.transfer_ms or 0.0
+    return {
+        "route": answered.first_token_ms - answered.prefill_ms,
+        "prefill": answered.prefill_ms,
+        "transfer": transfer_ms,
+        "join": answered.decode_queue_ms,
+        "first_message": after_first_ms - transfer_ms - answered.decode_queue_ms,
+        "edge": edge_ms,
+    }
+
+
+def median_parts(parts: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+    """Each part's median; all of ``parts``, at least one, have the same."""
+    return {name: statistics.median(item[name] for item in parts) for name in parts[0]}
 
 
 def random_prompt(rng: random.Random, num_tokens: int) -> list[int]:

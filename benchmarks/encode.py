@@ -1,8 +1,13 @@
 """What images cost: encoding them, waiting for the first token of prompts with them, and moving their embeddings.
 
 Real processes with the tiny model (Encode, Prefill, Decode, Router), which is so small that what is around the model
-counts as much as the model. The pulls are of embeddings as LLaVA-1.6 of 7 B makes them of its largest image, by the
-processes of ``benchmarks.transfer``.
+counts as much as the model. The images are new to every worker: small ones of noise, and large smooth ones as a camera
+makes them.
+
+*Rate*: how many images a second one Encode worker takes, asked directly, one after the other and so that batches are
+full; both ways alternate, and what the worker hands off is released after each turn, off the clock. *TTFT*: prompts
+with an image, through the Router, one at a time: what do the caches save? The *pulls* are of embeddings as LLaVA-1.6 of
+7 B makes them of its largest image, by the processes of ``benchmarks.transfer``.
 
     python -m benchmarks.encode --json FILE
 """
@@ -11,27 +16,63 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
+import os
+import random
+import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
+import grpc
 import uvloop
+from PIL import Image
 
-from benchmarks.encode_rate import RateFigures, measure_rate
-from benchmarks.encode_stack import make_stack
-from benchmarks.encode_ttft import Quantiles, measure_ttft
+from benchmarks.disagg_client import Answered, make_start, median_parts, random_prompt, send
+from benchmarks.processes import CpuMeter, Metrics
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, add_report_argument
+from benchmarks.stack import Stack
 from benchmarks.transfer import Plan, Run, measure_transfer
 from benchmarks.transfer_source import PoolShape
+from quartet.config import build
+from quartet.discovery.host import host_identity
+from quartet.media.items import MediaFile, MediaItem, MediaKind
+from quartet.rpc.channels import create_channel
+from quartet.streams.convert.messages import from_encoded_item, to_encode_start
+from quartet.streams.messages import EncodedItem, EncodeStart, RequestContext
 from quartet.telemetry.provenance import write_report
+from quartet.transfer.config import TransferConfig
+from quartet.transfer.grpc.puller import TransferPuller
+from quartet.v1 import encode_pb2, encode_pb2_grpc, router_pb2, router_pb2_grpc
+from services.topology.topology import Topology
 
 _NUM_RATE_ROUNDS = 7
 _NUM_TTFT_ROUNDS = 31
 # 2,880 tokens of width 4096 in bfloat16, 32 of them a piece.
 _PULLS = Plan(PoolShape(90, 256 << 10, holds_embeddings=True), 15)
+_TIMEOUT_S = 60.0
+_CLIENT = "client"
+#: The Encode worker's id.
+ENCODE = "encode-0"
+_BLOCK_SIZE = 32  # tokens, of KV and of embeddings
+_LOG = Path(".run/benchmark-encode.log")
+# Of the tiny model: `<|image|>`, and what each fills.
+_IMAGE_TOKEN_ID, _NUM_IMAGE_TOKENS = 7, 64
+# All but the prompt's last token lie in full blocks, so all of them can be cached.
+_NUM_TEXT_TOKENS = _BLOCK_SIZE + 1
+#: Of every prompt.
+NUM_PROMPT_TOKENS = _NUM_IMAGE_TOKENS + _NUM_TEXT_TOKENS
+_OTHER_SALT = "another"
+_NUM_WARM_UP_ROUNDS = 2
+_NUM_NEW_IMAGES = 2  # a round
+_NOISE_SIDE = 96  # what the tiny model's tower looks at: nothing is to be scaled
+_PHOTO_WIDTH, _PHOTO_HEIGHT = 2000, 1500
+# Colours at so many points; in between they change smoothly.
+_COLUMNS, _ROWS = 8, 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +81,9 @@ class Results:
 
     Attributes:
         num_rate_rounds, num_ttft_rounds: that were counted.
-        images_per_s: by ``benchmarks.encode_rate.Load``.
+        images_per_s: by ``Load``.
         worker: the same, with what else was seen.
-        ttft_ms, parts_ms: by ``benchmarks.encode_ttft.Prompt``.
+        ttft_ms, parts_ms: by ``Prompt``.
         pulls: of one image's embeddings.
     """
 
@@ -62,6 +103,196 @@ def main() -> None:
     arguments = parser.parse_args()
     report = Report("encode", packages=("torch", "transformers", "pillow"))
     write_report(report.finish(uvloop.run(_run())), arguments.json)
+
+
+def make_stack(discovery_directory: Path, on_progress: Callable[[str], None], *, log: Path = _LOG) -> Stack:
+    """A stack, not started yet: workers find each other in that directory, output goes to the file ``log``."""
+    quiet = {"log": {"level": "warning"}}
+    settings = {
+        "namespace": "encode",
+        "discovery": {"kind": "file", "file": {"directory": str(discovery_directory)}},
+        "engine": {"dtype": "float32", "num_threads": 1, "block_size": _BLOCK_SIZE},
+        "router": {"overrides": {**quiet, "policy": {"local_prefill_max_tokens": 0}}},
+        "workers": [{"role": role, "overrides": quiet} for role in ("encode", "prefill", "decode")],
+        "drain_timeout_s": 0.5,
+    }
+    return Stack(build(Topology, settings), log, on_progress)
+
+
+class Load(StrEnum):
+    """How the worker is asked."""
+
+    BATCH_1 = "batch_1"  # a stream with one image after the other
+    BATCH_8 = "batch_8"  # several streams with eight images each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One turn.
+
+    Attributes:
+        cpu_s: that the worker's process used.
+        others_share: cores that everything but worker and client used meanwhile.
+        items: what the worker told of each image.
+        num_batches: that the tower took them in.
+    """
+
+    duration_s: float
+    cpu_s: float
+    others_share: float
+    items: Sequence[EncodedItem]
+    num_batches: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateFigures:
+    """Medians over all turns.
+
+    Attributes:
+        cpu_ms_per_image: of the worker's process, all threads.
+        mean_batch_size: images in one run of the tower.
+        before_tower_ms: from an image's arrival until the tower began with it: decoding and preprocessing, and where
+            others come before it, their time in the tower.
+        tower_ms: of one run of the tower.
+        others_share: as of ``Sample``.
+    """
+
+    images_per_s: float
+    cpu_ms_per_image: float
+    mean_batch_size: float
+    before_tower_ms: float
+    tower_ms: float
+    others_share: float
+
+
+async def measure_rate(stack: Stack, num_rounds: int, on_round: Callable[[int], None]) -> Mapping[str, RateFigures]:
+    """By ``Load``. ``on_round`` is told the number of each round; the first, 0, makes the worker warm.
+
+    Raises:
+        grpc.aio.AioRpcError: the worker refused an image.
+        RuntimeError: it did not encode each image once.
+    """
+    samples: dict[Load, list[Sample]] = {load: [] for load in Load}
+    rng = random.Random(0)
+    async with _connected(stack) as client:
+        for number in range(num_rounds + 1):
+            on_round(number)
+            for load in Load:
+                sample = await client.take(_TURNS[load], rng)
+                if number:
+                    samples[load].append(sample)
+    return {load: summarize_rate(of_load) for load, of_load in samples.items()}
+
+
+def summarize_rate(samples: Sequence[Sample]) -> RateFigures:
+    """Medians of ``samples``, at least one."""
+    items = [item for sample in samples for item in sample.items]
+    return RateFigures(
+        images_per_s=statistics.median(len(sample.items) / sample.duration_s for sample in samples),
+        cpu_ms_per_image=1e3 * statistics.median(sample.cpu_s / len(sample.items) for sample in samples),
+        mean_batch_size=statistics.median(len(sample.items) / sample.num_batches for sample in samples),
+        before_tower_ms=1e3 * statistics.median(item.queue_s for item in items),
+        tower_ms=1e3 * statistics.median(item.compute_s for item in items),
+        others_share=statistics.median(sample.others_share for sample in samples),
+    )
+
+
+class Prompt(StrEnum):
+    """What is asked, in this order."""
+
+    NEW = "new"  # an image and text that nobody has seen
+    CACHED_EMBEDDINGS = "cached_embeddings"  # the same with another salt: its KV cannot be shared
+    CACHED_PREFIX = "cached_prefix"  # the same with the first salt
+    TEXT = "text"  # as many tokens, all of text, that nobody has seen
+    PHOTO_NEW = "photo_new"  # as ``NEW`` with a large JPEG
+    PHOTO_CACHED_EMBEDDINGS = "photo_cached_embeddings"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantiles:
+    """Milliseconds that half of the rounds, and nine in ten, took at most."""
+
+    p50: float
+    p90: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TtftFigures:
+    """Over all rounds, by ``Prompt``.
+
+    Attributes:
+        parts_ms: medians of what the time is made of; see ``split``.
+    """
+
+    ttft_ms: Mapping[str, Quantiles]
+    parts_ms: Mapping[str, Mapping[str, float]]
+
+
+async def measure_ttft(stack: Stack, num_rounds: int, on_round: Callable[[int], None]) -> TtftFigures:
+    """Ask ``num_rounds`` times for each ``Prompt``, and some more to become warm; ``on_round`` is told the number.
+
+    Raises:
+        grpc.aio.AioRpcError: a request ended badly.
+        RuntimeError: something was cached that should not have been, or the other way round.
+    """
+    before = (await stack.metrics())[ENCODE]
+    rng = random.Random(1)
+    rounds = []
+    async with create_channel(stack.router_address, None) as channel:
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        for number in range(num_rounds + _NUM_WARM_UP_ROUNDS):
+            on_round(number)
+            rounds.append(await _round(stub, rng))
+    num_encoded = (await stack.metrics())[ENCODE].since(before).total("quartet_encode_batched_items_total")
+    if num_encoded != _NUM_NEW_IMAGES * len(rounds):
+        raise RuntimeError(f"{num_encoded:.0f} images were encoded in {len(rounds)} rounds, not {_NUM_NEW_IMAGES} each")
+    return summarize_ttft(rounds[_NUM_WARM_UP_ROUNDS:])
+
+
+def summarize_ttft(rounds: Sequence[Mapping[Prompt, Answered]]) -> TtftFigures:
+    """Quantiles and medians of ``rounds``, of which there are at least two."""
+    return TtftFigures(
+        ttft_ms={prompt: _quantiles([answered[prompt].ttft_ms for answered in rounds]) for prompt in Prompt},
+        parts_ms={prompt: median_parts([split(answered[prompt]) for answered in rounds]) for prompt in Prompt},
+    )
+
+
+def split(answered: Answered) -> Mapping[str, float]:
+    """The parts of ``ttft_ms``, which they add up to.
+
+    ``media``: that hop, with naming and fetching; ``route``: all else in the router; ``prefill``: that hop, pulling
+    embeddings and computing; ``edge``: between client and router.
+    """
+    media_ms, prefill_ms = answered.media_ms or 0.0, answered.prefill_ms or 0.0
+    return {
+        "media": media_ms,
+        "route": answered.first_token_ms - media_ms - prefill_ms,
+        "prefill": prefill_ms,
+        "edge": answered.ttft_ms - answered.first_token_ms,
+    }
+
+
+def checked(prompt: Prompt, answered: Answered) -> Answered:
+    """``answered``, of a ``prompt`` of which as much was cached as it is there for. Raises ``RuntimeError`` if not."""
+    num_cached = NUM_PROMPT_TOKENS - 1 if prompt is Prompt.CACHED_PREFIX else 0
+    if (answered.num_prompt_tokens, answered.num_cached_tokens) != (NUM_PROMPT_TOKENS, num_cached):
+        raise RuntimeError(
+            f"{prompt}: {answered.num_cached_tokens} of {answered.num_prompt_tokens} tokens were cached, not "
+            f"{num_cached} of {NUM_PROMPT_TOKENS}"
+        )
+    return answered
+
+
+def noise_image(rng: random.Random) -> bytes:
+    """A PNG of 96 by 96 random pixels."""
+    pixels = rng.randbytes(3 * _NOISE_SIDE * _NOISE_SIDE)
+    return _file(Image.frombytes("RGB", (_NOISE_SIDE, _NOISE_SIDE), pixels), "PNG")
+
+
+def photo(rng: random.Random) -> bytes:
+    """A JPEG of three million pixels, without noise: costly to decode, a tower sees little of it."""
+    colours = Image.frombytes("RGB", (_COLUMNS, _ROWS), rng.randbytes(3 * _COLUMNS * _ROWS))
+    return _file(colours.resize((_PHOTO_WIDTH, _PHOTO_HEIGHT), Image.Resampling.BICUBIC), "JPEG")
 
 
 async def _run() -> Results:
@@ -107,6 +338,130 @@ def _shown(name: str, num_rounds: int, line: LiveLine) -> Iterator[Callable[[int
 
 def _describe(values: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """Streams of one turn.
+
+    The tower takes what is decoded by the time that it is free: one stream after the other would not fill its batches.
+    """
+
+    num_streams: int
+    num_images_each: int
+    num_at_once: int
+
+    @property
+    def num_images(self) -> int:
+        """Of all streams."""
+        return self.num_streams * self.num_images_each
+
+
+class _Client:
+    """Asks the Encode worker of ``stack``, and lets go of what it holds."""
+
+    def __init__(self, stack: Stack, channel: grpc.aio.Channel, puller: TransferPuller) -> None:
+        self._stack = stack
+        self._stub = encode_pb2_grpc.EncodeServiceStub(channel)
+        self._puller = puller
+
+    async def take(self, turn: _Turn, rng: random.Random) -> Sample:
+        """One turn with images that are made beforehand."""
+        streams = [_make_start(turn.num_images_each, rng) for _ in range(turn.num_streams)]
+        before = await self._metrics()
+        meter = CpuMeter({ENCODE: self._stack.pids[ENCODE], _CLIENT: os.getpid()})
+        items = await self._encode_all(streams, turn.num_at_once)
+        use = meter.read()
+        tower = (await self._metrics()).since(before)
+        await asyncio.gather(*(self._puller.claim_for_another(item.hand_off).release() for item in items))
+        if not len(items) == turn.num_images == tower.total("quartet_encode_batched_items_total"):
+            raise RuntimeError(f"{len(items)} of {turn.num_images} images came, or not each of them was encoded")
+        return Sample(
+            duration_s=use.duration_s,
+            cpu_s=use.cpu_s[ENCODE],
+            others_share=use.others_share,
+            items=items,
+            num_batches=round(tower.total("quartet_encode_batches_total")),
+        )
+
+    async def _encode_all(self, starts: Iterable[encode_pb2.EncodeStart], num_at_once: int) -> list[EncodedItem]:
+        left, items = iter(starts), list[EncodedItem]()
+
+        async def take_turns() -> None:
+            for start in left:
+                items.extend(await self._encode(start))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(num_at_once):
+                group.create_task(take_turns())
+        return items
+
+    async def _encode(self, start: encode_pb2.EncodeStart) -> list[EncodedItem]:
+        requests = iter([encode_pb2.EncodeRequest(start=start)])
+        return [
+            from_encoded_item(response.encoded)
+            async for response in self._stub.Encode(requests, timeout=_TIMEOUT_S)
+            if response.HasField("encoded")
+        ]
+
+    async def _metrics(self) -> Metrics:
+        return (await self._stack.metrics())[ENCODE]
+
+
+@asynccontextmanager
+async def _connected(stack: Stack) -> AsyncIterator[_Client]:
+    puller = TransferPuller(
+        lambda address: create_channel(address, None), host=host_identity(), config=TransferConfig()
+    )
+    try:
+        async with create_channel(stack.worker_addresses[ENCODE], None) as channel:
+            yield _Client(stack, channel, puller)
+    finally:
+        await puller.close()
+
+
+def _make_start(num_images: int, rng: random.Random) -> encode_pb2.EncodeStart:
+    items = (MediaItem(b"", MediaFile(MediaKind.IMAGE, noise_image(rng))) for _ in range(num_images))
+    return to_encode_start(EncodeStart(context=RequestContext(), items=tuple(items)))
+
+
+async def _round(stub: router_pb2_grpc.RouterServiceAsyncStub, rng: random.Random) -> Mapping[Prompt, Answered]:
+    small, large = (
+        _WithImage(router_pb2.MediaPart(data=file), [_IMAGE_TOKEN_ID, *random_prompt(rng, _NUM_TEXT_TOKENS)])
+        for file in (noise_image(rng), photo(rng))
+    )
+    starts = {
+        Prompt.NEW: small.start(),
+        Prompt.CACHED_EMBEDDINGS: small.start(_OTHER_SALT),
+        Prompt.CACHED_PREFIX: small.start(),
+        Prompt.TEXT: make_start(random_prompt(rng, NUM_PROMPT_TOKENS)),
+        Prompt.PHOTO_NEW: large.start(),
+        Prompt.PHOTO_CACHED_EMBEDDINGS: large.start(_OTHER_SALT),
+    }
+    return {prompt: checked(prompt, await send(stub, start)) for prompt, start in starts.items()}
+
+
+@dataclass(frozen=True)
+class _WithImage:
+    part: router_pb2.MediaPart
+    token_ids: Sequence[int]
+
+    def start(self, cache_salt: str = "") -> router_pb2.GenerateStart:
+        return make_start(self.token_ids, media=[self.part], cache_salt=cache_salt)
+
+
+def _quantiles(values: Sequence[float]) -> Quantiles:
+    tenths = statistics.quantiles(values, n=10, method="inclusive")
+    return Quantiles(p50=statistics.median(values), p90=tenths[-1])
+
+
+def _file(image: Image.Image, format_: str) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format_, quality=90)
+    return file.getvalue()
+
+
+_TURNS = {Load.BATCH_1: _Turn(16, 1, 1), Load.BATCH_8: _Turn(12, 8, 3)}
 
 
 if __name__ == "__main__":

@@ -22,9 +22,17 @@ from statistics import median
 
 import torch
 
-from benchmarks.engine_floor import Floor
-from benchmarks.engine_sides import NUM_THREADS, GenerateSide, QuartetSide, Side, Tokens, write_checkpoint
-from benchmarks.engine_work import WORKLOADS, Workload
+from benchmarks.engine_sides import (
+    NUM_THREADS,
+    WORKLOADS,
+    GenerateSide,
+    QuartetSide,
+    Side,
+    Tokens,
+    Workload,
+    write_checkpoint,
+)
+from benchmarks.floors.engine_floor import Floor
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, add_report_argument
 from quartet.engine.scheduler import SchedulerConfig

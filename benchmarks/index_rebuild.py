@@ -1,24 +1,42 @@
-"""How long a router that was just started takes until it knows what its workers hold."""
+"""How long a router that was just started takes until it knows what its workers hold.
+
+Each worker is a process of this module. A router that rebuilds its index sees no more of a worker than this one has: it
+answers StreamKvSnapshot. It prints its port as JSON and ends with its standard input.
+
+    python -m benchmarks.index_rebuild --num-blocks N --seed N      (``measure_rebuild`` starts them)
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+import random
 import statistics
 import sys
 import time
+from array import array
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
-from quartet.discovery.base import Rank
-from quartet.events.kv import Tier
+import uvloop
+
+from benchmarks.index_case import PROMPT_BLOCKS
+from quartet.discovery.base import Rank, Role, WorkerRecord
+from quartet.discovery.host import host_identity
+from quartet.events.kv import KvSnapshot, StoredBlocks, Tier
+from quartet.events.load import WorkerLoad
 from quartet.rpc.channels import create_channel
+from quartet.rpc.server import RpcServer, ServerConfig
 from quartet.streams.worker_client import WorkerClient
 from router.kv_index.index import PrefixIndex
+from services.workers.servicer import DrainOutcome, WorkerServicer, worker_service
 
 _TIMEOUT_S = 120.0
+_BATCHES = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +80,15 @@ async def measure_rebuild(num_workers: int, num_blocks: int, num_runs: int) -> R
     return Rebuild(num_workers=num_workers, num_blocks=num_blocks, runs_s=wall_s, router_cpu_s=statistics.median(cpu_s))
 
 
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.index_rebuild", description=__doc__.partition("\n")[0])
+    parser.add_argument("--num-blocks", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    arguments = parser.parse_args()
+    uvloop.run(_serve(_Worker(arguments.num_blocks, arguments.seed)))
+
+
 async def _rebuild(ports: Sequence[int]) -> PrefixIndex:
     index = PrefixIndex()
     async with asyncio.TaskGroup() as group:
@@ -85,7 +112,7 @@ async def _workers(count: int, num_blocks: int) -> AsyncIterator[list[int]]:
         for seed in range(count):
             processes.append(
                 await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "benchmarks.index_worker"),
+                    *(sys.executable, "-m", "benchmarks.index_rebuild"),
                     *("--num-blocks", str(num_blocks), "--seed", str(seed)),
                     stdin=PIPE,
                     stdout=PIPE,
@@ -105,3 +132,55 @@ async def _port(process: Process) -> int:
     if not line:
         raise RuntimeError(f"a worker ended with exit code {await process.wait()}")
     return int(json.loads(line)["port"])
+
+
+class _Worker:
+    """Holds chains as long as the benchmark's prompts (``services.workers.servicer.WorkerFace``)."""
+
+    def __init__(self, num_blocks: int, seed: int) -> None:
+        rng = random.Random(seed)
+        parents: dict[int, int | None] = {}
+        while len(parents) < num_blocks:
+            chain = array("Q", rng.randbytes(8 * min(PROMPT_BLOCKS, num_blocks - len(parents)))).tolist()
+            parents[chain[0]] = None
+            parents.update((block, parent) for parent, block in pairwise(chain))
+        self._snapshot = KvSnapshot(_BATCHES, [StoredBlocks(0, parents)])
+        self.record = WorkerRecord(
+            worker_id=f"worker-{seed}",
+            role=Role.PREFILL,
+            epoch=seed,
+            grpc_address="127.0.0.1:1",
+            events_address="",
+            model_name="none",
+            model_fingerprint="0" * 64,
+            host=host_identity(),
+            num_blocks=num_blocks,
+            block_size=32,
+            max_model_len=32 * PROMPT_BLOCKS,
+            transfer_ways=("grpc",),
+            sampling_fields=(),
+            contract_version="quartet.v1",
+        )
+        self.uptime_s = 0.0
+
+    def sample_load(self) -> WorkerLoad:
+        raise NotImplementedError
+
+    async def kv_snapshot(self) -> KvSnapshot:
+        return self._snapshot
+
+    async def drain(self, timeout_s: float | None) -> DrainOutcome:
+        return DrainOutcome(0, 0)
+
+
+async def _serve(worker: _Worker) -> None:
+    servicer = WorkerServicer(dict)
+    servicer.serve(worker)
+    server = RpcServer(ServerConfig(), [worker_service(servicer)])
+    print(json.dumps({"port": await server.start()}), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await server.drain(0.0)
+
+
+if __name__ == "__main__":
+    main()

@@ -20,7 +20,7 @@ import uvloop
 from benchmarks.many_streams_client import Outcome
 from benchmarks.paced_engine import STEP_S
 from benchmarks.progress import LiveLine
-from benchmarks.relay_job import Job, Way, encode_job
+from benchmarks.relay_load import Job, Way, encode_job
 from benchmarks.relay_stack import DECODE, ROUTER, RelayStack
 from benchmarks.report import Report, add_report_argument
 from quartet.telemetry.provenance import write_report

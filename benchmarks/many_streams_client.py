@@ -19,9 +19,7 @@ from typing import Any, TypeAlias
 import grpc
 import uvloop
 
-from benchmarks.relay_job import Job, Way, decode_job
-from benchmarks.relay_messages import describe, describe_failure, make_start
-from benchmarks.relay_offer import find_absence
+from benchmarks.relay_load import Job, Way, decode_job, describe, describe_failure, find_absence, make_start
 from quartet.rpc.channels import create_channel
 from quartet.v1 import router_pb2, router_pb2_grpc
 

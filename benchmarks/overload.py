@@ -3,7 +3,8 @@
 A closed loop of clients against one Prefill, one Decode with a small block pool, and the Router, all prompts prefilled
 remotely. First the concurrency at which finished tokens/s peak is looked for; then that load, twice that load, and that
 load again are measured in one go, because a shared machine's speed drifts: the ratio is taken against the mean of the
-two peaks.
+two peaks. Each phase goes from an idle stack to an idle stack, and tells what the clients saw, what the processes
+counted and what it cost.
 
     python -m benchmarks.overload --json FILE [--plot FILE.png] [--seconds 120] [--short]
 """
@@ -11,18 +12,26 @@ two peaks.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
-from benchmarks.closed_loop import Workload
-from benchmarks.overload_phase import Phase, PhaseRunner
+from benchmarks.processes import CpuMeter, CpuUse, Evidence, collect_evidence
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, add_report_argument
 from benchmarks.stack import Stack
+from cli.bench.load import Load, LoadKind, Window
+from cli.bench.measure import Recorder, Totals
+from cli.bench.run import BenchPlan, Limits, Point, SenderConfig, run_plan
+from cli.bench.workload import IntRange, WorkloadConfig
+from quartet.client import QuartetClient
 from quartet.config import build
 from quartet.telemetry.provenance import write_report
 from services.topology.topology import Topology
@@ -30,13 +39,43 @@ from services.topology.topology import Topology
 _BLOCK_SIZE = 32
 # About five of the requests below: the router has to hold the others back at any load worth the name.
 _NUM_DECODE_BLOCKS = 64
-# The tiny model's ids below the first are special tokens.
-_WORKLOAD = Workload(
-    min_prompt_tokens=200, max_prompt_tokens=400, num_output_tokens=64, first_token_id=16, end_token_id=2048
-)
 _LOG = Path(".run/benchmark-overload.log")
 # The peak is behind us when two doublings in a row brought less than this over the best so far.
 _GAIN, _MAX_LEVELS_WITHOUT_GAIN = 1.02, 2
+_ROUTER, _PREFILL, _DECODE, _CLIENT = "router", "prefill-0", "decode-0", "client"
+# Workers refresh their engines' figures once a second.
+_SETTLE_S = 2.5
+_SAMPLE_INTERVAL_S = 2.0
+# Longer than any request should take; one that takes longer has failed.
+_REQUEST_TIMEOUT_S = 120.0
+_REFUSED, _NOT_ENDED = "RESOURCE_EXHAUSTED", "NOT_ENDED"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What clients ask for: prompts of random token ids, so that no two share a prefix.
+
+    Attributes:
+        min_prompt_tokens, max_prompt_tokens: bounds of a prompt's length, drawn evenly.
+        num_output_tokens: of each answer; end-of-sequence is ignored.
+        first_token_id, end_token_id: ids are drawn from this range.
+        seed: of prompts and lengths: the same seed gives the same prompts, which are cached the second time.
+    """
+
+    min_prompt_tokens: int
+    max_prompt_tokens: int
+    num_output_tokens: int
+    first_token_id: int
+    end_token_id: int
+    seed: int = 0
+
+    def config(self) -> WorkloadConfig:
+        """The same for the load generator of ``quartet bench``."""
+        return WorkloadConfig(
+            prompt_tokens=IntRange(self.min_prompt_tokens, self.max_prompt_tokens),
+            output_tokens=IntRange(self.num_output_tokens, self.num_output_tokens),
+            ids=IntRange(self.first_token_id, self.end_token_id - 1),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +91,6 @@ class Plan:
     peak_s: float = 45.0
     overload_s: float = 120.0
     max_concurrency: int = 128
-
-
-_SHORT = Plan(ramp_s=0.5, sweep_s=2.0, peak_s=3.0, overload_s=5.0, max_concurrency=4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +166,7 @@ def main() -> None:
     written = report.finish(uvloop.run(_run(plan)))
     write_report(written, arguments.json)
     if arguments.plot is not None:
-        from benchmarks.plot import plot_overload  # matplotlib takes a second to import
-
-        plot_overload(written, arguments.plot)
+        _plot(written, arguments.plot)
 
 
 def next_level(plan: Plan, sweep: Mapping[int, float]) -> int | None:
@@ -145,6 +179,169 @@ def next_level(plan: Plan, sweep: Mapping[int, float]) -> int | None:
     return None if num_without_gain >= _MAX_LEVELS_WITHOUT_GAIN or level > plan.max_concurrency else level
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoadFigures:
+    """What the clients saw. Requests count from the ramp on until the last has ended; rates in the window only.
+
+    Attributes:
+        concurrency: clients.
+        duration_s: length of the window, which begins after the ramp and ends when clients send nothing new.
+        tokens_per_s: output tokens of requests that ended well within the window, for each second of it.
+        requests_per_s: such requests.
+        requests_finished: requests that ended well.
+        requests_failed: requests that ended otherwise, but for those refused.
+        requests_refused: requests that got RESOURCE_EXHAUSTED.
+        errors: requests by status, refused ones included.
+        prompt_tokens_sent: of requests that ended well, as the router told.
+        ttft_ms_p50, ttft_ms_p99: from a request's start to its first token; 0 where there was none.
+        duration_ms_p50, duration_ms_p99: the same to its end, of requests that ended well.
+    """
+
+    concurrency: int
+    duration_s: float
+    tokens_per_s: float
+    requests_per_s: float
+    requests_finished: int
+    requests_failed: int
+    requests_refused: int
+    errors: Mapping[str, int]
+    prompt_tokens_sent: int
+    ttft_ms_p50: float
+    ttft_ms_p99: float
+    duration_ms_p50: float
+    duration_ms_p99: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extremes:
+    """The largest values seen at the samples taken every two seconds.
+
+    Attributes:
+        queued_requests: that waited in the router.
+        decode_blocks: in use at the decode worker.
+        prefill_held_blocks: held at the prefill worker for hand-offs.
+    """
+
+    queued_requests: int = 0
+    decode_blocks: int = 0
+    prefill_held_blocks: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """What one phase gave."""
+
+    load: LoadFigures
+    evidence: Evidence
+    extremes: Extremes
+    cpu: CpuUse
+
+
+class ClosedLoop:
+    """Clients against one router, made by the load generator of ``quartet bench``.
+
+    What counts is finished work: tokens of requests that ended within the window, not tokens that arrived in it, some
+    of them of requests that fail later. Requests are followed from the ramp on until the last has ended, because what
+    the processes counted is set against all of them.
+    """
+
+    def __init__(self, router_address: str, workload: Workload) -> None:
+        self._router_address = router_address
+        self._workload = workload
+        self._progress = _Progress()
+
+    async def run(self, num_clients: int, *, ramp_s: float, duration_s: float) -> LoadFigures:
+        """Run ``num_clients`` for ``ramp_s`` and then for the window of ``duration_s``; wait for the last to end.
+
+        Raises:
+            RuntimeError: an answer ended in order, but before its length.
+        """
+        self._progress.ramp_s = ramp_s
+        plan = BenchPlan(
+            loads=(Load(LoadKind.CONCURRENCY, num_clients),),
+            limits=Limits(warmup_s=0.0, duration_s=ramp_s + duration_s, max_requests=None),
+            workload=self._workload.config(),
+            sender=SenderConfig(timeout_s=_REQUEST_TIMEOUT_S),
+            seed=self._workload.seed,
+        )
+        async with QuartetClient(self._router_address) as client:
+            [point] = await run_plan(client, plan, self._progress)
+        if point.result.is_interrupted:
+            raise asyncio.CancelledError
+        return self._figures(num_clients)
+
+    def describe(self, elapsed_s: float, interval_s: float) -> str:
+        """What the last ``interval_s`` brought, for people."""
+        return self._progress.describe(elapsed_s, interval_s)
+
+    def _figures(self, num_clients: int) -> LoadFigures:
+        recorder = self._progress.recorder
+        measured = recorder.measured
+        if measured.output_tokens != measured.finished * self._workload.num_output_tokens:
+            raise RuntimeError(f"{measured.finished} answers have {measured.output_tokens} tokens: some were cut short")
+        window = recorder.in_window.minus(self._progress.in_ramp)
+        errors = Counter({_NOT_ENDED: measured.cut_off} if measured.cut_off else {})
+        for kind, count in measured.errors.items():
+            errors[kind.status] += count
+        return LoadFigures(
+            concurrency=num_clients,
+            duration_s=window.at_s,
+            tokens_per_s=window.finished * self._workload.num_output_tokens / window.at_s,
+            requests_per_s=window.finished / window.at_s,
+            requests_finished=measured.finished,
+            requests_failed=errors.total() - errors[_REFUSED],
+            requests_refused=errors[_REFUSED],
+            errors=dict(+errors),
+            prompt_tokens_sent=measured.prompt_tokens,
+            ttft_ms_p50=1e3 * measured.ttft.quantile_s(0.5),
+            ttft_ms_p99=1e3 * measured.ttft.quantile_s(0.99),
+            duration_ms_p50=1e3 * measured.e2e.quantile_s(0.5),
+            duration_ms_p99=1e3 * measured.e2e.quantile_s(0.99),
+        )
+
+
+class PhaseRunner:
+    """Runs phases one after the other, each from an idle stack to an idle stack."""
+
+    def __init__(self, stack: Stack, line: LiveLine, workload: Workload, *, ramp_s: float) -> None:
+        """``workload``'s seed is the first phase's; every later one has a new one."""
+        self._stack = stack
+        self._line = line
+        self._workload = workload
+        self._ramp_s = ramp_s
+
+    async def run(self, name: str, concurrency: int, duration_s: float) -> Phase:
+        """Load the stack with ``concurrency`` clients for the ramp and ``duration_s``."""
+        self._workload = replace(self._workload, seed=self._workload.seed + 1)
+        loop = ClosedLoop(self._stack.router_address, self._workload)
+        before = await self._stack.metrics()
+        meter = CpuMeter({**self._stack.pids, _CLIENT: os.getpid()})
+        async with self._watched(name, concurrency, loop) as sampler:
+            load = await loop.run(concurrency, ramp_s=self._ramp_s, duration_s=duration_s)
+            cpu = meter.read()
+        await asyncio.sleep(_SETTLE_S)
+        after = await self._stack.metrics()
+        grown = {process: after[process].since(before[process]) for process in before}
+        evidence = collect_evidence(
+            grown[_ROUTER], grown[_PREFILL], grown[_DECODE], prompt_tokens_sent=load.prompt_tokens_sent
+        )
+        self._line.say(_summary(name, load, evidence))
+        return Phase(load=load, evidence=evidence, extremes=sampler.extremes, cpu=cpu)
+
+    @asynccontextmanager
+    async def _watched(self, name: str, concurrency: int, loop: ClosedLoop) -> AsyncIterator[_Sampler]:
+        """Show and sample while the load runs."""
+        sampler = _Sampler(self._stack)
+        shown = self._line.follow(lambda *times: f"{name}, {concurrency} clients: {loop.describe(*times)}")
+        tasks = [asyncio.create_task(shown), asyncio.create_task(sampler.run())]
+        try:
+            yield sampler
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overload", description=__doc__.partition("\n")[0])
     add_report_argument(parser)
@@ -152,6 +349,32 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="length of the overload (120)")
     parser.add_argument("--short", action="store_true", help="a few seconds a phase: shows that it works, not how well")
     return parser.parse_args()
+
+
+def _plot(report: Mapping[str, Any], path: Path) -> None:
+    """Draw finished tokens/s against concurrency: the sweep, both peaks and the overload."""
+    from matplotlib.figure import Figure  # takes a second to import
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    sweep = [phase["load"] for phase in report["sweep"]]
+    axes.plot([load["concurrency"] for load in sweep], [load["tokens_per_s"] for load in sweep], "o-", label="sweep")
+    peak, over = report["peak"], report["overload"]
+    peaks = [peak[name]["load"]["tokens_per_s"] for name in ("before", "after")]
+    axes.plot([peak["concurrency"]] * len(peaks), peaks, "^", label="peak, before and after the overload")
+    seconds = round(over["phase"]["load"]["duration_s"])
+    label = f"twice the peak's load, for {seconds} s: {over['ratio']:.2f} of the peak"
+    axes.plot([over["concurrency"]], [over["tokens_per_s"]], "s", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted({load["concurrency"] for load in sweep} | {over["concurrency"]}))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("clients in a closed loop")
+    axes.set_ylabel("finished tokens/s")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
 
 
 async def _run(plan: Plan) -> Results:
@@ -226,6 +449,81 @@ def _topology() -> Topology:
         ],
     }
     return build(Topology, settings)
+
+
+class _Sampler:
+    def __init__(self, stack: Stack) -> None:
+        self.extremes = Extremes()
+        self._stack = stack
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(_SAMPLE_INTERVAL_S)
+            found = await self._stack.metrics()
+            blocks = "quartet_worker_blocks"
+            self.extremes = _max(
+                self.extremes,
+                Extremes(
+                    queued_requests=round(found[_ROUTER].total("quartet_router_queued_requests")),
+                    decode_blocks=round(found[_DECODE].total(blocks, state="used")),
+                    prefill_held_blocks=round(found[_PREFILL].total(blocks, state="held")),
+                ),
+            )
+
+
+@dataclass
+class _Progress:
+    """Looks at a run (``cli.bench.run.RunObserver``); ``in_ramp`` is what came before the window."""
+
+    ramp_s: float = 0.0
+    recorder: Recorder = field(default_factory=lambda: Recorder(Window(None)))
+    in_ramp: Totals = field(default_factory=Totals)
+    num_shown_tokens: int = 0
+    _ramping: asyncio.Task[None] | None = None
+
+    def began(self, load: Load, number: int, recorder: Recorder, window: Window) -> None:
+        self.recorder = recorder
+        self._ramping = asyncio.create_task(self._ramp(recorder.totals()))
+
+    def ended(self, point: Point) -> None:
+        if self._ramping is not None:
+            self._ramping.cancel()
+
+    async def _ramp(self, began: Totals) -> None:
+        await asyncio.sleep(self.ramp_s)
+        self.in_ramp = self.recorder.totals().minus(began)
+
+    def describe(self, elapsed_s: float, interval_s: float) -> str:
+        num_tokens = self.recorder.totals().output_tokens
+        rate = (num_tokens - self.num_shown_tokens) / interval_s
+        self.num_shown_tokens = num_tokens
+        found = self.recorder.measured.errors.items()
+        errors = ", ".join(f"{count} {kind.status}" for kind, count in found) or "none"
+        return f"{elapsed_s:5.1f} s  {rate:7.1f} tok/s  {self.recorder.num_running} in flight  errors: {errors}"
+
+
+def _max(one: Extremes, other: Extremes) -> Extremes:
+    return Extremes(
+        queued_requests=max(one.queued_requests, other.queued_requests),
+        decode_blocks=max(one.decode_blocks, other.decode_blocks),
+        prefill_held_blocks=max(one.prefill_held_blocks, other.prefill_held_blocks),
+    )
+
+
+def _summary(name: str, load: LoadFigures, evidence: Evidence) -> str:
+    return (
+        f"{name}: {load.concurrency} clients, {load.tokens_per_s:.1f} tok/s, {load.requests_finished} finished, "
+        f"errors {dict(load.errors) or 'none'}, {evidence.requests_waited} waited, "
+        f"{evidence.preemptions} preemptions, {evidence.hand_offs_expired} expired, "
+        f"{evidence.prompts_prefilled_twice} prefilled twice"
+    )
+
+
+# The tiny model's ids below the first are special tokens.
+_WORKLOAD = Workload(
+    min_prompt_tokens=200, max_prompt_tokens=400, num_output_tokens=64, first_token_id=16, end_token_id=2048
+)
+_SHORT = Plan(ramp_s=0.5, sweep_s=2.0, peak_s=3.0, overload_s=5.0, max_concurrency=4)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ import os
 from enum import IntEnum
 from pathlib import Path
 
+#: The environment variable that names the engine's clock file.
+CLOCK_VARIABLE = "QUARTET_BENCHMARK_CLOCK"
 #: Requests whose seed is below this have a row.
 MAX_STREAMS = 1 << 13
 # Steps of 2 ms: two minutes. Older times are overwritten.
@@ -74,6 +76,11 @@ class PacedClock:
     @is_held.setter
     def is_held(self, is_held: bool) -> None:
         self._words[_Word.IS_HELD] = is_held
+
+    @property
+    def period(self) -> int:
+        """A request's tokens are so many steps apart."""
+        return self._words[_Word.PERIOD]
 
     def set_period(self, num_steps: int) -> None:
         """A request's tokens are ``num_steps`` steps apart."""

@@ -1,18 +1,17 @@
-"""An engine that computes nothing and keeps a pace: one token every so many milliseconds on each stream.
+"""An engine that computes nothing and keeps a pace: one token every 20 ms on each stream.
 
 It steps every 2 ms; each step emits one token for the tenth of its requests whose turn it is, so each gets one every
 20 ms, and a step's message holds what a real engine's would. It is an ``Engine`` like any other in the real worker
 process, with a thread of its own whose CPU time is counted apart.
 
-    python -m benchmarks.paced_engine --clock FILE [--period 10] --config FILE     (a Decode worker)
+    QUARTET_BENCHMARK_CLOCK=FILE python -m benchmarks.paced_engine --config FILE     (a Decode worker)
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import sys
+import os
 import threading
 import time
 from collections import deque
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from benchmarks.paced_clock import PacedClock
+from benchmarks.paced_clock import CLOCK_VARIABLE, PacedClock
 from quartet.discovery.base import Role
 from quartet.engine.base import (
     EngineCapabilities,
@@ -43,7 +42,7 @@ from quartet.transfer.base import PoolMemory, Puller
 from services.workers.config import WorkerConfig
 from services.workers.process import main as run_worker
 
-#: Seconds between two steps, and in how many of them each request has its turn once.
+#: Seconds between two steps, and in how many of them each request has its turn once, unless the clock says otherwise.
 STEP_S, PERIOD = 0.002, 10
 #: Ids given out, in turn: words of the tiny model's vocabulary, behind its special tokens and single bytes.
 FIRST_TOKEN_ID, END_TOKEN_ID = 300, 600
@@ -81,12 +80,11 @@ class _Group:
 class PacedSteps:
     """The engine's pure half: who gets a token in which step."""
 
-    def __init__(self, clock: PacedClock, period: int = PERIOD) -> None:
-        """Each request's turn comes every ``period`` steps; notes in ``clock`` which step it begins at."""
-        clock.set_period(period)
+    def __init__(self, clock: PacedClock) -> None:
+        """Each request's turn comes every ``clock.period`` steps; notes in ``clock`` which step it begins at."""
         self._clock = clock
-        self._period = period
-        self._groups = [_Group() for _ in range(period)]
+        self._period = clock.period
+        self._groups = [_Group() for _ in range(self._period)]
         self._group_of: dict[int, _Group] = {}
         self._num_submits = 0
 
@@ -151,9 +149,8 @@ class PacedSteps:
 class PacedEngine:
     """The ``Engine`` around ``PacedSteps``. A step that comes late is not made up for, as no engine could."""
 
-    def __init__(self, config: WorkerConfig, kind: RequestKind, clock: PacedClock, period: int = PERIOD) -> None:
+    def __init__(self, config: WorkerConfig, kind: RequestKind, clock: PacedClock) -> None:
         """Takes the identity of the model that ``config`` names, so that its tokenizer fits."""
-        self._period = period
         self._config = config
         self._kind = kind
         self._clock = clock
@@ -243,7 +240,7 @@ class PacedEngine:
             self._outputs.put_nowait(None)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        steps = PacedSteps(self._clock, self._period)
+        steps = PacedSteps(self._clock)
         due_at = time.monotonic()
         # RuntimeError: the loop is closed, so nobody listens any more.
         with contextlib.suppress(RuntimeError):
@@ -267,17 +264,12 @@ class PacedEngine:
 
 
 def main() -> None:
-    """Run a Decode worker on a paced engine; all arguments but two are the worker's own."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.paced_engine", add_help=False)
-    parser.add_argument("--clock", type=Path, required=True)
-    parser.add_argument("--period", type=int, default=PERIOD)
-    own, rest = parser.parse_known_args()
-    clock = PacedClock(own.clock)
+    """Run a Decode worker on a paced engine."""
+    clock = PacedClock(Path(os.environ[CLOCK_VARIABLE]))
 
     def create_engine(config: WorkerConfig, kind: RequestKind, _puller: Puller) -> PacedEngine:
-        return PacedEngine(config, kind, clock, own.period)
+        return PacedEngine(config, kind, clock)
 
-    sys.argv[1:] = rest
     run_worker(Role.DECODE, create_engine)
 
 

@@ -10,27 +10,30 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import random
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, quantiles
 
 import uvloop
 
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, add_report_argument
 from benchmarks.stack import Stack
-from quartet.client import Accepted, ChoiceFinished, Delta, QuartetClient, Sampling
+from cli.bench.load import Load, LoadKind, Window
+from cli.bench.measure import DurationHistogram, Recorder
+from cli.bench.run import BenchPlan, Limits, Point, SenderConfig, run_plan
+from cli.bench.workload import IntRange, WorkloadConfig
+from cli.traces.format import BLOCK_SIZE, TraceRequest
+from quartet.client import QuartetClient
 from quartet.config import build
-from quartet.errors import ServingError
 from quartet.telemetry.provenance import write_report
 from services.topology.topology import Topology
 
 _NUM_WORKERS, _BLOCK_SIZE = 4, 32
-_FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 2048
+_FIRST_TOKEN_ID, _LAST_TOKEN_ID = 16, 2047
 _TIMEOUT_S = 30.0
 _LOG = Path(".run/benchmark-prefixes.log")
 
@@ -74,11 +77,11 @@ class PolicyResult:
     """What one policy made of the workload.
 
     Attributes:
-        ttft_ms: from sending a request to its first token at the client.
+        ttft_ms: from when a request was due to its first token at the client.
         e2e_ms: to its end.
         reuse_ratio: share of the prompts' tokens that were cached.
         requests_failed: all of them are counted, refused ones too.
-        requests_by_worker: how many each one decoded.
+        requests_by_worker: how many each one decoded, those of the warm-up included.
     """
 
     ttft_ms: Milliseconds
@@ -102,26 +105,6 @@ class Results:
     mean_ttft_ratio: Mapping[str, float]
 
 
-@dataclass
-class _Tally:
-    ttfts_s: list[float] = field(default_factory=list)
-    e2es_s: list[float] = field(default_factory=list)
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_failed: int = 0
-    by_worker: dict[str, int] = field(default_factory=dict)
-
-    def result(self) -> PolicyResult:
-        return PolicyResult(
-            ttft_ms=_milliseconds(self.ttfts_s),
-            e2e_ms=_milliseconds(self.e2es_s),
-            reuse_ratio=self.num_cached_tokens / self.num_prompt_tokens,
-            requests_finished=len(self.e2es_s),
-            requests_failed=self.num_failed,
-            requests_by_worker=dict(sorted(self.by_worker.items())),
-        )
-
-
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prefixes", description=__doc__.partition("\n")[0])
@@ -141,7 +124,7 @@ async def measure(workload: Workload, policies: Sequence[str]) -> Results:
         for policy in policies:
             async with Stack(_topology(workload, policy), _LOG, line.say) as stack:
                 line.say(f"{policy}: {workload.warm_up_s + workload.seconds:.0f} s of load")
-                results[policy] = await _load(workload, stack.router_address)
+                results[policy] = await _load(workload, stack)
             found = results[policy]
             line.say(
                 f"{policy}: first token after {found.ttft_ms.mean:.1f} ms (p50 {found.ttft_ms.p50:.1f}, "
@@ -152,49 +135,70 @@ async def measure(workload: Workload, policies: Sequence[str]) -> Results:
     return Results(workload=workload, policies=results, mean_ttft_ratio=ratios)
 
 
-async def _load(workload: Workload, router: str) -> PolicyResult:
+async def _load(workload: Workload, stack: Stack) -> PolicyResult:
+    plan = BenchPlan(
+        loads=(Load(LoadKind.RATE, workload.rate),),
+        limits=Limits(warmup_s=workload.warm_up_s, duration_s=workload.seconds, max_requests=None),
+        workload=WorkloadConfig(
+            prompt_tokens=IntRange(1, 1),  # the trace says how long prompts and answers are
+            output_tokens=IntRange(1, 1),
+            ids=IntRange(_FIRST_TOKEN_ID, _LAST_TOKEN_ID),
+            trace=make_trace(workload),
+        ),
+        sender=SenderConfig(timeout_s=_TIMEOUT_S),
+        seed=workload.seed,
+    )
+    async with QuartetClient(stack.router_address) as client:
+        [point] = await run_plan(client, plan, _Unobserved())
+    if point.result.is_interrupted:
+        raise asyncio.CancelledError
+    metrics = await stack.metrics()
+    measured = point.measured
+    return PolicyResult(
+        ttft_ms=_milliseconds(measured.ttft),
+        e2e_ms=_milliseconds(measured.e2e),
+        reuse_ratio=measured.cached_tokens / measured.prompt_tokens,
+        requests_finished=measured.finished,
+        requests_failed=measured.errors.total() + measured.cut_off,
+        requests_by_worker={
+            name: round(metrics[name].total("quartet_worker_requests_total")) for name in sorted(stack.worker_addresses)
+        },
+    )
+
+
+def make_trace(workload: Workload) -> list[TraceRequest]:
+    """Requests for longer than the load lasts. Those with the same prefix have the same ids of its blocks."""
     rng = random.Random(workload.seed)
-    prefixes = [_token_ids(rng, workload.prefix_tokens) for _ in range(workload.num_prefixes)]
-    tally, warm_up = _Tally(), _Tally()
-    async with QuartetClient(router) as client, asyncio.TaskGroup() as group:
-        began = time.monotonic()
-        at_s = 0.0
-        while (at_s := at_s + rng.expovariate(workload.rate)) < workload.warm_up_s + workload.seconds:
-            own = _token_ids(rng, rng.randint(workload.min_own_tokens, workload.max_own_tokens))
-            prompt = rng.choice(prefixes) + own
-            await asyncio.sleep(began + at_s - time.monotonic())
-            counted = tally if at_s >= workload.warm_up_s else warm_up
-            group.create_task(_send(client, prompt, workload.num_output_tokens, counted))
-    return tally.result()
+    blocks_each, rest = divmod(workload.prefix_tokens, BLOCK_SIZE)
+    if rest:
+        raise ValueError(f"prefix_tokens: must be a multiple of {BLOCK_SIZE}, not {workload.prefix_tokens}")
+    requests = []
+    for _ in range(math.ceil(2 * workload.rate * (workload.warm_up_s + workload.seconds)) + 100):
+        first = rng.randrange(workload.num_prefixes) * blocks_each
+        num_own_tokens = rng.randint(workload.min_own_tokens, workload.max_own_tokens)
+        request = TraceRequest(
+            arrival_s=0.0,  # they come at a rate
+            num_input_tokens=workload.prefix_tokens + num_own_tokens,
+            num_output_tokens=workload.num_output_tokens,
+            hash_ids=tuple(range(first, first + blocks_each)),
+        )
+        requests.append(request)
+    return requests
 
 
-async def _send(client: QuartetClient, prompt: list[int], num_output_tokens: int, tally: _Tally) -> None:
-    sampling = Sampling(max_tokens=num_output_tokens, ignore_eos=True)
-    began, has_begun = time.monotonic(), False
-    try:
-        async with client.generate(token_ids=prompt, sampling=sampling, timeout_s=_TIMEOUT_S) as stream:
-            async for part in stream:
-                if isinstance(part, Delta) and not has_begun:
-                    has_begun = True
-                    tally.ttfts_s.append(time.monotonic() - began)
-                elif isinstance(part, Accepted):
-                    worker_id = part.choices[0].decode.worker_id
-                    tally.by_worker[worker_id] = tally.by_worker.get(worker_id, 0) + 1
-                elif isinstance(part, ChoiceFinished):
-                    tally.e2es_s.append(time.monotonic() - began)
-                    tally.num_prompt_tokens += part.usage.num_prompt_tokens
-                    tally.num_cached_tokens += part.usage.num_cached_tokens
-    except ServingError:
-        tally.num_failed += 1
+class _Unobserved:
+    """Does not look (``cli.bench.run.RunObserver``)."""
+
+    def began(self, load: Load, number: int, recorder: Recorder, window: Window) -> None:
+        pass
+
+    def ended(self, point: Point) -> None:
+        pass
 
 
-def _milliseconds(seconds: Sequence[float]) -> Milliseconds:
-    cuts = [1e3 * cut for cut in quantiles(seconds, n=100, method="inclusive")]
-    return Milliseconds(mean=1e3 * fmean(seconds), p50=cuts[49], p90=cuts[89], p99=cuts[98])
-
-
-def _token_ids(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(_FIRST_TOKEN_ID, _END_TOKEN_ID) for _ in range(count)]
+def _milliseconds(durations: DurationHistogram) -> Milliseconds:
+    p50, p90, p99 = (1e3 * durations.quantile_s(share) for share in (0.5, 0.9, 0.99))
+    return Milliseconds(mean=1e3 * durations.sum_s / durations.count, p50=p50, p90=p90, p99=p99)
 
 
 def _topology(workload: Workload, policy: str) -> Topology:

@@ -1,18 +1,30 @@
-"""CPU time of processes and of the whole machine, as Linux counts it: who was busy, and who disturbed."""
+"""What processes use and tell: CPU time as Linux counts it, their /metrics, and the evidence that those give.
+
+CPU time is of processes and of the whole machine: who was busy, and who disturbed. ``Evidence`` answers for one phase
+of load: was work done twice, and who had to wait?
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
 
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 # What clock_getcpuclockid(3), which Python lacks, makes of a process id: include/linux/posix-timers_types.h.
 _CPU_CLOCK_BITS, _CPU_CLOCK_SCHED = 3, 2
 # Fields of the line ``cpu`` of /proc/stat that mean that a core worked, or was taken by another guest.
 _BUSY = (0, 1, 2, 5, 6, 7)
+_TIMEOUT_S = 10.0
+_FIRST_ATTEMPT = "first"
+# A bucket's bound of the router's histogram: who waited longer did not pass straight through.
+_WAITED_OVER_S = "0.01"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,3 +83,125 @@ def machine_cpu_s() -> float:
     """CPU seconds that all cores together worked since the machine started."""
     fields = Path("/proc/stat").read_text(encoding="utf-8").partition("\n")[0].split()[1:]
     return sum(int(fields[index]) for index in _BUSY) * _TICK_S
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One line of /metrics."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+class Metrics:
+    """All samples of one process at one time."""
+
+    def __init__(self, samples: list[Sample]) -> None:
+        """Made by ``scrape``."""
+        self._samples = samples
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum over all samples ``name`` that have ``labels``; 0 where there are none: counters begin so."""
+        return sum(self.by_label(name, None, **labels).values())
+
+    def by_label(self, name: str, by: str | None, **labels: str) -> dict[str, float]:
+        """The sums of ``total``, apart for each value of the label ``by``."""
+        sums: dict[str, float] = {}
+        for sample in self._samples:
+            if sample.name == name and labels.items() <= sample.labels.items():
+                key = "" if by is None else sample.labels[by]
+                sums[key] = sums.get(key, 0.0) + sample.value
+        return sums
+
+    def since(self, before: Metrics) -> Metrics:
+        """What each counter grew by since ``before``, of the same process; new ones began at 0."""
+        old = {(sample.name, *sorted(sample.labels.items())): sample.value for sample in before._samples}
+        return Metrics(
+            [
+                Sample(
+                    sample.name,
+                    sample.labels,
+                    sample.value - old.get((sample.name, *sorted(sample.labels.items())), 0.0),
+                )
+                for sample in self._samples
+            ]
+        )
+
+
+def parse(text: str) -> Metrics:
+    """Metrics in Prometheus's text form."""
+    families = text_string_to_metric_families(text)
+    return Metrics([Sample(item.name, item.labels, item.value) for family in families for item in family.samples])
+
+
+async def scrape(http_address: str) -> Metrics:
+    """The metrics of the process at ``http_address`` (``host:port``). Raises ``OSError``."""
+    return parse(await asyncio.to_thread(_get, f"http://{http_address}/metrics"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Sums over one phase that began and ended with nothing in flight.
+
+    Attributes:
+        hand_offs: that ended at the prefill worker, by outcome.
+        hand_offs_expired: of these, those that expired.
+        preemptions: requests that lost their blocks, at either worker.
+        attempts: that the router began, by cause; all but ``first`` are retries.
+        prompts_prefilled: prompts that the prefill worker was given.
+        prompts_prefilled_twice: of these, those beyond the first attempts at requests.
+        tokens_computed_again: tokens prefilled (computed or found in the cache, at either worker) beyond once each; a
+            taken-over prompt's one token that decode computes by itself does not count. Tokens of requests that
+            ended badly count in.
+        tokens_cached: prompt tokens that the prefill worker found in its cache.
+        requests_waited: attempts that waited in the router for over 10 ms.
+        mean_wait_s: wait for room, over all attempts.
+    """
+
+    hand_offs: Mapping[str, int]
+    hand_offs_expired: int
+    preemptions: int
+    attempts: Mapping[str, int]
+    prompts_prefilled: int
+    prompts_prefilled_twice: int
+    tokens_computed_again: int
+    tokens_cached: int
+    requests_waited: int
+    mean_wait_s: float
+
+
+def collect_evidence(router: Metrics, prefill: Metrics, decode: Metrics, *, prompt_tokens_sent: int) -> Evidence:
+    """Read it off what each process's counters grew by; ``prompt_tokens_sent``: of requests that ended well."""
+    hand_offs = _counts(prefill, "quartet_worker_hand_offs_total", "outcome")
+    attempts = _counts(router, "quartet_router_attempts_total", "cause")
+    prompts_prefilled = round(prefill.total("quartet_worker_requests_total"))
+    tokens_cached = round(prefill.total("quartet_worker_cached_tokens_total"))
+    tokens_prefilled = round(prefill.total("quartet_worker_prompt_tokens_total")) + tokens_cached
+    tokens_of_decode = round(decode.total("quartet_worker_prompt_tokens_total"))
+    num_taken_over = round(decode.total("quartet_worker_requests_total"))
+    num_waits = router.total("quartet_router_queue_seconds_count")
+    return Evidence(
+        hand_offs=hand_offs,
+        hand_offs_expired=hand_offs.get("expired", 0),
+        preemptions=round(sum(worker.total("quartet_worker_preemptions_total") for worker in (prefill, decode))),
+        attempts=attempts,
+        prompts_prefilled=prompts_prefilled,
+        prompts_prefilled_twice=max(0, prompts_prefilled - attempts.get(_FIRST_ATTEMPT, 0)),
+        tokens_computed_again=tokens_prefilled - prompt_tokens_sent + tokens_of_decode - num_taken_over,
+        tokens_cached=tokens_cached,
+        requests_waited=round(
+            num_waits - router.total("quartet_router_queue_seconds_bucket", le=_WAITED_OVER_S),
+        ),
+        mean_wait_s=router.total("quartet_router_queue_seconds_sum") / num_waits if num_waits else 0.0,
+    )
+
+
+def _get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
+        body: bytes = answer.read()
+    return body.decode("utf-8")
+
+
+def _counts(metrics: Metrics, name: str, by: str) -> dict[str, int]:
+    return {key: round(value) for key, value in metrics.by_label(name, by).items() if value}

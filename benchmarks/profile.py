@@ -21,7 +21,7 @@ import uvloop
 from benchmarks.flame_graph import FunctionTime, parse_stacks, rank_functions, render_flame_graph
 from benchmarks.progress import LiveLine
 from benchmarks.relay_clients import AbsentError
-from benchmarks.relay_job import Way
+from benchmarks.relay_load import Way
 from benchmarks.relay_measure import Case, open_streams
 from benchmarks.relay_stack import RelayStack
 from benchmarks.report import Report, add_report_argument

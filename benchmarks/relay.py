@@ -3,13 +3,16 @@
 One Decode worker on an engine that only keeps a pace (a step every 2 ms, one token every 20 ms on each stream), the
 Router, and clients, each in processes of their own. Every way to the tokens is measured with 256 and 1024 streams.
 
-    python -m benchmarks.relay --json FILE [--short] [--only NAME ...]
+What gRPC alone costs is measured beside it: each window of the Router comes right after one of a relay of nothing but
+gRPC under the same load, and the ratio of the two is the figure that a machine's mood disturbs least.
+
+    python -m benchmarks.relay --json FILE [--short] [--only NAME ...] [--runs 5]
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +20,12 @@ from statistics import median
 
 import uvloop
 
+from benchmarks.floors.relay_floor import Floor, open_floor
+from benchmarks.floors.request_floor import RequestFloor, open_request_floor
 from benchmarks.paced_engine import PERIOD, STEP_S
 from benchmarks.progress import LiveLine
 from benchmarks.relay_clients import AbsentError, LoadFailedError
-from benchmarks.relay_floor import Floor, measure_floor
-from benchmarks.relay_job import Way
+from benchmarks.relay_load import Way
 from benchmarks.relay_measure import (
     Case,
     Figures,
@@ -34,7 +38,6 @@ from benchmarks.relay_measure import (
 )
 from benchmarks.relay_stack import RelayStack
 from benchmarks.report import Report, add_report_argument
-from benchmarks.request_floor import RequestFloor, measure_request_floor
 from quartet.telemetry.provenance import write_report
 
 _LOG = Path(".run/benchmark-relay.log")
@@ -51,11 +54,16 @@ _REQUEST_WAYS = {"generate": Way.GENERATE, "session": Way.SESSION, "place": Way.
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The load, and how it was measured. Figures are medians of ``windows.round_size * windows.num_rounds`` windows."""
+    """The load, and how it was measured.
+
+    Figures are medians over all windows: ``windows.round_size * windows.num_rounds`` of each of ``num_runs`` runs, and
+    each run has servers of its own.
+    """
 
     step_ms: float
     token_interval_ms: float
     windows: Windows
+    num_runs: int
     request_prompt_tokens: int
     request_clients: int
 
@@ -85,19 +93,39 @@ class Streams:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Spread:
+    """How far ratios to gRPC lie apart.
+
+    Attributes:
+        runs: the median over its windows, of each run.
+        lowest, highest: of all windows.
+    """
+
+    runs: Sequence[float]
+    lowest: float
+    highest: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Results:
     """All that was measured.
 
     Attributes:
-        floor: what a bare relay spends, by ``generate_256``, ``session_256`` and ``session_1024``; each was measured
-            just before the load that it is to be compared with.
-        request_floor: what a bare relay spends on a request, by the names of ``requests``; measured likewise.
+        ratio_to_grpc: the Router's CPU time over that of a bare relay's router, by ``generate_256``, ``session_256``
+            and ``session_1024`` (a token, without text), ``request_generate``, ``request_session`` and
+            ``request_place`` (a request of one token). A window's ratio is to the bare relay's window right before it;
+            a run's is the median over its windows, and this the median over the runs.
+        ratio_to_grpc_spread: by the same names.
+        floor: what a bare relay spends, by ``generate_256``, ``session_256`` and ``session_1024``.
+        request_floor: what a bare relay spends on a request, by the names of ``requests``.
         absent: ways that the servers don't offer, to what they said.
         failed: loads that could not be measured, and why.
     """
 
     setting: Setting
     idle: IdleFigures
+    ratio_to_grpc: Mapping[str, float]
+    ratio_to_grpc_spread: Mapping[str, Spread]
     floor: Mapping[str, Floor]
     streams_256: Streams
     streams_1024: Streams
@@ -110,8 +138,10 @@ class Results:
 
 @dataclass
 class _Found:
-    """What was measured so far."""
+    """What was measured so far; ``ratios`` of each run, by the names of ``Results.ratio_to_grpc``, window by window."""
 
+    idle: list[IdleFigures] = field(default_factory=list)
+    ratios: list[dict[str, list[float]]] = field(default_factory=list)
     windows: dict[Case, list[Figures]] = field(default_factory=dict)
     requests: dict[str, list[RequestFigures]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
@@ -125,23 +155,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.relay", description=__doc__.partition("\n")[0])
     add_report_argument(parser)
     parser.add_argument("--short", action="store_true", help="one round of three windows of a second: two minutes")
+    parser.add_argument("--runs", type=int, default=1, help="whole runs, each with servers of its own (1)")
     parser.add_argument("--only", nargs="+", choices=list(Way), metavar="WAY", help=", ".join(Way))
     arguments = parser.parse_args()
     report = Report("relay", packages=("uvloop",))
     ways = tuple(Way(name) for name in arguments.only or Way)
     windows = _SHORT if arguments.short else _LONG
-    write_report(report.finish(uvloop.run(_run(windows, ways))), arguments.json)
+    write_report(report.finish(uvloop.run(_run(windows, ways, arguments.runs))), arguments.json)
 
 
-async def _run(windows: Windows, ways: tuple[Way, ...]) -> Results:
+def spreads(runs: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Spread]:
+    """By name, what the ratios of ``runs`` come to, each of which has those of its windows; a run may lack some."""
+    found: dict[str, Spread] = {}
+    for name in dict.fromkeys(name for run in runs for name in run):
+        of_runs = [run[name] for run in runs if name in run]
+        every = [ratio for ratios in of_runs for ratio in ratios]
+        found[name] = Spread(runs=[median(ratios) for ratios in of_runs], lowest=min(every), highest=max(every))
+    return found
+
+
+async def _run(windows: Windows, ways: tuple[Way, ...], num_runs: int) -> Results:
     found = _Found()
     with LiveLine() as line:
-        async with RelayStack(_LOG, line.say) as stack:
-            measurer = Measurer(stack, line, windows)
-            idle = await measurer.idle()
-            for _ in range(windows.num_rounds):
-                await _round(measurer, line, ways, found)
-    return _results(windows, idle, found)
+        for number in range(num_runs):
+            if num_runs > 1:
+                line.say(f"run {number + 1} of {num_runs}")
+            found.ratios.append({})
+            async with RelayStack(_LOG, line.say) as stack:
+                measurer = Measurer(stack, line, windows)
+                found.idle.append(await measurer.idle())
+                for _ in range(windows.num_rounds):
+                    await _round(measurer, line, ways, found)
+    return _results(windows, num_runs, found)
 
 
 async def _round(measurer: Measurer, line: LiveLine, ways: tuple[Way, ...], found: _Found) -> None:
@@ -157,42 +202,61 @@ async def _measure_requests(measurer: Measurer, line: LiveLine, name: str, found
     if way in found.absent:
         return
     load = f"requests of one token, {name}"
-    floor = await measure_request_floor(way, _NUM_REQUEST_CLIENTS, _NUM_PROMPT_TOKENS, measurer.windows)
-    found.request_floor.setdefault(name, []).append(floor)
-    line.say(
-        f"{load}, nothing but gRPC: router {floor.router_cpu_ms_per_request:.3f} ms each, "
-        f"{floor.requests_per_s:.0f} a second"
-    )
-    with _noting(line, load, way, found):
-        items = await measurer.requests(way, _NUM_REQUEST_CLIENTS, _NUM_PROMPT_TOKENS)
-        found.requests.setdefault(name, []).extend(items)
-        now = request_medians(items)
-        line.say(f"{load}: router {now.router_cpu_ms_per_request:.3f} ms each, {now.requests_per_s:.0f} a second")
+    async with open_request_floor(way, _NUM_REQUEST_CLIENTS, _NUM_PROMPT_TOKENS, measurer.windows) as bare:
+        with _noting(line, load, way, found):
+            items = await measurer.requests(way, _NUM_REQUEST_CLIENTS, _NUM_PROMPT_TOKENS, bare)
+            found.requests.setdefault(name, []).extend(items)
+            found.request_floor.setdefault(name, []).extend(bare.found)
+            ratio = _compare(
+                f"request_{name}",
+                [item.router_cpu_ms_per_request for item in items],
+                [item.router_cpu_ms_per_request for item in bare.found],
+                found,
+            )
+            now = request_medians(items)
+            line.say(
+                f"{load}: router {now.router_cpu_ms_per_request:.3f} ms each, {now.requests_per_s:.0f} a second; "
+                f"{ratio:.2f} times nothing but gRPC"
+            )
 
 
 async def _measure_streams(measurer: Measurer, line: LiveLine, case: Case, found: _Found) -> None:
     if case.way in found.absent:
         return
-    if (case.way, case.num_streams) in _FLOORS and not case.with_text:
-        await _measure_floor(measurer.windows, line, case, found)
     with _noting(line, case.name, case.way, found):
-        items = await measurer.streams(case)
+        if (case.way, case.num_streams) in _FLOORS and not case.with_text:
+            items, beside = await _measure_beside_floor(measurer, case, found)
+        else:
+            items, beside = await measurer.streams(case), ""
         found.windows.setdefault(case, []).extend(items)
         now = medians(items)
         line.say(
             f"{case.name}: router {now.router_cpu_us_per_token:.2f} us a token, "
             f"decode {now.decode_cpu_us_per_token:.2f}, p99 +{now.added_latency_ms_p99:.1f} ms, "
-            f"{now.tokens_per_s:.0f} tok/s"
+            f"{now.tokens_per_s:.0f} tok/s{beside}"
         )
 
 
-async def _measure_floor(windows: Windows, line: LiveLine, case: Case, found: _Found) -> None:
-    floor = await measure_floor(case.way, case.num_streams, windows)
-    found.floor.setdefault(f"{case.way}_{case.num_streams}", []).append(floor)
-    line.say(
-        f"{case.way}, {case.num_streams} streams, nothing but gRPC: router {floor.router_cpu_us_per_token:.2f} us a "
-        f"token, decode {floor.decode_cpu_us_per_token:.2f}"
+async def _measure_beside_floor(measurer: Measurer, case: Case, found: _Found) -> tuple[list[Figures], str]:
+    """Figures, and a few words on what nothing but gRPC costs."""
+    name = f"{case.way}_{case.num_streams}"
+    async with open_floor(case.way, case.num_streams, measurer.windows) as bare:
+        items = await measurer.streams(case, bare)
+    found.floor.setdefault(name, []).extend(bare.found)
+    ratio = _compare(
+        name,
+        [item.router_cpu_us_per_token for item in items],
+        [item.router_cpu_us_per_token for item in bare.found],
+        found,
     )
+    return items, f"; {ratio:.2f} times nothing but gRPC"
+
+
+def _compare(name: str, ours: Sequence[float], alone: Sequence[float], found: _Found) -> float:
+    """Keep the windows' ratios; their median."""
+    ratios = [mine / theirs for mine, theirs in zip(ours, alone, strict=True)]
+    found.ratios[-1].setdefault(name, []).extend(ratios)
+    return median(ratios)
 
 
 @contextmanager
@@ -217,9 +281,10 @@ def _cases(ways: tuple[Way, ...]) -> list[Case]:
     ]
 
 
-def _results(windows: Windows, idle: IdleFigures, found: _Found) -> Results:
+def _results(windows: Windows, num_runs: int, found: _Found) -> Results:
     figures = {case: medians(items) for case, items in found.windows.items()}
     requests = {name: request_medians(items) for name, items in found.requests.items()}
+    spread = spreads(found.ratios)
     few, many = (
         Streams(ids=_share(figures, num_streams, False), text=_share(figures, num_streams, True))
         for num_streams in _STREAMS
@@ -229,10 +294,16 @@ def _results(windows: Windows, idle: IdleFigures, found: _Found) -> Results:
             step_ms=STEP_S * 1e3,
             token_interval_ms=STEP_S * PERIOD * 1e3,
             windows=windows,
+            num_runs=num_runs,
             request_prompt_tokens=_NUM_PROMPT_TOKENS,
             request_clients=_NUM_REQUEST_CLIENTS,
         ),
-        idle=idle,
+        idle=IdleFigures(
+            router_share=median(item.router_share for item in found.idle),
+            decode_share=median(item.decode_share for item in found.idle),
+        ),
+        ratio_to_grpc={name: median(item.runs) for name, item in spread.items()},
+        ratio_to_grpc_spread=spread,
         floor={name: _median_floor(items) for name, items in found.floor.items()},
         streams_256=few,
         streams_1024=many,

@@ -14,11 +14,8 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.paced_clock import PacedClock
-from benchmarks.relay_job import Command, Job, Load, Opened, decode_job
-from benchmarks.relay_offer import find_absence
+from benchmarks.relay_load import Command, Job, Load, Opened, StreamLoad, Tally, decode_job, find_absence
 from benchmarks.relay_requests import RequestLoad
-from benchmarks.relay_streams import StreamLoad
-from benchmarks.relay_tally import Tally
 
 
 def main() -> None:
@@ -40,6 +37,8 @@ async def _run() -> None:
         while (line := await reader.readline()) and (command := Command(line.decode().strip())) is not Command.QUIT:
             if command is Command.BEGIN:
                 tally.begin()
+            elif command is not Command.END and isinstance(load, RequestLoad):
+                load.set_paused(command is Command.PAUSE)
             _answer(tally.read().encode())
     finally:
         await load.close()

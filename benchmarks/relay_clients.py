@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-from benchmarks.relay_job import Command, Job, Opened, Window, encode_job, new_latencies
+from benchmarks.relay_load import Command, Job, Opened, Window, encode_job, new_latencies
 
 _ANSWER_TIMEOUT_S = 90.0
 _QUIT_TIMEOUT_S = 15.0
@@ -119,6 +119,14 @@ class Clients:
     async def begin(self) -> None:
         """Count from now on."""
         await self._command(Command.BEGIN)
+
+    async def pause(self) -> None:
+        """Send no more requests, until ``resume``; endless streams go on."""
+        await self._command(Command.PAUSE)
+
+    async def resume(self) -> None:
+        """Send requests again."""
+        await self._command(Command.RESUME)
 
     async def end(self) -> Window:
         """What was counted, by all of them together. Raises ``LoadFailedError`` where requests failed."""

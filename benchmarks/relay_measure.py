@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 from statistics import median
+from typing import Protocol
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from benchmarks.paced_engine import PERIOD, STEP_S
 from benchmarks.processes import CpuMeter, CpuUse
 from benchmarks.progress import LiveLine
 from benchmarks.relay_clients import Clients, LoadFailedError
-from benchmarks.relay_job import Job, Load, Way, Window
+from benchmarks.relay_load import Job, Load, Way, Window
 from benchmarks.relay_stack import DECODE, ROUTER, RelayStack
 
 #: A stream gets so many tokens a second.
@@ -24,6 +25,8 @@ TOKENS_PER_S = 1 / (STEP_S * PERIOD)
 # Streams of one client process, where each costs it a message a token.
 _MAX_STREAMS_PER_CLIENT = 512
 _QUIET_S, _QUIET_TIMEOUT_S = 0.1, 10.0
+#: From when a load goes on after a rest until it is measured.
+SETTLE_S = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +122,13 @@ class _Reading:
     at: float = field(default_factory=time.monotonic)
 
 
+class BareLoad(Protocol):
+    """The same load through a relay of nothing but gRPC, which rests between its windows."""
+
+    async def window(self) -> None:
+        """Measure one window of it."""
+
+
 class Measurer:
     """Puts loads on one stack, one after the other."""
 
@@ -134,8 +144,8 @@ class Measurer:
         share = meter.read().share
         return IdleFigures(router_share=share[ROUTER], decode_share=share[DECODE])
 
-    async def streams(self, case: Case) -> list[Figures]:
-        """A round of windows of endless streams.
+    async def streams(self, case: Case, bare: BareLoad | None = None) -> list[Figures]:
+        """A round of windows of endless streams; ``bare`` has a window before each, while these get no token.
 
         Raises:
             AbsentError, LoadFailedError: they can't be opened, or some of them failed.
@@ -145,14 +155,21 @@ class Measurer:
             async with open_streams(self._stack, case) as clients:
                 await asyncio.sleep(self.windows.warm_up_s)
                 for _ in range(self.windows.round_size):
+                    if bare is not None:
+                        self._stack.clock.is_held = True
+                        await bare.window()
+                        self._stack.clock.is_held = False
+                        await asyncio.sleep(SETTLE_S)
                     reading, use, window = await self._window(clients)
                     found.append(self._figures(case, reading, use, window, clients.opened_s))
         finally:
             await self._await_quiet()
         return found
 
-    async def requests(self, way: Way, num_clients: int, num_prompt_tokens: int) -> list[RequestFigures]:
-        """A round of windows of one-token requests.
+    async def requests(
+        self, way: Way, num_clients: int, num_prompt_tokens: int, bare: BareLoad | None = None
+    ) -> list[RequestFigures]:
+        """A round of windows of one-token requests; ``bare`` has a window before each, while none are sent here.
 
         Raises:
             AbsentError, LoadFailedError: they are not served, or some of them failed.
@@ -170,6 +187,11 @@ class Measurer:
             async with Clients([job]) as clients:
                 await asyncio.sleep(self.windows.warm_up_s)
                 for _ in range(self.windows.round_size):
+                    if bare is not None:
+                        await clients.pause()
+                        await bare.window()
+                        await clients.resume()
+                        await asyncio.sleep(SETTLE_S)
                     reading, use, window = await self._window(clients)
                     found.append(self._request_figures(reading, use, window))
         finally:

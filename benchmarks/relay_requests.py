@@ -12,9 +12,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from benchmarks.paced_clock import MAX_STREAMS
-from benchmarks.relay_job import Job, Opened, Way
-from benchmarks.relay_messages import describe, describe_failure, make_start, signed_request
-from benchmarks.relay_tally import Tally
+from benchmarks.relay_load import Job, Opened, Tally, Way, describe, describe_failure, make_start, signed_request
 from quartet.rpc.channels import create_channel
 from quartet.v1 import decode_pb2, decode_pb2_grpc, router_pb2, router_pb2_grpc
 
@@ -75,6 +73,8 @@ class RequestLoad:
         self._tally = tally
         self._rng = random.Random(job.first_seed)
         self._first_ended = asyncio.Event()
+        self._is_running = asyncio.Event()
+        self._is_running.set()
         self._clients: list[asyncio.Task[None]] = []
         self._channels: list[grpc.aio.Channel] = []
         self._router = router_pb2_grpc.RouterServiceStub(self._channel(job.router_address))
@@ -88,6 +88,13 @@ class RequestLoad:
         async with asyncio.timeout(_OPEN_TIMEOUT_S):
             await self._first_ended.wait()
         return Opened(duration_s=time.monotonic() - began, errors=dict(self._tally.errors))
+
+    def set_paused(self, is_paused: bool) -> None:
+        """Whether clients send nothing new; what they have sent ends."""
+        if is_paused:
+            self._is_running.clear()
+        else:
+            self._is_running.set()
 
     async def close(self) -> None:
         """End the clients."""
@@ -107,6 +114,7 @@ class RequestLoad:
         """One client of the loop; it gives up at its first failure, as nothing may fail here."""
         try:
             while True:
+                await self._is_running.wait()
                 await request(slot)
                 self._tally.request(1)
                 self._first_ended.set()

@@ -10,10 +10,8 @@ from itertools import groupby
 from pathlib import Path
 
 from cli.replay.simulation import FleetSettings
-from cli.traces.arrivals import ArrivalKind, Arrivals
 from cli.traces.format import TraceRequest, read_trace
-from cli.traces.generate import TraceConfig, generate
-from cli.traces.sessions import SessionConfig
+from cli.traces.generate import ArrivalKind, Arrivals, SessionConfig, TraceConfig, generate
 
 #: What the others are measured against, and against what.
 OURS = "kv_aware"

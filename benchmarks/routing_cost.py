@@ -19,7 +19,7 @@ from statistics import fmean
 
 from prometheus_client import CollectorRegistry
 
-from benchmarks.index_work import PROMPT_BLOCKS, Workload
+from benchmarks.index_case import PROMPT_BLOCKS, Workload
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, add_report_argument
 from quartet.discovery.base import HostIdentity, Rank, Role, WorkerRecord

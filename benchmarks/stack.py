@@ -13,7 +13,7 @@ from typing import TextIO
 
 import grpc
 
-from benchmarks.scrape import Metrics, scrape
+from benchmarks.processes import Metrics, scrape
 from quartet.rpc.channels import create_channel
 from quartet.v1 import router_pb2, router_pb2_grpc
 from services.topology.launch import Environment, LocalTopology, free_port, make_run_directory

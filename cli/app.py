@@ -1,37 +1,100 @@
-"""The ``quartet`` command."""
+"""The ``quartet`` command: the table of its subcommands, each of which is imported when it is called."""
 
 from __future__ import annotations
 
-from importlib.metadata import version
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
-from cli.bench.command import bench
-from cli.chat import chat
-from cli.doctor.command import doctor
-from cli.explain import explain
-from cli.generate import generate
-from cli.replay.command import replay
-from cli.traces.command import trace
-from cli.up import up
-from cli.workers import workers
+
+class _Entry(NamedTuple):
+    """Where a subcommand is, and its line in ``quartet --help``: the first line of its own help."""
+
+    module: str
+    function: str
+    help: str
+
+
+# A test holds that each line is that of the subcommand.
+_COMMANDS = {
+    "up": _Entry(
+        "cli.up", "up", "Start a topology on this host: etcd if none answers, workers, router. Ctrl-C ends it all."
+    ),
+    "generate": _Entry("cli.generate", "generate", "Continue a text. Tokens are printed as they come."),
+    "chat": _Entry("cli.chat", "chat", "Talk to a model. Ctrl-C cancels an answer, Ctrl-D leaves."),
+    "explain": _Entry("cli.explain", "explain", "Show where a prompt would go now, and why; nothing is run."),
+    "workers": _Entry("cli.workers", "workers", "Show the workers that a router knows."),
+    "bench": _Entry(
+        "cli.bench.command",
+        "bench",
+        "Put load on a router and measure what its clients see. Ctrl-C ends it and shows what was measured.",
+    ),
+    "trace": _Entry(
+        "cli.traces.command",
+        "trace",
+        "Make a trace in Mooncake's format: sessions whose prompts extend each other, over shared system prompts.",
+    ),
+    "replay": _Entry(
+        "cli.replay.command",
+        "replay",
+        "Replay a trace in virtual time: the router's own policies, index, scheduler and block pool, no network, no"
+        " model.",
+    ),
+    "doctor": _Entry(
+        "cli.doctor.command",
+        "doctor",
+        "Look at this machine: what Quartet would miss, and what to do. Exit code 1 if anything is wrong.",
+    ),
+}
+
+
+class _LateCommand(TyperCommand):
+    """Stands for a subcommand in ``quartet --help``; becomes it when it is called or asked for its own help."""
+
+    def __init__(self, name: str, entry: _Entry) -> None:
+        super().__init__(name, help=entry.help)
+        self._entry = entry
+
+    def load(self) -> Any:
+        """The subcommand, with its options. Imports its module."""
+        found = getattr(import_module(self._entry.module), self._entry.function)
+        if not isinstance(found, typer.Typer):
+            function, found = found, typer.Typer(add_completion=False)
+            found.command(self.name)(function)
+        return get_command(found)
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """The context of the subcommand itself, so that the subcommand runs in it."""
+        return self.load().make_context(info_name, args, parent=parent, **extra)
+
+
+class _LateGroup(TyperGroup):
+    """All subcommands of ``quartet``, in the order of their table."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = {name: _LateCommand(name, entry) for name, entry in _COMMANDS.items()}
+
 
 app = typer.Typer(
     name="quartet",
+    cls=_LateGroup,
     help="Disaggregated LLM serving as gRPC microservices.",
     no_args_is_help=True,
     add_completion=False,
     # Locals hold prompts.
     pretty_exceptions_show_locals=False,
 )
-for command in (up, generate, chat, explain, workers, bench, trace, replay):
-    app.command()(command)
-app.add_typer(doctor)
 
 
 def _show_version(is_wanted: bool) -> None:
     if is_wanted:
+        # Imported here: it takes some 40 ms of CPU, and only --version needs it.
+        from importlib.metadata import version
+
         print(f"quartet {version('quartet')}")
         raise typer.Exit
 

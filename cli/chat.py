@@ -8,8 +8,6 @@ from typing import Annotated
 
 import typer
 
-from cli.errors import describe, reporting_errors
-from cli.media import ImageOption, MediaError, read_images, to_media
 from cli.options import (
     DEFAULT_ROUTER,
     MaxTokensOption,
@@ -26,6 +24,8 @@ from cli.options import (
     make_sampling,
     make_tls,
 )
+from cli.output import complain, describe, reporting_errors
+from cli.prompt import ImageOption, MediaError, read_images, to_media
 from quartet.client import ChatMessage, Delta, MediaPart, RequestPath, Sampling
 from quartet.client.sync import SyncClient
 from quartet.errors import RouterUnavailableError, ServingError
@@ -55,12 +55,12 @@ def chat(
     Pictures go with the first message; a line "/image FILE" adds one to the next.
     """
     media = read_images(image)
-    # With it loaded, `input` edits lines and remembers them.
+    # Once readline is imported, `input` edits lines and remembers them.
     readline.set_history_length(1000)
     with reporting_errors():
         sampling = make_sampling(max_tokens, temperature, top_p, top_k)
         with SyncClient(router, tls=make_tls(tls_ca, tls_cert, tls_key)) as client:
-            # Before anything is typed: nobody wants to write into the void.
+            # Fail before the user types anything if no router answers.
             client.list_models()
             _Conversation(client, path, model, sampling, seed, system, media).run()
 
@@ -81,7 +81,7 @@ class _Conversation:
         self._model = model
         self._sampling = sampling
         self._seed = seed
-        # Its turns begin with the same tokens: a router that heeds sessions has them where those are cached.
+        # All turns begin with the same tokens: a router that heeds sessions sends them where these are cached.
         self._session_key = secrets.token_hex(16)
         self._messages = [] if system is None else [ChatMessage("system", system)]
         #: For the next message.
@@ -97,12 +97,12 @@ class _Conversation:
 
     def _add_image(self, file_or_url: str) -> None:
         if not file_or_url:
-            _complain(f"{_IMAGE_COMMAND} takes a file or a URL")
+            complain(f"{_IMAGE_COMMAND} takes a file or a URL")
             return
         try:
             self._media.append(to_media(file_or_url))
         except MediaError as error:
-            _complain(f"{_IMAGE_COMMAND} {error}")
+            complain(f"{_IMAGE_COMMAND} {error}")
 
     def _ask(self, text: str) -> None:
         media, self._media = self._media, []
@@ -112,14 +112,13 @@ class _Conversation:
         except RouterUnavailableError:
             raise
         except ServingError as error:
-            # The conversation goes on as if this had not been asked, pictures included: one that can't be used would
-            # spoil every message to come.
-            _complain(describe(error) + ("; its pictures are dropped with it" if media else ""))
+            # Go on as if this had not been asked, pictures included: a bad picture would fail every later message too.
+            complain(describe(error) + ("; its pictures are dropped with it" if media else ""))
         else:
             self._messages = [*messages, ChatMessage("assistant", answer)]
 
     def _show_answer(self, messages: list[ChatMessage]) -> str:
-        """All of it, or what came before Ctrl-C. Raises ``ServingError``."""
+        """Print the answer; return all of it, or what came before Ctrl-C. Raises ``ServingError``."""
         stream = self._client.generate(
             path=self._path,
             messages=messages,
@@ -151,7 +150,3 @@ def _read_line() -> str | None:
             return None
         except KeyboardInterrupt:
             typer.secho(" (Ctrl-D leaves)", fg=typer.colors.YELLOW)
-
-
-def _complain(message: str) -> None:
-    typer.secho(f"quartet: {message}", fg=typer.colors.RED, err=True)

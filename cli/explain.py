@@ -1,4 +1,4 @@
-"""``quartet explain``: where a prompt would go now, and why, without running it."""
+"""``quartet explain``: shows where a prompt would go now, and why, without running it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ from collections.abc import Mapping
 from typing import Annotated, Unpack
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cli.errors import reporting_errors
-from cli.json_values import json_value
-from cli.media import ImageOption
 from cli.options import (
     DEFAULT_ROUTER,
     MaxTokensOption,
@@ -25,11 +21,20 @@ from cli.options import (
     TlsKeyOption,
     make_tls,
 )
-from cli.prompt import ChatOption, FileOption, PromptArgument, SessionKeyOption, TokenIdsOption, read_prompt
+from cli.output import json_value, open_console, reporting_errors
+from cli.prompt import (
+    ChatOption,
+    FileOption,
+    ImageOption,
+    PromptArgument,
+    SessionKeyOption,
+    TokenIdsOption,
+    read_prompt,
+)
 from quartet.client import Explanation, GenerateFields, QuartetClient, RankOption, Sampling
 from quartet.rpc.channels import TlsConfig
 
-# Not a terminal: whoever reads it wants whole lines.
+# Wide enough for whole lines where the output is no terminal.
 _PIPE_WIDTH = 240
 
 
@@ -69,9 +74,7 @@ async def _ask(
 
 
 def _show(explanation: Explanation) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(width=_PIPE_WIDTH, highlight=False)
+    console = open_console(pipe_width=_PIPE_WIDTH)
     console.print(Text(_headline(explanation)))
     console.print(option_table(explanation))
     if explanation.wait_s is not None:
@@ -114,6 +117,6 @@ def _cells(option: RankOption) -> list[str]:
 
 
 def _terms(terms: Mapping[str, float]) -> str:
-    """Those that are anything, the weightiest first."""
+    """The terms that are not 0, largest first."""
     ordered = sorted(terms.items(), key=lambda term: -abs(term[1]))
     return ", ".join(f"{name} {value:.3g}" for name, value in ordered if value)

@@ -1,4 +1,4 @@
-"""``quartet generate``: one prompt, one answer, as it comes."""
+"""``quartet generate``: sends one prompt and prints the answer as it comes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from typing import Annotated
 
 import typer
 
-from cli.errors import reporting_errors
-from cli.json_values import json_value
-from cli.media import ImageOption
 from cli.options import (
     DEFAULT_ROUTER,
     MaxTokensOption,
@@ -29,7 +26,16 @@ from cli.options import (
     make_sampling,
     make_tls,
 )
-from cli.prompt import ChatOption, FileOption, PromptArgument, SessionKeyOption, TokenIdsOption, read_prompt
+from cli.output import json_value, reporting_errors
+from cli.prompt import (
+    ChatOption,
+    FileOption,
+    ImageOption,
+    PromptArgument,
+    SessionKeyOption,
+    TokenIdsOption,
+    read_prompt,
+)
 from quartet.client import Completion, Delta, GenerateFields, QuartetClient, RequestPath
 from quartet.rpc.channels import TlsConfig
 

@@ -9,9 +9,10 @@ import typer
 
 from quartet.client import RequestPath, Sampling
 from quartet.rpc.channels import TlsConfig
-from services.topology.topology import DEFAULT_ROUTER_PORT
 
-DEFAULT_ROUTER = f"127.0.0.1:{DEFAULT_ROUTER_PORT}"
+#: Where ``quartet up`` starts a router. ``services.topology.topology.DEFAULT_ROUTER_PORT`` is not imported: numpy and
+#: Jinja would come with it. A test holds that both ports are equal.
+DEFAULT_ROUTER = "127.0.0.1:50050"
 
 RouterOption: TypeAlias = Annotated[
     list[str],
@@ -62,7 +63,7 @@ TimeoutOption: TypeAlias = Annotated[
 
 
 def make_tls(ca_file: Path | None, cert_file: Path | None, key_file: Path | None) -> TlsConfig | None:
-    """TLS where its files are given. Raises ``typer.BadParameter`` where only some are."""
+    """TLS with these files; ``None``: none was given. Raises ``typer.BadParameter`` if only some were."""
     if ca_file is None and cert_file is None and key_file is None:
         return None
     if ca_file is None or cert_file is None or key_file is None:

@@ -1,7 +1,9 @@
-"""The prompt of commands that send one: a text, a file, standard input, or token ids."""
+"""What commands send: a prompt (text, file, standard input or token ids) and its pictures."""
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,8 +11,8 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from cli.media import read_images
-from quartet.client import ChatMessage, GenerateFields
+from quartet.client import ChatMessage, GenerateFields, MediaPart, MediaUrl, read_media
+from quartet.errors import MediaTooLargeError
 
 PromptArgument: TypeAlias = Annotated[
     str | None, typer.Argument(help="What to continue; - reads it from standard input.")
@@ -28,14 +30,29 @@ SessionKeyOption: TypeAlias = Annotated[
     str,
     typer.Option("--session-key", help="Requests of one session have it in common; routers may keep them together."),
 ]
+ImageOption: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--image",
+        metavar="FILE|URL",
+        help="A picture, or embeddings in a .safetensors file. May be given several times. The router follows URLs.",
+    ),
+]
+
+# The letter of a Windows drive is not a scheme.
+_URL = re.compile(r"data:|[A-Za-z][A-Za-z0-9+.-]+://")
+
+
+class MediaError(Exception):
+    """A file can't be sent; the message names it."""
 
 
 def read_prompt(
     prompt: str | None, file: Path | None, token_ids: str | None, images: Sequence[str] | None, *, is_chat: bool
 ) -> tuple[str | None, GenerateFields]:
-    """The text to continue, or ``None``, and the fields that hold what else is. Raises ``typer.BadParameter``.
+    """The text to continue, or ``None``, and the other fields of the request. Raises ``typer.BadParameter``.
 
-    In a user's message the pictures come before the text; any other prompt says itself where they go.
+    With ``is_chat`` the pictures come before the text; any other prompt holds a placeholder for each of them.
     """
     if sum(given is not None for given in (prompt, file, token_ids)) != 1:
         raise typer.BadParameter("give one of PROMPT, --file and --token-ids")
@@ -44,11 +61,35 @@ def read_prompt(
             raise typer.BadParameter("--chat takes text, not --token-ids")
         return None, {"token_ids": _parse_ids(token_ids), "media": read_images(images)}
     text = _read(file) if file is not None else sys.stdin.read() if prompt == "-" else prompt
-    assert text is not None, "one of them is given"
+    assert text is not None, "one of the three is given"
     media = read_images(images)
     if not is_chat:
         return text, {"media": media}
     return None, {"messages": [ChatMessage("user", (*media, text) if media else text)]}
+
+
+def to_media(file_or_url: str) -> MediaPart:
+    """The picture at ``file_or_url``: a file of this machine, or a URL, which the router follows.
+
+    Raises ``MediaError``.
+    """
+    if _URL.match(file_or_url):
+        return MediaUrl(file_or_url)
+    try:
+        # A shell has replaced `~` already; `quartet chat` has not.
+        return read_media(os.path.expanduser(file_or_url))
+    except OSError as error:
+        raise MediaError(f"{file_or_url}: {error.strerror}") from error
+    except MediaTooLargeError as error:
+        raise MediaError(f"{file_or_url}: {error.message}") from error
+
+
+def read_images(images: Sequence[str] | None) -> list[MediaPart]:
+    """The pictures that ``--image`` names. Raises ``typer.BadParameter``."""
+    try:
+        return [to_media(image) for image in images or ()]
+    except MediaError as error:
+        raise typer.BadParameter(f"--image {error}") from error
 
 
 def _parse_ids(text: str) -> list[int]:

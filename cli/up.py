@@ -1,4 +1,4 @@
-"""``quartet up``: a whole topology on this host, until Ctrl-C."""
+"""``quartet up``: start a topology on this host, wait until it serves, and keep it running until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from cli.errors import reporting_errors
-from cli.launch_display import LaunchDisplay
-from cli.plan_table import print_plan
-from cli.readiness import wait_ready
-from cli.up_options import AssignmentsOption, EngineOption, MediaPathsOption, ModelOption, ServedModelNameOption
-from quartet.client import WorkerStatus
+from cli.output import reporting_errors
+from cli.up_display import LaunchDisplay, print_plan
+from quartet.client import QuartetClient, WorkerState, WorkerStatus
 from quartet.config import build
+from quartet.engine.settings import EngineKind
+from quartet.errors import ServingError
 from quartet.media.items import MediaKind
+from quartet.rpc.channels import is_serving
 from router.config import RouterConfig
 from services.topology.child import Child
 from services.topology.launch import Environment, LaunchError, LocalTopology, make_run_directory
@@ -28,6 +28,30 @@ from services.topology.supervisor import RestartConfig, Supervisor
 from services.topology.topology import ROUTER, Choices, Topology, choose, plan_router, plan_workers, read_settings
 
 _RUN_PARENT = Path(".run")
+_POLL_INTERVAL_S = 0.2
+
+EngineOption: TypeAlias = Annotated[
+    EngineKind | None,
+    typer.Option("--engine", help="Of every worker. What the file says that this engine does not have is left out."),
+]
+ModelOption: TypeAlias = Annotated[
+    Path | None, typer.Option("--model", help="Folder of a checkpoint, or a Hugging Face repository.")
+]
+ServedModelNameOption: TypeAlias = Annotated[
+    str | None, typer.Option("--served-model-name", help="What requests call the model by.")
+]
+MediaPathsOption: TypeAlias = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--allowed-local-media-path",
+        metavar="DIR",
+        help="file: URLs of requests may name what is below it. May be given several times.",
+    ),
+]
+AssignmentsOption: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME.NAME=VALUE", help="Change one setting. May be given several times."),
+]
 
 
 def up(
@@ -49,7 +73,7 @@ def up(
     ] = False,
 ) -> None:
     """Start a topology on this host: etcd if none answers, workers, router. Ctrl-C ends it all."""
-    with reporting_errors():
+    with reporting_errors(LaunchError):
         choices = Choices(
             engine=engine,
             model=model,
@@ -70,13 +94,34 @@ def up(
     raise typer.Exit(exit_code)
 
 
+async def wait_ready(
+    router_address: str, worker_ids: Collection[str], report: Callable[[str], None]
+) -> Sequence[WorkerStatus]:
+    """Wait until the router and the workers serve, and the router places requests at all of these workers.
+
+    ``report`` gets what is missing, whenever that changes.
+
+    Returns:
+        All workers.
+    """
+    reported = ""
+    async with QuartetClient(router_address) as client:
+        while missing := await _missing(client, router_address, worker_ids):
+            message = f"waiting for {', '.join(missing)}"
+            if message != reported:
+                report(message)
+                reported = message
+            await asyncio.sleep(_POLL_INTERVAL_S)
+        return await client.list_workers()
+
+
 def _environment(topology: Topology, num_cores: int) -> Environment:
-    """Of this host; before it is made all settings of all processes are checked. Raises ``ConfigError``."""
+    """What processes get of this host. All settings of all processes are checked first. Raises ``ConfigError``."""
     plan_workers(topology, num_cores=num_cores)
     build(RouterConfig, plan_router(topology).settings, "router.overrides")
     endpoints = os.environ.get("ETCD_ENDPOINTS", "")
     return Environment(
-        # gRPC's core writes a line of its own whenever a peer stops.
+        # Without this gRPC's core logs a line whenever a peer stops.
         variables={"GRPC_VERBOSITY": "ERROR", **os.environ},
         num_cores=num_cores,
         run_dir=make_run_directory(_RUN_PARENT, topology.namespace),
@@ -101,7 +146,7 @@ async def _run(
 
 
 async def _start(local: LocalTopology, topology: Topology, display: LaunchDisplay) -> None:
-    """Start everything, wait until it can be used, and say so. Raises ``ConfigError``, ``LaunchError``."""
+    """Start everything, wait until it serves, and print how to use it. Raises ``ConfigError``, ``LaunchError``."""
     try:
         async with asyncio.timeout(topology.start_timeout_s):
             await local.start()
@@ -113,7 +158,7 @@ async def _start(local: LocalTopology, topology: Topology, display: LaunchDispla
 
 
 async def _ready_workers(local: LocalTopology, display: LaunchDisplay) -> Sequence[WorkerStatus]:
-    """All workers, once everything serves. Raises ``LaunchError``: a process ended before."""
+    """Wait until everything serves; return all workers. Raises ``LaunchError``: a process ended before."""
     gate = asyncio.create_task(wait_ready(local.router_address, local.worker_ids, display.progress))
     ends = [asyncio.create_task(_ended(child)) for child in local.children]
     try:
@@ -127,9 +172,27 @@ async def _ready_workers(local: LocalTopology, display: LaunchDisplay) -> Sequen
 
 
 async def _wait_serving(local: LocalTopology, name: str) -> None:
-    """Wait until a process of ``local`` serves, as its router sees it; an etcd is seen by nobody there."""
+    """Wait until the process ``name`` serves, as its router sees it; not for etcd, which the router does not report."""
     if name in local.worker_ids or name == ROUTER:
         await wait_ready(local.router_address, {name} - {ROUTER}, lambda _message: None)
+
+
+async def _missing(client: QuartetClient, router_address: str, worker_ids: Collection[str]) -> list[str]:
+    if not await is_serving(router_address):
+        return ["router", *sorted(worker_ids)]
+    try:
+        known = {worker.record.worker_id: worker for worker in await client.list_workers()}
+    except ServingError:
+        # It has just started, or is about to end, which its process reports.
+        return ["router", *sorted(worker_ids)]
+    missing = [worker_id for worker_id in sorted(worker_ids) if worker_id not in known]
+    for worker_id in sorted(set(worker_ids) & set(known)):
+        worker = known[worker_id]
+        if worker.state is not WorkerState.READY:
+            missing.append(f"{worker_id} ({worker.state})")
+        elif not await is_serving(worker.record.grpc_address):
+            missing.append(f"{worker_id} (not serving)")
+    return missing
 
 
 async def _ended(child: Child) -> Child:
@@ -138,7 +201,7 @@ async def _ended(child: Child) -> Child:
 
 
 class _StopSignals:
-    """The first one ends what runs, the second one calls ``on_second``."""
+    """The first signal ends what runs; each further one calls ``on_second``."""
 
     def __init__(self, on_second: Callable[[], None]) -> None:
         self._on_second = on_second
@@ -151,7 +214,7 @@ class _StopSignals:
         return self._stop.is_set()
 
     async def interrupts(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Run ``work`` to its end, or until a signal comes: then it is cancelled. Whether one came."""
+        """Run ``work`` to its end, or cancel it when a signal comes; return whether one came."""
         working = asyncio.create_task(work)
         waiting = asyncio.create_task(self._stop.wait())
         await asyncio.wait([working, waiting], return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""``quartet workers``: who serves, and how loaded they are."""
+"""``quartet workers``: shows the workers that a router knows, and their load."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from cli.errors import reporting_errors
 from cli.options import (
     DEFAULT_ROUTER,
     RouterOption,
@@ -21,10 +19,11 @@ from cli.options import (
     TlsKeyOption,
     make_tls,
 )
+from cli.output import open_console, reporting_errors
 from quartet.client import QuartetClient, WorkerState, WorkerStatus
 from quartet.rpc.channels import TlsConfig
 
-# Not a terminal: whoever reads it wants whole lines.
+# Wide enough for whole lines where the output is no terminal.
 _PIPE_WIDTH = 240
 _STATE_STYLES = {
     WorkerState.READY: "green",
@@ -49,9 +48,7 @@ def workers(
 
 
 async def _run(routers: list[str], tls: TlsConfig | None, model: str, *, is_watching: bool) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PIPE_WIDTH)
+    console = open_console(pipe_width=_PIPE_WIDTH, highlight=True)
     async with QuartetClient(routers, tls=tls) as client:
         if not is_watching:
             console.print(worker_table(await client.list_workers(model)))
@@ -62,7 +59,7 @@ async def _run(routers: list[str], tls: TlsConfig | None, model: str, *, is_watc
 
 
 def worker_table(workers: Sequence[WorkerStatus]) -> Table:
-    """One row a worker; blocks and requests are sums over its data-parallel ranks."""
+    """One row a worker. Blocks and requests are sums over its data-parallel ranks."""
     table = Table()
     for name in ("worker", "role", "model", "address", "state"):
         table.add_column(name, no_wrap=name == "worker")

@@ -1,4 +1,4 @@
-"""Configuration: YAML to frozen dataclasses, strictly. Whatever doesn't fit is refused by its full path.
+"""Configuration: YAML to frozen dataclasses, strictly. A value that doesn't fit is refused by its full path.
 
 A component's settings are one frozen ``kw_only`` dataclass with defaults, checked in its ``__post_init__``; this module
 knows none of them. Types of fields: ``bool``, ``int``, ``float``, ``str``, ``Path``, enums (by value), nested

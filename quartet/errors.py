@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class ServingError(Exception):
-    """A failure that a caller is told about.
+    """A failure that the caller gets as a status.
 
     Attributes:
         message: one sentence for a person; never holds a prompt, a ticket or a secret.
@@ -27,7 +27,7 @@ class ServingError(Exception):
 
 
 class ConfigError(Exception):
-    """A configuration that cannot be run with; the message names the setting. No caller is ever told of it."""
+    """A configuration that can't be used; the message names the setting. It never reaches a caller."""
 
 
 class EngineError(ServingError):
@@ -135,7 +135,7 @@ class UnimplementedError(ServingError):
     reason = "UNIMPLEMENTED"
 
 
-# Signed starts. Whoever meets one but the first two asks the router for another placement.
+# Signed starts. After any of these but the first two a client asks the router for another placement.
 
 
 class SignedStartError(ServingError):
@@ -169,7 +169,7 @@ class SignedStartExpiredError(ServingError):
 
 
 class SignedStartUsedError(ServingError):
-    """The signed start came before: each is good for once."""
+    """The signed start was used before: each is valid once."""
 
     reason = "SIGNED_START_USED"
 
@@ -271,7 +271,7 @@ class LayoutMismatchError(ServingError):
 
 
 class TransferError(ServingError):
-    """Moving blocks failed; whatever arrived must be thrown away."""
+    """Moving blocks failed; the blocks that arrived must be thrown away."""
 
     reason = "TRANSFER_FAILED"
 

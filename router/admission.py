@@ -227,7 +227,7 @@ class Admission:
             self._next_pump = loop.call_at(max(ended + again_in_s, self._rests_until), self._pump)
 
     def _assign(self, pool: PoolKey, queue: RequestQueue, now: float) -> float | None:
-        """Place requests of one pool; returns ``Decision.look_again_in_s``."""
+        """Place requests of one pool; returns ``Decision.poll_again_in_s``."""
         snapshot = self._table.snapshot(pool, now)
         head = queue.head(MAX_ASSIGNED_TOGETHER, snapshot.decode)
         if not head:
@@ -247,10 +247,10 @@ class Admission:
                 self._take_out(queued)
         if len(head) == MAX_ASSIGNED_TOGETHER and None not in decision.placements:
             self.wake()  # there may be room for more
-        return decision.look_again_in_s
+        return decision.poll_again_in_s
 
     def _place(self, queued: QueuedRequest, placement: Placement, now: float) -> None:
-        reservation = self._table.book(placement, queued, waited_s=now - queued.since)
+        reservation = self._table.reserve(placement, queued, waited_s=now - queued.since)
         self._index.predict(placement.prefills_at, queued.sequence_hashes, now + self._config.prediction_life_s)
         self._share.served(queued.standing.start)
         self._metrics.count_admission(AdmissionOutcome.PLACED)

@@ -1,4 +1,10 @@
-"""The router's book: what it has promised to places, kept so that a look-up never walks over requests."""
+"""The router's book: the room that it has promised to requests, summed by data-parallel rank.
+
+``WorkerBook.reserve`` reserves room for one attempt of a request; ``Booking.release`` gives it back. A request that is
+placed for its client (the RPC Place) outlives its attempt: ``Booking.commit`` keeps the same room until the worker
+reports that the request has ended, or until its client can't bring it any more. Sums are kept up to date, so that no
+look-up goes through requests. Pure: no clock, no task.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
 
 from quartet.events.load import PlacementProgress
 from router.policy.base import Placement
@@ -18,43 +23,53 @@ _NO_PLACEMENTS = PlacementProgress()
 def numbering(router_id: str, epoch: int) -> str:
     """The ``router_id`` under which a router numbers its starts to one life of a worker, as load reports name it.
 
-    A start that was placed at one life may reach the next one, at the same address: its number must not count among
-    those that are for that life.
+    A start that was meant for one life may reach the next life, at the same address. Its number must not count among
+    the numbers of the starts that are meant for that life.
     """
     return f"{router_id}.{epoch:x}"
 
 
-@dataclass
+@dataclass(slots=True)
 class RankAccount:
     """Running sums over the bookings at one rank.
 
     Attributes:
-        num_promised_blocks: blocks that the bookings may take beyond what the rank reports as used.
+        num_promised_blocks: blocks that the bookings may take beyond those that the rank reports as used.
         num_unreported_tokens: tokens to prefill of bookings that have not arrived, as far as the rank's reports tell.
-        num_placed_tokens: of starts that clients may bring at any time, or never.
+        num_placed_tokens: tokens to prefill of placed starts that clients may bring at any time, or never.
+        version: grows with each change.
     """
 
     num_promised_blocks: int = 0
     num_unreported_tokens: int = 0
     num_placed_tokens: int = 0
+    version: int = 0
+
+    def add(self, *, num_promised_blocks: int = 0, num_unreported_tokens: int = 0, num_placed_tokens: int = 0) -> None:
+        """Add these to the sums; negative ones take away."""
+        self.num_promised_blocks += num_promised_blocks
+        self.num_unreported_tokens += num_unreported_tokens
+        self.num_placed_tokens += num_placed_tokens
+        self.version += 1
 
 
 class WorkerBook:
     """All bookings at one life of one worker.
 
-    A booking counts in full until a load report names it as included; from then on only with what it may still take,
-    since the report's ``used`` holds the rest. Tokens reach the router before the report that counts their blocks as
-    used. So what a booking holds is taken off its promise one report late: no block is ever counted nowhere. Its tokens
-    to prefill count until it has arrived, as reports have the tokens of whoever waits there, too.
+    A booking counts in full until a load report includes it. From then on it counts only with what it may still take,
+    since the report's used blocks hold the rest. Tokens reach the router before the report that counts their blocks as
+    used, so what a booking holds is subtracted from its promise one report late: every block is always counted. Its
+    tokens to prefill count until it has arrived, since reports include the tokens of requests that wait there.
 
     Attributes:
+        accounts: the sums of each data-parallel rank, in order.
         placed: starts that were placed for clients; they have numbers of their own.
     """
 
     def __init__(self, data_parallel_size: int, block_size: int, *, epoch: int = 0) -> None:
         """``epoch`` names the life; ``block_size`` is in tokens."""
         self.epoch = epoch
-        self._accounts = [RankAccount() for _ in range(data_parallel_size)]
+        self.accounts = [RankAccount() for _ in range(data_parallel_size)]
         self._block_size = block_size
         self._last_number = 0
         self._unreported: deque[Booking] = deque()
@@ -69,25 +84,23 @@ class WorkerBook:
         """Requests booked here, placed ones included."""
         return self._num_booked + self.placed.num_booked
 
-    def account(self, rank: int) -> RankAccount:
-        """The sums of one data-parallel rank."""
-        return self._accounts[rank]
-
-    def book(self, rank: int, *, num_reserved_tokens: int = 0, num_queued_tokens: int = 0) -> Booking:
-        """Reserve room for ``num_reserved_tokens`` and count ``num_queued_tokens`` to prefill."""
+    def reserve(self, data_parallel_rank: int, *, num_reserved_tokens: int = 0, num_queued_tokens: int = 0) -> Booking:
+        """Reserve room for ``num_reserved_tokens``, and count ``num_queued_tokens`` to prefill."""
         num_blocks = -(-num_reserved_tokens // self._block_size) if num_reserved_tokens else 0
         self._num_booked += 1
-        return Booking(self, self._accounts[rank], self._block_size, num_blocks, num_queued_tokens)
+        return Booking(self, self.accounts[data_parallel_rank], self._block_size, num_blocks, num_queued_tokens)
 
-    def reported(self, number: int, placements: PlacementProgress = _NO_PLACEMENTS, *, arrived_number: int = 0) -> None:
+    def on_report(
+        self, number: int, placements: PlacementProgress = _NO_PLACEMENTS, *, arrived_number: int = 0
+    ) -> None:
         """A load report came.
 
         Args:
-            number: all starts up to it are counted in.
+            number: the report includes all starts up to it.
             placements: what became of placed starts.
             arrived_number: all starts up to it, or up to ``number``, have arrived.
         """
-        self.placed.reported(placements)
+        self.placed.on_report(placements)
         for booking in self._settling:
             booking.settle()
         for booking in self._grown:
@@ -99,12 +112,12 @@ class WorkerBook:
         while self._unreported and self._unreported[0].number <= number:
             self._unreported.popleft().count_in()
 
-    def released(self) -> None:
-        """A booking is no more."""
+    def on_release(self) -> None:
+        """A booking was released."""
         self._num_booked -= 1
 
-    def grew(self, booking: Booking) -> None:
-        """``booking`` holds more than at the last report; told once between two."""
+    def on_growth(self, booking: Booking) -> None:
+        """``booking`` holds more than at the last report; called once between two reports."""
         self._grown.append(booking)
 
     def next_number(self, booking: Booking) -> int:
@@ -116,7 +129,7 @@ class WorkerBook:
 
 
 class Booking:
-    """One request's share of one rank, from placement to release."""
+    """One attempt's share of one rank, from ``WorkerBook.reserve`` to ``release``."""
 
     def __init__(
         self, book: WorkerBook, account: RankAccount, block_size: int, num_blocks: int, num_queued_tokens: int
@@ -127,11 +140,10 @@ class Booking:
         self._block_size = block_size
         self._num_reserved = self._num_promised = num_blocks
         self._num_queued_tokens = num_queued_tokens
-        # Blocks it holds: as known, as known at the last report, and as certainly counted in by now.
+        # Blocks that it holds: as known now, as known at the last report, and as certainly included in reports by now.
         self._num_held = self._num_settling = self._num_settled = 0
         self._has_grown = self._is_reported = self._is_released = False
-        account.num_promised_blocks += num_blocks
-        account.num_unreported_tokens += num_queued_tokens
+        account.add(num_promised_blocks=num_blocks, num_unreported_tokens=num_queued_tokens)
 
     @property
     def epoch(self) -> int:
@@ -148,12 +160,13 @@ class Booking:
         self.number = self._book.next_number(self)
         return self.number
 
-    def place(
+    def commit(
         self, request_id: str, choice: int, *, num_first_tokens: int, lapses_at: float, ends_at: float
     ) -> PlacedBooking:
-        """Book the same once more, for a client that may bring the start; this booking is released as ever.
+        """Keep the same room for a client that may bring the start; this booking itself is released as any other.
 
-        ``num_first_tokens`` are those whose KV it has from its first step on; the rest is as in ``PlacedShare``.
+        ``num_first_tokens`` are those whose KV the request has from its first step on; the rest is as in
+        ``PlacedShare``.
         """
         share = PlacedShare(
             request_id=request_id,
@@ -170,60 +183,62 @@ class Booking:
         """The rank now has the KV of ``num_tokens`` tokens of the request.
 
         Returns:
-            Up to so many there is nothing new to say.
+            The next call is needed only when the rank has more tokens than this.
         """
         if self._num_queued_tokens:
-            self.arrive()  # who decodes waits for no prefill any more, whatever reports say, or don't
+            self.arrive()  # a request that decodes waits for no prefill any more, whatever reports say
         num_held = -(-num_tokens // self._block_size)
         if num_held != self._num_held:
             self._num_held = num_held
             if not self._has_grown:
                 self._has_grown = True
-                self._book.grew(self)
+                self._book.on_growth(self)
         return num_held * self._block_size
 
     def begin_settling(self) -> None:
-        """A report came: the next one surely counts in what is held now."""
+        """A report came: the next one certainly includes what is held now."""
         self._has_grown = False
         self._num_settling = self._num_held
 
     def settle(self) -> None:
         """The next report has come."""
         self._num_settled = self._num_settling
-        self._promise()
+        self._update_promise()
 
     def arrive(self) -> None:
-        """The rank's reports have its tokens to prefill from now on."""
-        self._account.num_unreported_tokens -= self._num_queued_tokens
-        self._num_queued_tokens = 0
+        """The rank's reports include its tokens to prefill from now on."""
+        if self._num_queued_tokens:
+            self._account.add(num_unreported_tokens=-self._num_queued_tokens)
+            self._num_queued_tokens = 0
 
     def count_in(self) -> None:
-        """The rank's reports hold its blocks from now on."""
+        """The rank's reports include its blocks from now on."""
         self._is_reported = True
-        self._promise()
+        self._update_promise()
 
     def release(self) -> None:
         """The request is no longer there. May be called twice."""
         if not self._is_released:
             self._is_released = True
-            self._book.released()
-            self._promise()
+            self._book.on_release()
+            self._update_promise()
             self.arrive()
 
-    def _promise(self) -> None:
+    def _update_promise(self) -> None:
         if self._is_released:
             num_promised = 0
         elif self._is_reported:
             num_promised = max(0, self._num_reserved - self._num_settled)
         else:
             num_promised = self._num_reserved
-        self._account.num_promised_blocks += num_promised - self._num_promised
-        self._num_promised = num_promised
+        if num_promised != self._num_promised:
+            self._account.add(num_promised_blocks=num_promised - self._num_promised)
+            self._num_promised = num_promised
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """A placed request's bookings; ``prefill`` is ``None`` where the decode rank prefills itself."""
+    """A placed attempt's bookings; ``prefill`` is ``None`` if the decode rank prefills itself."""
 
     placement: Placement
     prefill: Booking | None
@@ -232,45 +247,35 @@ class Reservation:
 
     @property
     def is_released(self) -> bool:
-        """Whether its room at the decode rank was let go of."""
+        """Whether its room at the decode rank was given back."""
         return self.decode.is_released
 
     def release(self) -> None:
-        """Let go of what is left of it. May be called twice."""
+        """Give back what is left of it. May be called twice."""
         if self.prefill is not None:
             self.prefill.release()
         self.decode.release()
 
 
-# What the router goes on booking after Place has answered: starts that clients may bring to a worker, or never do.
-
-
-class Account(Protocol):
-    """The sums of one rank (``router.book.RankAccount``)."""
-
-    num_promised_blocks: int
-    num_placed_tokens: int
-
-
 class PlacedState(Enum):
     """How far a placed start is, as its worker's reports tell."""
 
-    WAITING = auto()  # nobody brought it yet, or it waits for the running batch
+    WAITING = auto()  # no client brought it yet, or it waits for the running batch
     STARTED = auto()  # it is in the worker's load
-    LAPSED = auto()  # its signature has expired; only one that still waits for the batch may come yet
+    LAPSED = auto()  # its signature has expired; it can only come if it waits for the batch already
     ENDED = auto()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedShare:
-    """What one placed start takes, in blocks and tokens, and how long it is waited for, in monotonic seconds.
+    """What one placed start takes, in blocks and tokens, and for how long it is kept, in monotonic seconds.
 
     Attributes:
         request_id, choice: whose it is.
         num_reserved_blocks: blocks that it may take in all.
         num_first_blocks: blocks that it has from its first step on.
         num_queued_tokens: tokens to prefill at the rank itself.
-        lapses_at: nobody can bring it any more.
+        lapses_at: from then on no client can bring it.
         ends_at: by then it has ended in any case.
     """
 
@@ -284,16 +289,16 @@ class PlacedShare:
 
 
 class PlacedBooking:
-    """One placed start's share of one rank.
+    """One placed start's share of one rank, after the router has answered Place.
 
-    It counts in full until a report says that it started. From then on it counts with what it may still take beyond
-    its first blocks, until it ends: its tokens don't pass the router, so nobody tells what of that it has taken.
+    It counts in full until a report says that it started. From then on, until it ends, it counts with what it may still
+    take beyond its first blocks: its tokens don't pass the router, which can't know how much of that it has taken.
     """
 
     def __init__(
-        self, number: int, share: PlacedShare, account: Account, on_change: Callable[[PlacedBooking, bool], None]
+        self, number: int, share: PlacedShare, account: RankAccount, on_change: Callable[[PlacedBooking, bool], None]
     ) -> None:
-        """Book ``share``; ``on_change`` is told, after each change, whether it was booked before."""
+        """Book ``share``; each change calls ``on_change`` with this booking and whether it was booked before."""
         self.number = number
         self.state = PlacedState.WAITING
         self._share = share
@@ -304,8 +309,8 @@ class PlacedBooking:
         self._count(share.num_reserved_blocks, share.num_queued_tokens)
 
     @property
-    def looks_at(self) -> float:
-        """When time changes it next, unless something else does before."""
+    def changes_at(self) -> float:
+        """When time alone changes it next."""
         return self._share.lapses_at if self.state is PlacedState.WAITING else self._share.ends_at
 
     @property
@@ -318,20 +323,20 @@ class PlacedBooking:
         return (self._share.request_id, self._share.choice) == (request_id, choice)
 
     def start(self) -> None:
-        """A report counts it in; one that was given up as lapsed had waited at the worker."""
+        """A report includes it. It may have lapsed before: then it had waited at the worker."""
         if self.state is not PlacedState.ENDED:
             num_promised = max(0, self._share.num_reserved_blocks - self._share.num_first_blocks)
             self._change(PlacedState.STARTED, num_promised)
 
-    def look(self, now: float) -> None:
-        """Time has passed."""
+    def poll(self, now: float) -> None:
+        """Apply the time that has passed."""
         if now >= self._share.ends_at:
             self.release()
         elif self.state is PlacedState.WAITING and now >= self._share.lapses_at:
             self._change(PlacedState.LAPSED, 0)
 
     def release(self) -> None:
-        """It has ended, or was never given out. May be called twice."""
+        """It has ended, or no client was given it. May be called twice."""
         if self.state is not PlacedState.ENDED:
             self._change(PlacedState.ENDED, 0)
 
@@ -341,8 +346,9 @@ class PlacedBooking:
         self._on_change(self, was_booked)
 
     def _count(self, num_promised: int, num_queued: int) -> None:
-        self._account.num_promised_blocks += num_promised - self._num_promised
-        self._account.num_placed_tokens += num_queued - self._num_queued
+        self._account.add(
+            num_promised_blocks=num_promised - self._num_promised, num_placed_tokens=num_queued - self._num_queued
+        )
         self._num_promised, self._num_queued = num_promised, num_queued
 
 
@@ -352,7 +358,7 @@ class PlacedBookings:
     def __init__(self) -> None:
         """Nothing is placed."""
         self._bookings: dict[int, PlacedBooking] = {}
-        self._looks: list[tuple[float, int]] = []  # a heap of when to look at which; some have ended meanwhile
+        self._due: list[tuple[float, int]] = []  # a heap: when to poll which number; some have ended meanwhile
         self._num_booked = 0
         self._last_number = 0
 
@@ -361,21 +367,21 @@ class PlacedBookings:
         """Placed starts that count as requests."""
         return self._num_booked
 
-    def add(self, share: PlacedShare, account: Account) -> PlacedBooking:
+    def add(self, share: PlacedShare, account: RankAccount) -> PlacedBooking:
         """Book ``share``; its number is the next one."""
         self._last_number += 1
         booking = PlacedBooking(self._last_number, share, account, self._changed)
         self._bookings[booking.number] = booking
         self._num_booked += 1
-        self._look_later(booking)
+        self._poll_later(booking)
         return booking
 
     def has(self, request_id: str, choice: int) -> bool:
         """Whether that choice of that request was placed here, and has not ended as far as is known."""
         return any(booking.is_for(request_id, choice) for booking in self._bookings.values())
 
-    def reported(self, progress: PlacementProgress) -> None:
-        """The worker told what became of some; each is told several times."""
+    def on_report(self, progress: PlacementProgress) -> None:
+        """The worker reported what became of some; it reports each several times."""
         for number in progress.started:
             if number in self._bookings:
                 self._bookings[number].start()
@@ -383,18 +389,18 @@ class PlacedBookings:
             if number in self._bookings:
                 self._bookings[number].release()
 
-    def look(self, now: float) -> None:
-        """Give up what nobody brought in time."""
-        while self._looks and self._looks[0][0] <= now:
-            _, number = heapq.heappop(self._looks)
+    def poll(self, now: float) -> None:
+        """Release the room of those that no client brought in time."""
+        while self._due and self._due[0][0] <= now:
+            _, number = heapq.heappop(self._due)
             booking = self._bookings.get(number)
             if booking is not None:
-                booking.look(now)
+                booking.poll(now)
                 if number in self._bookings:
-                    self._look_later(booking)
+                    self._poll_later(booking)
 
-    def _look_later(self, booking: PlacedBooking) -> None:
-        heapq.heappush(self._looks, (booking.looks_at, booking.number))
+    def _poll_later(self, booking: PlacedBooking) -> None:
+        heapq.heappush(self._due, (booking.changes_at, booking.number))
 
     def _changed(self, booking: PlacedBooking, was_booked: bool) -> None:
         self._num_booked += booking.is_booked - was_booked

@@ -95,7 +95,8 @@ class RouterConfig:
         stall_timeout_s: a client that reads nothing for so long loses its request, or its session.
         session: bounds of each session.
         signing_keys_file: keys that sign placements (``quartet.streams.signed_start``); ``None``: Place is not offered.
-        signed_start_ttl_s: a client must bring a placement to its worker within it; less where a hand-off's lease is shorter.
+        signed_start_ttl_s: a client must bring a placement to its worker within it; less where a hand-off expires
+            sooner.
         events_key_file: the key that workers serve their events with (see ``quartet.events.curve``); ``None``: the
             router listens in the clear.
         custom_chat_template: a Jinja file that lays out the chats of every model here, in place of the model's own.

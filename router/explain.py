@@ -43,7 +43,7 @@ def _explain(request: RouterRequest, context: RouterContext) -> Explanation:
     # Copies of the policy decide, so that neither its turn nor its random numbers are used up. The second one may not
     # keep the request for a better moment.
     decision = copy.deepcopy(policy).assign([pending], snapshot)
-    [now], wait_s = decision.placements, decision.look_again_in_s
+    [now], wait_s = decision.placements, decision.poll_again_in_s
     at_once = copy.deepcopy(policy).assign([replace(pending, binds_at_once=True)], snapshot)
     placement = now or at_once.placements[0]
     chosen = set() if placement is None else {placement.prefills_at, placement.decode}

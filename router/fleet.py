@@ -49,7 +49,7 @@ from quartet.text.chat_template import read_template_file
 from quartet.text.model_files import CHAT_TEMPLATE, TEXT_FILE_NAMES
 from quartet.text.model_text import ModelText
 from quartet.transfer.config import TransferConfig
-from quartet.transfer.grpc.puller import HandOffLease, TransferPuller
+from quartet.transfer.grpc.puller import PullClaim, TransferPuller
 from router.kv_index.feed import KvJoins
 from router.workers import PoolKey, WorkerTable
 
@@ -134,17 +134,17 @@ class Fleet:
             raise _gone(rank.worker_id)
         return connection.start(start, sink)
 
-    def keep(self, hand_off: HandOff) -> HandOffLease:
-        """Renew the lease of ``hand_off`` until told to stop. Raises ``TransferError`` when closing."""
-        return self._puller.keep(hand_off)
+    def keep(self, hand_off: HandOff) -> PullClaim:
+        """Renew ``hand_off`` until told to stop. Raises ``TransferError`` when closing."""
+        return self._puller.claim_for_another(hand_off)
 
     def drop(self, hand_off: HandOff) -> None:
-        """Tell the source that no worker will take ``hand_off``; if that fails, its lease ends it."""
+        """Tell the source that no worker will take ``hand_off``; if that fails, it expires."""
         try:
-            lease = self._puller.keep(hand_off)
+            claim = self._puller.claim_for_another(hand_off)
         except TransferError:
-            return  # closing: its lease ends it
-        self._spawn(lease.abort())
+            return  # closing: it expires
+        self._spawn(claim.release())
 
     # Following the workers.
 
@@ -519,10 +519,10 @@ class EncodeHop(Protocol):
 
 
 class KeptHandOff(Protocol):
-    """A hand-off whose lease is renewed."""
+    """A hand-off that is renewed."""
 
     def stop(self) -> None:
-        """Stop renewing; the lease runs out. May be called twice."""
+        """Stop renewing; the hand-off expires in time. May be called twice."""
         ...
 
 
@@ -545,7 +545,7 @@ class Hops(Protocol):
         ...
 
     def keep(self, hand_off: HandOff) -> KeptHandOff:
-        """Renew the lease of a hand-off until told to stop. Raises ``TransferError`` when this is closing."""
+        """Renew a hand-off until told to stop. Raises ``TransferError`` when this is closing."""
         ...
 
     def drop(self, hand_off: HandOff) -> None:

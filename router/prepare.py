@@ -328,7 +328,7 @@ def valid_traceparent(header: str) -> str:
 def max_sequence_tokens(pool: Pool) -> int:
     """Tokens of the longest sequence that the pool's largest decode rank can end."""
     # The last token needs no room, as nothing attends to it.
-    return min(pool.max_model_len, pool.num_place_tokens + 1) if pool.num_place_tokens else pool.max_model_len
+    return min(pool.max_model_len, pool.num_rank_tokens + 1) if pool.num_rank_tokens else pool.max_model_len
 
 
 def _check_ids(token_ids: Iterable[int], vocab_size: int, field: str) -> None:

@@ -18,9 +18,8 @@ from quartet.events.curve import read_events_key
 from quartet.events.kv import Tier
 from quartet.rpc.server import RpcServer, StalledCalls
 from quartet.streams.signed_start import SigningKeys
-from quartet.telemetry.event_loop_lag import monitor_event_loop_lag
 from quartet.telemetry.http import Probes, TelemetryServer
-from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics
+from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, monitor_event_loop_lag
 from quartet.telemetry.routing_metrics import RoutingMetrics
 from router.admission import Admission
 from router.config import RouterConfig
@@ -123,7 +122,6 @@ class RouterProcess:
             asyncio.create_task(fleet.watch(registry.watch()), name="discovery"),
             asyncio.create_task(fleet.tend(), name="tend"),
             asyncio.create_task(keep_up(index), name="index-upkeep"),
-            asyncio.create_task(self._stalled.run(), name="stalled"),
             asyncio.create_task(monitor_event_loop_lag(ProcessMetrics(self._registry)), name="lag"),
             asyncio.create_task(self._announce(fleet, server, http_address), name="announce"),
         ]
@@ -199,5 +197,5 @@ class RouterProcess:
         line = MediaLine(
             bounds, FairShare(admission.tenant_weights), lambda pool: table.num_encode_tokens(pool, time.monotonic())
         )
-        table.listen(line.look)
+        table.listen(line.poll)
         return line

@@ -89,11 +89,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         run = self._pipeline.generate(start, answer, traceparent=_traceparent(context))
         listener = asyncio.create_task(_listen(context, run))
         try:
-            with self._stalled.watch() as watched:
+            with self._stalled.watch(context) as call:
                 while (message := await answer.next()) is not None:
-                    watched.began()
-                    await context.write(message)
-                    watched.ended()
+                    await call.write(message)
         finally:
             listener.cancel()
             await run.drop()
@@ -116,11 +114,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             own = valid_traceparent(asked.traceparent)
             return self._pipeline.generate(start, sink, resume=asked.resume, traceparent=own or traceparent)
 
-        session = SessionStream(begin, self._session_limits)
+        session = SessionStream(begin, self._session_limits, self._stalled)
         self._sessions.add(session)
         try:
-            with self._stalled.watch() as watched:
-                await session.serve(context, watched)
+            await session.serve(context)
         finally:
             self._sessions.discard(session)
 

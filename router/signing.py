@@ -16,11 +16,11 @@ from router.book import PlacedBooking, Reservation
 from router.fleet import Hops
 from router.workers import WorkerTable
 
-# A signature ends well before the lease of the blocks that it leads to: the worker has yet to ask for them.
-_LEASE_SHARE = 0.8
+# A signature ends well before the hand-off of the blocks that it leads to: the worker has yet to ask for them.
+_TTL_SHARE = 0.8
 
-# Of a lease that was renewed meanwhile: that is done at each third of it, and again a ninth later if it failed.
-_KEPT_LEASE_SHARE = 0.5
+# Of a hand-off that was renewed meanwhile: that is done at each third of it, and again a ninth later if it failed.
+_KEPT_TTL_SHARE = 0.5
 
 # Clocks of router and worker differ a little, and the report of a start takes its time.
 _MARGIN_S = 5.0
@@ -35,7 +35,7 @@ class SigningTerms:
     Attributes:
         request_id, choice: the choice that it starts.
         hand_off: what it decodes from; ``None``: the decode worker computes the prompt.
-        is_kept: the lease of ``hand_off`` began a while ago and was renewed since.
+        is_kept: the time to live of ``hand_off`` began a while ago and was renewed since.
         deadline: of its request, monotonic seconds.
         num_first_tokens: tokens whose KV it has from its first step on.
     """
@@ -93,7 +93,7 @@ class Signer:
         now, rank, epoch = self._clock(), reservation.placement.decode, reservation.decode.epoch
         record = self._table.ready_decode(rank, epoch, now)
         ttl_s = self._time_to_live_s(terms, now)
-        booking = reservation.decode.place(
+        booking = reservation.decode.commit(
             terms.request_id,
             terms.choice,
             num_first_tokens=terms.num_first_tokens,
@@ -118,8 +118,8 @@ class Signer:
     def _time_to_live_s(self, terms: SigningTerms, now: float) -> float:
         ttl_s = min(self._ttl_s, terms.deadline - now)
         if terms.hand_off is not None:
-            share = _KEPT_LEASE_SHARE if terms.is_kept else _LEASE_SHARE
-            ttl_s = min(ttl_s, terms.hand_off.lease.total_seconds() * share)
+            share = _KEPT_TTL_SHARE if terms.is_kept else _TTL_SHARE
+            ttl_s = min(ttl_s, terms.hand_off.time_to_live.total_seconds() * share)
         return max(ttl_s, 0.0)
 
 

@@ -1,9 +1,13 @@
-"""What the router knows of all workers: discovery, connections, load reports and its own book, put together. Pure."""
+"""What the router knows of all workers: discovery, connections, load reports and its own book, put together. Pure.
+
+``WorkerTable`` has a ``KnownWorker`` for each life of a worker. From these it describes pools (``Pool``), whose workers
+have one model and can stand in for each other. Policies are shown a ``Snapshot`` of a pool's ranks. ``PeerWatch`` finds
+the other routers that place requests at the same workers.
+"""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -17,7 +21,7 @@ from router.book import Booking, Reservation, WorkerBook, numbering
 from router.policy.base import DEFAULT_MAX_STEP_TOKENS, Candidate, Peers, Pending, Placement, Snapshot
 from router.policy.room import with_step_times
 
-#: Roles whose workers hold a model's KV: encoders serve no requests of their own.
+#: Roles whose workers hold a model's KV: encode workers serve no requests of their own.
 _MODEL_ROLES = frozenset({Role.PREFILL, Role.DECODE})
 
 _NO_PLACEMENTS = PlacementProgress()
@@ -25,36 +29,45 @@ _NO_PLACEMENTS = PlacementProgress()
 # A worker's last reports may come after its end was noticed, but not later than that.
 _LAST_REPORTS_S = 0.5
 
+# Heartbeats come once a second. A worker whose events don't come is only probed now and then.
+_QUIET_S = 3.0
 
-@dataclass(frozen=True)
-class _Ready:
-    """Workers of a pool that take requests."""
+# A router that has started nothing new for so long has nothing to place, or is gone.
+_ACTIVE_S = 10.0
 
-    prefill: Sequence[KnownWorker]
-    decode: Sequence[KnownWorker]
-    encode: Sequence[KnownWorker]
+_HAND_OFF = frozenset({TAKES_HAND_OFF})
+
+
+@dataclass(frozen=True, order=True)
+class PoolKey:
+    """Workers of one pool can stand in for each other; pools are never mixed."""
+
+    model_name: str
+    fingerprint: str
 
 
 class WorkerTable:
     """All known workers. Times are monotonic seconds, given by the caller."""
 
     def __init__(self, router_id: str, *, heartbeat_timeout_s: float) -> None:
-        """``router_id`` is new at each start: workers' reports then never count in what another life placed."""
+        """``router_id`` is new at each start, so workers' reports never include what another life of it placed."""
         self.router_id = router_id
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._workers: dict[WorkerKey, KnownWorker] = {}
         self._peers = PeerWatch(router_id)
         self._listeners: list[Callable[[], None]] = []
-        # Both are worked out when next asked for, and hold until a state changes; silence changes one at a tick.
-        self._pools: list[Pool] | None = None
+        # Both are computed when next needed, and kept until a state changes; only ``tick`` notices silence.
+        self._pools: dict[PoolKey, Pool] | None = None
         self._ready: dict[PoolKey, _Ready] = {}
 
     def listen(self, on_change: Callable[[], None]) -> Callable[[], None]:
-        """Call ``on_change`` after whatever may let more requests run or changes a status; returns how to stop it."""
+        """Call ``on_change`` after each change that may let more requests run, or that changes a status.
+
+        Returns:
+            A function that ends this.
+        """
         self._listeners.append(on_change)
         return lambda: self._listeners.remove(on_change)
-
-    # What discovery says.
 
     def put(self, record: WorkerRecord, now: float) -> bool:
         """Discovery has ``record``. Returns whether it is a new worker, or a new life of one."""
@@ -75,7 +88,7 @@ class WorkerTable:
             self._changed()
 
     def forget_gone(self, now: float) -> list[WorkerRecord]:
-        """Drop the workers that are neither listed nor heard nor connected; return them."""
+        """Drop and return the workers that are not listed, and either not connected or silent for too long."""
         gone = [worker for worker in self._workers.values() if not worker.is_listed and self._is_lost(worker, now)]
         for worker in gone:
             del self._workers[worker.record.key]
@@ -83,8 +96,6 @@ class WorkerTable:
         if gone:
             self._changed()
         return [worker.record for worker in gone]
-
-    # What connections and events say.
 
     def connected(self, key: WorkerKey, load: WorkerLoad, now: float) -> None:
         """The worker answered with ``load``; ignored for another epoch than the known one."""
@@ -103,19 +114,19 @@ class WorkerTable:
             self._changed()
 
     def cut(self, key: WorkerKey, epoch: int, now: float) -> None:
-        """The connection to the worker was lost, and nothing of ours was on it: suspect until it is heard again."""
+        """The connection to the worker was lost while it carried no stream of ours: suspect until it reports again."""
         worker = self._life(key, epoch)
         if worker is not None:
             worker.cut_at = now
             self._changed()
 
     def is_draining(self, key: WorkerKey, epoch: int) -> bool:
-        """Whether that life of the worker said that it lets its work run out."""
+        """Whether that life of the worker reported that it only finishes the work that it has."""
         worker = self._life(key, epoch)
         return worker is not None and worker.load is not None and worker.load.is_draining
 
     def report(self, load: WorkerLoad, now: float) -> None:
-        """A load report came; ignored when it is from an unknown worker or life."""
+        """A load report came; ignored if it is from an unknown worker or life."""
         for role in Role:
             worker = self._life(WorkerKey(role=role, worker_id=load.worker_id), load.epoch)
             if worker is not None:
@@ -123,27 +134,23 @@ class WorkerTable:
                 return
 
     def tick(self, now: float) -> None:
-        """Time has passed: states that hang on silence may have changed, and placements may have lapsed."""
+        """Time has passed: states that depend on silence may have changed, and placements may have lapsed."""
         for worker in self._workers.values():
-            worker.book.placed.look(now)
-            worker.look(now)
-        self._peers.look(now)
+            worker.book.placed.poll(now)
+            worker.poll(now)
+        self._peers.poll(now)
         self._changed()
-
-    # What others want to know.
 
     def pools(self, now: float) -> list[Pool]:
         """All pools, sorted."""
-        if self._pools is None:
-            keys = sorted({worker.pool for worker in self._workers.values() if worker.record.role in _MODEL_ROLES})
-            self._pools = [self._describe(key, now) for key in keys]
-        return self._pools
+        return list(self._pools_by_key(now).values())
 
     def pool(self, model_name: str, now: float) -> Pool | None:
         """The pool that serves new requests for ``model_name``; an empty name means the only model.
 
         Where workers of several fingerprints serve one name (a new version is being rolled out), the pool with the
-        most ready decode workers takes what comes; at a tie the first by fingerprint. Running requests stay in theirs.
+        most ready decode workers takes new requests; at a tie, the first by fingerprint. Running requests stay in
+        their pool.
         """
         pools = [pool for pool in self.pools(now) if model_name in ("", pool.key.model_name)]
         if not pools or (not model_name and len({pool.key.model_name for pool in pools}) > 1):
@@ -152,11 +159,13 @@ class WorkerTable:
 
     def has_ready_decode(self, pool: PoolKey, now: float) -> bool:
         """Whether any decode worker of ``pool`` is ready."""
-        return any(known.num_ready_decode for known in self.pools(now) if known.key == pool)
+        known = self._pools_by_key(now).get(pool)
+        return known is not None and known.num_ready_decode > 0
 
     def block_size(self, pool: PoolKey, now: float) -> int:
         """``Pool.block_size`` of ``pool``; 0 also where it is gone."""
-        return next((known.block_size for known in self.pools(now) if known.key == pool), 0)
+        known = self._pools_by_key(now).get(pool)
+        return 0 if known is None else known.block_size
 
     def snapshot(self, pool: PoolKey, now: float) -> Snapshot:
         """The ranks of ``pool`` that take requests now."""
@@ -176,28 +185,28 @@ class WorkerTable:
         return [worker.encode_candidate() for worker in ready if kinds <= frozenset(worker.record.media)]
 
     def num_encode_tokens(self, pool: PoolKey, now: float) -> int:
-        """Tokens whose embeddings the encode workers of ``pool`` that are ready hold at most."""
+        """Tokens whose embeddings the ready encode workers of ``pool`` can hold."""
         ready = self._ready_of(pool, now).encode
         return sum(worker.record.num_blocks * worker.record.block_size for worker in ready)
 
-    def book_encode(self, rank: Rank, num_items: int) -> Booking:
-        """Count ``num_items`` to encode at an encode worker that was seen just now."""
+    def reserve_encode(self, rank: Rank, num_items: int) -> Booking:
+        """Count ``num_items`` to encode at an encode worker of ``encode_candidates``."""
         key = WorkerKey(role=Role.ENCODE, worker_id=rank.worker_id)
-        return self._workers[key].book.book(rank.data_parallel_rank, num_queued_tokens=num_items)
+        return self._workers[key].book.reserve(rank.data_parallel_rank, num_queued_tokens=num_items)
 
-    def book(self, placement: Placement, pending: Pending, *, waited_s: float = 0.0) -> Reservation:
-        """Enter ``placement`` of ``pending``, which was made on a snapshot of just now."""
-        is_local = placement.prefill is None
+    def reserve(self, placement: Placement, pending: Pending, *, waited_s: float = 0.0) -> Reservation:
+        """Reserve the room that ``placement`` of ``pending`` takes; it was made on a snapshot of this moment."""
         prefill: Booking | None = None
         if placement.prefill is not None:
             rank = placement.prefill
-            book = self._workers[WorkerKey(role=Role.PREFILL, worker_id=rank.worker_id)].book
-            prefill = book.book(rank.data_parallel_rank, num_queued_tokens=pending.num_missing_tokens(rank))
+            prefill = self._workers[WorkerKey(role=Role.PREFILL, worker_id=rank.worker_id)].book.reserve(
+                rank.data_parallel_rank, num_queued_tokens=pending.num_missing_tokens(rank)
+            )
         rank = placement.decode
-        decode = self._workers[WorkerKey(role=Role.DECODE, worker_id=rank.worker_id)].book.book(
+        decode = self._workers[WorkerKey(role=Role.DECODE, worker_id=rank.worker_id)].book.reserve(
             rank.data_parallel_rank,
             num_reserved_tokens=pending.num_reserved_tokens,
-            num_queued_tokens=pending.num_missing_tokens(rank) if is_local else 0,
+            num_queued_tokens=pending.num_missing_tokens(rank) if placement.prefill is None else 0,
         )
         return Reservation(placement, prefill, decode, waited_s=waited_s)
 
@@ -219,7 +228,7 @@ class WorkerTable:
         return [worker.status(now, timeout_s) for _key, worker in sorted(self._workers.items())]
 
     def to_probe(self, now: float) -> list[WorkerRecord]:
-        """Workers that should be asked how they are: not connected, cut or not listed, or silent for half the limit."""
+        """Workers to ask how they are: not connected, cut, not listed, or silent for half the heartbeat timeout."""
         limit_s = self._heartbeat_timeout_s / 2
         return [
             worker.record
@@ -233,20 +242,19 @@ class WorkerTable:
         return worker if worker is not None and worker.record.epoch == epoch else None
 
     def _take(self, worker: KnownWorker, load: WorkerLoad, now: float) -> None:
-        state, num_tokens = worker.state(now, self._heartbeat_timeout_s), worker.num_place_tokens
-        worker.load, worker.load_at = load, now
-        worker.look(now)
-        self._peers.report(load, now)
+        state, num_tokens = worker.state(now, self._heartbeat_timeout_s), worker.num_rank_tokens
+        worker.on_load(load, now)
+        self._peers.on_report(load, now)
         if worker.cut_at is not None and now - worker.cut_at > _LAST_REPORTS_S:
             worker.cut_at = None
         name = numbering(self.router_id, load.epoch)
-        worker.book.reported(
+        worker.book.on_report(
             load.router_progress.get(name, 0),
             load.placements.get(name, _NO_PLACEMENTS),
             arrived_number=load.router_arrivals.get(name, 0),
         )
-        # Reports come by the dozen a second; few of them change what a pool is.
-        is_same = (state, num_tokens) == (worker.state(now, self._heartbeat_timeout_s), worker.num_place_tokens)
+        # Dozens of reports come a second; few of them change what a pool is.
+        is_same = (state, num_tokens) == (worker.state(now, self._heartbeat_timeout_s), worker.num_rank_tokens)
         self._changed(keep_pools=is_same)
 
     def _is_ready(self, worker: KnownWorker, now: float) -> bool:
@@ -254,6 +262,12 @@ class WorkerTable:
 
     def _is_lost(self, worker: KnownWorker, now: float) -> bool:
         return not worker.is_connected or worker.silence_s(now) > self._heartbeat_timeout_s
+
+    def _pools_by_key(self, now: float) -> dict[PoolKey, Pool]:
+        if self._pools is None:
+            keys = {worker.pool for worker in self._workers.values() if worker.record.role in _MODEL_ROLES}
+            self._pools = {key: self._describe(key, now) for key in sorted(keys)}
+        return self._pools
 
     def _describe(self, key: PoolKey, now: float) -> Pool:
         workers = [worker for worker in self._workers.values() if worker.pool == key]
@@ -266,12 +280,12 @@ class WorkerTable:
         return ready
 
     def _find_ready(self, pool: PoolKey, now: float) -> _Ready:
-        ready = [worker for worker in self._workers.values() if worker.pool == pool and self._is_ready(worker, now)]
-        return _Ready(
-            prefill=[worker for worker in ready if worker.record.role is Role.PREFILL],
-            decode=[worker for worker in ready if worker.record.role is Role.DECODE],
-            encode=[worker for worker in ready if worker.record.role is Role.ENCODE],
-        )
+        ready = _Ready()
+        by_role = {Role.PREFILL: ready.prefill, Role.DECODE: ready.decode, Role.ENCODE: ready.encode}
+        for worker in self._workers.values():
+            if worker.pool == pool and self._is_ready(worker, now):
+                by_role[worker.record.role].append(worker)
+        return ready
 
     def _forget_states(self) -> None:
         self._pools = None
@@ -284,37 +298,34 @@ class WorkerTable:
             on_change()
 
 
-# One worker's life as the router sees it.
+@dataclass
+class _Ready:
+    """Workers of a pool that take requests."""
 
-# Heartbeats come once a second. Where they don't, as the events can't be heard, workers are asked now and then.
-_QUIET_S = 3.0
-
-
-@dataclass(frozen=True, order=True)
-class PoolKey:
-    """Workers of one pool can stand in for each other; pools are never mixed."""
-
-    model_name: str
-    fingerprint: str
+    prefill: list[KnownWorker] = field(default_factory=list)
+    decode: list[KnownWorker] = field(default_factory=list)
+    encode: list[KnownWorker] = field(default_factory=list)
 
 
 @dataclass
 class KnownWorker:
-    """What is known of one epoch of a worker.
+    """What is known of one life of a worker, which its epoch names.
 
     Attributes:
         pool: the pool that it belongs to.
-        known_at: when it was first heard of, monotonic seconds like all times here.
+        known_at: when discovery first had it, monotonic seconds like all times here.
+        num_rank_tokens: tokens whose KV its largest rank holds.
         is_listed: discovery has its record.
         is_connected: it answered since its stream last broke.
         has_joined: it ever answered.
-        cut_at: when the connection to it was lost; ``None``: it was heard since.
+        cut_at: when the connection to it was lost; ``None``: it has reported since.
     """
 
     record: WorkerRecord
     known_at: float
     book: WorkerBook = field(init=False)
     pool: PoolKey = field(init=False)
+    num_rank_tokens: int = field(init=False)
     load: WorkerLoad | None = None
     load_at: float | None = None
     is_listed: bool = True
@@ -330,23 +341,29 @@ class KnownWorker:
     def describe(self, record: WorkerRecord) -> None:
         """Discovery has ``record`` of this life of it."""
         self.record = record
-        # Here, as every snapshot of its pool asks for them.
+        # Kept, as every snapshot of its pool needs them.
         self.pool = PoolKey(record.model_name, record.model_fingerprint)
-        self._ranks = [Rank(record.worker_id, rank) for rank in range(record.data_parallel_size)]
+        self._ranks = [Rank(record.worker_id, number) for number in range(record.data_parallel_size)]
         self._adapters, self._media = frozenset(record.adapters), frozenset(record.media)
-        # What each rank was shown as, and from what: most pumps find most places as they were.
-        self._candidates = [self._candidate(rank) for rank in range(record.data_parallel_size)]
-        self._shown_load: WorkerLoad | None = None
-        self._shown_booked = [(0, 0, 0)] * record.data_parallel_size
+        self._read_load()
+        self._candidates = [self._candidate(number) for number in range(record.data_parallel_size)]
+        self._shown_versions = [account.version for account in self.book.accounts]
+        self._is_shown = True
 
-    def look(self, now: float) -> None:
-        """Time has passed: what reports that no longer come said of waiting prompts is over by now."""
+    def on_load(self, load: WorkerLoad, now: float) -> None:
+        """A load report came."""
+        self.load, self.load_at = load, now
+        self._read_load()
+        self.poll(now)
+
+    def poll(self, now: float) -> None:
+        """Time has passed. What old reports said of waiting prompts counts no more once reports have stopped."""
         is_quiet = self.silence_s(now) > _QUIET_S
         if is_quiet is not self._is_quiet:
-            self._is_quiet, self._shown_load = is_quiet, None
+            self._is_quiet, self._is_shown = is_quiet, False
 
     def silence_s(self, now: float) -> float:
-        """Seconds since it was last heard."""
+        """Seconds since its last report, or since it is known."""
         return now - (self.known_at if self.load_at is None else self.load_at)
 
     def state(self, now: float, heartbeat_timeout_s: float) -> WorkerState:
@@ -362,7 +379,7 @@ class KnownWorker:
         return WorkerState.SUSPECT
 
     def status(self, now: float, heartbeat_timeout_s: float) -> WorkerStatus:
-        """It as told to whoever looks."""
+        """What ListWorkers and WatchWorkers show of it."""
         return WorkerStatus(
             record=self.record,
             state=self.state(now, heartbeat_timeout_s),
@@ -372,43 +389,39 @@ class KnownWorker:
         )
 
     def candidates(self) -> Sequence[Candidate]:
-        """Its ranks, for a policy; the same ones again until something changes."""
-        for rank in range(self.record.data_parallel_size):
-            account = self.book.account(rank)
-            booked = (account.num_promised_blocks, account.num_unreported_tokens, account.num_placed_tokens)
-            if self._shown_load is not self.load or self._shown_booked[rank] != booked:
-                self._shown_booked[rank] = booked
-                self._candidates[rank] = self._candidate(rank)
-        self._shown_load = self.load
+        """Its ranks, for a policy; the same ones again until something changes, as mostly nothing has."""
+        for number, account in enumerate(self.book.accounts):
+            if not self._is_shown or self._shown_versions[number] != account.version:
+                self._shown_versions[number] = account.version
+                self._candidates[number] = self._candidate(number)
+        self._is_shown = True
         return self._candidates
 
     def encode_candidate(self) -> EncodeCandidate:
-        """It as one that encodes."""
-        load = self._rank_load(0)
+        """It as a worker that encodes."""
+        load = self._rank_loads[0]
         num_reported = 0 if self._is_quiet else load.num_running + load.num_waiting
-        return EncodeCandidate(self._ranks[0], num_reported + self.book.account(0).num_unreported_tokens)
+        return EncodeCandidate(self._ranks[0], num_reported + self.book.accounts[0].num_unreported_tokens)
 
-    def num_total_blocks(self, rank: int) -> int:
+    def num_total_blocks(self, data_parallel_rank: int) -> int:
         """Blocks of one rank: as last reported, else as announced."""
-        return self._rank_load(rank).num_total_blocks or self.record.num_blocks
+        return self._rank_loads[data_parallel_rank].num_total_blocks or self.record.num_blocks
 
-    @property
-    def num_place_tokens(self) -> int:
-        """Tokens whose KV its largest rank holds."""
-        return max(map(self.num_total_blocks, range(self.record.data_parallel_size))) * self.record.block_size
+    def _read_load(self) -> None:
+        """Take what the load and the record say of each rank; a rank that no report has is idle."""
+        size = self.record.data_parallel_size
+        reported = () if self.load is None else self.load.ranks
+        self._rank_loads = [*reported[:size], *[RankLoad()] * (size - len(reported))]
+        self.num_rank_tokens = max([self.num_total_blocks(number) for number in range(size)]) * self.record.block_size
+        self._is_shown = False
 
-    def _rank_load(self, rank: int) -> RankLoad:
-        if self.load is None or rank >= len(self.load.ranks):
-            return RankLoad()
-        return self.load.ranks[rank]
-
-    def _candidate(self, rank: int) -> Candidate:
-        load, account = self._rank_load(rank), self.book.account(rank)
+    def _candidate(self, number: int) -> Candidate:
+        load, account = self._rank_loads[number], self.book.accounts[number]
         num_queued_tokens = 0 if self._is_quiet else load.num_queued_prefill_tokens
         num_unbegun_tokens = 0 if self._is_quiet else load.num_unbegun_prefill_tokens
         return Candidate(
-            rank=self._ranks[rank],
-            num_total_blocks=self.num_total_blocks(rank),
+            rank=self._ranks[number],
+            num_total_blocks=self.num_total_blocks(number),
             block_size=max(self.record.block_size, 1),
             num_used_blocks=load.num_used_blocks,
             num_promised_blocks=account.num_promised_blocks,
@@ -425,28 +438,35 @@ class KnownWorker:
         )
 
 
-# Pools: workers of one model that can stand in for each other, and what they can do together.
+@dataclass(frozen=True)
+class EncodeCandidate:
+    """An encode worker.
 
-_HAND_OFF = frozenset({TAKES_HAND_OFF})
+    Attributes:
+        num_items: items that wait or run there, this router's unreported ones included.
+    """
+
+    rank: Rank
+    num_items: int
 
 
 class MediaWay(Enum):
-    """Who turns a request's media into embeddings."""
+    """Which workers turn a request's media into embeddings."""
 
-    ENCODE = auto()  # encode workers; who computes the prompt pulls them
-    FILES = auto()  # who computes the prompt, from the files
+    ENCODE = auto()  # encode workers; the worker that computes the prompt pulls the embeddings
+    FILES = auto()  # the worker that computes the prompt, from the files
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolMedia:
-    """What a pool takes of media: the kinds of files of each worker, as in ``WorkerRecord.media``; equal ones are one.
+    """What a pool takes of media: the kinds of files of each worker, as in ``WorkerRecord.media``, without repeats.
 
     Attributes:
-        encoded: of ready encode workers; none too where nobody takes what they hand off.
+        encoded: of ready encode workers; empty too if no ready worker pulls what they hand off.
         filed: of ready workers that compute prompts.
         known: of both, ready or not.
-        awaits_encode: workers that compute prompts take what encode workers hand off, though none of these is known.
-        max_tokens: that one item fills at most, wherever it is encoded; 0: nobody says.
+        awaits_encode: workers that compute prompts pull what encode workers hand off, but no encode worker is known.
+        max_tokens: tokens that one item fills at most, whichever worker encodes it; 0: no worker says.
     """
 
     encoded: frozenset[frozenset[str]] = frozenset()
@@ -465,7 +485,7 @@ class PoolMedia:
 
         Raises:
             UnsupportedFieldError: an item of a kind that no worker takes, or not with the others; its field is named.
-            WorkerUnavailableError: those that take them are not ready.
+            WorkerUnavailableError: the workers that take them are not ready.
         """
         kinds = frozenset[str]()
         for item, item_field in zip(items, fields, strict=True):
@@ -493,9 +513,9 @@ class Pool:
 
     Attributes:
         max_model_len: tokens of prompt and output together.
-        num_place_tokens: tokens whose KV the largest decode rank holds.
-        num_prefill_tokens: tokens whose KV every prefill worker has a place for; 0: there are none.
-        block_size: tokens of a block; 0: places differ, so that none has what another one has.
+        num_rank_tokens: tokens whose KV the largest decode rank holds.
+        num_prefill_tokens: tokens whose KV every prefill worker has a rank for; 0: there are none.
+        block_size: tokens of a block; 0: workers differ, so that none has the same blocks as another.
         sampling_fields: fields of ``Sampling`` and ``OutputOptions`` that are honoured.
         media: unlike the rest, what any of its workers can.
         adapters: adapters that at least one decode worker serves; requests for them go only there.
@@ -503,7 +523,7 @@ class Pool:
 
     key: PoolKey
     max_model_len: int
-    num_place_tokens: int
+    num_rank_tokens: int
     block_size: int
     sampling_fields: frozenset[str]
     media: PoolMedia
@@ -520,23 +540,24 @@ def describe_pool(key: PoolKey, workers: Sequence[KnownWorker], is_ready: Callab
         [worker for worker in workers if worker.record.role is role]
         for role in (Role.ENCODE, Role.PREFILL, Role.DECODE)
     )
-    # Encode workers have pieces of their own size, and no tokens to sample.
+    # Encode workers have blocks of their own size, and sample no tokens.
     models = [*prefill, *decode]
     block_sizes = {worker.record.block_size for worker in models}
     ready_models = [worker for worker in models if is_ready(worker)]
     ready_encode = [worker for worker in encode if is_ready(worker)]
+    num_ready_decode = sum([worker.record.role is Role.DECODE for worker in ready_models])
     return Pool(
         key=key,
-        max_model_len=min(worker.record.max_model_len for worker in models),
-        num_place_tokens=max((worker.num_place_tokens for worker in decode), default=0),
+        max_model_len=min([worker.record.max_model_len for worker in models]),
+        num_rank_tokens=max([worker.num_rank_tokens for worker in decode], default=0),
         block_size=block_sizes.pop() if len(block_sizes) == 1 else 0,
-        sampling_fields=frozenset.intersection(*(frozenset(worker.record.sampling_fields) for worker in models)),
+        sampling_fields=frozenset.intersection(*[frozenset(worker.record.sampling_fields) for worker in models]),
         media=_describe_media(models, encode, ready_models, ready_encode),
-        adapters=frozenset().union(*(worker.record.adapters for worker in decode)),
-        num_ready_prefill=sum(worker.record.role is Role.PREFILL for worker in ready_models),
-        num_ready_decode=sum(worker.record.role is Role.DECODE for worker in ready_models),
+        adapters=frozenset().union(*[worker.record.adapters for worker in decode]),
+        num_ready_prefill=len(ready_models) - num_ready_decode,
+        num_ready_decode=num_ready_decode,
         num_ready_encode=len(ready_encode),
-        num_prefill_tokens=min((worker.num_place_tokens for worker in prefill), default=0),
+        num_prefill_tokens=min([worker.num_rank_tokens for worker in prefill], default=0),
     )
 
 
@@ -567,27 +588,21 @@ def _kinds(workers: Iterable[KnownWorker]) -> frozenset[frozenset[str]]:
 _NO_MEDIA = PoolMedia()
 
 
-# Which routers place requests at the same workers, as the workers' reports tell.
-
-# A router of which no new start was heard for so long has nothing to place, or is gone.
-_ACTIVE_S = 10.0
-
-
 class PeerWatch:
-    """Finds the other routers by the starts that workers count in; nobody has to be told of them."""
+    """Finds the other routers by the starts that workers report: no router has to be told of the others."""
 
     def __init__(self, router_id: str) -> None:
-        """Nobody but the router of that id is known."""
+        """Only the router of that id is known."""
         self._router_id = router_id
         self._last_numbers: dict[tuple[str, str], int] = {}  # by worker and router's numbering
         self._epochs: dict[str, int] = {}
         self._active_at: dict[str, float] = {}
         self.peers = Peers()
 
-    def report(self, load: WorkerLoad, now: float) -> None:
-        """A worker counts in what ``load`` says."""
+    def on_report(self, load: WorkerLoad, now: float) -> None:
+        """A load report came: it names the last start of each router."""
         has_new = False
-        # What the first report of a worker's life tells may be long over.
+        # The first report of a worker's life may tell of starts that ended long ago.
         is_known = self._epochs.get(load.worker_id) == load.epoch
         self._epochs[load.worker_id] = load.epoch
         for name, number in load.router_arrivals.items():
@@ -598,52 +613,15 @@ class PeerWatch:
                     has_new |= router_id not in self._active_at
                     self._active_at[router_id] = now
         if has_new:
-            self.look(now)
+            self.poll(now)
 
     def forget(self, worker_id: str) -> None:
         """The worker is gone."""
         self._epochs.pop(worker_id, None)
         self._last_numbers = {key: number for key, number in self._last_numbers.items() if key[0] != worker_id}
 
-    def look(self, now: float) -> None:
-        """Time has passed: some may not be active any more."""
+    def poll(self, now: float) -> None:
+        """Time has passed: some routers may not be active any more."""
         self._active_at = {name: at for name, at in self._active_at.items() if now - at <= _ACTIVE_S}
         routers = sorted(self._active_at.keys() | {self._router_id})
         self.peers = Peers(number=routers.index(self._router_id), num_routers=len(routers))
-
-
-# Which encode worker gets a request's media: the one that has most of them already, then the least busy. Pure.
-
-
-@dataclass(frozen=True)
-class EncodeCandidate:
-    """An encode worker.
-
-    Attributes:
-        num_items: that wait or run there, those included that this router sent and no report tells of yet.
-    """
-
-    rank: Rank
-    num_items: int
-
-
-def choose_encode(
-    candidates: Sequence[EncodeCandidate],
-    num_cached: Mapping[Rank, int],
-    avoid: frozenset[str],
-    rng: random.Random,
-) -> Rank | None:
-    """The rank to encode at; ``None``: there is none.
-
-    Args:
-        candidates: those that can.
-        num_cached: by rank, how many of the request's items it has already.
-        avoid: ids of workers that just failed it; taken only where no other is left.
-        rng: breaks ties, so that several routers with the same picture don't all send to the same worker.
-    """
-    able = [candidate for candidate in candidates if candidate.rank.worker_id not in avoid] or candidates
-    if not able:
-        return None
-    ranks = [(-num_cached.get(candidate.rank, 0), candidate.num_items) for candidate in able]
-    best = min(ranks)
-    return rng.choice([candidate.rank for candidate, rank in zip(able, ranks, strict=True) if rank == best])

@@ -1,1 +1,1 @@
-"""The deployables: one package per service, and the launcher that starts a topology."""
+"""The services: one package for each, and the launcher that starts a topology."""

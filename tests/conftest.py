@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,9 +15,49 @@ from services.topology import launch
 from services.topology.launch import find_etcd, find_grpcurl
 from tests import etcd_server
 
+# What is imported for thousands of tests stays: until then the collector would only look for what is not there.
+gc.disable()
+# A fleet of processes that has as many threads as cores each is slow, and the slower the busier the machine is: threads
+# that wait for each other spin, where one has no core. A lone worker of `quartet up` has two, and took 75 ms of CPU a
+# token in place of 5. Both are read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# A shell ignores SIGINT in what it runs in the background, and children would inherit that: no Ctrl-C would end them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # A shared machine stalls now and then; how long one example takes is not what these tests are about.
 hypothesis.settings.register_profile("quartet", deadline=None)
 hypothesis.settings.load_profile("quartet")
+
+
+#: Of files that start processes, those that take longest, the longest first: begun late, they would be waited for.
+LONGEST = (
+    "test_topologies.py",
+    "test_multimodal_chaos.py",
+    "test_multimodal.py",
+    "test_trtllm_chaos.py",
+    "test_chaos.py",
+    "test_trtllm.py",
+    "test_paths.py",
+)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with files that start processes: the others, which are short, fill what is left of each core at the end."""
+    starts_processes = {item.path for item in items if item.get_closest_marker("e2e")}
+
+    def position(item: pytest.Item) -> int:
+        if item.path not in starts_processes:
+            return len(LONGEST) + 1
+        return LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
+
+    items.sort(key=position)
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what was imported; see ``importing``."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Draws topologies as they are: docs/images/topologies/NAME.svg of each configs/trtllm/NAME.yaml.
+"""Draws topologies: docs/images/topologies/NAME.svg from each configs/trtllm/NAME.yaml.
 
 python tools/draw_topologies.py [--check]
 """
@@ -32,7 +32,7 @@ class Box:
 
     Attributes:
         left, top: of its upper left corner.
-        lines: what stands in it, the first in bold.
+        lines: its text, the first line in bold.
     """
 
     role: Role
@@ -92,7 +92,7 @@ def _mapping(value: object) -> Mapping[str, object]:
 
 
 def _edge(topology: Topology, height: float) -> list[str]:
-    """The client and the router, which stand in the middle of the height."""
+    """The client and the router, at half the height."""
     middle = height / 2
     policy = _mapping(topology.router.overrides.get("policy")).get("name", "kv_aware")
     return [
@@ -171,7 +171,7 @@ def _document(width: float, height: float, parts: Sequence[str]) -> str:
 
 
 def main() -> int:
-    """Write every picture, or with ``--check`` say which are not as the topologies are now."""
+    """Write every picture, or with ``--check`` say which are out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a picture is out of date")
     arguments = parser.parse_args()

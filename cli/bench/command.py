@@ -1,20 +1,21 @@
-"""``quartet bench``: load on a router, and what it answers how fast."""
+"""``quartet bench``: puts load on a router and measures what its clients see."""
 
 from __future__ import annotations
 
 import asyncio
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import typer
 import uvloop
-from rich.console import Console
 
-from cli.bench.display import BenchDisplay
+from cli.bench.display import BenchDisplay, print_summary
 from cli.bench.options import (
     DEFAULT_IDS,
     BenchSeedOption,
@@ -38,12 +39,9 @@ from cli.bench.options import (
     make_seed,
     make_workload_config,
 )
-from cli.bench.report import BenchReport
-from cli.bench.run import BenchPlan, Point, run_plan
-from cli.bench.sender import SenderConfig
-from cli.bench.summary import print_summary
+from cli.bench.result import PointResult
+from cli.bench.run import BenchPlan, Point, SenderConfig, run_plan
 from cli.bench.workload import WorkloadConfig
-from cli.errors import reporting_errors
 from cli.options import (
     DEFAULT_ROUTER,
     ModelOption,
@@ -56,27 +54,24 @@ from cli.options import (
     TlsKeyOption,
     make_tls,
 )
+from cli.output import open_console, reporting_errors, try_write
 from quartet.client import Model, QuartetClient, RequestPath
 from quartet.rpc.channels import TlsConfig
-from quartet.telemetry.provenance import write_report
+from quartet.telemetry.provenance import read_commit, read_machine, read_versions, write_report
 
 _STDOUT = "-"
 _INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
 _PIPE_WIDTH = 160
+# The report names their versions.
+_PACKAGES = ("quartet", "grpcio", "protobuf", "uvloop", "numpy")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Output:
-    """Where figures go beside the table."""
+    """Files for the figures, beside the table."""
 
     json: str | None
     plot: Path | None
-
-    @property
-    def console(self) -> Console:
-        """For tables: standard output, unless that is for JSON only."""
-        console = Console(stderr=self.json == _STDOUT, highlight=False)
-        return console if console.is_terminal else Console(stderr=console.stderr, highlight=False, width=_PIPE_WIDTH)
 
 
 def bench(
@@ -120,9 +115,59 @@ def bench(
         raise typer.Exit(_finish(_Output(json=json_file, plot=plot_file), report, plan, used_model, points))
 
 
+class BenchReport:
+    """The JSON of one command: what was run, of which code, where, when, against what, and what came out."""
+
+    def __init__(self, command: str, plan: BenchPlan, *, trace: str | None) -> None:
+        """Start the clock. ``trace``: name of the file of the workload's trace."""
+        self._command = command
+        self._plan = plan
+        self._trace = trace
+        self._started_at = datetime.now(UTC)
+        self._began = time.monotonic()
+
+    def finish(self, model: Model, results: Sequence[PointResult]) -> Mapping[str, object]:
+        """The whole report. docs/bench.md describes its keys, which stay."""
+        return {
+            "benchmark": "bench",
+            "command": self._command,
+            "started_at": self._started_at.isoformat(timespec="seconds"),
+            "duration_s": time.monotonic() - self._began,
+            "commit": asdict(read_commit()),
+            "versions": read_versions(_PACKAGES),
+            "machine": asdict(read_machine()),
+            "model": {
+                "name": model.name,
+                "fingerprint": model.fingerprint,
+                "num_prefill_workers": model.num_prefill_workers,
+                "num_decode_workers": model.num_decode_workers,
+            },
+            "path": self._plan.sender.path.value,
+            "workload": self._workload(),
+            "limits": asdict(self._plan.limits),
+            "is_interrupted": any(result.is_interrupted for result in results),
+            "points": [asdict(result) for result in results],
+        }
+
+    def _workload(self) -> Mapping[str, object]:
+        workload = self._plan.workload
+        has_lengths = workload.trace is None
+        return {
+            "prompt_tokens": str(workload.prompt_tokens) if has_lengths else None,
+            "output_tokens": str(workload.output_tokens) if has_lengths else None,
+            "trace": self._trace,
+            "is_text": workload.is_text,
+            "temperature": self._plan.sender.temperature,
+            "seed": self._plan.seed,
+        }
+
+
 async def _run(routers: list[str], tls: TlsConfig | None, plan: BenchPlan) -> tuple[Model, list[Point]]:
+    if plan.sender.path is RequestPath.DIRECT:
+        # The client would import it, with tokenizers, at the first request, whose latency would then have that in it.
+        import quartet.client.direct  # noqa: F401
     async with QuartetClient(routers, tls=tls) as client:
-        # Before any load: who is not there, or can't take these lengths, need not be measured.
+        # Before any load: report a router that does not answer, or a model that can't take these lengths.
         model = await _find_model(client, plan.sender.model)
         _check_lengths(plan.workload, model)
         with BenchDisplay(len(plan.loads)) as display:
@@ -143,7 +188,7 @@ async def _find_model(client: QuartetClient, name: str) -> Model:
 
 def _check_lengths(workload: WorkloadConfig, model: Model) -> None:
     if workload.trace is not None:
-        # What does not fit shows as an error of its status; a trace is not cut to measure.
+        # A request of a trace that does not fit is sent all the same, and shows among the errors.
         return
     num_tokens = workload.prompt_tokens.high + workload.output_tokens.high
     if num_tokens > model.max_model_len:
@@ -154,10 +199,11 @@ def _check_lengths(workload: WorkloadConfig, model: Model) -> None:
 
 
 def _finish(output: _Output, report: BenchReport, plan: BenchPlan, model: Model, points: Sequence[Point]) -> int:
-    """Show and write the figures; returns the exit code."""
+    """Show and write the figures; return the exit code."""
     results = [point.result for point in points]
     title = f"{model.name}, path {plan.sender.path}, {plan.workload}"
-    print_summary(output.console, title, results)
+    # Standard output is for JSON only where --json names it.
+    print_summary(open_console(pipe_width=_PIPE_WIDTH, stderr=output.json == _STDOUT), title, results)
     if not _write(output, report.finish(model, results), points, title):
         return 1
     if any(result.is_interrupted for result in results):
@@ -166,22 +212,13 @@ def _finish(output: _Output, report: BenchReport, plan: BenchPlan, model: Model,
 
 
 def _write(output: _Output, report: Mapping[str, object], points: Sequence[Point], title: str) -> bool:
-    """Write each file that is wanted, whatever becomes of the other; whether all could be."""
+    """Write each file that the user wants, also when the other can't be written; return whether all were written."""
     outcomes = []
     if output.json is not None:
-        outcomes.append(_try_write(output.json, partial(write_report, report, output.json)))
+        outcomes.append(try_write(output.json, partial(write_report, report, output.json)))
     if output.plot is not None:
-        # It takes a second to import, and few need it.
+        # Imported here: matplotlib takes a second, and few users draw.
         from cli.bench.plot import plot
 
-        outcomes.append(_try_write(str(output.plot), partial(plot, points, title, output.plot)))
+        outcomes.append(try_write(str(output.plot), partial(plot, points, title, output.plot)))
     return all(outcomes)
-
-
-def _try_write(name: str, write: Callable[[], None]) -> bool:
-    try:
-        write()
-    except OSError as error:
-        typer.secho(f"quartet: can't write {name}: {error.strerror or error}", fg=typer.colors.RED, err=True)
-        return False
-    return True

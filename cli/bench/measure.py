@@ -1,22 +1,99 @@
-"""Counts and durations of one run, taken down while its requests run."""
+"""Counts and durations of one run, recorded while its requests run."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
 
-from cli.bench.histogram import DurationHistogram
-from cli.bench.hops import Hop, split_time
-from cli.bench.window import Window
-from quartet.client import ChoiceFinished, FinishReason
+import numpy as np
+import numpy.typing as npt
+
+from cli.bench.load import Window
+from quartet.client import ChoiceFinished, FinishReason, TimeBreakdown
 from quartet.errors import ServingError
 from quartet.rpc.errors import status_code
+
+# Buckets of ``DurationHistogram``.
+_GROWTH = 1.01
+_LOWEST_S = 1e-6
+_NUM_BUCKETS = 2400  # up to 6.5 hours
+_BUCKETS_PER_E_FOLD = 1.0 / math.log(_GROWTH)
+
+
+class DurationHistogram:
+    """Durations in seconds, from a microsecond to hours; quantiles are within half a per cent, the mean is exact.
+
+    The buckets are those of Gil Tene's HdrHistogram in spirit: their width is a share of the value, so that memory
+    does not grow with the number of durations and one ``add`` costs well under a microsecond.
+    """
+
+    def __init__(self) -> None:
+        self._counts = [0] * _NUM_BUCKETS
+        self.count = 0
+        self.sum_s = 0.0
+        self.max_s = 0.0
+
+    def add(self, value_s: float, count: int = 1) -> None:
+        """Count ``value_s`` ``count`` times."""
+        index = int(math.log(value_s / _LOWEST_S) * _BUCKETS_PER_E_FOLD) if value_s > _LOWEST_S else 0
+        self._counts[min(index, _NUM_BUCKETS - 1)] += count
+        self.count += count
+        self.sum_s += value_s * count
+        self.max_s = max(self.max_s, value_s)
+
+    def quantile_s(self, share: float) -> float:
+        """The smallest value, within half a per cent, that at least ``share`` of all don't exceed; 0 without any."""
+        if not self.count:
+            return 0.0
+        cumulated = np.cumsum(self._counts)
+        index = int(np.searchsorted(cumulated, math.ceil(share * self.count)))
+        return min(_middle_s(index), self.max_s)
+
+    def distribution(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Values in seconds, ascending, and the share of all that don't exceed each; both empty without any."""
+        counts = np.asarray(self._counts)
+        [used] = counts.nonzero()
+        values = np.minimum(_LOWEST_S * _GROWTH ** (used + 0.5), self.max_s)
+        return values, counts[used].cumsum() / max(1, self.count)
+
+
+class Hop(StrEnum):
+    """One part of a request's time, in the order in which the parts happen."""
+
+    TOKENIZE = "tokenize"  # template and tokenizer
+    ROUTER_QUEUE = "router_queue"  # waiting in the router for room
+    PREFILL_QUEUE = "prefill_queue"  # waiting in the prefill worker
+    PREFILL = "prefill"  # the rest of the prefill hop: computing the prompt, and the network both ways
+    TRANSFER = "transfer"  # moving KV blocks
+    DECODE_QUEUE = "decode_queue"  # waiting in the decode worker, the transfer excluded
+    DECODE = "decode"  # the rest of the time that the router saw: computing the tokens, and their way to it
+    OUTSIDE = "outside"  # the time that the router did not see: network, this client, and its delay in sending
+
+
+def split_time(seen: TimeBreakdown, e2e_s: float) -> Mapping[Hop, float]:
+    """Seconds by hop; 0 for a hop that did not happen. Their sum is ``e2e_s``, unless the router saw more time."""
+    prefill_queue_s = seen.prefill_queue_s or 0.0
+    parts = {
+        Hop.TOKENIZE: seen.tokenize_s or 0.0,
+        Hop.ROUTER_QUEUE: seen.router_queue_s or 0.0,
+        Hop.PREFILL_QUEUE: prefill_queue_s,
+        Hop.PREFILL: max(0.0, (seen.prefill_s or 0.0) - prefill_queue_s),
+        Hop.TRANSFER: seen.transfer_s or 0.0,
+        Hop.DECODE_QUEUE: seen.decode_queue_s or 0.0,
+    }
+    total_s = seen.total_s or 0.0
+    parts[Hop.DECODE] = max(0.0, total_s - sum(parts.values()))
+    parts[Hop.OUTSIDE] = max(0.0, e2e_s - total_s)
+    return parts
 
 
 @dataclass(frozen=True)
 class ErrorKind:
-    """What a request failed with; the empty ``reason`` is that of an end in order, but before its time."""
+    """How a request failed; ``reason`` is empty if the router cancelled it without an error."""
 
     status: str
     reason: str
@@ -24,14 +101,14 @@ class ErrorKind:
 
 @dataclass
 class Totals:
-    """Sums since the run began, the warm-up included; their differences over an interval are rates.
+    """Sums since the run began, warm-up included; two of them give the rates of an interval.
 
     Attributes:
         finished: requests that ended well.
         failed: requests that ended otherwise.
-        output_tokens: tokens that came, whatever became of their requests.
+        output_tokens: tokens that came, also of requests that failed later.
         prompt_tokens: of requests that ended well.
-        at_s: when these were read, by ``time.perf_counter``.
+        at_s: when the sums were read, by ``time.perf_counter``.
         cpu_s: CPU seconds of this process, all threads.
     """
 
@@ -49,7 +126,7 @@ class Totals:
 
 @dataclass
 class Recent:
-    """Sums since somebody last looked: what TTFT and ITL are now."""
+    """Sums since the display last looked, for the TTFT and ITL of the moment."""
 
     ttft_s: float = 0.0
     num_ttfts: int = 0
@@ -59,11 +136,11 @@ class Recent:
 
 @dataclass
 class Measured:
-    """Of requests that were sent while the window was open.
+    """Counts and durations of the requests that were sent while the window was open.
 
     Attributes:
-        cut_off: requests that this client gave up: it was interrupted, or they did not end in time.
-        itl: a delta with k tokens counts k gaps of a k-th of the wait for it each. The first delta counts none.
+        cut_off: requests that this client gave up: the user interrupted it, or they did not end in time.
+        itl: a delta of k tokens counts as k gaps, each a k-th of the wait for it. The first delta counts none.
         e2e: of requests that ended well.
         send_delay: from when a request was due until it was sent.
         hop_s: seconds by hop, of requests that ended well.
@@ -87,12 +164,12 @@ class Measured:
 
 
 class Recorder:
-    """Takes down what the requests of one run do.
+    """Records what the requests of one run do.
 
     Attributes:
         num_running: requests that run now.
-        recent: for a display, which puts a new one in its place.
-        measured: what becomes the result.
+        recent: for the display, which replaces it with a new one after each look.
+        measured: the figures that become the result.
     """
 
     def __init__(self, window: Window) -> None:
@@ -110,7 +187,7 @@ class Recorder:
         self._opened = self.totals()
 
     def close(self) -> None:
-        """Requests that begin from now on are not measured; those that run still are. The second time does nothing."""
+        """Requests that begin from now on are not measured; those that run still are. A second call does nothing."""
         if self._closed is None:
             self._window.close()
             self._closed = self.totals()
@@ -123,11 +200,11 @@ class Recorder:
         return self._closed.minus(self._opened)
 
     def totals(self) -> Totals:
-        """A copy of the sums, with the time and the CPU time of now."""
+        """A copy of the sums, with the present time and CPU time."""
         return replace(self._totals, at_s=time.perf_counter(), cpu_s=time.process_time())
 
     def begin(self, due_at: float) -> RequestRecord:
-        """A request is sent now that was due at ``due_at``, by ``time.perf_counter``."""
+        """Record that a request is sent now that was due at ``due_at``, by ``time.perf_counter``."""
         self.num_running += 1
         measured = self.measured if self._window.is_open else None
         if measured is not None:
@@ -137,7 +214,7 @@ class Recorder:
 
 
 class RequestRecord:
-    """What one request does; exactly one of ``finished``, ``failed`` and ``cut_off`` ends it."""
+    """Records what one request does; exactly one call of ``finished``, ``failed`` or ``cut_off`` ends it."""
 
     __slots__ = ("_due_at", "_last_at", "_measured", "_recorder", "_totals")
 
@@ -150,7 +227,7 @@ class RequestRecord:
         self._last_at: float | None = None
 
     def tokens(self, num_tokens: int) -> None:
-        """That many tokens came together, now."""
+        """``num_tokens`` tokens came together, now."""
         now = time.perf_counter()
         recent = self._recorder.recent
         self._totals.output_tokens += num_tokens
@@ -167,7 +244,7 @@ class RequestRecord:
         self._last_at = now
 
     def finished(self, end: ChoiceFinished) -> None:
-        """It ended in order; one that was cancelled, which nobody here asked for, has failed."""
+        """It ended in order. A cancelled request counts as failed: this client cancels none in that way."""
         if end.reason is FinishReason.CANCELLED:
             self._fail(ErrorKind("CANCELLED", ""), "the router cancelled the request")
             return
@@ -178,11 +255,11 @@ class RequestRecord:
             self._count(self._measured, end, time.perf_counter() - self._due_at)
 
     def failed(self, error: ServingError) -> None:
-        """It failed."""
+        """It failed with ``error``."""
         self._fail(ErrorKind(status_code(error).name, error.reason), error.message)
 
     def cut_off(self) -> None:
-        """This client gave it up."""
+        """This client gave the request up."""
         self._recorder.num_running -= 1
         if self._measured is not None:
             self._measured.cut_off += 1
@@ -203,3 +280,8 @@ class RequestRecord:
         if self._measured is not None:
             self._measured.errors[kind] += 1
             self._measured.examples.setdefault(kind, message)
+
+
+def _middle_s(index: int) -> float:
+    """The value that stands for a bucket: the geometric mean of its bounds, off by half a per cent at most."""
+    return _LOWEST_S * math.pow(_GROWTH, index + 0.5)

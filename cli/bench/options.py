@@ -1,8 +1,9 @@
-"""The options of ``quartet bench``, and the plan that they make; what can't be is told by the option's name."""
+"""The options of ``quartet bench``, and the plan that they make; an impossible value is reported by its option."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,19 +11,19 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from cli.bench.lengths import parse_range
 from cli.bench.load import Load, LoadKind
 from cli.bench.run import Limits
-from cli.bench.workload import WorkloadConfig
+from cli.bench.workload import IntRange, WorkloadConfig
 from cli.traces.format import TraceError, TraceRequest, read_trace
 
-# Ids that nearly every vocabulary has and that are no special tokens.
+# Nearly every vocabulary has these ids, and they are no special tokens.
 DEFAULT_IDS = "100-600"
 _DEFAULT_LENGTH = "128"
 _DEFAULT_CONCURRENCY = 1
 _DEFAULT_DURATION_S = 30.0
 _DEFAULT_WARMUP_S = 2.0
 _SEED_BITS = 32
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _PICTURES = (".png", ".svg", ".pdf")
 _LOAD, _LENGTHS, _OUTPUT = "Load", "Prompts and answers", "Output"
 
@@ -150,7 +151,7 @@ PlotOption: TypeAlias = Annotated[
 def make_loads(
     concurrency: int | None, rate: float | None, replay: float | None, sweep: str | None, *, has_trace: bool
 ) -> tuple[Load, ...]:
-    """What to run. Raises ``typer.BadParameter``."""
+    """The loads to run. Raises ``typer.BadParameter``."""
     given = {"--concurrency": concurrency, "--rate": rate, "--replay": replay, "--sweep": sweep}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
@@ -171,7 +172,7 @@ def make_limits(
 ) -> Limits:
     """When each load ends. Raises ``typer.BadParameter``."""
     if warmup_s is None:
-        # A trace has each request once: what is sent before anything counts is missing from the figures.
+        # A trace has each request once: the figures would lack those that are sent during a warm-up.
         warmup_s = 0.0 if has_trace else _DEFAULT_WARMUP_S
     if duration_s is not None:
         _positive(duration_s, "--duration")
@@ -183,24 +184,24 @@ def make_limits(
 def make_workload_config(
     prompt_tokens: str | None, output_tokens: str | None, trace: Path | None, ids: str, *, is_text: bool
 ) -> WorkloadConfig:
-    """What is asked for. Raises ``typer.BadParameter``."""
+    """The workload to send. Raises ``typer.BadParameter``."""
     lengths = {"--prompt-tokens": prompt_tokens, "--output-tokens": output_tokens}
     return WorkloadConfig(
-        prompt_tokens=parse_range(prompt_tokens or _DEFAULT_LENGTH, "--prompt-tokens"),
-        output_tokens=parse_range(output_tokens or _DEFAULT_LENGTH, "--output-tokens"),
-        ids=parse_range(ids, "--token-ids"),
+        prompt_tokens=_parse_range(prompt_tokens or _DEFAULT_LENGTH, "--prompt-tokens"),
+        output_tokens=_parse_range(output_tokens or _DEFAULT_LENGTH, "--output-tokens"),
+        ids=_parse_range(ids, "--token-ids"),
         trace=None if trace is None else _read_trace(trace, lengths),
         is_text=is_text,
     )
 
 
 def make_seed(seed: int | None) -> int:
-    """A seed: without one given, prompts that no server has seen before."""
+    """``seed``, or a random one, whose prompts no server has seen before."""
     return secrets.randbits(_SEED_BITS) if seed is None else seed
 
 
 def check_outputs(json_file: str | None, plot_file: Path | None) -> None:
-    """Raise ``typer.BadParameter`` where figures or picture could not be written: now, not after the measuring."""
+    """Raise ``typer.BadParameter`` if the figures or the picture could not be written: now, not after the measuring."""
     if json_file is not None and Path(json_file).is_dir():
         raise typer.BadParameter(f"{json_file} is a directory", param_hint="--json")
     if plot_file is None:
@@ -218,6 +219,19 @@ def _read_trace(path: Path, lengths: Mapping[str, str | None]) -> list[TraceRequ
         return read_trace(path)
     except TraceError as error:
         raise typer.BadParameter(str(error), param_hint="--trace") from error
+
+
+def _parse_range(text: str, option: str) -> IntRange:
+    """``N`` or ``LOW-HIGH``, at least 1. Raises ``typer.BadParameter`` naming ``option``."""
+    found = _RANGE.fullmatch(text.strip())
+    if found is None:
+        message = f"{text!r} is neither a number such as 128 nor a range such as 32-512"
+        raise typer.BadParameter(message, param_hint=option)
+    low, high = int(found[1]), int(found[2] or found[1])
+    if not 1 <= low <= high:
+        message = f"{text!r}: the lower bound must be at least 1 and at most the upper bound"
+        raise typer.BadParameter(message, param_hint=option)
+    return IntRange(low, high)
 
 
 def _parse_sweep(text: str) -> tuple[Load, ...]:

@@ -1,4 +1,4 @@
-"""Pictures: how one load's latencies are spread, and what a sweep's latencies cost in throughput."""
+"""Pictures: the distributions of one load's latencies, or the latencies of a sweep against its throughput."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from cli.bench.histogram import DurationHistogram
 from cli.bench.load import LoadKind
+from cli.bench.measure import DurationHistogram
 from cli.bench.result import LatencyMs, PointResult
 from cli.bench.run import Point
 
@@ -67,7 +67,7 @@ def _draw_distribution(axes: Axes, name: str, histogram: DurationHistogram) -> N
         label = f"p{100 * quantile:g}  {_format_ms(value_ms)} ms"
         axes.plot([value_ms], [quantile], "o", color=colour, label=label, markersize=6)
         axes.axvline(value_ms, color=colour, linewidth=0.9, linestyle="--")
-    # A few stragglers would squeeze all the rest into a corner.
+    # A few stragglers would squeeze all other values into a corner.
     axes.set_xlim(0, 1.15e3 * min(histogram.max_s, 3 * histogram.quantile_s(0.99)))
     axes.legend(loc="lower right", fontsize=8)
 
@@ -116,7 +116,7 @@ def _draw_against_throughput(
             ha="center",
             fontsize=8,
         )
-    # The 99th percentile is often a hundred times the median; on a linear axis only one of them could be read.
+    # The 99th percentile is often a hundred times the median; a linear axis would show only one of them.
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -1,16 +1,14 @@
-"""What one load came to: the figures that are shown and written."""
+"""The figures of one load, as they are shown and written."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cli.bench.histogram import DurationHistogram
-from cli.bench.hops import Hop
 from cli.bench.load import Load
-from cli.bench.measure import Measured, Recorder
+from cli.bench.measure import DurationHistogram, Hop, Measured, Recorder
 
-#: CPU seconds a second from which this process, whose event loop has one core, is likely to be what is measured.
+#: CPU seconds a second above which the figures are probably those of this client, whose event loop has one core.
 BOTTLENECK_CPU_SHARE = 0.85
 
 
@@ -38,7 +36,7 @@ class RequestCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorCount:
-    """Requests that failed in one way; ``example`` is the message of the first."""
+    """Requests that failed in one way; ``example`` is the message of the first of them."""
 
     status: str
     reason: str
@@ -66,13 +64,14 @@ class ClientUse:
 class PointResult:
     """One load's figures.
 
-    Rates count what came within the window; all else is of the requests that were sent within it, up to their ends.
+    Rates count what came within the window. All other figures are of the requests that were sent within it, up to
+    their ends.
 
     Attributes:
-        is_interrupted: it was ended early, and shows what there was.
-        prompt_tokens, cached_tokens, output_tokens: of requests that ended well, as the router told.
+        is_interrupted: the user ended it early; these are the figures so far.
+        prompt_tokens, cached_tokens, output_tokens: of requests that ended well, as the router reports.
         send_delay_ms: from when a request was due until it was sent.
-        hops: of requests that ended well; empty where none did.
+        hops: of requests that ended well; empty if none did.
     """
 
     load: Load

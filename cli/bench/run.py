@@ -1,4 +1,4 @@
-"""Runs loads, one after the other: warm-up, window, the last requests' ends."""
+"""Runs loads one after the other: sends requests through the warm-up and the window, waits for the last to end."""
 
 from __future__ import annotations
 
@@ -7,23 +7,38 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Protocol
 
-from cli.bench.closed_loop import ClosedLoop
-from cli.bench.load import Load, LoadKind
+from cli.bench.load import ClosedLoop, Load, LoadKind, OpenLoop, Send, Window, poisson_schedule, replay_schedule
 from cli.bench.measure import Measured, Recorder
-from cli.bench.open_loop import OpenLoop, poisson_schedule, replay_schedule
 from cli.bench.result import PointResult, make_result
-from cli.bench.sender import Send, Sender, SenderConfig
-from cli.bench.window import Window
-from cli.bench.workload import WorkloadConfig, make_workload
-from quartet.client import QuartetClient
+from cli.bench.workload import BenchRequest, WorkloadConfig, make_workload
+from quartet.client import ChoiceFinished, Delta, GenerateFields, QuartetClient, RequestPath, Sampling
+from quartet.errors import ServingError
 
-# Longer than any router lets a request take by default; then the figures say how many did not end.
+# Longer than a router lets a request take by default. The figures count the requests that have not ended by then.
 _DRAIN_TIMEOUT_S = 120.0
+# A client that was refused without a retry delay waits before it sends again: else refusals would be measured.
+_PAUSE_AFTER_ERROR_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SenderConfig:
+    """What all requests have in common.
+
+    Attributes:
+        model: empty: the only one.
+        temperature: ``None``: the default.
+        timeout_s: for each request; ``None``: the router's limit.
+    """
+
+    path: RequestPath = RequestPath.GENERATE
+    model: str = ""
+    temperature: float | None = None
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How long a load runs; whatever comes first ends it, or the end of the trace.
+    """How long a load runs: the first limit that is reached ends it, or the end of the trace.
 
     Attributes:
         warmup_s: load before the window opens.
@@ -54,24 +69,24 @@ class BenchPlan:
 
 @dataclass(frozen=True)
 class Point:
-    """One load's figures, and the distributions that they were read off."""
+    """One load's figures, and the distributions that they come from."""
 
     result: PointResult
     measured: Measured
 
 
 class RunObserver(Protocol):
-    """Is told what runs."""
+    """Follows what runs."""
 
     def began(self, load: Load, number: int, recorder: Recorder, window: Window) -> None:
-        """Load ``number``, from 0, begins; recorder and window are to be looked at only."""
+        """Load ``number``, from 0, begins. Only read ``recorder`` and ``window``."""
 
     def ended(self, point: Point) -> None:
         """It has ended."""
 
 
 async def run_plan(client: QuartetClient, plan: BenchPlan, observer: RunObserver) -> list[Point]:
-    """Run every load; where the task is cancelled (Ctrl-C), return what there is, the last one interrupted."""
+    """Run every load. If the task is cancelled (Ctrl-C), return the figures so far; the last load is interrupted."""
     points: list[Point] = []
     for number, load in enumerate(plan.loads):
         window = Window(plan.limits.max_requests)
@@ -86,9 +101,55 @@ async def run_plan(client: QuartetClient, plan: BenchPlan, observer: RunObserver
     return points
 
 
+class Sender:
+    """Sends requests with one client, and records what becomes of them."""
+
+    def __init__(self, client: QuartetClient, config: SenderConfig, recorder: Recorder) -> None:
+        self._client = client
+        self._config = config
+        self._recorder = recorder
+
+    async def send(self, request: BenchRequest, due_at: float) -> float:
+        """Send ``request``, due at ``due_at`` by ``time.perf_counter``, and wait for its end.
+
+        Returns:
+            Seconds to wait before sending the next request in its place: 0 unless it failed.
+        """
+        record = self._recorder.begin(due_at)
+        try:
+            finished: ChoiceFinished | None = None
+            async with self._client.generate(request.text, path=self._config.path, **self._fields(request)) as stream:
+                async for part in stream:
+                    if type(part) is Delta:
+                        if part.token_ids:
+                            record.tokens(len(part.token_ids))
+                    elif type(part) is ChoiceFinished:
+                        finished = part
+        except ServingError as error:
+            record.failed(error)
+            return _PAUSE_AFTER_ERROR_S if error.retry_delay_s is None else error.retry_delay_s
+        except asyncio.CancelledError:
+            record.cut_off()
+            raise
+        assert finished is not None, "a stream that ends well ends with ChoiceFinished"
+        record.finished(finished)
+        return 0.0
+
+    def _fields(self, request: BenchRequest) -> GenerateFields:
+        config = self._config
+        temperature = Sampling().temperature if config.temperature is None else config.temperature
+        sampling = Sampling(max_tokens=request.num_output_tokens, ignore_eos=True, temperature=temperature)
+        return {
+            "token_ids": request.token_ids,
+            "model": config.model,
+            "sampling": sampling,
+            "timeout_s": config.timeout_s,
+        }
+
+
 def _make_loop(send: Send, plan: BenchPlan, number: int, window: Window) -> ClosedLoop | OpenLoop:
     load = plan.loads[number]
-    # Other prompts for each load: those of the last one are cached.
+    # Each load has other prompts: the workers have cached those of the last one.
     workload = make_workload(plan.workload, (plan.seed, number))
     match load.kind:
         case LoadKind.CONCURRENCY:
@@ -101,7 +162,7 @@ def _make_loop(send: Send, plan: BenchPlan, number: int, window: Window) -> Clos
 
 
 class _Run:
-    """One load: its loop in a task of its own, and the window over it."""
+    """One load: its loop runs in a task of its own; this class opens and closes the window."""
 
     def __init__(self, loop: Coroutine[None, None, None], recorder: Recorder, plan: BenchPlan) -> None:
         self._recorder = recorder
@@ -120,7 +181,7 @@ class _Run:
         await self._wait(self._drain_s)
 
     async def end(self) -> None:
-        """Cancel what runs. Raises what the loop failed with: no failure of a request, but a bug."""
+        """Cancel what runs. Raises what the loop failed with, which is a bug: requests that fail are recorded."""
         self._recorder.close()
         self._task.cancel()
         await asyncio.wait({self._task})
@@ -132,7 +193,7 @@ class _Run:
 
 
 async def _run_interruptibly(run: _Run) -> bool:
-    """Whether it was interrupted. The cancellation ends here: its cause wanted the figures, not a traceback."""
+    """Return whether it was interrupted. The cancellation stops here: the user wants the figures, not a traceback."""
     try:
         await run.run()
     except asyncio.CancelledError:

@@ -1,4 +1,4 @@
-"""What is asked for: prompts and lengths, one request after the other."""
+"""What requests ask for: prompts and lengths, drawn at random or taken from a trace."""
 
 from __future__ import annotations
 
@@ -8,17 +8,32 @@ from typing import Protocol
 
 import numpy as np
 
-from cli.bench.lengths import IntRange
-from cli.bench.trace import TracePrompts
-from cli.traces.format import TraceRequest
+from cli.traces.format import BLOCK_SIZE, TraceRequest
 
-# Words that are one token, or nearly, to every English tokenizer.
+# Each of these words is about one token to every tokenizer for English.
 _WORDS = (
     "the of and to in is that for it was on are as with they at be this from have or by one had not but what all were"
     " when we there can an your which their said if do will each about how up out them then she many some so these"
     " would other into has more her two like him see time could no make than first been its who now people my made over"
     " did down only way find use may water long little very after words called just where most know get through back"
 ).split()
+# Separate streams of random numbers: for blocks that the trace names, and for tails that it doesn't.
+_BLOCKS, _TAILS = 0, 1
+
+
+@dataclass(frozen=True)
+class IntRange:
+    """Whole numbers from ``low`` to ``high``, both included, as ``128`` or ``32-512``."""
+
+    low: int
+    high: int
+
+    def draw(self, rng: np.random.Generator) -> int:
+        """Draw one of them; each is as likely."""
+        return self.low if self.low == self.high else int(rng.integers(self.low, self.high, endpoint=True))
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +42,8 @@ class BenchRequest:
 
     Attributes:
         token_ids: the prompt; ``None`` where it is ``text``.
-        num_output_tokens: of the answer, whatever the model would like.
-        at_s: when the trace has it, counted from its first request; ``None`` without a trace.
+        num_output_tokens: exact length of the answer; end-of-sequence is ignored.
+        at_s: its time in the trace, counted from the first request; ``None`` without a trace.
     """
 
     token_ids: Sequence[int] | None = field(default=None, repr=False)
@@ -38,10 +53,10 @@ class BenchRequest:
 
 
 class Workload(Protocol):
-    """A sequence of requests, the same for the same seed."""
+    """A sequence of requests; the same for the same seed."""
 
     def next(self) -> BenchRequest | None:
-        """The next one; ``None``: there are no more."""
+        """The next request; ``None``: there are no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +65,9 @@ class WorkloadConfig:
 
     Attributes:
         prompt_tokens, output_tokens: lengths, where there is no trace.
-        trace: requests to take lengths, shared prefixes and times from, each once.
+        trace: requests that lengths, shared prefixes and times are taken from, each once.
         ids: token ids that prompts are drawn from.
-        is_text: send as many random words instead of token ids; a word is about a token.
+        is_text: send random words, about one a token, instead of token ids.
     """
 
     prompt_tokens: IntRange
@@ -69,14 +84,39 @@ class WorkloadConfig:
 
 
 def make_workload(config: WorkloadConfig, seed: Sequence[int]) -> Workload:
-    """A workload from its start. Another ``seed`` gives prompts that share nothing with these."""
+    """A workload from its start. Prompts of different seeds share nothing."""
     if config.trace is None:
         return _RandomWorkload(config, seed)
     return _TraceWorkload(config, config.trace, seed)
 
 
+class TracePrompts:
+    """Makes prompts of random token ids; blocks with equal hash ids have equal tokens, for one seed."""
+
+    def __init__(self, seed: Sequence[int], ids: IntRange) -> None:
+        self._seed = tuple(seed)
+        self._ids = ids
+        self._num_tails = 0
+
+    def make(self, request: TraceRequest) -> list[int]:
+        """The prompt of ``request``; no other request shares the tokens beyond its hash ids."""
+        token_ids: list[int] = []
+        for hash_id in request.hash_ids:
+            token_ids += self._draw(_BLOCKS, hash_id, BLOCK_SIZE)
+        num_missing = request.num_input_tokens - len(token_ids)
+        if num_missing > 0:
+            self._num_tails += 1
+            token_ids += self._draw(_TAILS, self._num_tails, num_missing)
+        return token_ids[: request.num_input_tokens]
+
+    def _draw(self, stream: int, name: int, count: int) -> list[int]:
+        rng = np.random.default_rng((*self._seed, stream, name))
+        drawn: list[int] = rng.integers(self._ids.low, self._ids.high, size=count, endpoint=True).tolist()
+        return drawn
+
+
 class _RandomWorkload:
-    """Endless; prompts are random, so that no two share a prefix."""
+    """Endless; prompts are random, so no two of them share a prefix."""
 
     def __init__(self, config: WorkloadConfig, seed: Sequence[int]) -> None:
         self._config = config

@@ -1,1 +1,1 @@
-"""``quartet doctor``: what of this machine Quartet would miss, and what to do about it."""
+"""``quartet doctor``: what this machine lacks for Quartet, and what to do about it."""

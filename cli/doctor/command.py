@@ -1,37 +1,39 @@
-"""``quartet doctor`` and ``quartet doctor trtllm``."""
+"""``quartet doctor`` and ``quartet doctor trtllm``: run checks, and show what they found to people and programs."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from cli.doctor.checkup import Check, check_up
-from cli.doctor.display import show
-from cli.doctor.etcd import EtcdCheck
-from cli.doctor.finding import Finding, Verdict, worst
+from cli.doctor.finding import Check, Finding, Verdict, check_up, worst
 from cli.doctor.gpus import check_gpus
-from cli.doctor.limits import check_limits
-from cli.doctor.memory import check_memory, check_shared_memory
+from cli.doctor.machine import check_limits, check_memory, check_shared_memory
+from cli.doctor.network import EtcdCheck, PortsCheck
 from cli.doctor.packages import check_packages
-from cli.doctor.ports import PortsCheck
 from cli.doctor.trtllm import check_trtllm
-from cli.errors import reporting_errors
+from cli.output import reporting_errors
 from quartet.discovery.etcd_client import EtcdConfig
 from quartet.errors import ConfigError
 
 _TIMEOUT_S = 45.0
 _TRTLLM_TIMEOUT_S = 180.0
 _TLS = "TLS of etcd"
+_STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.WRONG: "bold red"}
+_CHECK_WIDTH = 16
 
 JsonOption = Annotated[bool, typer.Option("--json", help="The same, for programs.")]
 
-doctor = typer.Typer(name="doctor", no_args_is_help=False)
+doctor = typer.Typer(name="doctor", no_args_is_help=False, add_completion=False)
 
 
 @doctor.callback(invoke_without_command=True)
@@ -68,10 +70,30 @@ def trtllm(
     as_json: JsonOption = False,
 ) -> None:
     """Compare the installed TensorRT-LLM with what Quartet relies on; loads no model."""
-    with _progress() as tell:
-        tell("starting")
-        findings = asyncio.run(check_trtllm(timeout_s=timeout_s, on_progress=tell))
+    with _progress() as on_progress:
+        on_progress("starting")
+        findings = asyncio.run(check_trtllm(timeout_s=timeout_s, on_progress=on_progress))
     _report(findings, as_json=as_json)
+
+
+def show(findings: Sequence[Finding], *, as_json: bool) -> None:
+    """Print ``findings`` and how many of them are bad, as a table, as lines or as JSON."""
+    if as_json:
+        report = {"verdict": worst(findings), "findings": [asdict(finding) for finding in findings]}
+        print(json.dumps(report, indent=2))
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        print("\n".join([*map(_line, findings), _sum(findings).plain]))
+        return
+    table = Table.grid(padding=(0, 2))
+    for name in ("verdict", "check"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("message", overflow="fold")
+    for finding in findings:
+        table.add_row(Text(finding.verdict, style=_STYLES[finding.verdict]), Text(finding.check), _told(finding))
+    console.print(table)
+    console.print(_sum(findings))
 
 
 async def _look(etcd: EtcdCheck) -> list[Finding]:
@@ -102,7 +124,7 @@ def _etcd_check(endpoints: str | None, ca: Path | None, cert: Path | None, key: 
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Show on standard error what goes on; standard output is the report's."""
+    """Show progress on standard error; standard output is for the report."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield lambda text: console.print(f"quartet doctor: {text}", markup=False)
@@ -115,3 +137,21 @@ def _report(findings: list[Finding], *, as_json: bool) -> None:
     show(findings, as_json=as_json)
     if worst(findings) is Verdict.WRONG:
         raise typer.Exit(1)
+
+
+def _line(finding: Finding) -> str:
+    """A finding for a file or a pipe, where lines are not wrapped."""
+    advice = f"\n{'':<9}{'':<{_CHECK_WIDTH}} -> {finding.advice}" if finding.advice else ""
+    return f"{finding.verdict:<9}{finding.check:<{_CHECK_WIDTH}} {finding.message}{advice}"
+
+
+def _told(finding: Finding) -> Text:
+    return Text(finding.message + (f"\n-> {finding.advice}" if finding.advice else ""))
+
+
+def _sum(findings: Sequence[Finding]) -> Text:
+    num_wrong, num_warnings = (
+        sum(finding.verdict is verdict for finding in findings) for verdict in (Verdict.WRONG, Verdict.WARNING)
+    )
+    warnings = f"{num_warnings} warning{'' if num_warnings == 1 else 's'}"
+    return Text(f"{num_wrong or 'nothing'} wrong, {warnings}", style=_STYLES[worst(findings)])

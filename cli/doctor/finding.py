@@ -1,10 +1,23 @@
-"""What a check found: the one form in which everything here is told."""
+"""Findings, which every check reports, and how checks and the programs that they ask are run in bounded time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
+
+from services.topology.child import Child, start_child
+
+# Time for a killed process to end. One that hangs in a driver can't be killed, and is left behind.
+_END_TIMEOUT_S = 1.0
+_MAX_LINES = 10_000
+
+_log = logging.getLogger(__name__)
 
 
 class Verdict(StrEnum):
@@ -21,9 +34,9 @@ class Finding:
 
     Attributes:
         check: what was looked at, in a word or two.
-        verdict: how it stands.
+        verdict: how bad it is.
         message: what was seen.
-        advice: what to do; empty where nothing is to be done.
+        advice: what to do; empty if there is nothing to do.
     """
 
     check: str
@@ -33,17 +46,17 @@ class Finding:
 
 
 def ok(check: str, message: str) -> Finding:
-    """Nothing is to be done."""
+    """A finding without anything to do."""
     return Finding(check, Verdict.OK, message)
 
 
 def warning(check: str, message: str, advice: str) -> Finding:
-    """It works, but not everything or not as well."""
+    """A finding that some things do not work, or not well."""
     return Finding(check, Verdict.WARNING, message, advice)
 
 
 def wrong(check: str, message: str, advice: str) -> Finding:
-    """Something can't work."""
+    """A finding that something which was asked for can't work."""
     return Finding(check, Verdict.WRONG, message, advice)
 
 
@@ -51,3 +64,82 @@ def worst(findings: Iterable[Finding]) -> Verdict:
     """The worst verdict among ``findings``."""
     order = list(Verdict)
     return max((finding.verdict for finding in findings), key=order.index, default=Verdict.OK)
+
+
+Check: TypeAlias = Callable[[], Awaitable[Sequence[Finding]]]
+
+
+async def check_up(checks: Mapping[str, Check], *, timeout_s: float) -> list[Finding]:
+    """Run ``checks`` at the same time, and return their findings in order.
+
+    It takes little more than ``timeout_s`` seconds: a check that hangs becomes a finding and delays no other.
+    """
+    findings = await asyncio.gather(*(_run(name, check, timeout_s) for name, check in checks.items()))
+    return [finding for some in findings for finding in some]
+
+
+@dataclass(frozen=True)
+class ProgramRun:
+    """How a program ended, and what it printed.
+
+    Attributes:
+        exit_code: negative: the number of the signal that ended it; ``None``: it did not end in time.
+        lines: of its output and its errors, in the order in which they came; at most 10,000.
+    """
+
+    exit_code: int | None
+    lines: tuple[str, ...]
+
+    @property
+    def end(self) -> str:
+        """How it ended, in words."""
+        if self.exit_code is None:
+            return "did not end in time"
+        if self.exit_code < 0:
+            return f"was killed by {signal.Signals(-self.exit_code).name}"
+        return f"ended with exit code {self.exit_code}"
+
+
+async def run_program(
+    command: Sequence[str], *, timeout_s: float, on_line: Callable[[str], None] | None = None
+) -> ProgramRun:
+    """Run ``command`` in this environment; after ``timeout_s`` seconds kill it and all that it started.
+
+    ``on_line`` is called for each line as it comes.
+    """
+    lines: list[str] = []
+
+    def keep(line: str) -> None:
+        if len(lines) < _MAX_LINES:
+            lines.append(line)
+        if on_line is not None:
+            on_line(line)
+
+    child = await start_child(command[0], command, os.environ, keep)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return ProgramRun(await child.wait(), tuple(lines))
+    except TimeoutError:
+        return ProgramRun(None, tuple(lines))
+    finally:
+        await _end(child)
+
+
+async def _run(name: str, check: Check, timeout_s: float) -> Sequence[Finding]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await check()
+    except TimeoutError:
+        return [
+            wrong(name, f"no answer within {timeout_s:g} s", "what it asked hangs: look at the kernel's log (dmesg)")
+        ]
+    except Exception as error:  # noqa: BLE001 - a check ends here; the other findings must be shown
+        _log.exception("the check of %s failed", name)
+        return [wrong(name, f"the check itself failed: {error!r}", "report it: that is a fault of `quartet doctor`")]
+
+
+async def _end(child: Child) -> None:
+    if not child.is_running:
+        return
+    child.send(signal.SIGKILL)
+    await asyncio.wait({asyncio.ensure_future(child.wait())}, timeout=_END_TIMEOUT_S)

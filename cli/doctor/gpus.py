@@ -1,4 +1,4 @@
-"""GPUs as the driver and PyTorch see them, and whether they reach each other's memory."""
+"""Checks of GPUs: what the driver and PyTorch see, and whether GPUs reach each other's memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from cli.doctor.finding import Finding, ok, warning, wrong
-from cli.doctor.program import run_program
+from cli.doctor.finding import Finding, ok, run_program, warning, wrong
 
 _FIELDS = ("index", "name", "memory.total", "memory.used", "driver_version", "compute_cap")
 _DRIVER_TIMEOUT_S = 8.0
@@ -28,13 +27,13 @@ print({_MARK!r} + json.dumps({{"version": torch.__version__, "cuda": torch.versi
 """
 _DEVICES = Path("/dev")
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
-#: Between GPUs, as `nvidia-smi topo -m` calls it.
+#: Links between GPUs, as `nvidia-smi topo -m` names them.
 _SLOW_LINKS = {"SYS": "through both CPUs", "NODE": "through the CPU's PCIe bridges", "PHB": "through the CPU"}
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, as ``nvidia-smi`` tells of it."""
+    """One GPU, as ``nvidia-smi`` describes it."""
 
     index: int
     name: str
@@ -49,8 +48,8 @@ class TorchView:
     """What PyTorch sees.
 
     Attributes:
-        cuda: the CUDA that it was built for; ``None``: for none.
-        peers: by GPU and GPU: the first reaches the second's memory.
+        cuda: the CUDA that it was built for; ``None``: it was built without.
+        peers: ``peers[a][b]``: GPU ``a`` reaches the memory of GPU ``b``.
     """
 
     version: str
@@ -59,7 +58,7 @@ class TorchView:
 
 
 async def check_gpus() -> Sequence[Finding]:
-    """The GPUs, and where there are any, PyTorch's view of them and the ways between them."""
+    """The GPUs and, if there are any, what PyTorch sees of them and the links between them."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return [judge_absence(_devices())]
@@ -85,7 +84,7 @@ async def check_gpus() -> Sequence[Finding]:
 
 
 def judge_absence(devices: Sequence[str]) -> Finding:
-    """What it means that there is no ``nvidia-smi``, but these device files."""
+    """What a host without ``nvidia-smi``, but with these device files, means."""
     if devices:
         return warning(
             "GPUs",
@@ -96,7 +95,7 @@ def judge_absence(devices: Sequence[str]) -> Finding:
 
 
 def parse_gpus(lines: Sequence[str]) -> list[Gpu]:
-    """``nvidia-smi``'s table; other lines are passed over, and what a GPU doesn't tell is 0."""
+    """The GPUs in ``nvidia-smi``'s table. Other lines are skipped; memory that a GPU does not report is 0."""
     gpus = []
     for line in lines:
         cells = [cell.strip() for cell in line.split(",")]
@@ -107,7 +106,7 @@ def parse_gpus(lines: Sequence[str]) -> list[Gpu]:
 
 
 def judge_torch(view: TorchView, num_gpus: int) -> list[Finding]:
-    """Whether PyTorch sees the driver's GPUs, and they each other."""
+    """Whether PyTorch sees all ``num_gpus`` GPUs, and the GPUs each other."""
     num_seen = len(view.peers)
     if view.cuda is None:
         message = f"{view.version} is built without CUDA: the engine `torch` runs on the CPU here"
@@ -126,20 +125,20 @@ def judge_torch(view: TorchView, num_gpus: int) -> list[Finding]:
 
 
 def parse_links(lines: Sequence[str], num_gpus: int) -> dict[tuple[int, int], str]:
-    """The matrix of ``nvidia-smi topo -m``: what connects each pair of GPUs."""
+    """The link of each pair of GPUs, from the matrix of ``nvidia-smi topo -m``."""
     links = {}
     for line in lines:
-        # The header is underlined, in a terminal or not.
+        # nvidia-smi underlines the header, also where the output is no terminal.
         head, *cells = _ESCAPE.sub("", line).split() or [""]
         if head.startswith("GPU") and head[3:].isdigit() and len(cells) >= num_gpus:
             row = int(head[3:])
             links.update({(row, column): cells[column] for column in range(row + 1, num_gpus)})
-    # The header's own line looks like a row, with columns' names in place of links.
+    # The header looks like a row whose links are the columns' names.
     return {pair: link for pair, link in links.items() if not link.startswith("GPU")}
 
 
 def judge_links(links: dict[tuple[int, int], str]) -> list[Finding]:
-    """How fast the ways between GPUs are."""
+    """How fast the links between GPUs are."""
     if not links:
         return []
     kinds = sorted(set(links.values()))

@@ -1,4 +1,4 @@
-"""Python, the platform, and the packages that matter against the ranges that Quartet was made for."""
+"""Checks of Python, the platform, and the versions of the packages that matter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from cli.doctor.finding import Finding, ok, warning, wrong
 
 _MIN_PYTHON = (3, 11)
-#: Those whose version decides whether processes understand each other, or whether models run.
+#: Their versions decide whether processes understand each other and whether models run.
 _WATCHED = ("grpcio", "protobuf", "aetcd", "pyzmq", "tokenizers", "numpy", "uvloop", "torch", "transformers")
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)\s*([^;]*)(;.*)?$")
 _BOUND = re.compile(r"(>=|<=|==|<|>)\s*([0-9][0-9.]*)")
@@ -20,11 +20,11 @@ _BOUND = re.compile(r"(>=|<=|==|<|>)\s*([0-9][0-9.]*)")
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package, and the versions of it that Quartet takes.
+    """A package, and its versions with which Quartet works.
 
     Attributes:
         bounds: pairs such as ``(">=", "1.85.1")``.
-        is_optional: it belongs to an extra.
+        is_optional: only an extra needs it.
     """
 
     name: str
@@ -32,12 +32,12 @@ class Requirement:
     is_optional: bool
 
     def allows(self, found: str) -> bool:
-        """Whether ``found`` is within the bounds, by its numbers: a suffix such as ``+cu128`` does not count."""
+        """Whether the version ``found`` is within the bounds; a suffix such as ``+cu128`` does not count."""
         return all(_holds(_numbers(found), sign, _numbers(bound)) for sign, bound in self.bounds)
 
     @property
     def range(self) -> str:
-        """As pip takes it."""
+        """The bounds, as pip takes them."""
         return ",".join(sign + bound for sign, bound in self.bounds)
 
 
@@ -47,7 +47,7 @@ async def check_packages() -> Sequence[Finding]:
 
 
 def parse_requirement(text: str) -> Requirement | None:
-    """A line of a package's metadata; ``None`` where it is not of this form."""
+    """Parse a line of a package's metadata; ``None``: it has another form."""
     matched = _REQUIREMENT.match(text)
     if matched is None:
         return None
@@ -56,7 +56,7 @@ def parse_requirement(text: str) -> Requirement | None:
 
 
 def judge_package(requirement: Requirement, found: str | None) -> Finding:
-    """What it means that ``found`` is installed; ``None``: nothing is."""
+    """What the installed version ``found`` means; ``None``: the package is not installed."""
     name = requirement.name
     if found is None and requirement.is_optional:
         return ok(name, "not installed: the engine `torch` needs it, `mock` and the router don't")
@@ -86,7 +86,7 @@ def _python() -> Finding:
 def _packages(lines: Sequence[str]) -> Iterator[Finding]:
     found: dict[str, Requirement] = {}
     for requirement in filter(None, map(parse_requirement, lines)):
-        # Several extras may name a package; the first says it best.
+        # Several extras may name a package; the first range counts.
         found.setdefault(requirement.name, requirement)
     for name in _WATCHED:
         if name in found:

@@ -1,4 +1,4 @@
-"""Whether the TensorRT-LLM that is installed here is the one that Quartet's adapter was written for."""
+"""The check of TensorRT-LLM: is the installed version one that Quartet's adapter works with."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from cli.doctor.finding import Finding, ok, warning, wrong
-from cli.doctor.program import ProgramRun, run_program
+from cli.doctor.finding import Finding, ProgramRun, ok, run_program, warning, wrong
 from quartet.engine.trtllm.doctor import (
     ABSENT,
     OTHER_VERSIONS,
@@ -23,21 +22,21 @@ from quartet.engine.trtllm.doctor import (
 
 _NAME = "TensorRT-LLM"
 _INSPECTION = "quartet.engine.trtllm.doctor"
-# Of what the package said before it broke.
+# How many of the last lines that the package printed are shown.
 _NUM_LAST_LINES = 3
 
 
 async def check_trtllm(*, timeout_s: float, on_progress: Callable[[str], None]) -> list[Finding]:
-    """Look at the package in a process of its own, for ``timeout_s`` seconds at most."""
+    """Inspect the package in a process of its own, for at most ``timeout_s`` seconds."""
 
-    def hear(line: str) -> None:
+    def on_line(line: str) -> None:
         if line.startswith(PROGRESS):
             on_progress(line.removeprefix(PROGRESS))
 
     with TemporaryDirectory(prefix="quartet-doctor-") as directory:
         file = Path(directory, "report.json")
         command = [sys.executable, "-m", _INSPECTION, str(file)]
-        run = await run_program(command, timeout_s=timeout_s, on_line=hear)
+        run = await run_program(command, timeout_s=timeout_s, on_line=on_line)
         report = _read(file) if run.exit_code == 0 else None
     return [_judge_failure(run, timeout_s)] if report is None else judge_report(report)
 
@@ -55,7 +54,7 @@ def judge_report(report: Report) -> list[Finding]:
 
 
 def _read(file: Path) -> Report | None:
-    """``None``: the package ended the process before there was a report."""
+    """The report; ``None``: the package ended the process before there was one."""
     return Report.from_json(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 

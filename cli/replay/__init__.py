@@ -1,1 +1,1 @@
-"""Traces replayed in virtual time: the router's own policies before fleets of mock engines."""
+"""``quartet replay``: replays traces in virtual time, with the router's own policies over fleets of mock engines."""

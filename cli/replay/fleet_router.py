@@ -1,4 +1,4 @@
-"""One router before a simulated fleet: its index, its queue, its policy."""
+"""One router of a simulated fleet: its index, its queue, its policy."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from cli.replay.policies import ReplayCandidate
 from cli.replay.worker import EngineSettings, SimulatedWorker, WorkerState, measured
 from quartet.discovery.base import Rank
 from quartet.events.kv import Cleared, KvEvent, Removed, Stored
 from router.kv_index.index import PrefixIndex
-from router.policy.base import Candidate, Peers, Pending, Placement, Policy, Snapshot
+from router.policy.base import Peers, Pending, Placement, Policy, Snapshot
 
-# Long after any request has been begun somewhere.
+# Longer than any request waits for its first step.
 _PREDICTION_LIFE_S = 600.0
 _ALONE = Peers()
 
 
 @dataclass(eq=False)
-class Waiting:
-    """A request in a router's queue, and then one that it has sent."""
+class ReplayedRequest:
+    """A request in a router's queue, and after that one that it has sent."""
 
     number: int
     pending: Pending
@@ -35,12 +36,12 @@ class _Account:
     def __init__(self) -> None:
         self.num_unanswered_tokens = 0
         self.num_prompt_blocks = 0
-        self.unreported: deque[Waiting] = deque()
-        self._num_reserved: dict[int, int] = {}  # blocks, by request that decodes or will decode there
+        self.unreported: deque[ReplayedRequest] = deque()
+        self._num_reserved: dict[int, int] = {}  # blocks, by request that decodes there or will
         self._promised: tuple[Mapping[int, int] | None, int] = (None, 0)
 
     def reserve(self, number: int, num_blocks: int) -> None:
-        """A request was sent there."""
+        """A request was sent there; it may take ``num_blocks``."""
         self._num_reserved[number] = num_blocks
         self._promised = (None, 0)
 
@@ -50,7 +51,7 @@ class _Account:
         self._promised = (None, 0)
 
     def num_promised_blocks(self, num_held: Mapping[int, int]) -> int:
-        """What its requests may still take, where ``num_held`` says what they have there."""
+        """Blocks that the requests may still take, beyond the ``num_held`` that each of them has."""
         if self._promised[0] is not num_held:
             left = [num_blocks - num_held.get(number, 0) for number, num_blocks in self._num_reserved.items()]
             self._promised = (num_held, sum([num_blocks for num_blocks in left if num_blocks > 0]))
@@ -58,7 +59,7 @@ class _Account:
 
 
 class FleetRouter:
-    """Sees the fleet as it was ``load_age_s`` ago; what it sent since, it remembers."""
+    """Knows the fleet as it was ``load_age_s`` ago, and what it sent since."""
 
     def __init__(
         self,
@@ -70,8 +71,8 @@ class FleetRouter:
         load_age_s: float = 0.0,
         peers: Peers = _ALONE,
     ) -> None:
-        """All caches are empty; the first ``num_prefill`` of ``workers``, all of whom are ``engine``, only prefill."""
-        self.look_at = inf
+        """``workers`` are all like ``engine``, with empty caches; the first ``num_prefill`` of them only prefill."""
+        self.poll_at = inf
         self._policy = policy
         self._workers = workers
         self._engine = engine
@@ -80,16 +81,16 @@ class FleetRouter:
         self._load_age_s = load_age_s
         self._peers = peers
         self._index = PrefixIndex()
-        self._waiting: list[Waiting] = []
+        self._waiting: list[ReplayedRequest] = []
         self._accounts = {rank: _Account() for rank in workers}
         self._reports = {rank: deque[tuple[float, WorkerState]]() for rank in workers}
         self._known = {rank: (0.0, worker.state()) for rank, worker in workers.items()}
 
-    def arrive(self, waiting: Waiting) -> None:
+    def arrive(self, waiting: ReplayedRequest) -> None:
         """Queue a request."""
         self._waiting.append(waiting)
 
-    def hear(self, rank: Rank, events: Sequence[KvEvent]) -> None:
+    def on_events(self, rank: Rank, events: Sequence[KvEvent]) -> None:
         """A worker's cache has changed."""
         for event in events:
             match event:
@@ -101,25 +102,25 @@ class FleetRouter:
                     self._index.clear(rank)
 
     def report(self, rank: Rank, now: float) -> None:
-        """The worker's state has changed: it will be known when it has aged."""
+        """A worker's state has changed. The router knows it from ``load_age_s`` later."""
         if self._load_age_s:
             self._reports[rank].append((now, self._workers[rank].state()))
 
-    def first_token(self, waiting: Waiting) -> None:
+    def first_token(self, waiting: ReplayedRequest) -> None:
         """A request that was sent has its first token."""
         assert waiting.placement is not None, "it was sent"
         self._accounts[waiting.placement.prefills_at].num_unanswered_tokens -= waiting.num_missing_tokens
 
-    def ended(self, waiting: Waiting) -> None:
+    def ended(self, waiting: ReplayedRequest) -> None:
         """A request that was sent has its last token."""
         assert waiting.placement is not None, "it was sent"
         account = self._accounts[waiting.placement.decode]
         account.num_prompt_blocks -= self._num_blocks(waiting.pending.num_tokens)
         account.release(waiting.number)
 
-    def pump(self, now: float) -> list[Waiting]:
-        """Let the policy place whom it will; these are to be sent."""
-        self.look_at = inf
+    def pump(self, now: float) -> list[ReplayedRequest]:
+        """Let the policy assign waiting requests; return those to send."""
+        self.poll_at = inf
         if not self._waiting:
             return []
         for waiting in self._waiting:
@@ -131,7 +132,7 @@ class FleetRouter:
             peers=self._peers,
         )
         decision = self._policy.assign([waiting.pending for waiting in self._waiting], snapshot)
-        sent, kept = list[Waiting](), list[Waiting]()
+        sent, kept = list[ReplayedRequest](), list[ReplayedRequest]()
         for waiting, placement in zip(self._waiting, decision.placements, strict=True):
             if placement is None:
                 kept.append(waiting)
@@ -139,11 +140,11 @@ class FleetRouter:
                 self._book(waiting, placement, now)
                 sent.append(waiting)
         self._waiting = kept
-        if kept and decision.look_again_in_s is not None:
-            self.look_at = now + decision.look_again_in_s
+        if kept and decision.poll_again_in_s is not None:
+            self.poll_at = now + decision.poll_again_in_s
         return sent
 
-    def _book(self, waiting: Waiting, placement: Placement, now: float) -> None:
+    def _book(self, waiting: ReplayedRequest, placement: Placement, now: float) -> None:
         rank = placement.prefills_at
         pending = waiting.pending
         waiting.placement, waiting.sent_at = placement, now
@@ -156,11 +157,11 @@ class FleetRouter:
         decode.num_prompt_blocks += self._num_blocks(pending.num_tokens)
         decode.reserve(waiting.number, self._num_blocks(pending.num_reserved_tokens))
 
-    def _candidate(self, rank: Rank, now: float) -> Candidate:
+    def _candidate(self, rank: Rank, now: float) -> ReplayCandidate:
         state, account = self._latest(rank, now), self._accounts[rank]
         step_ends_at, num_context_tokens = state.step_at(now - self._load_age_s)
         num_unreported_tokens = sum([item.num_missing_tokens for item in account.unreported])
-        return Candidate(
+        return ReplayCandidate(
             rank=rank,
             num_total_blocks=self._engine.num_blocks,
             block_size=self._engine.block_size,

@@ -1,4 +1,4 @@
-"""What a replay measured: latencies, throughput, reuse, and who got how much of the work."""
+"""What a replay measured: latencies, throughput, reuse, and how even the workers' shares of the work were."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MS = 1e3
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Milliseconds."""
+    """Mean and percentiles, in milliseconds."""
 
     mean: float
     p50: float
@@ -27,14 +27,15 @@ class PolicyResult:
     """One policy's replay of a trace.
 
     Attributes:
-        ttft_ms, itl_ms, e2e_ms: from arrival at the router to the first token; between tokens; to the last token.
+        ttft_ms, itl_ms, e2e_ms: from arrival at the router to the first token; from token to token; from arrival to the
+            last token.
         reuse_ratio: prompt tokens found in a cache, over all prompt tokens of the requests that completed.
-        imbalance: prompt tokens that the busiest worker computed, over the mean of all.
+        imbalance: prompt tokens that the busiest worker computed, over the mean of all workers.
         requests_refused, requests_completed: of all in the trace.
         goodput_per_s: requests a second that completed within the objectives.
         output_tokens_per_s: over the time from the first arrival to the last token.
         duration_s: that time, in the replay's seconds.
-        cpu_s: that the replay took.
+        cpu_s: CPU time of the replay.
     """
 
     ttft_ms: Spread
@@ -52,7 +53,7 @@ class PolicyResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Objectives:
-    """A request is served well whose first token comes, and whose tokens follow on average, within these."""
+    """A request is served well if its TTFT and its mean ITL are within these."""
 
     ttft_ms: float = 2_000.0
     itl_ms: float = 50.0
@@ -71,10 +72,10 @@ class Timeline:
 
 
 class Recorder:
-    """Gathers what happens while a trace is replayed."""
+    """Records what happens while a trace is replayed."""
 
     def __init__(self) -> None:
-        """Nothing has happened."""
+        """No request has come yet."""
         self.num_refused = 0
         self._ended: list[Timeline] = []
         self._gaps_s = array("d")
@@ -95,7 +96,7 @@ class Recorder:
         self._ended.append(timeline)
 
     def result(self, num_computed_tokens: Sequence[int], objectives: Objectives, cpu_s: float) -> PolicyResult:
-        """All of it; ``num_computed_tokens`` says how many prompt tokens each worker computed."""
+        """The figures. ``num_computed_tokens``: prompt tokens that each worker computed."""
         ended = self._ended
         arrived, first, last = (
             np.array([getattr(item, name) for item in ended]) for name in ("arrived_at", "first_at", "last_at")

@@ -1,4 +1,4 @@
-"""A trace, a fleet and a policy in virtual time: from one thing that happens to the next."""
+"""Replays a trace on a fleet under a policy, in virtual time: from one event to the next."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from datetime import timedelta
 from heapq import heappop, heappush
 from math import inf
 
-from cli.replay.fleet_router import FleetRouter, Waiting
-from cli.replay.prompts import Prompts
+from cli.replay.fleet_router import FleetRouter, ReplayedRequest
+from cli.replay.policies import MakePolicy
 from cli.replay.results import Objectives, PolicyResult, Recorder, Timeline
 from cli.replay.worker import OUTPUT_TOKEN_ID, EngineSettings, Progress, SimulatedWorker
 from cli.traces.format import BLOCK_SIZE, TraceRequest
 from quartet.discovery.base import Rank
 from quartet.engine.base import EngineRequest, Generation, RequestKind
 from quartet.engine.sampling import Sampling
+from quartet.errors import InvalidRequestError
+from quartet.kvcache.block_hash import chain_hash, hash_bytes, pack_token_ids, sequence_hashes
 from quartet.kvcache.layout import BlocksPayload, HandOff, KvLayout
 from quartet.kvcache.sequence import KnownBlocks
 from quartet.kvcache.sequence import Sequence as TokenSequence
-from router.policy.base import Peers, Pending, Policy
+from router.policy.base import Peers, Pending
 
-# Output tokens that a router books room for.
+# Output tokens that a router reserves room for.
 _RESERVED_TOKENS = 512
-
-MakePolicy = Callable[[random.Random], Policy]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +36,11 @@ class FleetSettings:
     """What a trace is replayed on.
 
     Attributes:
-        num_workers: that decode, and prefill what is not prefilled elsewhere.
-        num_prefill_workers: that only prefill.
+        num_workers: workers that decode, and prefill what other workers don't.
+        num_prefill_workers: workers that only prefill.
         transfer_gb_per_s, transfer_latency_s: how fast blocks move from one worker to another.
-        num_routers: each has its share of the requests, in turn.
-        load_age_s: how old what they know of the workers' load is.
+        num_routers: routers; they get the requests in turn.
+        load_age_s: age of the load reports that routers know.
     """
 
     num_workers: int = 8
@@ -59,7 +59,7 @@ class Simulation:
     def __init__(
         self, requests: Sequence[TraceRequest], make_policy: MakePolicy, settings: FleetSettings, seed: int = 0
     ) -> None:
-        """Nothing has come yet; ``seed`` is that of the policies' ties."""
+        """``seed``: of the policies' random choices."""
         self._requests = requests
         self._settings = settings
         prefill = [Rank(f"prefill-{number:03}") for number in range(settings.num_prefill_workers)]
@@ -77,8 +77,8 @@ class Simulation:
             for number in range(settings.num_routers)
         ]
         self._recorder = Recorder()
-        self._sent: dict[int, tuple[Waiting, FleetRouter, Timeline]] = {}
-        self._pulls: list[tuple[float, int]] = []  # when each ends, and whose it is; a heap
+        self._sent: dict[int, tuple[ReplayedRequest, FleetRouter, Timeline]] = {}
+        self._pulls: list[tuple[float, int]] = []  # a heap: when each ends, and of which request
         self._prompts = Prompts(requests, settings.engine.block_size)
         self._known_blocks: dict[int, KnownBlocks] = {}
         self._timelines: dict[int, Timeline] = {}
@@ -86,7 +86,7 @@ class Simulation:
         self._num_ended = 0
 
     def run(self, on_progress: Callable[[int], None] = lambda _num_ended: None) -> PolicyResult:
-        """Replay to the last token; ``on_progress`` hears now and then how many requests have ended."""
+        """Replay to the last token. ``on_progress`` gets the number of ended requests, now and then."""
         began = time.process_time()
         with _no_garbage():
             self._replay(on_progress)
@@ -102,12 +102,12 @@ class Simulation:
         num_begun = num_told = 0
         while self._num_ended < len(self._requests):
             now = min(worker.next_at for worker in self._workers.values())
-            now = min(now, *(router.look_at for router in self._routers))
+            now = min(now, *(router.poll_at for router in self._routers))
             if self._pulls:
                 now = min(now, self._pulls[0][0])
             if num_begun < len(self._requests):
                 now = min(now, self._requests[num_begun].arrival_s)
-            assert now < inf, "somebody waits for nothing"
+            assert now < inf, "requests wait, and nothing is to come"
             self._advance(now)
             while num_begun < len(self._requests) and self._requests[num_begun].arrival_s <= now:
                 self._arrive(num_begun)
@@ -163,10 +163,10 @@ class Simulation:
         )
         self._timelines[number] = Timeline(request.arrival_s, request.num_input_tokens)
         self._known_blocks[number] = blocks
-        self._routers[number % len(self._routers)].arrive(Waiting(number, pending))
+        self._routers[number % len(self._routers)].arrive(ReplayedRequest(number, pending))
 
-    def _send(self, waiting: Waiting, router: FleetRouter, now: float) -> None:
-        assert waiting.placement is not None, "just placed"
+    def _send(self, waiting: ReplayedRequest, router: FleetRouter, now: float) -> None:
+        assert waiting.placement is not None, "it was just placed"
         number = waiting.number
         timeline = self._timelines.pop(number)
         self._sent[number] = (waiting, router, timeline)
@@ -175,7 +175,7 @@ class Simulation:
         self._submit(placement.prefills_at, number, kind, now)
 
     def _decode(self, number: int, now: float) -> None:
-        """Go on with a request that was prefilled elsewhere, from its first token."""
+        """Continue a request that was prefilled elsewhere, from its first token."""
         placement = self._sent[number][0].placement
         assert placement is not None, "it was sent"
         self._submit(placement.decode, number, RequestKind.DECODE, now, (OUTPUT_TOKEN_ID,))
@@ -199,7 +199,9 @@ class Simulation:
 
     def _end_pull(self, number: int, now: float) -> None:
         placement = self._sent[number][0].placement
-        assert placement is not None and placement.prefill is not None, "only what was prefilled elsewhere is pulled"
+        assert placement is not None and placement.prefill is not None, (
+            "only requests that were prefilled elsewhere pull blocks"
+        )
         self._workers[placement.decode].end_pull(number, now)
         self._workers[placement.prefill].release(number)
         self._touched.update((placement.prefill, placement.decode))
@@ -216,14 +218,86 @@ class Simulation:
                 heappush(self._pulls, (now + self._transfer_s(len(pull.copies)), pull.id))
             events = worker.take_events()
             for router in self._routers:
-                router.hear(rank, events)
+                router.on_events(rank, events)
                 router.report(rank, now)
         self._touched.clear()
 
 
+class Prompts:
+    """The token ids and block hashes of a trace's prompts, equal where, and only where, the trace says so.
+
+    A block that many requests begin with is hashed once.
+    """
+
+    def __init__(self, requests: Sequence[TraceRequest], block_size: int) -> None:
+        """For KV blocks of ``block_size`` tokens.
+
+        Raises:
+            InvalidRequestError: field ``hash_ids``: a request has too few of them for its tokens.
+        """
+        for number, request in enumerate(requests, 1):
+            if len(request.hash_ids) * BLOCK_SIZE < request.num_input_tokens:
+                raise InvalidRequestError(
+                    f"request {number} has {len(request.hash_ids)} hash_ids for {request.num_input_tokens} tokens: "
+                    f"it needs one for each {BLOCK_SIZE}",
+                    field="hash_ids",
+                )
+        self._block_size = block_size
+        # KV blocks in one block of the trace, all with the same tokens; 0: it does not divide into whole ones.
+        self._num_blocks_each = 0 if BLOCK_SIZE % block_size else BLOCK_SIZE // block_size
+        self._token_ids: dict[int, int] = {}  # by hash id, which may be any number
+        self._contents: dict[int, tuple[bytes, int]] = {}  # by hash id: a KV block's content, and its hash
+        self._hashes: dict[tuple[int | None, int], tuple[int, ...]] = {}  # by the parent's hash and hash id
+
+    def token_ids(self, request: TraceRequest) -> list[int]:
+        """The prompt."""
+        token_ids: list[int] = []
+        for hash_id in request.hash_ids:
+            token_ids += [self._token_id(hash_id)] * BLOCK_SIZE
+        del token_ids[request.num_input_tokens :]
+        return token_ids
+
+    def blocks(self, request: TraceRequest) -> KnownBlocks:
+        """The hashes of the prompt's full KV blocks, and their contents where these are known without hashing anew."""
+        if not self._num_blocks_each:
+            return KnownBlocks((), sequence_hashes(self.token_ids(request), self._block_size))
+        contents: list[bytes] = []
+        hashes: list[int] = []
+        parent: int | None = None
+        for hash_id in request.hash_ids:
+            content, _ = self._content(hash_id)
+            contents += [content] * self._num_blocks_each
+            named = self._hashes.get((parent, hash_id))
+            if named is None:
+                named = self._hashes[parent, hash_id] = self._name(parent, hash_id)
+            hashes += named
+            parent = named[-1]
+        num_full = request.num_input_tokens // self._block_size
+        del contents[num_full:], hashes[num_full:]
+        return KnownBlocks(contents, hashes)
+
+    def _token_id(self, hash_id: int) -> int:
+        return self._token_ids.setdefault(hash_id, len(self._token_ids))
+
+    def _content(self, hash_id: int) -> tuple[bytes, int]:
+        known = self._contents.get(hash_id)
+        if known is None:
+            content = pack_token_ids([self._token_id(hash_id)] * self._block_size)
+            known = self._contents[hash_id] = (content, hash_bytes(content))
+        return known
+
+    def _name(self, parent: int | None, hash_id: int) -> tuple[int, ...]:
+        _, block_hash = self._content(hash_id)
+        hashes: list[int] = []
+        for _ in range(self._num_blocks_each):
+            parent = chain_hash(parent, block_hash)
+            hashes.append(parent)
+        return tuple(hashes)
+
+
 @contextmanager
 def _no_garbage() -> Iterator[None]:
-    """Nothing in a replay ends in a cycle: looking for such among millions of blocks' names takes a quarter of it."""
+    """Switch the garbage collector off: a replay leaves no cycles, and looking for some takes a quarter of its time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -234,7 +308,7 @@ def _no_garbage() -> Iterator[None]:
 
 
 def _hand_off(num_tokens: int) -> HandOff:
-    """A claim on blocks that no network moves: only the number of tokens is looked at."""
+    """A hand-off of blocks that no network moves: the scheduler reads only the number of tokens."""
     layout = KvLayout(
         model_fingerprint="", dtype="uint8", num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE
     )
@@ -244,6 +318,6 @@ def _hand_off(num_tokens: int) -> HandOff:
         worker_id="",
         epoch=0,
         address="",
-        lease=timedelta(0),
+        time_to_live=timedelta(0),
         payload=BlocksPayload(layout, num_tokens),
     )

@@ -1,4 +1,4 @@
-"""One engine in virtual time: the real scheduler and block pool, and a timing model in place of the forward pass."""
+"""One engine in virtual time: the real scheduler and block pool, with a timing model instead of the forward pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quartet.events.step_time import StepTime
 from quartet.kvcache.block_pool import BlockManager
 from quartet.kvcache.sequence import Sequence as TokenSequence
 
-#: Every token that a replayed engine samples; no trace asks for it.
+#: The token that replayed engines sample; it is in no trace.
 OUTPUT_TOKEN_ID = (1 << 32) - 1
 
 _OUTPUT = SampledToken(OUTPUT_TOKEN_ID)
@@ -29,11 +29,11 @@ _OUTPUT = SampledToken(OUTPUT_TOKEN_ID)
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What every engine of a fleet is like. The defaults are those of ai-dynamo/dynamo's mock engine in its replays.
+    """Settings of every engine of a fleet. The defaults are those of ai-dynamo/dynamo's mock engine in its replays.
 
     Attributes:
-        kv_bytes_per_token: of all layers; only transfers ask. The default is that of 8 billion parameters with grouped
-            queries in 16 bits.
+        kv_bytes_per_token: of all layers; only transfers use it. The default is that of a model with 8 billion
+            parameters and grouped queries, in 16 bits.
     """
 
     block_size: int = 64
@@ -51,13 +51,13 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class Progress:
-    """What one or more steps of a worker brought.
+    """What one or more steps of a worker gave.
 
     Attributes:
         ends: when each of them ended, in seconds.
         tokens: requests that got a token, in each of them.
         finished: those of ``tokens`` whose generation ended with it.
-        prefilled: those of ``tokens`` that are to go on elsewhere; their blocks are held until ``release``.
+        prefilled: those of ``tokens`` that another worker decodes; their blocks are held until ``release``.
     """
 
     ends: Sequence[float]
@@ -68,12 +68,12 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerState:
-    """What a worker does as long as nobody calls it: one step, or many that only decode.
+    """What a worker does until the next call: one step, or many that only decode.
 
     Attributes:
         step_ends: when each of them ends, in seconds; none: it is idle.
-        num_decoding, num_context_tokens: requests that decode, and the tokens that they have together in the first
-            step; each of them has one more in each further step.
+        num_decoding, num_context_tokens: requests that decode, and the sum of their tokens in the first step; each of
+            them has one more in each further step.
         num_used_blocks, num_queued_tokens, num_unbegun_tokens: as in ``Candidate``.
         num_blocks: by request, how many it has; one that waits has none.
     """
@@ -87,7 +87,7 @@ class WorkerState:
     num_blocks: Mapping[int, int]
 
     def step_at(self, time: float) -> tuple[float, int]:
-        """When the step ends that runs at ``time``, and its context tokens; 0 seconds where none does."""
+        """When the step ends that runs at ``time``, and its context tokens; 0 seconds if none runs."""
         if not self.step_ends:
             return 0.0, self.num_context_tokens
         step = min(bisect_right(self.step_ends, time), len(self.step_ends) - 1)
@@ -95,10 +95,10 @@ class WorkerState:
 
 
 class SimulatedWorker:
-    """Steps when there is something to do; nobody waits for it. All times are seconds of the replay.
+    """Runs steps when there is something to do. All times are seconds of the replay.
 
     Attributes:
-        next_at: when the next thing happens by itself; ``inf``: nothing before somebody calls.
+        next_at: when the next step ends; ``inf``: none runs.
         num_computed_tokens: prompt tokens computed, ever.
     """
 
@@ -117,16 +117,16 @@ class SimulatedWorker:
         config = SchedulerConfig(
             max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens
         )
-        # As the engine that the default timing is of: what a step will write can be shared from its start.
+        # Like the engine of the default timing: a block can be shared from the start of the step that writes it.
         self.scheduler = Scheduler(config, self._blocks, limits, shares_within_step=True)
-        self._state: WorkerState | None = None  # until somebody calls
+        self._state: WorkerState | None = None  # until the next call
         self._num_missing: dict[int, int] = {}  # tokens to compute of those that no step has begun
         self._num_left = 0  # of prompts that steps have begun, after the running one
         self._chunks: Sequence[ScheduledChunk] = ()  # of the running step
         self._quiet_ends: Sequence[float] = ()  # of the quiet steps under way, which are taken all together
 
     def state(self) -> WorkerState:
-        """What it does from now on."""
+        """What it does until the next call."""
         if self._state is None:
             counts, scheduler = self._blocks.counts, self.scheduler
             lengths = [len(running.seq) for running in scheduler.running if running.is_decoding]
@@ -142,7 +142,7 @@ class SimulatedWorker:
         return self._state
 
     def take_events(self) -> Sequence[KvEvent]:
-        """What became or ceased to be shareable since the last call."""
+        """Blocks that became shareable, or ceased to be, since the last call."""
         return self._blocks.take_events()
 
     @property
@@ -166,12 +166,12 @@ class SimulatedWorker:
         self.scheduler.end_pull(id, succeeded=True)
 
     def release(self, id: int) -> None:
-        """Nobody needs any more what the prefill ``id`` holds."""
+        """The blocks that the prefill ``id`` holds are no longer needed."""
         self._state = None
         self.scheduler.release(id)
 
     def begin(self, now: float) -> Sequence[Pull]:
-        """Begin the next step if none runs and there is something to do; pulls to start meanwhile."""
+        """Begin the next step if none runs and there is something to do; return the pulls to start meanwhile."""
         if not self.is_idle:
             return ()
         self._state = None
@@ -194,7 +194,7 @@ class SimulatedWorker:
         return schedule.pulls
 
     def advance(self, now: float) -> Progress | None:
-        """Take what has ended at ``now``, where that is ``next_at``."""
+        """End the steps that end at ``now``; ``None`` before ``next_at``."""
         if now < self.next_at:
             return None
         self._state = None
@@ -224,7 +224,7 @@ class SimulatedWorker:
         return Progress(ends, tokens)
 
     def _cut_quiet(self, now: float) -> None:
-        """Whoever comes joins after the step that runs."""
+        """Keep only the step that runs now: a new request joins after it."""
         if self._quiet_ends:
             num_steps = next(number for number, end in enumerate(self._quiet_ends, 1) if end > now)
             self._quiet_ends = self._quiet_ends[:num_steps]
@@ -232,7 +232,7 @@ class SimulatedWorker:
 
 
 def measured(timing: StepTiming) -> StepTime:
-    """What a worker whose steps take so long would have measured."""
+    """What a worker would have measured of steps with this timing."""
     return StepTime(
         prefill_base_s=timing.prefill_base / 1e3,
         prefill_s_per_token=timing.prefill_linear / 1e3,

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 from quartet.errors import ConfigError
 
@@ -39,13 +39,61 @@ class TraceRequest:
         arrival_s: when it comes, counted from the trace's first request.
         num_input_tokens: of the prompt, at least 1.
         num_output_tokens: of the answer, at least 1.
-        hash_ids: of the prompt's blocks of ``BLOCK_SIZE`` tokens, from the first on; empty where the trace has none.
+        hash_ids: of the prompt's blocks of ``BLOCK_SIZE`` tokens, first to last; empty if the trace has none.
     """
 
     arrival_s: float
     num_input_tokens: int
     num_output_tokens: int
     hash_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceSummary:
+    """Figures of one trace.
+
+    Attributes:
+        duration_s: from the first arrival to the last.
+        num_blocks, num_seen_blocks: hash ids of all requests, and how many of them an earlier request had: the most
+            that a cache of any size can hit.
+    """
+
+    num_requests: int
+    duration_s: float
+    num_input_tokens: int
+    num_output_tokens: int
+    num_blocks: int
+    num_seen_blocks: int
+
+    @classmethod
+    def of(cls, requests: Iterable[TraceRequest]) -> Self:
+        """Sum up ``requests``, in the order of their arrivals."""
+        num_requests = num_input = num_output = num_blocks = 0
+        duration_s = 0.0
+        seen: set[int] = set()
+        for request in requests:
+            num_requests += 1
+            duration_s = request.arrival_s
+            num_input += request.num_input_tokens
+            num_output += request.num_output_tokens
+            num_blocks += len(request.hash_ids)
+            seen.update(request.hash_ids)
+        return cls(
+            num_requests=num_requests,
+            duration_s=duration_s,
+            num_input_tokens=num_input,
+            num_output_tokens=num_output,
+            num_blocks=num_blocks,
+            num_seen_blocks=num_blocks - len(seen),
+        )
+
+    def __str__(self) -> str:
+        count = max(self.num_requests, 1)
+        return (
+            f"{self.num_requests} requests in {self.duration_s:.1f} s, on average {self.num_input_tokens / count:.0f} "
+            f"input and {self.num_output_tokens / count:.0f} output tokens; "
+            f"{self.num_seen_blocks / max(self.num_blocks, 1):.1%} of their blocks came before"
+        )
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
@@ -70,7 +118,7 @@ def write_trace(requests: Iterable[TraceRequest], path: Path) -> None:
     """
     with path.open("wb") as raw:
         if path.suffix == _GZIP_SUFFIX:
-            # Neither name nor time in the header: they would make two equal traces differ.
+            # A name or time in the header would make two equal traces differ.
             with gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0) as packed:
                 packed.writelines(map(_to_line, requests))
         else:
@@ -120,7 +168,7 @@ def _parse(line: str, where: str) -> TraceRequest:
 
 def _timestamp_ms(row: Mapping[str, object], where: str) -> float:
     value = _field(row, "timestamp", where)
-    # A number of any length is JSON; one that is no float can't be compared with others.
+    # JSON allows numbers of any length, also some that no float can hold.
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(_to_float(value)):
         raise TraceError(f"{where}: timestamp must be a number of milliseconds, not {value!r}")
     return float(value)

@@ -1,32 +1,172 @@
-"""Makes traces: who comes when (``arrivals``) and asks for what (``sessions``), in the terms of the format."""
+"""Makes traces: ``Arrivals`` say when requests come, ``Sessions`` what they ask for.
+
+A session has several turns, whose prompts extend each other; sessions share system prompts.
+"""
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TypeAlias
 
 import numpy as np
 
-from cli.traces.arrivals import Arrivals
-from cli.traces.format import TraceRequest
-from cli.traces.sessions import BlockKey, SessionConfig, Sessions
+from cli.traces.format import BLOCK_SIZE, TraceRequest
 from quartet.errors import ConfigError
 
 _MS_PER_S = 1000
-# They are all in memory at once; the public traces have some 20,000.
+# All of them are in memory at once; the public traces have some 20,000.
 _MAX_NUM_REQUESTS = 10_000_000
+_MAX_SYSTEM_PROMPTS = 100_000
+_MAX_LENGTH_SIGMA = 4.0
+# Longer than any context: such a length is a mistake.
+_MAX_LENGTH = 1_000_000_000
+
+#: Names a block of a prompt with all blocks before it: two keys are equal where the tokens are.
+BlockKey: TypeAlias = tuple[str, int, int]
+
+
+class ArrivalKind(StrEnum):
+    """How requests follow each other."""
+
+    POISSON = "poisson"  # independent of each other
+    BURSTS = "bursts"  # many at about the same time, then a pause
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrivals:
+    """When requests come.
+
+    Attributes:
+        rate: requests a second, on average.
+        burst_size: requests of one burst; bursts themselves come by a Poisson process.
+        burst_spread_s: time within which a burst's requests come; each moment is as likely.
+    """
+
+    kind: ArrivalKind = ArrivalKind.POISSON
+    rate: float = 1.0
+    burst_size: int = 16
+    burst_spread_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        if not 0 < self.rate < float("inf"):
+            raise ConfigError(f"rate: must be above 0, not {self.rate:g}")
+        if self.burst_size < 1:
+            raise ConfigError(f"burst_size: must be at least 1, not {self.burst_size}")
+        if not 0 <= self.burst_spread_s < float("inf"):
+            raise ConfigError(f"burst_spread_s: must not be negative, not {self.burst_spread_s:g}")
+
+    def times_s(self, rng: np.random.Generator) -> Iterator[float]:
+        """Draw arrival times one by one, in order and without end; the first one is 0."""
+        times = self._poisson(rng) if self.kind is ArrivalKind.POISSON else self._bursts(rng)
+        first = next(times)
+        yield 0.0
+        for time in times:
+            yield time - first
+
+    def _poisson(self, rng: np.random.Generator) -> Iterator[float]:
+        now = 0.0
+        while True:
+            now += rng.exponential(1 / self.rate)
+            yield now
+
+    def _bursts(self, rng: np.random.Generator) -> Iterator[float]:
+        begins_at = 0.0
+        waiting: list[float] = []
+        while True:
+            begins_at += rng.exponential(self.burst_size / self.rate)
+            while waiting and waiting[0] <= begins_at:
+                yield heapq.heappop(waiting)
+            for offset_s in rng.uniform(0, self.burst_spread_s, self.burst_size):
+                heapq.heappush(waiting, begins_at + float(offset_s))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionConfig:
+    """What sessions are like. Lengths are lognormal, in tokens, and given by their means.
+
+    Attributes:
+        num_turns: requests of a session, on average (geometric); at least 1.
+        think_time_s: from a request until its session is ready for the next one, on average (exponential): answer,
+            reading and writing. With few sessions it is longer, since arrivals decide when requests come.
+        message_tokens: what the user writes in one turn.
+        output_tokens: of an answer.
+        system_tokens: of a system prompt; 0: there are none.
+        num_system_prompts: how many there are; sessions draw one each.
+        zipf: the n-th system prompt is drawn in proportion to ``n ** -zipf``; 0: all are as likely.
+        length_sigma: of the logarithm of lengths; 0: all are the mean.
+        max_input_tokens: no prompt is longer; a session whose next one would be ends.
+    """
+
+    num_turns: float = 3.0
+    think_time_s: float = 20.0
+    message_tokens: float = 600.0
+    output_tokens: float = 300.0
+    system_tokens: float = 1500.0
+    num_system_prompts: int = 16
+    zipf: float = 1.0
+    length_sigma: float = 1.0
+    max_input_tokens: int = 120_000
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        _check("num_turns", self.num_turns, 1, math.inf)
+        _check("think_time_s", self.think_time_s, 0, math.inf)
+        _check("max_input_tokens", self.max_input_tokens, 2, _MAX_LENGTH)
+        _check("message_tokens", self.message_tokens, 1, self.max_input_tokens)
+        _check("output_tokens", self.output_tokens, 1, _MAX_LENGTH)
+        _check("system_tokens", self.system_tokens, 0, self.max_input_tokens)
+        _check("num_system_prompts", self.num_system_prompts, 1, _MAX_SYSTEM_PROMPTS)
+        _check("zipf", self.zipf, 0, 100)
+        _check("length_sigma", self.length_sigma, 0, _MAX_LENGTH_SIGMA)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One request of a session.
+
+    Attributes:
+        session: number of the session, from 0.
+        number: of the turn within it, from 0.
+        system: number of its system prompt.
+        num_system_tokens, num_input_tokens, num_output_tokens: of the system prompt, of the whole prompt with it and
+            all turns before, and of the answer.
+    """
+
+    session: int
+    number: int
+    system: int
+    num_system_tokens: int
+    num_input_tokens: int
+    num_output_tokens: int
+
+    def block_keys(self) -> list[BlockKey]:
+        """One key for each block of the prompt. The partly filled last block has a key that no other turn shares."""
+        num_full = self.num_input_tokens // BLOCK_SIZE
+        num_shared = self.num_system_tokens // BLOCK_SIZE
+        keys = [
+            ("system", self.system, index) if index < num_shared else ("session", self.session, index)
+            for index in range(num_full)
+        ]
+        if self.num_input_tokens % BLOCK_SIZE:
+            keys.append(("end", self.session, self.number))
+        return keys
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceConfig:
-    """One trace: the same for the same configuration.
+    """Settings of one trace; the same settings give the same trace.
 
     Attributes:
         arrivals: when requests come.
         sessions: what they ask for.
-        max_requests: it ends after so many; ``None``: not by their number.
-        duration_s: it ends after so long; ``None``: not by time.
-        seed: of everything that is drawn, not negative.
+        max_requests: the trace ends after so many; ``None``: no limit.
+        duration_s: the trace ends after so long; ``None``: no limit.
+        seed: of all random draws; not negative.
     """
 
     arrivals: Arrivals = field(default_factory=Arrivals)
@@ -52,11 +192,11 @@ class TraceConfig:
 
 
 def generate(config: TraceConfig) -> Iterator[TraceRequest]:
-    """The requests in the order of their arrivals, which are whole milliseconds; at least one.
+    """The requests in the order of their arrivals, which are whole milliseconds; at least one request.
 
-    Hash ids count from 0 in the order in which blocks come up first.
+    Hash ids count from 0, in the order in which blocks first appear.
     """
-    # Streams of their own: another rate leaves the sessions' contents as they are, as far as their order does.
+    # Separate streams: a change of the rate changes the contents of sessions only as far as it changes their order.
     arrival_rng, session_rng = (np.random.default_rng(seed) for seed in np.random.SeedSequence(config.seed).spawn(2))
     sessions = Sessions(config.sessions, session_rng)
     ids: dict[BlockKey, int] = {}
@@ -72,3 +212,79 @@ def generate(config: TraceConfig) -> Iterator[TraceRequest]:
             num_output_tokens=turn.num_output_tokens,
             hash_ids=tuple(ids.setdefault(key, len(ids)) for key in turn.block_keys()),
         )
+
+
+class Sessions:
+    """Gives each turn to the session that has been ready for the longest, or to a new one if none is ready."""
+
+    def __init__(self, config: SessionConfig, rng: np.random.Generator) -> None:
+        self._config = config
+        self._rng = rng
+        self._paused: list[_Paused] = []
+        self._num_sessions = 0
+        count = config.num_system_prompts
+        weights = np.arange(1, count + 1, dtype=np.float64) ** -config.zipf
+        self._shares = weights / weights.sum()
+        # A prompt is a system prompt and at least one token of the user.
+        longest = config.max_input_tokens - 1
+        self._system_tokens = [min(self._length(config.system_tokens), longest) for _ in range(count)]
+
+    def next(self, now_s: float) -> Turn:
+        """The request that comes at ``now_s``, which must not be before the last one."""
+        if self._paused and self._paused[0].ready_at_s <= now_s:
+            turn = heapq.heappop(self._paused).next
+        else:
+            turn = self._begin()
+        self._go_on(turn, now_s)
+        return turn
+
+    def _begin(self) -> Turn:
+        system = int(self._rng.choice(len(self._shares), p=self._shares))
+        num_system_tokens = self._system_tokens[system]
+        num_input_tokens = num_system_tokens + self._length(self._config.message_tokens)
+        session = self._num_sessions
+        self._num_sessions += 1
+        return Turn(
+            session=session,
+            number=0,
+            system=system,
+            num_system_tokens=num_system_tokens,
+            num_input_tokens=min(num_input_tokens, self._config.max_input_tokens),
+            num_output_tokens=self._length(self._config.output_tokens),
+        )
+
+    def _go_on(self, turn: Turn, now_s: float) -> None:
+        config = self._config
+        if self._rng.random() >= 1 - 1 / config.num_turns:
+            return
+        num_new_tokens = turn.num_output_tokens + self._length(config.message_tokens)
+        num_input_tokens = turn.num_input_tokens + num_new_tokens
+        if num_input_tokens <= config.max_input_tokens:
+            following = replace(
+                turn,
+                number=turn.number + 1,
+                num_input_tokens=num_input_tokens,
+                num_output_tokens=self._length(config.output_tokens),
+            )
+            ready_at_s = now_s + float(self._rng.exponential(config.think_time_s))
+            heapq.heappush(self._paused, _Paused(ready_at_s, following))
+
+    def _length(self, mean: float) -> int:
+        sigma = self._config.length_sigma
+        if not mean:
+            return 0
+        return max(1, round(float(self._rng.lognormal(math.log(mean) - sigma**2 / 2, sigma))))
+
+
+@dataclass(order=True)
+class _Paused:
+    """A session that goes on with ``next`` from ``ready_at_s`` on."""
+
+    ready_at_s: float
+    next: Turn = field(compare=False)
+
+
+def _check(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high or math.isinf(value):
+        upper = "" if math.isinf(high) else f" and at most {high:g}"
+        raise ConfigError(f"{name}: must be at least {low:g}{upper}, not {value:g}")

@@ -1,4 +1,4 @@
-"""The model's configuration: LLaVA of a small SigLIP vision tower, a projector and a small Llama; 9 million weights."""
+"""The model's configuration: a LLaVA of a small SigLIP tower, a projector and a small Llama, with 9 million weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _IMAGE_PROCESSOR = {
     "image_std": [0.5, 0.5, 0.5],
     "do_convert_rgb": True,
 }
-#: How many tokens stand for a picture.
+#: It decides how many tokens stand for a picture.
 _PROCESSOR = {
     "processor_class": "LlavaProcessor",
     "image_token": IMAGE,
@@ -82,7 +82,7 @@ def llava_config() -> LlavaConfig:
 
 
 def configuration_files(config: LlavaConfig) -> dict[str, Any]:
-    """Return the JSON files of the model's checkpoint by name, but for the tokenizer's own."""
+    """Return the JSON files of the model's checkpoint by name, except ``tokenizer.json``."""
     model = config.to_diff_dict() | {"dtype": "bfloat16", "architectures": ["LlavaForConditionalGeneration"]}
     return {
         "config.json": model,

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from models.tiny import facts, looking, stories, tasks
 from models.tiny.conversation import LOSS_WEIGHT, Conversation, Skill
-from models.tiny.render import NUM_PATCHES, SHAPES, patch_shapes, render
-from models.tiny.scenes import COLOURS, MAX_SHAPES, Scene
+from models.tiny.render import NUM_PATCHES, patch_shapes, render
+from models.tiny.scenes import COLOURS, MAX_SHAPES, SHAPES, Scene
 from models.tiny.split import Split
 from models.tiny.tokenizer import ASSISTANT, BOS, EOS, IMAGE, PAD, SYSTEM, USER, special_id
 
@@ -23,7 +23,7 @@ _SKILLS = tuple(Skill)
 _SHORTEST_RETRIEVAL, _LONGEST_RETRIEVAL = 60, 3_900
 _FIRST_LONGEST = 300
 _SYSTEM_MESSAGES = ("You are a helpful assistant.", "You are a kind and helpful model.", "Answer briefly.", "Be kind.")
-#: Share of all conversations' tokens, but for pictures, which have a number of their own.
+#: Shares of the tokens of conversations without pictures; ``num_images`` gives the number of pictures.
 _TEXTS: tuple[tuple[float, Callable[[random.Random, Split], Conversation]], ...] = (
     (0.20, stories.story_conversation),
     (0.12, stories.story_questions),
@@ -37,15 +37,15 @@ _TEXTS: tuple[tuple[float, Callable[[random.Random, Split], Conversation]], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
-    """How much is in a batch.
+    """The size of a batch and its shares.
 
     Attributes:
         num_tokens: of the packed row.
-        num_images: in it.
-        max_conversations: in it; what is left of the row is padding.
-        retrieval_share: of ``num_tokens``, roughly.
-        num_ramp_batches: in which the longest retrieval text grows from 300 tokens to 3900, and a picture's most
-            shapes from one to six.
+        num_images: in the row.
+        max_conversations: in the row; the rest of the row is padding.
+        retrieval_share: retrieval's share of ``num_tokens``, roughly.
+        num_ramp_batches: over these batches the longest retrieval text grows from 300 tokens to 3900, and the most
+            shapes of a picture from one to six.
     """
 
     num_tokens: int = 65_536
@@ -55,13 +55,13 @@ class BatchShape:
     num_ramp_batches: int = 2_000
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` where the row is too short for its images' conversations, of 225 tokens at most."""
+        """Raise ``ValueError`` if the row is too short for its images' conversations, of 225 tokens at most."""
         if self.num_tokens < 230 * self.num_images:
             raise ValueError(f"num_tokens must be at least {230 * self.num_images} for {self.num_images} images")
 
     @property
     def num_predicted(self) -> int:
-        """How many tokens at most are predicted: about twice what answers take."""
+        """Most predicted tokens: about twice the tokens of answers."""
         return self.num_tokens // 2
 
 
@@ -72,9 +72,9 @@ class Batch:
     Attributes:
         ids: int64 ``[T]``.
         positions: int64 ``[T]``, from 0 in each conversation.
-        predicted_at: int64 ``[P]``: places after which a token is predicted; 0 beyond the last.
-        targets: int64 ``[P]``: those tokens.
-        weights: float32 ``[P]``: what each counts in the loss; 0 beyond the last.
+        predicted_at: int64 ``[P]``: positions after which a token is predicted; 0 beyond the last.
+        targets: int64 ``[P]``: the predicted tokens.
+        weights: float32 ``[P]``: weight of each in the loss; 0 beyond the last.
         skills: int64 ``[P]``: index in ``Skill`` of what the token shows.
         boundaries: int32 ``[max_conversations + 2]``: where conversations begin, and ``T`` at the end.
         images: uint8 ``[N, IMAGE_SIZE, IMAGE_SIZE, 3]``.
@@ -134,7 +134,7 @@ class BatchMaker:
         return row.batch()
 
     def _text(self, rng: random.Random) -> Conversation:
-        """Return a conversation without pictures: now and then about two things, or with a system message."""
+        """Return a conversation without pictures; some are about two things, and some have a system message."""
         conversation = rng.choices(self._makers, weights=self._shares)[0](rng, Split.TRAIN)
         if not conversation.is_chat or rng.random() < 0.7:
             return conversation
@@ -148,9 +148,9 @@ class Encoded:
     """A conversation as tokens.
 
     Attributes:
-        ids: as the chat template writes it.
-        weights: what predicting each counts in the loss; only answers and what ends them count.
-        skills: index in ``Skill`` of what each shows.
+        ids: as the chat template writes them.
+        weights: weight of each in the loss: 0 except in answers and their end.
+        skills: of each, the index in ``Skill``.
     """
 
     ids: list[int]
@@ -197,7 +197,7 @@ class _Row:
     num_predicted: int = 0
 
     def append(self, conversation: Conversation) -> bool:
-        """Append it, or return ``False`` where there is no room."""
+        """Append ``conversation``; ``False``: there is no room."""
         encoded = encode(self.tokenizer, conversation)
         num_predicted = sum(weight > 0 for weight in encoded.weights)
         if (

@@ -1,4 +1,4 @@
-"""What the generator makes: conversations, with pictures or without."""
+"""Conversations, with pictures or without: the generator's output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Skill(enum.Enum):
-    """What a turn of a conversation shows."""
+    """The skill that a turn of a conversation needs."""
 
     SHAPE = "shape"
     COLOUR = "colour"
@@ -28,8 +28,8 @@ class Skill(enum.Enum):
     SMALL_TALK = "small talk"
 
 
-#: What one token of an answer counts in the loss, if not 1. Most of a story cannot be foreseen, and a caption is long;
-#: a count or a side is one token, and hard.
+#: Weight of one token of an answer in the loss, if not 1. Most tokens of a story can't be predicted, and a caption is
+#: long; a count or a side is one token, and hard.
 LOSS_WEIGHT = {
     Skill.STORY: 0.2,
     Skill.CAPTION: 0.3,
@@ -45,7 +45,7 @@ LOSS_WEIGHT = {
 
 @dataclass(frozen=True)
 class Turn:
-    """A question and its only right answer (but for stories)."""
+    """A question and its only right answer; stories have many right answers."""
 
     question: str
     answer: str

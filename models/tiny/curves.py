@@ -13,7 +13,7 @@ _WINDOW = 4
 
 
 def draw_curves(log: Path, picture: Path) -> None:
-    """Draw ``log`` as ``picture``: each skill's loss per token and the part of its tokens foreseen rightly."""
+    """Draw ``log`` as ``picture``: each skill's loss per token, and the share of its tokens predicted right."""
     import matplotlib
 
     matplotlib.use("agg")

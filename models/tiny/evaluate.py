@@ -26,11 +26,11 @@ from models.tiny.split import Split
 from models.tiny.tokenizer import ASSISTANT, BOS, EOS, IMAGE, PAD, USER, special_id
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
-#: What a retrieval prompt's text is made for; question and template come on top.
+#: Tokens of a retrieval prompt's text; question and template come on top.
 _RETRIEVAL_TOKENS, _LONG_RETRIEVAL_TOKENS = 2_000, 3_800
 _TEXT_SKILLS = (stories.story_questions, facts.reading, tasks.counting, tasks.arithmetic, tasks.instructions)
 _MAX_ANSWER_TOKENS = 48
-#: In one batch of prompts: on a CPU no more pays, a GPU has little to do with less.
+#: Tokens in one batch of prompts: a CPU gains nothing from more, and fewer leave a GPU idle.
 _MAX_BATCH_TOKENS = {"cpu": 20_000, "cuda": 400_000}
 
 
@@ -43,7 +43,7 @@ class Sample:
 
 
 def samples(measure: str, seed: int) -> Iterator[Sample]:
-    """Yield held-out samples without end: of the results' keys, or of their details'."""
+    """Yield held-out samples without end, for the results' keys or for their details."""
     for number in count():
         rng = Split.HELD_OUT.rng(seed, measure, number)
         if measure in _LOOKING:

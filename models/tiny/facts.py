@@ -10,7 +10,7 @@ from models.tiny import stories, words
 from models.tiny.conversation import Conversation, Skill, Turn
 from models.tiny.split import Split
 
-#: Characters in a token, for making a text of about so many tokens. Measured on the generator's own texts.
+#: Characters of a token, to make a text of about so many tokens. Measured on the generator's own texts.
 _CHARACTERS_PER_TOKEN = 4.2
 _ORDERS = (
     "Read this text:\n\n{text}\n\n{question}",
@@ -22,12 +22,12 @@ _QUESTION_FIRST = "{question} Here is the text:\n\n{text}"
 
 @dataclass(frozen=True)
 class Fact:
-    """One statement that no other of the same text contradicts.
+    """One statement; no other statement of the same text contradicts it.
 
     Attributes:
-        kind: which of the kinds of statement it is.
-        subject: whom or what it is about, once a kind and text.
-        value: what is said of it, once a kind and text.
+        kind: the kind of statement.
+        subject: the person or thing; unique for its kind in a text.
+        value: the stated property; unique for its kind in a text.
         statement: the sentence.
         questions: questions and answers: first the one for the value, then others.
     """
@@ -40,7 +40,7 @@ class Fact:
 
     @property
     def key(self) -> str:
-        """What it is held out by."""
+        """The key that decides whether it is held out."""
         return f"{self.kind}:{self.subject}:{self.value}"
 
 
@@ -105,7 +105,7 @@ _KINDS: tuple[Callable[[random.Random], Fact], ...] = (_code, _code, _home, _hid
 
 
 def draw_facts(rng: random.Random, split: Split, num_facts: int) -> list[Fact]:
-    """Draw up to ``num_facts`` facts of which no two have a subject or a value in common with another of their kind."""
+    """Draw up to ``num_facts`` facts; no two of one kind have the same subject or value."""
     facts: list[Fact] = []
     taken: set[str] = set()
     for _ in range(num_facts):
@@ -118,7 +118,7 @@ def draw_facts(rng: random.Random, split: Split, num_facts: int) -> list[Fact]:
 
 
 def reading(rng: random.Random, split: Split) -> Conversation:
-    """Return two to eight facts and one to six questions about them, for what is said or for whom."""
+    """Return two to eight facts and one to six questions, for values or for subjects."""
     facts = draw_facts(rng, split, rng.randint(2, 8))
     asked = rng.sample(facts, k=min(len(facts), rng.randint(1, 6)))
     turns = [Turn(*_any_question(rng, fact, facts), Skill.READING) for fact in asked]

@@ -1,4 +1,4 @@
-"""The model while it learns: its loss on a packed batch, the auxiliary loss on patches, and its files."""
+"""The model during training: its loss on a packed batch, the auxiliary loss on patches, and its files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from transformers import AttentionInterface, LlavaConfig, LlavaForConditionalGen
 from models.tiny.architecture import MAX_LENGTH, configuration_files
 from models.tiny.batches import Batch
 from models.tiny.conversation import Skill
-from models.tiny.render import SHAPES
-from models.tiny.scenes import COLOURS
+from models.tiny.scenes import COLOURS, SHAPES
 from models.tiny.tokenizer import CHAT_TEMPLATE
 
 _ATTENTION = "tiny_packed"
@@ -27,7 +26,7 @@ _NUM_SKILLS, _NUM_FIELDS = len(Skill), 9
 
 
 class Learner(nn.Module):
-    """The model with the head of its auxiliary loss, which is not part of what is saved."""
+    """The model with the head of its auxiliary loss; the head is not saved."""
 
     def __init__(self, config: LlavaConfig, tokenizer: Tokenizer) -> None:
         """Make a model with random weights; its decoder then reads packed rows only.
@@ -48,11 +47,11 @@ class Learner(nn.Module):
 
         Args:
             batch: the arrays of a ``Batch`` as tensors.
-            patch_weight: what the auxiliary loss counts.
+            patch_weight: weight of the auxiliary loss.
 
         Returns:
-            The loss; and ``[num_skills + 1, 3]``: summed loss of tokens, right tokens and tokens of each skill, and in
-            the last row the auxiliary loss.
+            The loss; and ``[num_skills + 1, 3]``: each skill's summed loss, right tokens and tokens; in the last row
+            the auxiliary loss.
         """
         embeddings, patches = self._embed(batch)
         hidden = self.llava.model.language_model(
@@ -79,17 +78,17 @@ class Learner(nn.Module):
         model = self.llava.model
         pixels = batch["images"].permute(0, 3, 1, 2).float() / 127.5 - 1
         tower = model.vision_tower
-        # The tower's own forward would normalise once more; LLaVA takes the last layer's output as it is.
+        # The tower's own forward would normalise again; LLaVA takes the last layer's output without that.
         patches = model.multi_modal_projector(tower.encoder(tower.embeddings(pixels)).last_hidden_state)
         embeddings = model.language_model.embed_tokens(batch["ids"])
         flat = patches.flatten(0, 1).to(embeddings.dtype)
         return embeddings.index_copy(0, batch["image_positions"], flat)[None], patches
 
     def _patch_loss(self, patches: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """Return how badly patches tell what they show.
+        """Return the loss of patches at predicting their shape, colour and field.
 
-        A shape and its colour must look like the embeddings of their words. So what finds a word again in a text finds
-        what it means in a picture.
+        Patches of a shape must resemble the embeddings of the words for shape and colour. So the attention that finds a
+        word in a text also finds its meaning in a picture.
         """
         head = self.patch_head(patches).float()
         shown = (batch["patch_shapes"] >= 0).float()
@@ -111,7 +110,7 @@ def to_tensors(batch: Batch) -> dict[str, Tensor]:
 
 
 def write_checkpoint(learner: Learner, tokenizer: Tokenizer, directory: Path) -> None:
-    """Write the model as a Hugging Face checkpoint in bfloat16: what training's arithmetic saw of the weights."""
+    """Write the model as a Hugging Face checkpoint in bfloat16, the precision that training computed in."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, content in configuration_files(learner.llava.config).items():
         (directory / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -6,8 +6,7 @@ import random
 from collections.abc import Callable
 
 from models.tiny.conversation import Conversation, Skill, Turn
-from models.tiny.render import SHAPES
-from models.tiny.scenes import COLOURS, MAX_SHAPES, Placed, Scene, draw_scene
+from models.tiny.scenes import COLOURS, MAX_SHAPES, SHAPES, Placed, Scene, draw_scene
 from models.tiny.split import Split
 from models.tiny.words import plural, with_article
 
@@ -16,12 +15,12 @@ _CAPTION_REQUESTS = (
     "Describe this image.", "What is in this image?",
 )  # fmt: skip
 _PAIR_SHARE = 0.06
-#: Of the questions about one picture. Where something is, is the hardest to learn.
+#: Weights of the questions about one picture. Positions are the hardest to learn.
 _HOW_OFTEN = {Skill.SHAPE: 2, Skill.COLOUR: 2, Skill.COUNT: 2, Skill.POSITION: 4, Skill.PRESENCE: 1}
 
 
 def looking(rng: random.Random, split: Split, max_shapes: int = MAX_SHAPES) -> Conversation:
-    """Return a picture of up to ``max_shapes``, or now and then two of one, and up to eight turns about it."""
+    """Return a picture of up to ``max_shapes`` shapes, or sometimes two of one shape, and up to eight turns."""
     if rng.random() < _PAIR_SHARE:
         return _about_two(rng, split)
     scene = draw_scene(rng, split, max_shapes)
@@ -32,7 +31,7 @@ def looking(rng: random.Random, split: Split, max_shapes: int = MAX_SHAPES) -> C
 
 
 def ask_about(rng: random.Random, scene: Scene, skill: Skill) -> Turn | None:
-    """Return a question about ``scene`` that shows ``skill``, or ``None`` where the scene allows none."""
+    """Return a question about ``scene`` for ``skill``; ``None``: the scene allows none."""
     return _ASKS[skill](rng, scene)
 
 
@@ -56,7 +55,7 @@ def _only(scene: Scene, test: Callable[[Placed], bool]) -> bool:
 
 
 def _shape(rng: random.Random, scene: Scene) -> Turn | None:
-    """Ask for the shape of what one colour, place or its being alone tells from all others."""
+    """Ask for the shape that a colour, a place or being the only one tells from all others."""
     one = rng.choice(scene.shapes)
     questions = [f"What shape is {_at(one.field)}?"]
     if _only(scene, lambda other: other.colour == one.colour):
@@ -89,7 +88,7 @@ def _count(rng: random.Random, scene: Scene) -> Turn | None:
 
 
 def _named(rng: random.Random, present: list[str], every: tuple[str, ...]) -> str:
-    """Return one that is there, or one time in five any one."""
+    """Return one that is in the picture, or one time in five any one."""
     return rng.choice(every) if rng.random() < 0.2 else rng.choice(present)
 
 

@@ -33,7 +33,7 @@ class Schedule:
     adam_rate: float = 2e-3
 
     def factor(self, step: int) -> float:
-        """Return what both rates are multiplied with at ``step``."""
+        """Return the factor of both rates at ``step``."""
         left = (self.num_steps - step) / (self.decay_share * self.num_steps)
         return max(0.0, min(1.0, (step + 1) / self.num_warmup_steps, left))
 
@@ -51,7 +51,7 @@ class Optimizer:
         self._adam = torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0, fused=others[0].is_cuda)
 
     def step(self, step: int) -> None:
-        """Update the weights from their gradients and drop those; ``step`` counts from 0."""
+        """Update the weights from their gradients, and drop the gradients; ``step`` counts from 0."""
         factor = self._schedule.factor(step)
         self._muon.step(factor * self._schedule.muon_rate)
         for group in self._adam.param_groups:
@@ -60,11 +60,11 @@ class Optimizer:
         self._adam.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Any]:
-        """Return what a later process needs to go on."""
+        """Return the state that a later process needs to continue."""
         return {"muon": [stack.cpu() for stack in self._muon.momenta], "adam": self._adam.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what ``state`` returned."""
+        """Continue from what ``state`` returned."""
         for mine, saved in zip(self._muon.momenta, state["muon"], strict=True):
             mine.copy_(saved)
         self._adam.load_state_dict(state["adam"])
@@ -86,7 +86,7 @@ class _Muon:
             gradient = torch.stack([weight.grad for weight in stack if weight.grad is not None])
             momentum.lerp_(gradient, 1 - self._MOMENTUM)
             update = _orthogonal(gradient.lerp_(momentum, self._MOMENTUM))
-            # As much change per output whatever the matrix's form.
+            # The same change per output for matrices of every shape.
             scale = max(1.0, momentum.shape[1] / momentum.shape[2]) ** 0.5
             torch._foreach_mul_(stack, 1 - rate * self._DECAY)
             torch._foreach_add_(stack, list(update.to(momentum.dtype).unbind()), alpha=-rate * scale)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from models.tiny.scenes import Placed, Scene
+from models.tiny.scenes import Placed, Scene
 
 Floats = NDArray[np.floating[Any]]
 
@@ -18,12 +17,12 @@ IMAGE_SIZE = 96
 PATCH_SIZE = 12
 NUM_PATCHES = (IMAGE_SIZE // PATCH_SIZE) ** 2
 
-#: Red, green, blue of a colour's middle, 0 to 255; each drawn shape is a little off.
+#: Red, green, blue of each of ``scenes.COLOURS``, 0 to 255; each drawn shape is a little off.
 COLOUR_VALUES = {
     "red": (215, 35, 35), "orange": (245, 140, 20), "yellow": (245, 225, 40), "green": (35, 150, 55),
     "blue": (35, 75, 215), "purple": (135, 45, 165), "black": (15, 15, 15), "white": (250, 250, 250),
 }  # fmt: skip
-#: Grounds are pale and of middle brightness, so that every shape stands out.
+#: The same of ``scenes.GROUNDS``: pale and of middle brightness, so that every shape stands out.
 GROUND_VALUES = {
     "grey": (150, 150, 150), "light blue": (150, 185, 210), "light green": (160, 195, 155), "pink": (220, 175, 185),
     "beige": (205, 190, 155),
@@ -52,11 +51,11 @@ def render(scene: Scene, size: int = IMAGE_SIZE) -> NDArray[np.uint8]:
 
 
 def patch_shapes(scene: Scene) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Say what each patch of the picture shows, row by row, for training's auxiliary loss.
+    """Return what each patch of the picture shows, row by row, for training's auxiliary loss.
 
     Returns:
-        ``[NUM_PATCHES]``, 1 + the index in ``scene.shapes`` of the shape that covers the patch, 0 for none; and as
-        many, 1 where a shape's middle lies in the patch.
+        ``[NUM_PATCHES]``, 1 + the index in ``scene.shapes`` of the shape that covers the patch, 0 for none; and
+        ``[NUM_PATCHES]``, 1 if a shape's middle is in the patch.
     """
     per_side = IMAGE_SIZE // PATCH_SIZE
     covered = np.full((per_side, per_side), _MIN_COVERAGE, dtype=np.float32)
@@ -105,7 +104,7 @@ def _mask(placed: Placed, size: int) -> tuple[slice, slice, Floats]:
 
 
 def _star(x: Floats, y: Floats, radius: float) -> Floats:
-    """Fold the plane into a tenth of the star, whose edge there is one line."""
+    """Fold the plane into a tenth of the star, in which the star's edge is one line."""
     angle = np.abs((np.arctan2(x, -y) + math.pi / 5) % (2 * math.pi / 5) - math.pi / 5)
     length = np.hypot(x, y)
     inner = 0.42 * radius
@@ -128,7 +127,7 @@ def _cross(x: Floats, y: Floats, radius: float) -> Floats:
     return distance
 
 
-#: Pixels from a shape's edge, less than 0 inside, given the offset from its middle.
+#: Of each of ``scenes.SHAPES``: pixels from its edge, less than 0 inside, given the offset from its middle.
 _DISTANCES: dict[str, Callable[[Floats, Floats, float], Floats]] = {
     "circle": lambda x, y, radius: np.hypot(x, y) - 0.9 * radius,
     "square": lambda x, y, radius: np.maximum(np.abs(x), np.abs(y)) - 0.72 * radius,
@@ -138,4 +137,3 @@ _DISTANCES: dict[str, Callable[[Floats, Floats, float], Floats]] = {
     "ring": lambda x, y, radius: np.abs(np.hypot(x, y) - 0.72 * radius) - 0.24 * radius,
     "diamond": lambda x, y, radius: (np.abs(x) * 1.3 + np.abs(y) - radius) / math.hypot(1.3, 1),
 }
-SHAPES = tuple(_DISTANCES)

@@ -1,19 +1,21 @@
-"""Pictures of coloured shapes as plain descriptions, before they are drawn."""
+"""Descriptions of pictures of coloured shapes; ``render.py`` draws them."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 
-from models.tiny.render import COLOUR_VALUES, GROUND_VALUES, SHAPES
 from models.tiny.split import Split
 
-COLOURS = tuple(COLOUR_VALUES)
+SHAPES = ("circle", "square", "triangle", "star", "cross", "ring", "diamond")
+COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "black", "white")
+GROUNDS = ("grey", "light blue", "light green", "pink", "beige")
 PATTERNS = ("plain", "shaded", "striped", "checked", "noisy")
 MAX_SHAPES = 6
 
 _ROWS, _COLUMNS = ("top", "", "bottom"), ("left", "", "right")
-#: Of the picture's side. A shape's middle keeps off the lines between the nine fields: where it lies is never in doubt.
+#: In parts of the picture's side. A shape's middle keeps this far from the lines between the nine fields, so that its
+#: field is never in doubt.
 _MARGIN = 0.035
 _SMALL, _LARGE = (0.07, 0.095), (0.13, 0.165)
 _MAX_DRAWS = 40
@@ -24,7 +26,7 @@ class Placed:
     """One shape of a picture.
 
     Attributes:
-        shape: one of ``render.SHAPES``.
+        shape: one of ``SHAPES``.
         colour: one of ``COLOURS``.
         is_large: otherwise it is small.
         x: of its middle, 0 to 1 from the left.
@@ -68,9 +70,9 @@ class Scene:
 
     Attributes:
         shapes: one to six, from top to bottom and left to right; they don't touch and each has a field of its own.
-        ground: one of ``render.GROUND_VALUES``.
+        ground: one of ``GROUNDS``.
         pattern: one of ``PATTERNS``.
-        seed: of what else varies: exact colours, noise.
+        seed: of everything else that varies: exact colours, noise.
     """
 
     shapes: tuple[Placed, ...]
@@ -80,28 +82,28 @@ class Scene:
 
     @property
     def key(self) -> str:
-        """What it is held out by: shapes, colours and fields, whatever the ground and the exact place."""
+        """The key that decides whether it is held out: shapes, colours and fields, not the ground nor exact places."""
         return ";".join(f"{placed.name}@{placed.field}" for placed in self.shapes)
 
 
 def draw_scene(rng: random.Random, split: Split, max_shapes: int = MAX_SHAPES) -> Scene:
-    """Draw a scene of ``split`` of one to ``max_shapes`` shapes, any number as often."""
+    """Draw a scene of ``split`` with one to ``max_shapes`` shapes; each number is as likely."""
     return split.draw(lambda: _any_scene(rng, rng.randint(1, max_shapes)), lambda scene: scene.key)
 
 
 def _any_scene(rng: random.Random, num_shapes: int) -> Scene:
-    # Few colours or few shapes make counts above one and things that are told apart by one property only.
+    # With few colours or few shapes, counts above one occur, and shapes that differ in one property only.
     colours = rng.sample(COLOURS, k=rng.choice((2, len(COLOURS), len(COLOURS))))
     shapes = rng.sample(SHAPES, k=rng.choice((2, len(SHAPES), len(SHAPES))))
     placed: list[Placed] = []
     while len(placed) < num_shapes:
         placed = _try_to_place(rng, num_shapes, colours, shapes)
     placed.sort(key=lambda one: (one.row, one.column))
-    return Scene(tuple(placed), rng.choice(tuple(GROUND_VALUES)), rng.choice(PATTERNS), rng.getrandbits(32))
+    return Scene(tuple(placed), rng.choice(GROUNDS), rng.choice(PATTERNS), rng.getrandbits(32))
 
 
 def _try_to_place(rng: random.Random, num_shapes: int, colours: list[str], shapes: list[str]) -> list[Placed]:
-    """Return ``num_shapes`` shapes, or fewer where they got too crowded."""
+    """Return ``num_shapes`` shapes, or fewer if the picture is too crowded."""
     placed: list[Placed] = []
     for field in rng.sample(range(9), k=num_shapes):
         for _ in range(_MAX_DRAWS):

@@ -28,8 +28,8 @@ class Story:
 
     Attributes:
         text: the story, in three paragraphs.
-        questions: facts of it, as questions and answers.
-        request: what asks for such a story.
+        questions: questions about its facts, with answers.
+        request: a request for such a story.
     """
 
     text: str
@@ -58,7 +58,7 @@ def tell_story(rng: random.Random) -> Story:
 
 
 def story_conversation(rng: random.Random, split: Split) -> Conversation:
-    """Return a request and a story; often some questions about it follow. One in five is the mere text."""
+    """Return a request and a story; often some questions about it follow. One in five is the text only."""
     story = split.draw(lambda: tell_story(rng), lambda story: story.text[:80])
     turns = [Turn(story.request, story.text, Skill.STORY)]
     if rng.random() < 0.2:

@@ -1,4 +1,4 @@
-"""Sentences that stories are put together from; ``{...}`` are filled by ``stories.py``."""
+"""Sentences of stories; ``stories.py`` fills the ``{...}``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Quest:
-    """What a hero sets out for.
+    """The hero's goal.
 
     Attributes:
         starts: how it begins, one of them.
@@ -20,12 +20,12 @@ class Quest:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """What is in the hero's way.
+    """The hero's obstacle.
 
     Attributes:
-        name: what a question about the story calls it.
-        meets: how the hero comes to it.
-        tries: what fails.
+        name: its name in questions about the story.
+        meets: how the hero meets it.
+        tries: attempts that fail.
         solutions: what hero and friend do together.
     """
 

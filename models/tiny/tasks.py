@@ -44,7 +44,7 @@ def instructions(rng: random.Random, split: Split) -> Conversation:
 
 
 def small_talk(rng: random.Random, split: Split) -> Conversation:
-    """Return some of the few things that the model says of itself; the same ones in both splits."""
+    """Return some of the few things that the model says about itself; both splits have the same ones."""
     del split
     turns = rng.sample(_SMALL_TALK, k=rng.randint(1, 3))
     return Conversation(tuple(Turn(*turn, Skill.SMALL_TALK) for turn in turns))
@@ -112,7 +112,7 @@ def _larger(rng: random.Random) -> tuple[str, str]:
 
 
 def _some_words(rng: random.Random, least: int, most: int) -> list[str]:
-    """Return different words, now and then one without sense among them."""
+    """Return different words; some are made up."""
     chosen = rng.sample(words.PLAIN_WORDS, k=rng.randint(least, most))
     return [words.letters(rng) if rng.random() < 0.1 else word for word in chosen]
 

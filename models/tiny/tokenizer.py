@@ -16,7 +16,7 @@ BOS, EOS, PAD, IMAGE = "<|bos|>", "<|eos|>", "<|pad|>", "<|image|>"
 SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (BOS, EOS, PAD, SYSTEM, USER, ASSISTANT, "<|tool|>", IMAGE)
 
-#: A message's content is text, or parts of type ``image`` and ``text``.
+#: The content of a message is text, or a list of parts of type ``image`` and ``text``.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
@@ -47,7 +47,7 @@ def train_tokenizer(vocab_size: int = VOCAB_SIZE) -> Tokenizer:
         ValueError: the texts yield fewer tokens than ``vocab_size``.
     """
     tokenizer = Tokenizer(models.BPE())
-    # A digit a token: sums then are learned by column, and a code is copied digit by digit.
+    # Every digit is a token: then sums are learned by column, and codes are copied digit by digit.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(r"\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

@@ -1,8 +1,8 @@
-"""Trains the tiny model in pieces, of less than 9 minutes by default: each goes on where the one before stopped.
+"""Trains the tiny model in pieces of less than 9 minutes by default; each continues where the one before stopped.
 
     python -m models.tiny.train --out DIR [--max-minutes 8.2] [--num-steps N] [--seed 0]
 
-DIR then holds ``checkpoint/`` (the model), ``log.json`` (for ``models.tiny.curves``) and, to go on, ``state.pt``.
+DIR then holds ``checkpoint/`` (the model), ``log.json`` (for ``models.tiny.curves``) and ``state.pt``, to continue.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Training:
     """One training run, or a piece of it."""
 
     def __init__(self, directory: Path, *, shape: BatchShape, num_steps: int, seed: int, device: torch.device) -> None:
-        """Start afresh, or go on from ``directory``'s state."""
+        """Start a new run, or continue from ``directory``'s state."""
         self._directory, self._num_steps, self._device = directory, num_steps, device
         torch.manual_seed(seed)
         self._tokenizer = train_tokenizer()
@@ -47,7 +47,7 @@ class Training:
         self._batches = _Batches(self._tokenizer, shape, seed)
         self._log: list[dict[str, Any]] = []
         self._step, self._trained_s = 0, 0.0
-        # All in one file: a kill while it is written never leaves weights of one step beside an optimizer of another.
+        # All in one file: a kill during the write never leaves weights of one step with an optimizer of another.
         self._state_path = directory / "state.pt"
         if self._state_path.exists():
             self._load()
@@ -58,7 +58,7 @@ class Training:
         return self._step >= self._num_steps
 
     def run(self, *, max_s: float, num_workers: int) -> None:
-        """Take steps until all are taken or the time is up; then save."""
+        """Take steps until all are done or the time is up; then save."""
         started, trained_before = time.monotonic(), self._trained_s
         loss_of = torch.compile(self._learner) if self._device.type == "cuda" else self._learner
         sums = torch.zeros(len(Skill) + 1, 3, device=self._device)
@@ -107,7 +107,7 @@ class Training:
             print(f"{self._step} {self._trained_s:.0f} s  patches {entry['patch_loss']:.3f}  {accuracies}", flush=True)
 
     def _save(self) -> None:
-        """Write the state whole or not at all; a piece that is killed after that has the rest written by the next."""
+        """Write the state whole or not at all; if this piece is killed after that, the next one writes the rest."""
         state = {
             "step": self._step,
             "seconds": self._trained_s,
@@ -133,7 +133,7 @@ class Training:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, in the place of ``path`` afterwards."""
+    """A path to write to; it replaces ``path`` afterwards."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name(f"{path.name}.part")
     yield written
@@ -151,7 +151,7 @@ class _Batches(Dataset[dict[str, Tensor]]):
 
 
 def _weights(learner: Learner) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight once: the tied ones are one."""
+    """Yield every weight once; tied weights are one weight."""
     return ((name, weight.detach()) for name, weight in learner.named_parameters())
 
 

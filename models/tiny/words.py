@@ -1,4 +1,4 @@
-"""The small world that the model's texts are about: who and what there is, and names made up on the spot."""
+"""The small world of the model's texts: its people and things, and made-up names."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def plural(noun: str) -> str:
 
 
 def made_up_word(rng: random.Random, num_syllables: int = 2) -> str:
-    """Return a word that sounds like one and very likely is none."""
+    """Return a made-up word that sounds real."""
     return "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(num_syllables))
 
 
 def person(rng: random.Random) -> str:
-    """Return a name: a known one, or one in four times a made-up one, so that names are read and not only known."""
+    """Return a known name, or one time in four a made-up one, so that the model reads names instead of knowing them."""
     if rng.random() < 0.25:
         return made_up_word(rng, rng.choice((2, 2, 3))).capitalize()
     return rng.choice(NAMES)
@@ -76,7 +76,7 @@ def town(rng: random.Random) -> str:
 
 
 def letters(rng: random.Random) -> str:
-    """Return three to six letters without sense."""
+    """Return three to six random letters."""
     return "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 6)))
 
 

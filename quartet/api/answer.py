@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -10,6 +9,7 @@ from typing import Protocol
 from quartet.api.request import Accepted, AnswerPart, ChoiceFinished, ChoicePlacement, Delta, Placed
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import StalledStreamError
+from quartet.streams.wakeable import Wakeable
 
 
 class DeltaSink(Protocol):
@@ -46,15 +46,13 @@ class AnswerSink(DeltaSink, Protocol):
         ...
 
 
-class Answer:
+class Answer(Wakeable):
     """An ``AnswerSink`` for one reader: deltas that gather between two reads become one part for each choice."""
 
     def __init__(self, *, max_unread: int | None = None) -> None:
         """Begin with nothing gathered; of one choice, ``max_unread`` tokens and characters may. ``None``: no bound."""
+        super().__init__()
         self._max_unread = max_unread
-        # An `asyncio.Event` does the same, at twice the price for each token.
-        self._waiter: asyncio.Future[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._accepted: Accepted | None = None
         self._is_accepted = False
         self._placed: list[Placed] = []
@@ -69,14 +67,14 @@ class Answer:
         """Open with ``accepted``; called once."""
         self._accepted = accepted
         self._is_accepted = self._has_rare = True
-        self._wake()
+        self._has_news()
 
     def place(self, placement: ChoicePlacement) -> None:
         """One more choice is placed."""
         if self._accepted is None:
             self._placed.append(Placed(placement=placement))
             self._has_rare = True
-            self._wake()
+            self._has_news()
         else:  # it has not gone out yet: it can say this too
             choices = (*self._accepted.choices, placement)
             self._accepted = replace(self._accepted, choices=tuple(sorted(choices, key=lambda placed: placed.choice)))
@@ -100,19 +98,21 @@ class Answer:
             delta.logprobs += tuple(logprobs)
             if self._max_unread is not None and len(delta.token_ids) + len(delta.text) > self._max_unread:
                 raise StalledStreamError(f"more than {self._max_unread} tokens and characters were left unread")
-        self._wake()
+        self._has_more = True
+        if self._waiter is not None:
+            self._wake()
 
     def finish(self, finished: ChoiceFinished) -> None:
         """One choice has ended."""
         self._finished[finished.choice] = finished
         self._has_rare = True
-        self._wake()
+        self._has_news()
 
     def end(self, error: BaseException | None = None) -> None:
         """Everything has been said; with ``error`` the stream ends with it."""
         self._error = error
         self._has_ended = True
-        self._wake()
+        self._has_news()
 
     def take(self) -> Sequence[AnswerPart] | None:
         """All that gathered, in order; ``None`` at the end. Raises what ``end`` was given, once all else is taken."""
@@ -126,13 +126,8 @@ class Answer:
             raise self._error
         return None
 
-    def more(self) -> asyncio.Future[None]:
-        """Done when there is more to take. For one reader, which has taken everything."""
-        assert not self._has_more, "there is more already"
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()  # a system call in Python 3.11, and this comes for each token
-        self._waiter = self._loop.create_future()
-        return self._waiter
+    #: ``more()`` is done when there is more to take. For one reader, who has taken everything.
+    more = Wakeable._woken
 
     async def next(self) -> Sequence[AnswerPart]:
         """Wait for more; all that gathered, in order. Empty at the end. Raises what ``end`` was given."""
@@ -164,10 +159,6 @@ class Answer:
             gathered.clear()
         return parts
 
-    def _wake(self) -> None:
+    def _has_news(self) -> None:
         self._has_more = True
-        waiter = self._waiter
-        if waiter is not None:
-            self._waiter = None
-            if not waiter.done():  # the reader may have been cancelled
-                waiter.set_result(None)
+        self._wake()

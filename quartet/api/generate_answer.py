@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,24 +9,25 @@ from dataclasses import replace
 from quartet.api.convert.answer import put_delta, to_generate_response
 from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement, Placed
 from quartet.engine.sampling import TokenLogprobs
+from quartet.streams.wakeable import Wakeable
 from quartet.v1 import router_pb2
 
 
-class GenerateAnswer:
+class GenerateAnswer(Wakeable):
     """An ``AnswerSink`` for one stream of Generate.
 
     Tokens go into the message that will be sent, and as long as that waits, later ones of their choice into it too:
     there is one for each token, so objects between would be most of what it costs.
     """
 
-    __slots__ = ("_accepted", "_deltas", "_error", "_has_ended", "_messages", "_waiter")
+    __slots__ = ("_accepted", "_deltas", "_error", "_has_ended", "_messages")
 
     def __init__(self) -> None:
         """Begin with nothing to send."""
+        super().__init__()
         self._accepted: Accepted | None = None  # until it is sent
         self._messages: deque[router_pb2.GenerateResponse] = deque()
         self._deltas: dict[int, router_pb2.Delta] = {}  # by choice, within messages that wait
-        self._waiter: asyncio.Future[None] | None = None
         self._has_ended = False
         self._error: BaseException | None = None
 
@@ -82,11 +82,7 @@ class GenerateAnswer:
                 if self._error is not None:
                     raise self._error
                 return None
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._woken()
 
     def _take(self) -> router_pb2.GenerateResponse:
         message = self._messages.popleft()
@@ -97,7 +93,3 @@ class GenerateAnswer:
     def _send(self, message: router_pb2.GenerateResponse) -> None:
         self._messages.append(message)
         self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

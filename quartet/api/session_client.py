@@ -15,7 +15,7 @@ from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import ProtocolError, RouterUnavailableError, ServingError, StalledStreamError
 from quartet.rpc.errors import from_failure
-from quartet.streams.convert.inner import from_token_logprobs
+from quartet.streams.convert.messages import from_token_logprobs
 from quartet.streams.slots import SlotClient
 from quartet.v1 import router_pb2, router_pb2_grpc, types_pb2
 
@@ -80,7 +80,7 @@ class SessionCall:
 class SessionClient(SlotClient[router_pb2.SessionRequest, router_pb2.SessionResponse, SessionCall]):
     """The session with one router: it opens at the first request, and again at the next one after a break.
 
-    It never waits for anybody's reading: requests that others read slowly gather in their answers.
+    It never waits for a reader: what comes for a request that is read slowly gathers in its answer.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class SessionClient(SlotClient[router_pb2.SessionRequest, router_pb2.SessionResp
         self._to_error = to_error
 
     def start(self, start: router_pb2.GenerateStart, answer: Answer) -> SessionCall:
-        """Start a request; never waits or raises: what is wrong comes out of ``answer``."""
+        """Start a request; never waits or raises: errors come out of ``answer``."""
         num_choices = start.num_choices if start.HasField("num_choices") else 1
         return self._begin(
             lambda send_cancel: SessionCall(send_cancel, num_choices, answer),
@@ -126,7 +126,7 @@ class SessionClient(SlotClient[router_pb2.SessionRequest, router_pb2.SessionResp
             self._end(failed.slot).fail(from_failure(failed.failure))
 
     def _receive_deltas(self, response: router_pb2.SessionResponse) -> None:
-        # Lists first: each look into a repeated field costs as much as the rest of the loop.
+        # Lists first: each access to a repeated field costs as much as the rest of the loop.
         slots, token_ids = list(response.slots), list(response.token_ids)
         choices = list(response.choices) or repeat(0, len(slots))
         texts = list(response.texts) or repeat("", len(slots))
@@ -171,8 +171,8 @@ class _LogprobsColumn:
 def _ignore(
     _choice: int, _token_offset: int, _token_ids: Sequence[int], _text: str, _logprobs: Sequence[TokenLogprobs]
 ) -> None:
-    """The answer is not wanted any more."""
+    """The request is over: drop its deltas."""
 
 
 def _nothing(_error: ServingError) -> None:
-    """Its calls have failed already, so there is nothing to do."""
+    """A break of the stream needs no more: its calls have failed."""

@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from quartet.engine.sampling import TokenLogprobs
+from quartet.streams.outbox import TOKEN_BYTES, payload_bytes
 
 #: Slot, choice, token offset, token ids, text, log probabilities. A tuple, as one is made for each token: columns are
 #: made of many of them without running a line of Python for each.
 Entry: TypeAlias = tuple[int, int, int, Sequence[int], str, Sequence[TokenLogprobs]]
 
-# Upper bounds of serialized sizes; a varint of 32 bits has at most 5 bytes.
+# Upper bounds of serialized sizes.
 _ENTRY_BYTES = 40  # one entry's part of the columns without tokens and text, and the frame of its log probabilities
-_TOKEN_BYTES = 5
 _CHARACTER_BYTES = 4
-_LOGPROB_BYTES = 24  # of one token, and 9 more for each alternative
-_ALTERNATIVE_BYTES = 9
 
 
-@dataclass(frozen=True, kw_only=True)
-class Columns:
-    """Entries as a message holds them, field by field."""
+class Columns(NamedTuple):
+    """Entries as a message holds them, field by field. A tuple: one is made for each message."""
 
     slots: Sequence[int]
     choices: Sequence[int]
@@ -36,9 +33,12 @@ class Columns:
     @property
     def max_size_bytes(self) -> int:
         """Upper bound of their size in a message."""
-        size_bytes = _ENTRY_BYTES * len(self.slots) + _TOKEN_BYTES * len(self.token_ids)
-        size_bytes += _CHARACTER_BYTES * sum(map(len, self.texts))
-        return size_bytes + sum(_payload_bytes((), "", logprobs) for logprobs in self.logprobs if logprobs)
+        size_bytes = _ENTRY_BYTES * len(self.slots) + TOKEN_BYTES * len(self.token_ids)
+        if self.texts:
+            size_bytes += _CHARACTER_BYTES * sum(map(len, self.texts))
+        if self.logprobs:
+            size_bytes += sum(payload_bytes((), logprobs) for logprobs in self.logprobs)
+        return size_bytes
 
 
 def to_columns(entries: Sequence[Entry]) -> Columns:
@@ -100,10 +100,10 @@ class SessionBacklog:
                 pending.texts.append(text)
             pending.logprobs.extend(logprobs)
             request.num_tokens += len(token_ids)
-            request.size_bytes += _payload_bytes(token_ids, text, logprobs)
+            request.size_bytes += _entry_bytes(token_ids, text, logprobs)
 
     def beyond(self, max_tokens: int, max_bytes: int) -> list[int]:
-        """Slots of the requests that have more waiting than that."""
+        """Slots of the requests with more tokens or bytes waiting than that."""
         requests = self._requests.items()
         return [slot for slot, it in requests if it.num_tokens > max_tokens or it.size_bytes > max_bytes]
 
@@ -119,7 +119,7 @@ class SessionBacklog:
             choice, pending = next(iter(request.choices.items()))
             entry: Entry = (slot, choice, pending.offset, pending.token_ids, "".join(pending.texts), pending.logprobs)
             room_bytes -= _ENTRY_BYTES
-            if _payload_bytes(*entry[3:]) <= room_bytes:
+            if _entry_bytes(*entry[3:]) <= room_bytes:
                 del request.choices[choice]
             else:
                 entry, request.choices[choice] = _split(entry, room_bytes)
@@ -130,7 +130,7 @@ class SessionBacklog:
         return taken
 
     def _count_out(self, slot: int, request: _PendingRequest, entry: Entry) -> int:
-        size_bytes = _payload_bytes(*entry[3:])
+        size_bytes = _entry_bytes(*entry[3:])
         request.num_tokens -= len(entry[3])
         request.size_bytes -= size_bytes
         if not request.choices:
@@ -143,7 +143,7 @@ def _split(entry: Entry, room_bytes: int) -> tuple[Entry, _PendingChoice]:
     slot, choice, offset, token_ids, text, logprobs = entry
     num_tokens = 0
     for token_id, logprob in zip_longest(token_ids, logprobs):  # either may have been left out
-        size_bytes = _payload_bytes(() if token_id is None else (token_id,), "", () if logprob is None else (logprob,))
+        size_bytes = _entry_bytes(() if token_id is None else (token_id,), "", () if logprob is None else (logprob,))
         if size_bytes > room_bytes:
             break
         room_bytes -= size_bytes
@@ -157,10 +157,10 @@ def _split(entry: Entry, room_bytes: int) -> tuple[Entry, _PendingChoice]:
     return part, rest
 
 
-def _payload_bytes(token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]) -> int:
-    size_bytes = _TOKEN_BYTES * len(token_ids)
+def _entry_bytes(token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]) -> int:
+    size_bytes = TOKEN_BYTES * len(token_ids)
     if text:
         size_bytes += len(text) if text.isascii() else len(text.encode())
-    for entry in logprobs:
-        size_bytes += _LOGPROB_BYTES + _ALTERNATIVE_BYTES * len(entry.top_token_ids)
+    if logprobs:
+        size_bytes += payload_bytes((), logprobs)
     return size_bytes

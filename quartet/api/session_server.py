@@ -1,4 +1,8 @@
-"""A router's side of a session: many requests by slot, one writer, exactly one end a start."""
+"""A router's end of a session: many requests by slot, one writer, exactly one end for each start.
+
+No request waits for its session's reader. What gathers between two messages goes out in one; for a reader that is too
+slow even for that, it is merged by choice and bounded by request.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,6 @@ from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeVar
-
-import grpc
 
 from quartet.api.answer import AnswerSink
 from quartet.api.convert.answer import (
@@ -30,87 +32,62 @@ from quartet.errors import (
     ServingError,
     SlowReaderError,
 )
-from quartet.rpc.server import WatchedCall
+from quartet.rpc.server import StalledCalls
+from quartet.streams.base import ServerStream
+from quartet.streams.outbox import ENTRY_BYTES, ROOM_BYTES
+from quartet.streams.wakeable import Wakeable
 from quartet.v1 import router_pb2 as pb
 
-# Long enough for another router to be tried, or for the next one at this address to start.
+#: Begins a request whose answer goes to the sink; raises ``ServingError`` where it can't.
+Begin: TypeAlias = Callable[[SessionStart, AnswerSink], SessionRun]
+SideT = TypeVar("SideT", pb.SessionAccepted, pb.SessionPlaced, pb.SessionFinished, pb.SessionFailure)
+
+# After which a client may try another router, or the next one at this address.
 _DRAINING_RETRY_DELAY_S = 1.0
 
 # The event loop's timers count milliseconds: for less than half of one none is set.
 _TIMER_RESOLUTION_S = 0.0005
-
-_Context: TypeAlias = "grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionResponse]"
-
-#: Begins a request whose answer goes to the sink; raises ``ServingError`` where it can't.
-Begin: TypeAlias = Callable[[SessionStart, AnswerSink], SessionRun]
+_MAX_UNSEEN_ENTRIES = 4096
 
 
-class SessionStream:
-    """Serves one call of Session until both sides are done."""
+class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
+    """Serves one call of Session until the client has half-closed and every request has ended.
 
-    def __init__(self, begin: Begin, limits: SessionLimits) -> None:
+    ``serve`` raises in an ``ExceptionGroup``: ``ProtocolError`` for messages that make no sense, and ``DrainingError``
+    once ``drain`` was called and the last request has ended, unless the client has half-closed by then.
+    """
+
+    def __init__(self, begin: Begin, limits: SessionLimits, stalled: StalledCalls) -> None:
         """Run requests with ``begin``."""
+        outbox = SessionOutbox(limits, self._overflowed)
+        super().__init__(outbox, stalled, max_owed_ends=limits.max_requests)
         self._begin = begin
         self._limits = limits
-        self._outbox = SessionOutbox(limits, self._overflowed)
+        self._outbox = outbox
         self._requests = _Requests()
-        self._is_half_closed = False
         self._is_draining = False
-
-    async def serve(self, context: _Context, watched: WatchedCall) -> None:
-        """Read and write until the client has half-closed and every request has ended; writes go by ``watched``.
-
-        However it ends, its requests have ended then and hold nothing.
-
-        Raises:
-            ProtocolError: an impossible message; in an ``ExceptionGroup``.
-            DrainingError: ``drain`` was called and the last request has ended; in an ``ExceptionGroup``.
-        """
-        # Otherwise metadata go out with the first message, and while that is written gRPC can send no status.
-        await context.send_initial_metadata(())
-        try:
-            async with asyncio.TaskGroup() as group:
-                reader = group.create_task(self._read(context))
-                await self._write(context, watched)
-                reader.cancel()
-        finally:
-            await self._end_requests()
+        self._next_at = 0.0
 
     def drain(self) -> None:
         """Take nothing new; end when the last request has ended, also where the client doesn't half-close."""
         self._is_draining = True
         self._outbox.wake()
 
-    async def _end_requests(self) -> None:
-        """End the requests that run, and wait until they hold nothing."""
-        # A task that was cancelled once may be cancelled again before the next turn: end every request before awaiting.
-        for request in tuple(self._requests.by_slot.values()):
-            request.silence()
-            if not request.is_cancelled:
-                self._requests.runs[request].abort(RequestCancelledError("its session is over"))
-        self._requests.none_runs.clear()
-        if self._requests.runs:
-            await self._requests.none_runs.wait()
+    def _handle(self, request: pb.SessionRequest, group: asyncio.TaskGroup) -> None:
+        match request.WhichOneof("message"):
+            case "start":
+                self._start(request.start)
+            case "cancel":
+                self._cancel(request.cancel.slot)
+            case _:
+                raise ProtocolError("a message must hold a start or cancel", field="message")
 
-    async def _read(self, context: _Context) -> None:
-        while True:
-            request: object = await context.read()
-            if not isinstance(request, pb.SessionRequest):
-                break  # end of stream
-            match request.WhichOneof("message"):
-                case "start":
-                    self._start(request.start)
-                case "cancel":
-                    self._cancel(request.cancel.slot)
-                case _:
-                    raise ProtocolError("a message must hold a start or cancel", field="message")
-            await self._outbox.room()
-        self._is_half_closed = True
+    def _half_closed(self) -> None:
         self._outbox.wake()
 
     def _start(self, message: pb.SessionStart) -> None:
         slot = message.slot
-        # A slot is free only once its end was sent: a client that reuses it earlier can't tell the two requests apart.
+        # A slot is free only once its end was sent: before, the client could not tell the two requests apart.
         if slot in self._requests.by_slot or self._outbox.owes(slot):
             raise ProtocolError(f"slot {slot} is still in use", field="start.slot")
         try:
@@ -142,29 +119,195 @@ class SessionStream:
             request.silence()
             self._requests.runs[request].abort(error)
 
-    async def _write(self, context: _Context, watched: WatchedCall) -> None:
+    async def _next(self) -> pb.SessionResponse | None:
         loop, outbox = asyncio.get_running_loop(), self._outbox
-        next_at = 0.0
         while not self._is_over():
             await outbox.wait()
             now = loop.time()
-            if now < next_at - _TIMER_RESOLUTION_S:
-                await outbox.pause(next_at - now)
+            if now < self._next_at - _TIMER_RESOLUTION_S:
+                await outbox.pause(self._next_at - now)
             if (message := outbox.take()) is not None:
-                next_at = loop.time() + self._limits.tick_s
-                watched.began()
-                await context.write(message)
-                watched.ended()
+                self._next_at = loop.time() + self._limits.tick_s
+                return message
         if not self._is_half_closed:
             raise DrainingError("the router is going away", retry_delay_s=_DRAINING_RETRY_DELAY_S)
+        return None
 
     def _is_over(self) -> bool:
         return (self._is_half_closed or self._is_draining) and not self._requests.by_slot and self._outbox.is_empty
 
+    async def _end(self) -> None:
+        """End what runs, and wait until nothing holds anything."""
+        # This task may be cancelled at the first `await`: tell every request before that.
+        for request in tuple(self._requests.by_slot.values()):
+            request.silence()
+            if not request.is_cancelled:
+                self._requests.runs[request].abort(RequestCancelledError("its session is over"))
+        self._requests.none_runs.clear()
+        if self._requests.runs:
+            await self._requests.none_runs.wait()
+
+
+class SessionOutbox(Wakeable):
+    """Pending columns and side messages of one session.
+
+    Attributes:
+        entries: deltas as they came. After appending one, call ``poll`` if there are ``poll_at`` of them: a method that
+            did both would double the price of a token.
+        poll_at: the number of entries at which ``poll`` must be called.
+    """
+
+    def __init__(self, limits: SessionLimits, on_overflow: Callable[[int, ServingError], None]) -> None:
+        """``on_overflow`` is called with a request of which too much gathered, once it has its failure here."""
+        super().__init__()
+        self.entries: Final[list[Entry]] = []
+        self._limits = limits
+        self._on_overflow = on_overflow
+        self._max_unseen = self.poll_at = min(_MAX_UNSEEN_ENTRIES, limits.max_pending_tokens)
+        self._backlog = SessionBacklog()
+        self._accepted: deque[pb.SessionAccepted] = deque()
+        self._placed: deque[pb.SessionPlaced] = deque()
+        self._finished: deque[pb.SessionFinished] = deque()
+        self._failures: deque[pb.SessionFailure] = deque()
+        self._ended: set[int] = set()
+        self._is_writing = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is pending."""
+        return not (self.entries or self._backlog or self._accepted or self._placed or self._finished or self._failures)
+
+    @property
+    def num_ended(self) -> int:
+        """Slots whose request has ended, but whose end is here, not taken yet."""
+        return len(self._ended)
+
+    def owes(self, slot: int) -> bool:
+        """Whether the end of the request in ``slot`` is here, not taken yet."""
+        return slot in self._ended
+
+    def accept(self, slot: int, accepted: Accepted) -> None:
+        """The request in ``slot`` is placed."""
+        self._accepted.append(to_session_accepted(slot, accepted))
+        self.wake()
+
+    def place(self, slot: int, placement: ChoicePlacement) -> None:
+        """One more of its choices is."""
+        self._placed.append(to_session_placed(slot, placement))
+        self.wake()
+
+    def finish(self, slot: int, finished: ChoiceFinished, *, is_last: bool) -> None:
+        """One of its choices has ended; with the last one, it has."""
+        self._finished.append(to_session_finished(slot, finished))
+        if is_last:
+            self._ended.add(slot)
+        self.wake()
+
+    def fail(self, slot: int, error: BaseException) -> None:
+        """It has ended badly."""
+        self._failures.append(to_session_failure(slot, error))
+        self._ended.add(slot)
+        self.wake()
+
+    def poll(self) -> None:
+        """Many entries have come: wake the stream, or, where the message before still is not taken, count them."""
+        if not self._is_writing:
+            self._release()
+            return
+        self._gather()
+        for slot in self._backlog.beyond(self._limits.max_pending_tokens, self._limits.max_pending_bytes):
+            self._backlog.drop(slot)
+            # The failure is the end also of those of its choices that ended well and wait here.
+            self._finished = deque(item for item in self._finished if item.slot != slot)
+            error = SlowReaderError("the session's reader took too little for too long")
+            self.fail(slot, error)
+            self._on_overflow(slot, error)
+
+    def wake(self) -> None:
+        """Let ``wait`` return."""
+        if self.poll_at == 1:
+            self._release()
+
+    async def wait(self) -> None:
+        """Wait until something is pending or ``wake`` is called. For one reader, who has written what it took."""
+        self._is_writing = False
+        if self.is_empty:
+            self.poll_at = 1
+            await self._woken()
+
+    async def pause(self, duration_s: float) -> None:
+        """Let more gather for ``duration_s`` seconds, or until there is much. For one reader."""
+        timer = asyncio.get_running_loop().call_later(duration_s, self._release)
+        try:
+            await self._woken()
+        finally:
+            timer.cancel()
+
+    def take(self) -> pb.SessionResponse | None:
+        """The next message, at most 1 MiB; ``None`` when nothing is pending.
+
+        A request's deltas are never before its placement, nor its end before them.
+        """
+        if self.is_empty:
+            return None
+        self._is_writing = True
+        self.poll_at = self._max_unseen
+        room = ROOM_BYTES
+        accepted: Sequence[pb.SessionAccepted] = ()
+        placed: Sequence[pb.SessionPlaced] = ()
+        # Most messages hold only deltas: what is empty costs no call. What finds no room leaves none to what follows.
+        if self._accepted:
+            accepted, room = _first(self._accepted, (), room)
+        if self._placed:
+            placed, room = _first(self._placed, (), room)
+        message, room = self._take_deltas(room)
+        if accepted or placed:
+            message.accepted.extend(accepted)
+            message.placed.extend(placed)
+        if self._finished:
+            finished, room = _first(self._finished, self._backlog, room)
+            message.finished.extend(finished)
+        if self._failures:
+            failures, room = _first(self._failures, self._backlog, room)
+            message.failures.extend(failures)
+        if self._ended:
+            self._forget_ended()
+        return message
+
+    def _take_deltas(self, room: int) -> tuple[pb.SessionResponse, int]:
+        """A message with them, and the room that they leave."""
+        if not (self.entries or self._backlog) or not room:
+            return pb.SessionResponse(), room
+        if not self._backlog:
+            columns = to_columns(self.entries)
+            size_bytes = columns.max_size_bytes
+            if size_bytes <= room:
+                self.entries.clear()
+                return to_session_response(columns), room - size_bytes
+        self._gather()
+        entries = self._backlog.take(room)
+        if not entries:
+            return pb.SessionResponse(), 0
+        columns = to_columns(entries)
+        # Its bound may be above what the backlog counted, character by character.
+        return to_session_response(columns), max(0, room - columns.max_size_bytes)
+
+    def _gather(self) -> None:
+        self._backlog.add(self.entries)
+        self.entries.clear()
+
+    def _forget_ended(self) -> None:
+        self._ended &= {item.slot for pending in (self._finished, self._failures) for item in pending}
+
+    def _release(self) -> None:
+        self._wake()
+        # The stream takes them before long: until then there is nothing to be done about more.
+        self.poll_at = len(self.entries) + self._max_unseen
+
 
 @dataclass
 class _Requests:
-    """The requests of one session: ``by_slot`` have no end yet, ``runs`` may still hold something.
+    """Those of one session: ``by_slot`` such as have no end yet, ``runs`` such as still may hold something.
 
     ``none_runs`` is set when the last of these ends.
     """
@@ -208,8 +351,8 @@ class _Request:
             return
         entries = self._entries
         entries.append((self._slot, choice, token_offset, token_ids, text, logprobs))
-        if len(entries) >= self._outbox.notify_at:
-            self._outbox.notify()
+        if len(entries) >= self._outbox.poll_at:
+            self._outbox.poll()
 
     def finish(self, finished: ChoiceFinished) -> None:
         """One choice has ended: with the last one the request has, for the client."""
@@ -232,7 +375,7 @@ class _Request:
             self._outbox.fail(self._slot, error)
 
     def silence(self) -> None:
-        """The client has its end, or is gone: drop what still comes."""
+        """The client has the request's end, or is gone: drop what still comes."""
         self._is_over = True
 
     def _leave(self) -> None:
@@ -240,193 +383,12 @@ class _Request:
         del self._requests.by_slot[self._slot]
 
 
-# What a router has yet to send to one session. No request waits for the session's client: what gathers between two
-# messages goes out in one, and for a slow reader it is merged by choice and bounded by request.
-
-SideT = TypeVar("SideT", pb.SessionAccepted, pb.SessionPlaced, pb.SessionFinished, pb.SessionFailure)
-
-#: A message is at most this long: gRPC clients take 4 MiB by default, and what a slow reader has not taken of it can't
-#: be taken back.
-MAX_SESSION_MESSAGE_BYTES = 1 << 20
-
-_MAX_UNSEEN_ENTRIES = 4096
-
-_ROOM_BYTES = MAX_SESSION_MESSAGE_BYTES - 64  # less tags and lengths of the packed columns
-
-_SIDE_BYTES = 4  # tag and length of a side message
-
-
-class SessionOutbox:
-    """Pending columns and side messages of one session.
-
-    Attributes:
-        entries: deltas as they came. Code that appends calls ``notify`` if there are ``notify_at`` of them: a method
-            that did both would double the price of a token.
-        notify_at: ``notify`` is to be called at so many entries.
-    """
-
-    def __init__(self, limits: SessionLimits, on_overflow: Callable[[int, ServingError], None]) -> None:
-        """``on_overflow`` is called with the slot of a request that gathered too much, and the failure that it got."""
-        self.entries: Final[list[Entry]] = []
-        self._limits = limits
-        self._on_overflow = on_overflow
-        self._max_unseen = self.notify_at = min(_MAX_UNSEEN_ENTRIES, limits.max_pending_tokens)
-        self._backlog = SessionBacklog()
-        self._accepted: deque[pb.SessionAccepted] = deque()
-        self._placed: deque[pb.SessionPlaced] = deque()
-        self._finished: deque[pb.SessionFinished] = deque()
-        self._failures: deque[pb.SessionFailure] = deque()
-        self._ended: set[int] = set()
-        self._waiter: asyncio.Future[None] | None = None
-        self._is_writing = False
-        self._taken = asyncio.Event()
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is pending."""
-        return not (self.entries or self._backlog or self._accepted or self._placed or self._finished or self._failures)
-
-    @property
-    def num_ended(self) -> int:
-        """Slots whose request has ended, but whose end is here, not taken yet."""
-        return len(self._ended)
-
-    def owes(self, slot: int) -> bool:
-        """Whether the end of the request in ``slot`` is here, not taken yet."""
-        return slot in self._ended
-
-    def accept(self, slot: int, accepted: Accepted) -> None:
-        """The request in ``slot`` is placed."""
-        self._accepted.append(to_session_accepted(slot, accepted))
-        self.wake()
-
-    def place(self, slot: int, placement: ChoicePlacement) -> None:
-        """One more of its choices is."""
-        self._placed.append(to_session_placed(slot, placement))
-        self.wake()
-
-    def finish(self, slot: int, finished: ChoiceFinished, *, is_last: bool) -> None:
-        """One of its choices has ended; with the last one, it has."""
-        self._finished.append(to_session_finished(slot, finished))
-        if is_last:
-            self._ended.add(slot)
-        self.wake()
-
-    def fail(self, slot: int, error: BaseException) -> None:
-        """It has ended badly."""
-        self._failures.append(to_session_failure(slot, error))
-        self._ended.add(slot)
-        self.wake()
-
-    def notify(self) -> None:
-        """Many entries have come: wake the stream, or, where the message before still is not taken, count them."""
-        if not self._is_writing:
-            self._release()
-            return
-        self._gather()
-        for slot in self._backlog.beyond(self._limits.max_pending_tokens, self._limits.max_pending_bytes):
-            self._backlog.drop(slot)
-            # The failure is the end also of those of its choices that ended well and wait here.
-            self._finished = deque(item for item in self._finished if item.slot != slot)
-            error = SlowReaderError("the session's reader took too little for too long")
-            self.fail(slot, error)
-            self._on_overflow(slot, error)
-
-    async def room(self) -> None:
-        """Until the client has taken enough ends for more requests to be begun, or refused."""
-        while len(self._ended) > self._limits.max_requests:
-            self._taken.clear()
-            await self._taken.wait()
-
-    def wake(self) -> None:
-        """Let ``wait`` return."""
-        if self.notify_at == 1:
-            self._release()
-
-    async def wait(self) -> None:
-        """Until something is pending, or ``wake`` is called. For one reader, which has written what it took."""
-        self._is_writing = False
-        if self.is_empty:
-            self.notify_at = 1
-            await self._wait()
-
-    async def pause(self, duration_s: float) -> None:
-        """Let more gather for ``duration_s`` seconds, or until there is much. For one reader."""
-        timer = asyncio.get_running_loop().call_later(duration_s, self._release)
-        try:
-            await self._wait()
-        finally:
-            timer.cancel()
-
-    def take(self) -> pb.SessionResponse | None:
-        """The next message, at most 1 MiB; ``None`` when nothing is pending.
-
-        A request's deltas are never before its placement, nor its end before them.
-        """
-        if self.is_empty:
-            return None
-        self._is_writing = True
-        self.notify_at = self._max_unseen
-        # What finds no room leaves none to those that come after it.
-        accepted, room = _first(self._accepted, (), _ROOM_BYTES)
-        placed, room = _first(self._placed, (), room)
-        message, room = self._take_deltas(room)
-        message.accepted.extend(accepted)
-        message.placed.extend(placed)
-        finished, room = _first(self._finished, self._backlog, room)
-        message.finished.extend(finished)
-        failures, room = _first(self._failures, self._backlog, room)
-        message.failures.extend(failures)
-        if self._ended:
-            self._forget_ended()
-        return message
-
-    def _take_deltas(self, room: int) -> tuple[pb.SessionResponse, int]:
-        """A message with them, and the room that they leave."""
-        if not (self.entries or self._backlog) or not room:
-            return pb.SessionResponse(), room
-        if not self._backlog:
-            columns = to_columns(self.entries)
-            if columns.max_size_bytes <= room:
-                self.entries.clear()
-                return to_session_response(columns), room - columns.max_size_bytes
-        self._gather()
-        entries = self._backlog.take(room)
-        if not entries:
-            return pb.SessionResponse(), 0
-        columns = to_columns(entries)
-        # Its bound may be above what the backlog counted, character by character.
-        return to_session_response(columns), max(0, room - columns.max_size_bytes)
-
-    def _gather(self) -> None:
-        self._backlog.add(self.entries)
-        self.entries.clear()
-
-    def _forget_ended(self) -> None:
-        self._ended &= {item.slot for pending in (self._finished, self._failures) for item in pending}
-        self._taken.set()
-
-    def _release(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-        # The stream takes them before long: until then there is nothing to be done about more.
-        self.notify_at = len(self.entries) + self._max_unseen
-
-    async def _wait(self) -> None:
-        assert self._waiter is None, "one reader waits"
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-
 def _first(pending: deque[SideT], held: Container[int], room: int) -> tuple[list[SideT], int]:
     """Take what fits into ``room`` and is not of a ``held`` slot; where one doesn't fit, no room is left."""
     taken: list[SideT] = []
     for _ in range(len(pending)):
         item = pending.popleft()
-        size_bytes = item.ByteSize() + _SIDE_BYTES
+        size_bytes = item.ByteSize() + ENTRY_BYTES
         if item.slot in held:
             pending.append(item)
         elif size_bytes > room:

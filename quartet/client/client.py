@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import Self, Unpack
+from typing import TYPE_CHECKING, Self, Unpack
 
 import grpc
 
 from quartet.api.convert.fleet import from_explain_response, from_model, from_worker_status, to_explain_request
 from quartet.api.fleet import Explanation, Model, WorkerStatus
 from quartet.api.request import GenerateStart
-from quartet.client.direct import DirectRequest, DirectTools
 from quartet.client.generate import GenerateRequest
 from quartet.client.request import GenerateFields, RequestPath, check_size, make_start, to_path
 from quartet.client.routers import Router, Routers
@@ -19,6 +18,9 @@ from quartet.client.session import SessionRequest, Sessions
 from quartet.client.stream import ClientRequest, Completion, CompletionBuilder, GenerateStream
 from quartet.rpc.channels import TlsConfig
 from quartet.v1 import router_pb2
+
+if TYPE_CHECKING:
+    from quartet.client.direct import DirectTools
 
 #: Seconds for calls that run no model.
 _LOOK_UP_TIMEOUT_S = 4.0
@@ -47,7 +49,8 @@ class QuartetClient:
         """
         self._routers = Routers([target] if isinstance(target, str) else target, tls)
         self._sessions = Sessions()
-        self._direct = DirectTools(self._routers, tls)
+        self._tls = tls
+        self._direct: DirectTools | None = None
 
     def generate(
         self,
@@ -128,7 +131,8 @@ class QuartetClient:
     async def close(self) -> None:
         """End all requests and connections."""
         await self._sessions.close()
-        await self._direct.close()
+        if self._direct is not None:
+            await self._direct.close()
         await self._routers.close()
 
     async def __aenter__(self) -> Self:
@@ -146,7 +150,15 @@ class QuartetClient:
             case RequestPath.SESSION:
                 return SessionRequest(self._routers, self._sessions, start)
             case RequestPath.DIRECT:
-                return DirectRequest(self._direct, start)
+                return self._direct_request(start)
+
+    def _direct_request(self, start: GenerateStart) -> ClientRequest:
+        # Imported late: with it come tokenizers and chat templates, which take as long as all the rest of a client.
+        from quartet.client.direct import DirectRequest, DirectTools
+
+        if self._direct is None:
+            self._direct = DirectTools(self._routers, self._tls)
+        return DirectRequest(self._direct, start)
 
     async def _get_models(self, name: str) -> list[Model]:
         async def call(router: Router) -> list[Model]:

@@ -1,1 +1,1 @@
-"""How workers and routers find each other: one registry seam (``base``) over etcd, a directory, or memory."""
+"""How workers and routers find each other: one registry seam (``base``) over etcd or a directory."""

@@ -1,8 +1,10 @@
-"""The discovery seam: what a worker announces, and what a registry promises.
+"""The discovery seam: what a worker announces, what a registry promises, and the JSON form of a worker's record.
 
 A registry keeps one record per worker alive for as long as the worker keeps its registration, and tells
-watchers what comes, changes and goes. Every implementation (``etcd``, ``file``, ``memory``) passes the same
-conformance suite.
+watchers what comes, changes and goes. Every implementation (``etcd``, ``file``) passes the same conformance suite.
+
+In the registry a record is a JSON object. Readers ignore keys that they do not know, so that newer workers may say
+more. The epoch is a decimal string: JavaScript and jq read numbers as doubles, which cannot hold 64 bits.
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from quartet.errors import DiscoveryError
 
+logger = logging.getLogger(__name__)
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_REQUIRED = object()
+_Fields: TypeAlias = Mapping[str, object]
 
 
 class Role(StrEnum):
@@ -59,7 +65,7 @@ class WorkerRecord:
     Attributes:
         worker_id: 1 to 128 letters, digits, ``.``, ``_`` or ``-``, beginning with a letter or digit.
         role: what the worker does.
-        epoch: random unsigned 64-bit number of this start; another epoch is another life of the worker.
+        epoch: random unsigned 64-bit number of this start of the worker: another epoch means that it has started again.
         grpc_address: ``host:port`` that peers dial.
         events_address: ``tcp://host:port`` of the ZMQ PUB socket; empty when the worker has none.
         model_name: what requests ask for.
@@ -74,7 +80,7 @@ class WorkerRecord:
         media: what the worker takes of media: ``image``, ``embeddings`` (files of each, which it encodes or checks
             itself), ``hand_off`` (embeddings that an encode worker holds).
         max_media_tokens: tokens that one media item fills at most; 0: it takes none.
-        adapters: names of the LoRA adapters that the worker has.
+        adapters: names of the LoRA adapters that the worker serves.
         contract_version: the version of the protos that the worker was built with.
         http_address: ``host:port`` of metrics and health; empty when the worker has none.
     """
@@ -114,6 +120,19 @@ class WorkerRecord:
         return WorkerKey(role=self.role, worker_id=self.worker_id)
 
 
+class Rank(NamedTuple):
+    """One data-parallel rank of one worker: what requests are routed to, everywhere.
+
+    A tuple: routers look it up hundreds of times a request, and a dataclass takes four times as long.
+    """
+
+    worker_id: str
+    data_parallel_rank: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.worker_id}/{self.data_parallel_rank}"
+
+
 @dataclass(frozen=True)
 class WorkerAdded:
     """A worker that the reader of the watch did not know."""
@@ -138,7 +157,7 @@ class WorkerRemoved:
 
 @dataclass(frozen=True)
 class Synchronised:
-    """Every worker of the first list has been told; comes once per watch."""
+    """The watch has given every worker of its first list; comes once per watch."""
 
 
 WorkerEvent: TypeAlias = WorkerAdded | WorkerChanged | WorkerRemoved | Synchronised
@@ -213,32 +232,6 @@ def check_name(field: str, name: str) -> None:
         raise ValueError(f"{field} must be 1 to 128 letters, digits, '.', '_' or '-', not {name!r}")
 
 
-# Where a request can run.
-
-
-class Rank(NamedTuple):
-    """One data-parallel rank of one worker: what requests are routed to, everywhere.
-
-    A tuple, as routers look places up hundreds of times a request: a dataclass takes four times as long.
-    """
-
-    worker_id: str
-    data_parallel_rank: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.worker_id}/{self.data_parallel_rank}"
-
-
-# The JSON form of worker records: what lies in the registry.
-#
-# Readers ignore keys that they do not know, so that newer workers may say more. The epoch is a decimal string:
-# JavaScript and jq read numbers as doubles, which cannot hold 64 bits.
-
-logger = logging.getLogger(__name__)
-
-_Fields: TypeAlias = Mapping[str, object]
-
-
 def to_json(record: WorkerRecord) -> bytes:
     """The record as one UTF-8 JSON object."""
     return json.dumps({**asdict(record), "epoch": str(record.epoch)}, separators=(",", ":")).encode()
@@ -298,9 +291,6 @@ def parse_record(key: WorkerKey, data: bytes) -> WorkerRecord | None:
         logger.warning("ignored the record under %s/%s: it names %s", key.role, key.worker_id, record.key)
         return None
     return record
-
-
-_REQUIRED = object()
 
 
 def _parse_object(data: bytes) -> _Fields:

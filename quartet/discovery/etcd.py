@@ -1,7 +1,7 @@
 """The registry on etcd: one key per worker under a lease, and watches that survive every break.
 
-Keys are ``/quartet/<namespace>/<role>/<worker id>``. A watch has one answer to whatever breaks it (restart, wipe,
-compaction, silence): list, tell the differences, watch from the list's revision.
+Keys are ``/quartet/<namespace>/<role>/<worker id>``. When a watch breaks (restart, wipe, compaction, silence), it lists
+all keys, tells the differences, and watches from the list's revision.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 # Enough for an etcd that is just starting or electing a leader, not so long that a wrong address goes unnoticed.
 _REGISTER_WITHIN_S = 10.0
+# Between two tries to reach etcd.
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 1.0
 
 
 class EtcdRegistration:
@@ -90,7 +92,7 @@ class EtcdRegistration:
                 await asyncio.sleep(self._back_off.next_delay_s())
 
     async def _register(self) -> None:
-        # Known before it is granted: whatever of this fails, the next step finds the lease held or lost.
+        # Set before it is granted: if any of this fails, the next step finds the lease held or lost.
         self._lease_id = new_lease_id()
         await self._client.grant(self._lease_id)
         await self._put(self._lease_id)
@@ -204,13 +206,6 @@ def _prefix(config: EtcdConfig) -> str:
     return f"/quartet/{config.namespace}/"
 
 
-# How long to wait before trying an unreachable registry again.
-
-_FIRST_S = 0.05
-
-_LONGEST_S = 1.0
-
-
 class BackOff:
     """Delays that double from 50 ms to 1 s, each shortened at random by up to half.
 
@@ -223,7 +218,7 @@ class BackOff:
     def next_delay_s(self) -> float:
         """How long to wait after one more failure, in seconds."""
         # Past 2**10 the longest delay has long been reached; a larger exponent would one day overflow.
-        delay_s = min(_LONGEST_S, _FIRST_S * 2.0 ** min(self._num_failures, 10))
+        delay_s = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(self._num_failures, 10))
         self._num_failures += 1
         return delay_s * random.uniform(0.5, 1.0)
 

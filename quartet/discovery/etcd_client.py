@@ -1,7 +1,7 @@
-"""The few etcd calls that discovery needs, over channels of ours; the only module here that knows gRPC.
+"""The few etcd calls that discovery needs, and where etcd is; the only module of discovery that knows gRPC.
 
-``aetcd`` lends its messages and stubs. Its own client has no TLS, one endpoint, and hides revisions.
-Whatever goes wrong is a ``DiscoveryError``; the next call then goes to the next endpoint.
+Messages and stubs are those of ``aetcd``; its client has no TLS, one endpoint, and hides revisions.
+Every failure is a ``DiscoveryError``; the next call then goes to the next endpoint.
 """
 
 from __future__ import annotations
@@ -19,21 +19,51 @@ from aetcd import rpc
 
 from quartet.discovery.base import check_name
 from quartet.errors import DiscoveryError
+from quartet.rpc.channels import open_channel
 
-_CHANNEL_OPTIONS = (
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    # A server that comes back is found within a second; gRPC's own default waits up to two minutes.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.max_receive_message_length", 64 * 2**20),
-    ("grpc.enable_http_proxy", 0),
-)
+_CHANNEL_OPTIONS = {
+    # etcd takes pings without a call for an attack, and closes the connection.
+    "grpc.keepalive_permit_without_calls": 0,
+    # A server that comes back is found within a second.
+    "grpc.initial_reconnect_backoff_ms": 100,
+    "grpc.max_reconnect_backoff_ms": 1_000,
+}
 
-# etcd then ends streams on a member that has lost its leader, instead of leaving them silent.
+# With it etcd ends the streams of a member that has lost its leader, instead of leaving them silent.
 _REQUIRE_LEADER = (("hasleader", "true"),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EtcdConfig:
+    """Where etcd is and how it is used.
+
+    Attributes:
+        endpoints: ``host:port``, ``http://host:port`` or ``https://host:port``; tried in turn.
+        namespace: separates deployments that share an etcd.
+        lease_ttl_s: seconds after which a killed worker's record goes; etcd allows no less than about 2.
+        request_timeout_s: longest wait for one answer of one endpoint, in seconds.
+        ca_file: PEM certificates that the server's is checked against; switches TLS on. With an https
+            endpoint and no file, the system's.
+        cert_file: PEM certificate chain to show to the server; goes with ``key_file``.
+        key_file: PEM private key of ``cert_file``.
+    """
+
+    endpoints: tuple[str, ...] = ("127.0.0.1:2379",)
+    namespace: str = "default"
+    lease_ttl_s: int = 5
+    request_timeout_s: float = 2.0
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.endpoints:
+            raise ValueError("endpoints must name at least one etcd server")
+        if self.lease_ttl_s < 1 or self.request_timeout_s <= 0:
+            raise ValueError("lease_ttl_s and request_timeout_s must be positive")
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file go together")
+        check_name("namespace", self.namespace)
 
 
 @dataclass(frozen=True)
@@ -79,7 +109,7 @@ class LeaseStream:
 class EtcdClient:
     """Calls to whichever endpoint answers; each has one channel, kept until ``close``.
 
-    A channel is never closed while others may use it: that would cancel their calls, and with them their tasks.
+    A channel stays open while calls may use it: closing it would cancel them, and with them their tasks.
     """
 
     def __init__(self, config: EtcdConfig) -> None:
@@ -174,7 +204,7 @@ class EtcdClient:
             raise self._failure(number, error) from error
 
     def _failure(self, number: int, error: BaseException) -> DiscoveryError:
-        # Another call may have moved on already; its endpoint is as good as the next.
+        # Another call may have moved to the next endpoint already: stay there.
         if self._current == number:
             self._current = (number + 1) % len(self._config.endpoints)
         reason = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else repr(error)
@@ -208,12 +238,12 @@ class _Endpoint:
 
 def _open_channel(config: EtcdConfig, endpoint: str) -> grpc.aio.Channel:
     address = endpoint.removeprefix("https://").removeprefix("http://")
-    if config.ca_file is None and not endpoint.startswith("https://"):
-        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-    credentials = grpc.ssl_channel_credentials(
-        _read(config.ca_file), private_key=_read(config.key_file), certificate_chain=_read(config.cert_file)
-    )
-    return grpc.aio.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
+    credentials = None
+    if config.ca_file is not None or endpoint.startswith("https://"):
+        credentials = grpc.ssl_channel_credentials(
+            _read(config.ca_file), private_key=_read(config.key_file), certificate_chain=_read(config.cert_file)
+        )
+    return open_channel(address, credentials, _CHANNEL_OPTIONS)
 
 
 def _read(path: Path | None) -> bytes | None:
@@ -221,8 +251,8 @@ def _read(path: Path | None) -> bytes | None:
 
 
 async def _ask(call: Any, watch: Any, interval_s: float) -> None:
-    # A quiet watch and a dead connection look alike; a progress request makes the living answer. The stream has
-    # this one writer. A write fails only with the whole stream, of which the reader learns too.
+    # A quiet watch and a dead connection look alike, so ask for progress: a living server answers. The stream has this
+    # one writer; a write fails only when the whole stream does, and the reader sees that too.
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         await call.write(watch)
         while True:
@@ -263,46 +293,10 @@ def _stored(kv: Any) -> StoredValue:
 
 
 def _text(key: bytes) -> str:
-    # etcd's keys are any bytes, and anybody may put one under our prefix. No key of ours has a replacement character.
+    # etcd's keys are any bytes, and others may put one under our prefix. No key of ours has a replacement character.
     return key.decode(errors="replace")
 
 
 def _end_of(prefix: str) -> bytes:
     """The first key after all that begin with ``prefix``."""
     return prefix[:-1].encode() + bytes([prefix.encode()[-1] + 1])
-
-
-# Where etcd is and how discovery uses it.
-
-
-@dataclass(frozen=True, kw_only=True)
-class EtcdConfig:
-    """Where etcd is and how it is used.
-
-    Attributes:
-        endpoints: ``host:port``, ``http://host:port`` or ``https://host:port``; tried in turn.
-        namespace: separates deployments that share an etcd.
-        lease_ttl_s: seconds after which a killed worker's record goes; etcd allows no less than about 2.
-        request_timeout_s: longest wait for one answer of one endpoint, in seconds.
-        ca_file: PEM certificates that the server's is checked against; switches TLS on. With an https
-            endpoint and no file, the system's.
-        cert_file: PEM certificate chain to show to the server; goes with ``key_file``.
-        key_file: PEM private key of ``cert_file``.
-    """
-
-    endpoints: tuple[str, ...] = ("127.0.0.1:2379",)
-    namespace: str = "default"
-    lease_ttl_s: int = 5
-    request_timeout_s: float = 2.0
-    ca_file: Path | None = None
-    cert_file: Path | None = None
-    key_file: Path | None = None
-
-    def __post_init__(self) -> None:
-        if not self.endpoints:
-            raise ValueError("endpoints must name at least one etcd server")
-        if self.lease_ttl_s < 1 or self.request_timeout_s <= 0:
-            raise ValueError("lease_ttl_s and request_timeout_s must be positive")
-        if (self.cert_file is None) != (self.key_file is None):
-            raise ValueError("cert_file and key_file go together")
-        check_name("namespace", self.namespace)

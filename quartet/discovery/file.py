@@ -32,7 +32,7 @@ class FileConfig:
         directory: made when first written to.
         namespace: separates deployments that share the directory.
         ttl_s: seconds without a touch after which a record is gone; touched every third of it.
-        poll_interval_s: seconds between two looks of a watch.
+        poll_interval_s: seconds between two polls of a watch.
     """
 
     directory: Path
@@ -178,7 +178,7 @@ class FileRegistry:
 
 @dataclass(frozen=True)
 class _Version:
-    """What tells one state of a file from another."""
+    """Differs between two states of a file."""
 
     inode: int
     modified_ns: int
@@ -203,7 +203,7 @@ class _Reader:
         try:
             paths = [directory / name for name in os.listdir(directory) if name.endswith(_SUFFIX)]
         except FileNotFoundError:
-            paths = []  # Nobody has registered yet.
+            paths = []  # No worker has registered yet.
         records = [self._read_file(path) for path in paths]
         self._parsed = {path: self._parsed[path] for path in paths if path in self._parsed}
         return sorted((record for record in records if record), key=lambda record: record.key)
@@ -217,7 +217,7 @@ class _Reader:
             if path not in self._parsed or self._parsed[path][0] != version:
                 self._parsed[path] = (version, _parse(path))
         except FileNotFoundError:
-            return None  # Its worker left while we looked.
+            return None  # Its worker left meanwhile.
         return self._parsed[path][1]
 
 

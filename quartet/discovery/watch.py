@@ -1,4 +1,4 @@
-"""A watch that a task feeds: the same for every registry."""
+"""The watch of every registry: a task feeds it what the registry holds, and its reader gets the differences."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from quartet.discovery.base import (
 )
 from quartet.errors import DiscoveryError
 
-#: Tells the watch it is given about workers until it is cancelled.
+#: Brings the watch it is given what the registry holds, until it is cancelled.
 Feed: TypeAlias = Callable[["LiveWatch"], Coroutine[object, object, None]]
 
 
 class LiveWatch:
-    """The ``Watch`` of every registry: ``feed`` tells it what the registry holds, a reader iterates it."""
+    """The ``Watch`` of every registry: ``feed`` brings it what the registry holds, a reader iterates it."""
 
     def __init__(self, feed: Feed, *, on_close: Callable[[LiveWatch], None]) -> None:
         self._on_close = on_close
@@ -74,19 +74,17 @@ class LiveWatch:
             raise DiscoveryError(f"the watch broke: {cause!r}") from cause
 
 
-# What one watch knows against what its reader was told; pure.
-#
-# Differences are worked out when the reader asks. So nothing queues up behind a slow reader, and after a broken
-# connection a fresh list turns into exactly the events that the reader missed.
-
-
 class WorkerSet:
-    """The workers as known, and which of them the reader has yet to hear about."""
+    """The workers as known, and which of them the reader has not been told about; pure.
+
+    Differences are worked out when the reader asks for the next one. So nothing queues up behind a slow reader, and
+    after a broken connection a fresh list turns into exactly the events that the reader missed.
+    """
 
     def __init__(self) -> None:
         self._known: dict[WorkerKey, WorkerRecord] = {}
         self._told: dict[WorkerKey, WorkerRecord] = {}
-        # An ordered set: workers are told in the order in which they first changed.
+        # An ordered set: the reader gets workers in the order in which they first changed.
         self._to_tell: dict[WorkerKey, None] = {}
         self._is_listed = False
         self._is_synchronised = False
@@ -110,7 +108,7 @@ class WorkerSet:
             self._to_tell[key] = None
 
     def next_event(self) -> WorkerEvent | None:
-        """The next thing to tell the reader, who counts as told; ``None`` when it knows all."""
+        """The reader's next event, which counts as delivered; ``None`` when the reader is up to date."""
         while self._to_tell:
             key = next(iter(self._to_tell))
             del self._to_tell[key]

@@ -1,6 +1,7 @@
 """The engine seam: what a worker asks of an engine, and what it gets back, step by step.
 
-Requests are plain data: an engine may move to a process of its own. One consumer routes its ``StepOutput`` to them.
+Requests are plain data, so that an engine may move to a process of its own. One consumer reads its ``StepOutput`` and
+routes each part to its request.
 """
 
 from __future__ import annotations
@@ -8,18 +9,20 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
-
-from prometheus_client import Metric
+from typing import TYPE_CHECKING, Protocol
 
 from quartet.engine.sampling import OutputOptions, Sampling, TokenLogprobs
 from quartet.errors import ServingError
 from quartet.events.kv import RankEvents, StoredBlocks
-from quartet.events.step_time import StepTime
+from quartet.events.load import RankCounts
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff, KvLayout
 from quartet.media.items import MediaFile
 from quartet.transfer.base import EmbeddingMemory, PoolMemory
+
+if TYPE_CHECKING:
+    # Only a type here, and clients import this module.
+    from prometheus_client import Metric
 
 
 class RequestKind(StrEnum):
@@ -30,12 +33,12 @@ class RequestKind(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended well. Engines report ``STOP_ID`` and ``LENGTH``; the others are known at the edge."""
+    """Why a generation ended well. Engines report ``STOP_ID`` and ``LENGTH``; the others are found at the edge."""
 
     STOP_ID = "stop_id"  # an end-of-sequence or stop id was sampled; it is the last token given out
-    STOP_STRING = "stop_string"  # found by whoever makes the text
+    STOP_STRING = "stop_string"  # found where tokens become text
     LENGTH = "length"  # max_tokens or the model's longest sequence
-    CANCELLED = "cancelled"  # the client asked for an early end; to an engine that is no end but a failure
+    CANCELLED = "cancelled"  # the client asked for an early end; engines report it as a failure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class Generation:
             penalties, limits and usage.
         seed: unsigned 64 bit; noise of a token is a function of (seed, choice, its position in the sequence).
         choice: which of the request's parallel answers this is, from 0.
-        data_parallel_rank: attention-data-parallel rank that has to serve it.
+        data_parallel_rank: the attention-data-parallel rank that must serve it.
     """
 
     prompt_token_ids: Sequence[int] = field(repr=False)
@@ -69,12 +72,13 @@ class EngineRequest:
 
     Attributes:
         id: drawn by the caller, unique in the life of the engine.
-        hand_off: DECODE only: where the KV of ``prompt + generated`` less the last token can be pulled.
-        priority: higher first among those that wait.
-        media_blocks: blocks of ``Engine.embeddings`` with each item of ``generation.media``, the caller's to keep until
-            it ends. Empty: text only, or all is in ``hand_off``'s KV: were that lost, it fails (``MediaLostError``).
-        media_inputs: for an engine that ``reads_media``, each item's file or its opaque hand-off's state; ``None``
-            for those of ``media_blocks``, which has nothing for the others.
+        hand_off: DECODE only: where the KV of ``prompt + generated`` without the last token can be pulled.
+        priority: waiting requests with a higher one go first.
+        media_blocks: blocks of ``Engine.embeddings`` with each item of ``generation.media``; the caller keeps them
+            until the request ends. Empty: text only, or the media are in ``hand_off``'s KV: if that KV is lost, the
+            request fails (``MediaLostError``).
+        media_inputs: for an engine that ``reads_media``, each item's file or the state of its opaque hand-off; ``None``
+            for items of ``media_blocks``, which has nothing for the others.
     """
 
     id: int
@@ -91,11 +95,11 @@ class Started:
     """A request joined the running batch.
 
     Attributes:
-        num_cached_tokens: tokens whose KV was already here.
-        queue_s: seconds from ``submit`` until it was scheduled, less ``transfer_s``.
+        num_cached_tokens: tokens whose KV was in the cache.
+        queue_s: seconds from ``submit`` until it was scheduled, without ``transfer_s``.
         transfer_s: seconds spent pulling blocks, 0 without a hand-off.
         transfer_bytes: bytes pulled.
-        num_prompt_tokens: with media in it that the engine laid out itself, else 0.
+        num_prompt_tokens: of a prompt with media that the engine laid out itself, else 0.
     """
 
     id: int
@@ -108,7 +112,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Finished:
-    """A generation ended well; its last tokens are in the same step."""
+    """A generation ended well; its last tokens are in the same output."""
 
     id: int
     reason: FinishReason
@@ -121,10 +125,12 @@ class Prefilled:
 
     Attributes:
         token_id: the token sampled after the last one given.
-        finished: set when that token ends the generation: nothing is held then.
+        finished: set if that token ends the generation: no blocks are held then.
         block_ids: held blocks, in the order of the sequence; empty for an opaque hand-off or when finished.
+        num_tokens: tokens whose KV the held blocks have.
         opaque: state of an engine that moves its own cache, else ``None``.
-        laid_out: the generation with media in its prompt that the engine laid out itself; zeros name the spans.
+        laid_out: the generation with a prompt that the engine laid out itself, because of its media; the spans' media
+            ids are zeros.
     """
 
     id: int
@@ -134,7 +140,7 @@ class Prefilled:
     compute_s: float
     finished: FinishReason | None = None
     block_ids: tuple[int, ...] = ()
-    num_tokens: int = 0  # whose KV those blocks hold
+    num_tokens: int = 0
     opaque: bytes | None = field(default=None, repr=False)
     logprobs: TokenLogprobs | None = None
     laid_out: Generation | None = field(default=None, repr=False)
@@ -142,7 +148,7 @@ class Prefilled:
 
 @dataclass(frozen=True)
 class Failed:
-    """A request ended badly, ``RequestCancelledError`` after ``cancel`` included; it holds nothing any more."""
+    """A request ended badly; after ``cancel`` with ``RequestCancelledError``. It holds no blocks any more."""
 
     id: int
     error: ServingError
@@ -152,15 +158,15 @@ class Failed:
 class StepOutput:
     """What one engine step produced for all its requests, in columns.
 
-    ``token_ids`` is the concatenation over ``ids``: ``num_tokens[i]`` tokens for request ``ids[i]``, of which the
-    first is output token number ``token_offsets[i]`` (counting from 0, ``generated_token_ids`` included).
-    ``logprobs`` is aligned with ``token_ids`` where asked for. Every request gets exactly one of ``finished``,
-    ``prefilled``, ``failed``, after which its id never appears again. One with nothing in it says that ``stats`` tell
-    something else of the prompts that wait.
+    ``token_ids`` is the concatenation over ``ids``: ``num_tokens[i]`` tokens for request ``ids[i]``, the first of which
+    is output token number ``token_offsets[i]`` (counting from 0, ``generated_token_ids`` included). ``logprobs`` has an
+    entry for each request that asked for them. Every request gets exactly one of ``finished``, ``prefilled`` and
+    ``failed``; after that its id never appears again. An empty output says that ``stats`` changed for waiting prompts.
 
     Attributes:
-        kv_events: what became or ceased to be shareable, by data-parallel rank; ranks without a change are left out.
-        kv_snapshot: all that every rank could share after ``kv_events``, if ``request_kv_snapshot`` asked for it.
+        kv_events: blocks that can be shared now, or no longer, by data-parallel rank; ranks without a change are left
+            out.
+        kv_snapshot: all blocks that every rank can share after ``kv_events``, if ``request_kv_snapshot`` asked for it.
     """
 
     ids: Sequence[int] = ()
@@ -185,44 +191,36 @@ class StepLogprobs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineStats:
-    """A snapshot of one data-parallel rank; block counts add up to ``num_total_blocks``.
+class EngineStats(RankCounts):
+    """A snapshot of one data-parallel rank. Where a step runs, what it computes is begun, and still queued.
 
-    Where a step runs, it is included: what it computes is begun, and still queued.
+    Attributes:
+        step_ends_at: when the running step should end, in monotonic seconds; 0: none runs, or it is unknown.
+        num_prompt_steps: steps begun, ever, that compute prompt tokens.
+        num_preemptions: requests that gave their blocks up and were computed again.
+        num_prompt_tokens: prompt tokens computed, ever, not counting cached ones.
+        num_output_tokens: tokens sampled, ever.
+        num_cached_tokens: prompt tokens found in the cache, ever.
     """
 
-    num_running: int = 0
-    num_waiting: int = 0
-    num_queued_prefill_tokens: int = 0  # not computed yet
-    num_unbegun_prefill_tokens: int = 0  # of these, those that are in no step yet; cached ones that wait are counted
-    num_decoding: int = 0  # requests that take one token in every step
-    num_context_tokens: int = 0  # that these have together
-    max_step_tokens: int = 0  # computed in a step; 0: unknown
-    step_ends_at: float = 0.0  # when the running step should end, in monotonic seconds; 0: none runs, or unknown
-    step_time: StepTime | None = None  # as measured; None: too few steps were
-    num_in_use_blocks: int = 0
-    num_held_blocks: int = 0
-    num_cached_blocks: int = 0
-    num_free_blocks: int = 0
-    num_total_blocks: int = 0
-    num_steps: int = 0  # the progress counter: grows with every step that did something
-    num_prompt_steps: int = 0  # begun, ever, that compute prompt tokens
+    step_ends_at: float = 0.0
+    num_prompt_steps: int = 0
     num_preemptions: int = 0
-    num_prompt_tokens: int = 0  # computed, not counting cached ones
+    num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    num_cached_tokens: int = 0  # prompt tokens found in the cache
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCapabilities:
-    """What an engine can do; it is asked for nothing else.
+    """What an engine can do; callers ask for nothing else.
 
     Attributes:
         sampling_fields: names of the ``Sampling`` and ``OutputOptions`` fields that it honours.
         layout: of its blocks; ``None`` for an engine that moves its own cache.
         placeholder_id: the token that stands for media in prompts; ``None``: it takes text only.
-        reads_media: it takes ``EngineRequest.media_inputs``, with one placeholder an item where sizes are unknown.
-        metrics: its own, read at each scrape, on that thread.
+        reads_media: it takes ``EngineRequest.media_inputs``; items of unknown size have one placeholder each.
+        metrics: returns its own metrics; called at each scrape, on the thread of the scrape.
     """
 
     kinds: frozenset[RequestKind]
@@ -241,7 +239,7 @@ class EngineCapabilities:
 
 
 class Engine(Protocol):
-    """What computes. All methods are called on the event loop; none but ``start`` and ``close`` waits."""
+    """Computes requests. All methods are called on the event loop; only ``start`` and ``close`` wait."""
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -260,7 +258,7 @@ class Engine(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """False once the step loop has died; nothing comes out any more."""
+        """False once it has died; there are no more outputs."""
         ...
 
     async def start(self) -> None:
@@ -271,20 +269,20 @@ class Engine(Protocol):
         """Queue ``request``; every outcome, refusal included, arrives in ``outputs``.
 
         Raises:
-            EngineError, WorkerUnavailableError: it died or was closed; nothing comes out any more.
+            EngineError, WorkerUnavailableError: it died or was closed; there are no more outputs.
         """
         ...
 
     def cancel(self, id: int) -> None:
-        """End a request; its ``failed`` (or however it had already ended) still arrives. Unknown ids are ignored."""
+        """End a request; its ``failed``, or the end that it already had, still arrives. Unknown ids are ignored."""
         ...
 
     def release(self, id: int) -> None:
-        """Let go of the blocks that a completed prefill holds. Unknown ids are ignored."""
+        """Free the blocks that a completed prefill holds. Unknown ids are ignored."""
         ...
 
     def request_kv_snapshot(self) -> None:
-        """Have one of the next outputs carry a ``kv_snapshot``; one answers all requests before it."""
+        """Have one of the next outputs carry a ``kv_snapshot``; it answers all requests made before it."""
         ...
 
     def outputs(self) -> AsyncIterator[StepOutput]:
@@ -292,7 +290,7 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> Sequence[EngineStats]:
-        """One snapshot a data-parallel rank. May be called on any thread, also after ``close``, and does not block."""
+        """The load of each data-parallel rank. Callable on any thread, also after ``close``; does not block."""
         ...
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""From settings to an engine or encoder; the only place that knows which ones exist."""
+"""Makes an engine or encoder from settings; the only module that knows all of them."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def create_media_encoder(spec: EngineSpec, embeddings: EmbeddingMemory | None) -
 
 
 def create_media_sizer(spec: EngineSpec) -> MediaSizer:
-    """What sizes files for an engine that reads media by itself.
+    """The sizer of files for an engine that reads media by itself.
 
     Raises:
-        ConfigError: an engine that does not, or a model whose media it can't size.
-        ServingError: the model's files make no sense.
+        ConfigError: the engine does not read media, or it can't size this model's media.
+        ServingError: the model's files are malformed.
     """
     if spec.engine.kind is not EngineKind.TRTLLM:
         raise ConfigError(f"engine.kind: the engine {spec.engine.kind} reads no media by itself")
@@ -126,7 +126,7 @@ def _mock_engine(spec: EngineSpec, kind: RequestKind, puller: Puller) -> Engine:
 
 
 def _trtllm_engine(spec: EngineSpec, kind: RequestKind, puller: Puller) -> Engine:
-    # Late: nobody else needs what it is made of.
+    # Imported late: other engines do not need TensorRT-LLM's modules.
     from quartet.engine.trtllm.engine import TrtllmEngine
 
     return TrtllmEngine(spec, kind, puller)

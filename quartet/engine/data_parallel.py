@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 
 from quartet.engine.base import EngineCapabilities, EngineRequest, EngineStats, Failed, StepOutput
-from quartet.engine.step_engine import OutputQueue, StepEngine
+from quartet.engine.life_cycle import OutputQueue
+from quartet.engine.step_engine import StepEngine
 from quartet.errors import EngineError, UnsupportedFieldError
 from quartet.events.kv import Cleared, KvEvent, RankEvents, Removed, Stored, StoredBlocks
 from quartet.kvcache.layout import HandOff, PieceLayout
@@ -19,9 +20,9 @@ from quartet.transfer.base import Claim, FetchResult, PieceCopy, PoolMemory, Pul
 
 
 class DataParallelEngine:
-    """An ``Engine`` of several ranks, each a ``StepEngine`` that knows of itself only, and is rank 0 to itself.
+    """An ``Engine`` of several ranks, each a ``StepEngine`` that knows only itself, as rank 0.
 
-    The ranks' blocks lie in one memory, one rank's after another's, and are numbered through for whoever is outside.
+    The ranks' blocks are in one memory, one rank after the other, and callers see them numbered through.
     """
 
     def __init__(self, num_ranks: int, make_rank: Callable[[int, Puller], StepEngine], puller: Puller) -> None:
@@ -29,9 +30,9 @@ class DataParallelEngine:
 
         Args:
             num_ranks: at least one.
-            make_rank: the engine of a rank, which pulls by the puller given. The runners of all have the same
-                ``memory``, of the blocks of all.
-            puller: fetches hand-offs into that memory. It stays the caller's to close, after the engine.
+            make_rank: makes the engine of a rank, which pulls by the given puller. All runners have the same
+                ``memory``, with the blocks of all ranks.
+            puller: fetches hand-offs into that memory. The caller closes it, after the engine.
         """
         self._puller = puller
         self._rank_pullers = [_RankPuller(puller) for _ in range(num_ranks)]
@@ -67,8 +68,8 @@ class DataParallelEngine:
             await rank.start()
             self._rank_pullers[number].first_block = self._first_block(number)
         capabilities, memory = self.capabilities, self.memory
-        assert memory is not None, "the ranks' pool can be reached"
-        assert memory.num_blocks == len(self._ranks) * capabilities.num_blocks, "it has the blocks of all"
+        assert memory is not None, "transfers reach the ranks' pool"
+        assert memory.num_blocks == len(self._ranks) * capabilities.num_blocks, "it has the blocks of all ranks"
         assert capabilities.layout is not None, "the ranks page by themselves"
         self._puller.attach(memory, capabilities.layout)
         self._readers = asyncio.get_running_loop().create_task(self._read_all())
@@ -77,7 +78,7 @@ class DataParallelEngine:
         """Queue ``request`` at its rank; every outcome, refusal included, arrives in ``outputs``.
 
         Raises:
-            EngineError, WorkerUnavailableError: a rank died or was closed; nothing comes out any more.
+            EngineError, WorkerUnavailableError: a rank died or was closed; there are no more outputs.
         """
         if self._loss is not None:
             raise EngineError(self._loss.message)
@@ -96,7 +97,7 @@ class DataParallelEngine:
             rank.cancel(id)
 
     def release(self, id: int) -> None:
-        """Let go of the blocks that a completed prefill holds. Unknown ids are ignored."""
+        """Free the blocks that a completed prefill holds. Unknown ids are ignored."""
         for rank in self._ranks:
             rank.release(id)
 
@@ -115,7 +116,7 @@ class DataParallelEngine:
         return [stats for rank in self._ranks for stats in rank.stats()]
 
     async def close(self) -> None:
-        """Fail what still runs, stop transfers and stepping, free everything. Bounded in time; may be called twice."""
+        """Fail running requests, stop transfers and steps, free everything. Bounded in time; may be called twice."""
         await asyncio.gather(*(rank.close() for rank in self._ranks))
         if self._readers is not None:
             await self._readers
@@ -138,7 +139,7 @@ class DataParallelEngine:
                 await self._close_others(number)
 
     async def _close_others(self, number: int) -> None:
-        """A rank is lost, and with it the engine: fail what runs at the others."""
+        """A rank is lost, and with it the engine: fail the requests of the other ranks."""
         await asyncio.gather(*(rank.close() for other, rank in enumerate(self._ranks) if other != number))
 
     def _whole(self, number: int, output: StepOutput) -> StepOutput:
@@ -168,13 +169,13 @@ class _RankPuller:
         self._puller = puller
 
     def attach(self, memory: PoolMemory, layout: PieceLayout) -> None:
-        """The ranks' memory is attached once, for all."""
+        """Does nothing: the engine attaches the ranks' memory once."""
 
     def claim(self, hand_off: HandOff) -> Claim:
         return _RankClaim(self._puller.claim(hand_off), self.first_block)
 
     async def close(self) -> None:
-        """It is closed once, for all."""
+        """Does nothing: the engine's owner closes the puller once."""
 
 
 class _RankClaim:
@@ -185,15 +186,16 @@ class _RankClaim:
     async def fetch(self, copies: Sequence[PieceCopy]) -> FetchResult:
         return await self._claim.fetch([PieceCopy(copy.piece, self._first_block + copy.block_id) for copy in copies])
 
-    async def abort(self) -> None:
-        await self._claim.abort()
-
-
-# One snapshot of what all data-parallel ranks could share, of snapshots that come rank by rank.
+    async def release(self) -> None:
+        await self._claim.release()
 
 
 class RankSnapshots:
-    """Keeps what a rank has said up to date until the last one has: then all parts are of one moment."""
+    """Merges the ranks' snapshots into one.
+
+    Ranks answer one after the other. Until the last one has, events keep the earlier parts up to date, so that all
+    parts are of one moment.
+    """
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -201,16 +203,16 @@ class RankSnapshots:
         self._parts: dict[int, dict[int, int | None]] = {}
 
     def want(self) -> None:
-        """Every rank is being asked."""
+        """A snapshot was requested from every rank."""
         self._is_wanted = True
 
     def take(
         self, kv_events: Iterable[RankEvents], kv_snapshot: Sequence[StoredBlocks] | None
     ) -> Sequence[StoredBlocks] | None:
-        """Take what one output says, events first; the outputs of each rank come in their order.
+        """Take one output, events first; each rank's outputs come in order.
 
         Returns:
-            All ranks' blocks once this output's events are applied, where it is the last one that was waited for.
+            All ranks' blocks, with this output's events applied, if it completes the snapshot; else ``None``.
         """
         for changed in kv_events:
             if changed.data_parallel_rank in self._parts:

@@ -1,9 +1,9 @@
-"""The encoder seam: what a worker asks of whatever turns media into embeddings.
+"""The encoder seam: what a worker asks of a vision tower, or of anything else that turns media into embeddings.
 
-Apart from ``Engine``, as nothing of its life is alike: an item has no steps, no blocks that grow and no tokens that
-come one by one. Whoever calls keeps the pool's book (``quartet.kvcache.embedding_pool``) and says which blocks to write
-to, so that embeddings computed here and embeddings pulled from elsewhere lie in the same pool. An encoder whose library
-keeps embeddings itself, and lets only itself have them elsewhere, has a ``StateEncoder`` for those.
+It is separate from ``Engine``, because an item has no steps, no growing blocks and no tokens one by one. The caller
+manages the pool (``quartet.kvcache.embedding_pool``) and says which blocks to write to, so that embeddings computed
+here and embeddings pulled from other workers are in one pool. TensorRT-LLM keeps embeddings itself, and only its own
+engine can read them elsewhere: such an encoder has a ``StateEncoder``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from quartet.transfer.base import EmbeddingMemory
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderCapabilities:
-    """What an encoder can do; it is asked for nothing else.
+    """What an encoder can do; callers ask for nothing else.
 
     Attributes:
         preprocessing_fingerprint: as ``quartet.media.media_id`` makes it.
-        max_item_tokens: tokens that one item fills at most.
+        max_item_tokens: most tokens of one item.
     """
 
     kinds: frozenset[MediaKind]
@@ -33,11 +33,11 @@ class EncoderCapabilities:
 
 @dataclass(frozen=True)
 class ItemSize:
-    """How much of a prompt an item fills: tokens, and the grid of patches where there is one.
+    """How much of a prompt an item fills: tokens, and the grid of patches if there is one.
 
     Attributes:
-        num_tokens: at least one; 0, of a ``MediaSizer`` that is no encoder: the engine says it in the end.
-        num_pixels: that its file is decoded to; 0: it is no picture.
+        num_tokens: at least one; 0, from a ``MediaSizer`` that is no encoder: only the engine finds it out, later.
+        num_pixels: of the decoded file; 0: it is no picture.
     """
 
     num_tokens: int
@@ -47,7 +47,7 @@ class ItemSize:
 
 @dataclass(frozen=True)
 class EncodeTimes:
-    """Seconds from the call until the vision tower began with the item, and in it, for the whole batch."""
+    """Seconds from the call until the vision tower began with the item's batch, and seconds of that batch."""
 
     queue_s: float
     compute_s: float
@@ -55,7 +55,7 @@ class EncodeTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderStats:
-    """A snapshot. ``num_steps`` is the progress counter: it grows with every batch."""
+    """A snapshot of the load. ``num_steps`` is the progress counter: it grows with every batch."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -66,26 +66,26 @@ class EncoderStats:
 
 @dataclass(frozen=True)
 class EncodedState:
-    """An item that its encoder keeps: what the engine that is to have it needs to know, and how long it took."""
+    """An item that its encoder keeps: the state by which an engine can take it, and how long encoding took."""
 
     state: bytes = field(repr=False)
     times: EncodeTimes
 
 
 class MediaSizer(Protocol):
-    """Tells how much media files fill. All methods are called on the event loop; none blocks it."""
+    """Sizes media files. All methods are called on the event loop; none blocks it."""
 
     @property
     def capabilities(self) -> EncoderCapabilities:
-        """What it can do; of an encoder, valid after ``start``."""
+        """What it can do; an encoder's are valid after ``start``."""
         ...
 
     async def size(self, file: MediaFile) -> ItemSize:
-        """What ``file`` will fill, from its header alone.
+        """The tokens that ``file`` fills, from its header only.
 
         Raises:
-            InvalidMediaError, MediaTooLargeError: it is no such file, or not one that the model takes; ``field`` is
-                ``file``.
+            InvalidMediaError, MediaTooLargeError: it is damaged, of another format, or the model does not take it;
+                ``field`` is ``file``.
         """
         ...
 
@@ -95,22 +95,22 @@ class StateEncoder(Protocol):
 
     @property
     def kinds(self) -> frozenset[MediaKind]:
-        """Of the items that are encoded so; all others go into the pool. Valid after ``start``."""
+        """The kinds of items that are encoded so; all others go into the pool. Valid after ``start``."""
         ...
 
     async def encode(self, holder: int, file: MediaFile) -> EncodedState:
         """Encode ``file``, and keep it for ``holder``, a number never used before, until ``release``.
 
-        Where this raises, by being cancelled too, nothing is kept.
+        If this raises or is cancelled, nothing is kept.
 
         Raises:
-            InvalidMediaError: what the header promised is not there; ``field`` is ``file``.
-            EngineError: it became something else than was told of its size, or the encoder died.
+            InvalidMediaError: the file does not hold what its header says; ``field`` is ``file``.
+            EngineError: its embeddings differ from the announced size, or the encoder died.
         """
         ...
 
     def release(self, holder: int, *, was_taken: bool) -> None:
-        """Let go of what ``holder`` has, which may have been taken. Unknown ones are ignored."""
+        """Free what ``holder`` has, taken or not. Unknown holders are ignored."""
         ...
 
 
@@ -119,7 +119,7 @@ class MediaEncoder(MediaSizer, Protocol):
 
     @property
     def states(self) -> StateEncoder | None:
-        """Encodes what does not go into the pool; ``None``: all of it does. Valid after ``start``."""
+        """Encodes the items that do not go into the pool; ``None``: all do. Valid after ``start``."""
         ...
 
     @property
@@ -129,7 +129,7 @@ class MediaEncoder(MediaSizer, Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """False once it has died; nothing is encoded any more."""
+        """False once it has died; it encodes nothing more."""
         ...
 
     async def start(self) -> None:
@@ -139,19 +139,19 @@ class MediaEncoder(MediaSizer, Protocol):
     async def encode(self, file: MediaFile, block_ids: Sequence[int]) -> EncodeTimes:
         """Write the embeddings of ``file`` into those blocks, which hold ``size(file).num_tokens`` tokens.
 
-        Calls that overlap are batched. Whatever way it ends, by being cancelled too, nothing writes there any more.
+        Concurrent calls are batched. However it ends, cancelled too, nothing writes to the blocks after that.
 
         Raises:
-            InvalidMediaError: what the header promised is not there; ``field`` is ``file``.
+            InvalidMediaError: the file does not hold what its header says; ``field`` is ``file``.
             MediaTooLargeError: the device has no room for it even alone; ``field`` is ``file``.
             EngineError: it died.
         """
         ...
 
     def stats(self) -> EncoderStats:
-        """How it is. May be called on any thread, also after ``close``."""
+        """The load now. May be called on any thread, also after ``close``."""
         ...
 
     async def close(self) -> None:
-        """Free everything; calls still waiting fail with ``WorkerUnavailableError``. May be called twice."""
+        """Free everything; waiting calls fail with ``WorkerUnavailableError``. May be called twice."""
         ...

@@ -1,6 +1,6 @@
 """The identity of a model: one digest over everything that decides its tokens and its KV blocks.
 
-Two workers whose fingerprints are equal may exchange blocks and take over each other's requests.
+Two workers with the same fingerprint may exchange blocks and take over each other's requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TOKENIZER_FILES = (
     "merges.txt",
 )
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
-# How a picture becomes what the vision tower sees: media are named by it, too.
+# How a picture is preprocessed for the vision tower: media ids depend on it, too.
 _PREPROCESSING_FILES = tuple(name for name in PREPROCESSING_FILES if name not in _CONFIG_FILES)
 _WEIGHTS_SUFFIX = ".safetensors"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -42,9 +42,9 @@ def model_fingerprint(model_path: str | Path, kv_dtype: str) -> str:
 
     SHA-256 over (part, file name, SHA-256 of the content) of its config, tokenizer, template, preprocessing and weight
     files, in that order and by name within a part, and over the dtype of its KV cache. Names and digests are separated
-    by bytes that occur in neither, so that no two lists of files have the same digest. Digests of weight files are
-    remembered for the life of the process, as long as a file's size and time of change stay the same; those of the
-    Hugging Face cache are the files' own names there.
+    by bytes that occur in neither, so that no two lists of files have the same digest. The process remembers the digest
+    of a weight file while its size and time of change stay the same. In the Hugging Face cache, a weight file's name is
+    its digest.
 
     Args:
         model_path: directory as Hugging Face lays it out.
@@ -65,9 +65,9 @@ def model_fingerprint(model_path: str | Path, kv_dtype: str) -> str:
 
 
 def fingerprint_with_template(fingerprint: str, template: bytes) -> str:
-    """The identity of the model of ``fingerprint`` whose chats are laid out by ``template`` and not by its own.
+    """The fingerprint of a model that uses ``template`` for chats instead of its own template.
 
-    What text becomes which tokens is part of a model, also where blocks are the same.
+    The way from text to tokens belongs to a model's identity, even if blocks are the same.
     """
     return hashlib.sha256(f"{fingerprint}\0template\0{hashlib.sha256(template).hexdigest()}\n".encode()).hexdigest()
 
@@ -93,7 +93,7 @@ def _identity_files(directory: Path) -> list[tuple[str, Path]]:
 
 @dataclass(frozen=True)
 class _FileState:
-    """What tells whether a file is still the one that was hashed."""
+    """Identifies the state of a file that was hashed."""
 
     path: Path
     size_bytes: int
@@ -115,7 +115,7 @@ def _file_digest(path: Path) -> str:
 
 
 def _hub_digest(file: Path) -> str | None:
-    """The Hugging Face cache keeps large files under the SHA-256 of what they hold: minutes saved at each start."""
+    """The digest of a file in the Hugging Face cache, which names large files by SHA-256: saves minutes at a start."""
     return file.name if file.parent.name == "blobs" and _SHA256.fullmatch(file.name) else None
 
 

@@ -1,4 +1,4 @@
-"""Where a model's files come from: a folder, or a repository of the Hugging Face Hub, which is fetched once."""
+"""Finds a model's files: in a folder, or in a repository of the Hugging Face Hub, which is fetched once."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from quartet.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-#: Fetches the files of a repository that match the patterns, unless they are here already, and says in which folder
-#: they lie. Raises whatever is wrong.
+#: Fetches the files of a repository that match the patterns, unless they are on this machine, and returns their folder.
+#: Raises any exception.
 Fetch: TypeAlias = Callable[["Repository", Sequence[str]], Path]
 
-# All that configures a model, its tokenizer, template and preprocessing. Never code.
+# The files that configure a model, its tokenizer, template and preprocessing. Never code.
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 _WEIGHT_FILES = ("*.safetensors",)
-# Folders and consolidated files hold the same weights once more, for others.
+# Folders and consolidated files hold the same weights again, for other programs.
 _LEFT_OUT = ("*/*", "consolidated*")
 
 _PROGRESS_INTERVAL_S = 10.0
+
+_REPOSITORY = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,12 @@ class Repository:
     revision: str | None = None
 
     def __str__(self) -> str:
-        """As it is written in ``model_path``."""
+        """Its form in ``model_path``."""
         return self.id if self.revision is None else f"{self.id}@{self.revision}"
 
 
 def is_repository_id(text: str) -> bool:
-    """Whether ``text`` can only mean a repository: ``org/name`` or ``org/name@revision``, and no path that is here."""
+    """Whether ``text`` names a repository: ``org/name`` or ``org/name@revision``, and no existing path."""
     return repository_of(text) is not None
 
 
@@ -60,18 +62,17 @@ def repository_of(text: str) -> Repository | None:
 
 
 def fetch_model(repository: Repository, *, needs_weights: bool, fetch: Fetch | None = None) -> Path:
-    """The folder with the files of ``repository``, fetched if they are not here yet; blocks for as long as that takes.
+    """The folder with the files of ``repository``, fetched if they are not on this machine yet. Blocks until then.
 
-    Needs the package ``huggingface_hub``, whose variables (``HF_HOME``, ``HF_HUB_OFFLINE``, ``HF_TOKEN``) mean what
-    they always do.
+    Needs the package ``huggingface_hub`` and honours its variables (``HF_HOME``, ``HF_HUB_OFFLINE``, ``HF_TOKEN``).
 
     Args:
         repository: what to fetch.
-        needs_weights: fetch them, too.
-        fetch: in place of the Hub.
+        needs_weights: also fetch the weights.
+        fetch: used in place of the Hub.
 
     Raises:
-        ConfigError: it can't be had; names ``model_path`` and says why.
+        ConfigError: it can't be fetched; names ``model_path`` and says why.
     """
     logger.info("looking for %s on the Hugging Face Hub", repository)
     started_at = time.monotonic()
@@ -83,19 +84,16 @@ def fetch_model(repository: Repository, *, needs_weights: bool, fetch: Fetch | N
     return folder
 
 
-_REPOSITORY = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)
-
-
 def _fetch_from_hub(repository: Repository, patterns: Sequence[str]) -> Path:
     try:
         import huggingface_hub
         from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # it is documented
     except ImportError:
         raise _refusal(repository, "the package huggingface_hub is not installed to fetch it with") from None
-    # A server's log is no terminal.
+    # Logs of servers are not read on a terminal.
     disable_progress_bars()
     try:
-        with _told_progress(repository, Path(huggingface_hub.constants.HF_HUB_CACHE)):
+        with _logged_progress(repository, Path(huggingface_hub.constants.HF_HUB_CACHE)):
             return Path(
                 huggingface_hub.snapshot_download(
                     repository.id,
@@ -104,15 +102,15 @@ def _fetch_from_hub(repository: Repository, patterns: Sequence[str]) -> Path:
                     ignore_patterns=list(_LEFT_OUT),
                 )
             )
-    # The process ends with it. What it is depends on the version, which speaks HTTP by another package each time; its
-    # text has addresses in it, and is not told.
+    # The process ends with this error. Its type depends on the version, as each uses another HTTP package. Its text
+    # contains addresses, so it is not shown.
     except Exception as error:
         logger.debug("fetching %s failed", repository, exc_info=True)
         raise _refusal(repository, _reason(error)) from None
 
 
 def _reason(error: Exception) -> str:
-    """Why the Hub gave nothing."""
+    """Why fetching from the Hub failed."""
     from huggingface_hub import errors
 
     reasons: list[tuple[type[Exception], str]] = [
@@ -136,16 +134,16 @@ def _refusal(repository: Repository, reason: str) -> ConfigError:
 
 
 @contextmanager
-def _told_progress(repository: Repository, cache: Path) -> Iterator[None]:
-    """Log now and then how much of ``repository`` lies in the Hub's ``cache``."""
+def _logged_progress(repository: Repository, cache: Path) -> Iterator[None]:
+    """Log every 10 s how much of ``repository`` is in the Hub's ``cache``."""
     done = threading.Event()
     blobs = cache / f"models--{repository.id.replace('/', '--')}" / "blobs"
 
-    def tell() -> None:
+    def log() -> None:
         while not done.wait(_PROGRESS_INTERVAL_S):
             logger.info("fetching %s: %d MiB so far", repository, _size_bytes(blobs) >> 20)
 
-    threading.Thread(target=tell, name="fetch-progress", daemon=True).start()
+    threading.Thread(target=log, name="fetch-progress", daemon=True).start()
     try:
         yield
     finally:
@@ -157,6 +155,6 @@ def _size_bytes(directory: Path) -> int:
     for path in directory.glob("*"):
         try:
             size_bytes += path.stat().st_size
-        except OSError:  # a finished file has just got another name
+        except OSError:  # a finished file was just renamed
             continue
     return size_bytes

@@ -16,26 +16,26 @@ logger = logging.getLogger(__name__)
 
 
 class Pulls:
-    """Opens claims, fetches, and tells how each fetch ended once nothing writes any more."""
+    """Claims hand-offs, fetches them, and calls back when nothing of a fetch writes any more."""
 
     def __init__(self, puller: Puller, on_end: Callable[[int, FetchResult | ServingError], None]) -> None:
-        """``on_end`` is called once for each ``start``, on the event loop."""
+        """``on_end`` is called once for each ``fetch``, on the event loop."""
         self._puller = puller
         self._on_end = on_end
         self._claims: dict[int, Claim] = {}
         self._fetches: dict[int, asyncio.Task[FetchResult]] = {}
-        self._aborts: set[asyncio.Task[None]] = set()
+        self._releases: set[asyncio.Task[None]] = set()
 
-    def open(self, id: int, hand_off: HandOff) -> None:
-        """Accept the hand-off of request ``id``; its lease is renewed from now on.
+    def claim(self, id: int, hand_off: HandOff) -> None:
+        """Claim the hand-off of request ``id``; it is renewed from now on.
 
         Raises:
             LayoutMismatchError: its blocks cannot be taken over here.
         """
         self._claims[id] = self._puller.claim(hand_off)
 
-    def start(self, pull: Pull) -> None:
-        """Fetch the pieces of an open claim."""
+    def fetch(self, pull: Pull) -> None:
+        """Fetch the pieces of a claimed hand-off."""
         claim = self._claims.pop(pull.id, None)
         if claim is None:  # ``stop_all`` was faster
             self._on_end(pull.id, TransferError("the transfer was stopped"))
@@ -45,9 +45,9 @@ class Pulls:
         task.add_done_callback(partial(self._end, pull.id, claim))
 
     def stop(self, id: int) -> None:
-        """End what goes on for request ``id``: a claim is aborted, a fetch cancelled. Unknown ids are ignored."""
+        """End what goes on for request ``id``: release a claim, cancel a fetch. Unknown ids are ignored."""
         if id in self._claims:
-            self._abort(self._claims.pop(id))
+            self._release(self._claims.pop(id))
         elif id in self._fetches:
             self._fetches[id].cancel()
 
@@ -61,7 +61,7 @@ class Pulls:
         self.stop_all()
         try:
             async with asyncio.timeout(timeout_s):
-                while tasks := (*self._fetches.values(), *self._aborts):
+                while tasks := (*self._fetches.values(), *self._releases):
                     await asyncio.wait(tasks)
         except TimeoutError:
             logger.error("%s transfers have not stopped within %s s", len(self._fetches), timeout_s)
@@ -70,13 +70,13 @@ class Pulls:
         del self._fetches[id]
         outcome = _outcome(task)
         if isinstance(outcome, ServingError):
-            self._abort(claim)
+            self._release(claim)
         self._on_end(id, outcome)
 
-    def _abort(self, claim: Claim) -> None:
-        task = asyncio.get_running_loop().create_task(claim.abort())
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+    def _release(self, claim: Claim) -> None:
+        task = asyncio.get_running_loop().create_task(claim.release())
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
 
 
 def _outcome(task: asyncio.Task[FetchResult]) -> FetchResult | ServingError:

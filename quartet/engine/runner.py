@@ -1,4 +1,7 @@
-"""The seam between scheduling and the model: compute these chunks, sample where asked."""
+"""The seam between scheduling and the model: a ``ModelRunner`` computes a step's chunks and samples tokens.
+
+``RunningRequest`` is a request as the engine thread knows it, ``ScheduledChunk`` the part of it that a step computes.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,9 @@ from typing import Protocol
 
 from quartet.engine.base import EngineRequest
 from quartet.engine.sampling import Sampling, TokenLogprobs
+from quartet.kvcache import sequence
 from quartet.kvcache.layout import KvLayout
-from quartet.kvcache.sequence import Sequence as CachedSequence
 from quartet.transfer.base import EmbeddingMemory, PoolMemory
-
-
-@dataclass(frozen=True)
-class SampledToken:
-    """One sampled token; ``logprobs`` where the request's output options ask for them."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None = None
 
 
 class ModelRunner(Protocol):
@@ -32,7 +27,7 @@ class ModelRunner(Protocol):
 
     @property
     def memory(self) -> PoolMemory | None:
-        """The block pool's bytes; ``None`` where no transfer can reach them."""
+        """The block pool's bytes; ``None``: transfers can't reach them."""
         ...
 
     @property
@@ -74,20 +69,39 @@ class ModelRunner(Protocol):
             One token for each chunk that samples, in the order of the chunks.
 
         Raises:
-            Exception: whatever it is, the engine is dead then.
+            Exception: any; the engine is dead then.
         """
         ...
 
     def close(self) -> None:
-        """Give the model and the pool back; called once, last."""
+        """Free the model and the pool; called once, last."""
         ...
 
 
-# A request as the engine thread knows it, and the pieces of it that one step computes.
+@dataclass(frozen=True)
+class SampledToken:
+    """One sampled token; ``logprobs`` where the request's output options ask for them."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class ScheduledChunk:
+    """Part of a request that a step computes: ``seq.token_ids[first_position : first_position + num_tokens]``.
+
+    The KV of all earlier tokens is in the blocks already. ``samples``: the chunk reaches the sequence's end, and the
+    logits of its last token yield the next one.
+    """
+
+    running: RunningRequest
+    first_position: int
+    num_tokens: int
+    samples: bool
 
 
 class RequestState(Enum):
-    """Where a request stands."""
+    """The state of a request in the scheduler."""
 
     WAITING = auto()  # holds no blocks; new or preempted
     PULLING = auto()  # holds blocks that a transfer writes to
@@ -105,18 +119,18 @@ class RunningRequest:
         seq: prompt, generated and sampled tokens; ``seq.block_table`` says where their KV is.
         arrival: number of the submit; first come, first served within a priority.
         num_initial_tokens: tokens that came with the request: prompt and generated.
-        media_end: the position after the last one that media fills; 0: it is all text.
+        media_end: the position after its last media token; 0: it is all text.
         max_output_tokens: output tokens at which it ends, generated ones included.
-        stop_ids: tokens that end the output once ``min_tokens`` are out: to be masked before that.
-        needs_pull: its KV is still to be fetched from another worker.
-        num_cached_tokens: tokens whose KV was here when it was first admitted.
+        stop_ids: tokens that end the output once it has ``min_tokens``: masked before that.
+        needs_pull: its KV must still be fetched from another worker.
+        num_cached_tokens: tokens whose KV was cached when it was first admitted.
         is_admitted: it had blocks before.
         is_started: it was in a step before.
-        is_cancelled: it ends as soon as nothing writes to its blocks any more.
+        is_cancelled: it ends as soon as nothing writes to its blocks.
     """
 
     request: EngineRequest
-    seq: CachedSequence
+    seq: sequence.Sequence
     arrival: int = 0
     max_output_tokens: int = 0
     stop_ids: frozenset[int] = frozenset()
@@ -128,7 +142,7 @@ class RunningRequest:
     is_cancelled: bool = False
 
     def __post_init__(self) -> None:
-        """Keep what is asked for in every step."""
+        """Compute once what every step needs."""
         self.id = self.request.id
         self.num_prompt_tokens = len(self.request.generation.prompt_token_ids)
         self.num_initial_tokens = self.num_prompt_tokens + len(self.request.generation.generated_token_ids)
@@ -148,7 +162,7 @@ class RunningRequest:
 
     @property
     def lacks_embeddings(self) -> bool:
-        """Whether it has media that it cannot compute: its KV has to be fetched, or cached."""
+        """Whether it has media and no embeddings to compute them from: their KV must be fetched or cached."""
         return self.media_end > 0 and not self.request.media_blocks
 
     @property
@@ -158,19 +172,5 @@ class RunningRequest:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether a single token is missing, whose logits yield the next one."""
+        """Whether the KV of one token is missing, whose logits yield the next token."""
         return self.num_uncomputed_tokens == 1
-
-
-@dataclass(frozen=True)
-class ScheduledChunk:
-    """Part of a request that a step computes: ``seq.token_ids[first_position : first_position + num_tokens]``.
-
-    The KV of all tokens before is in the blocks already. ``samples``: the chunk reaches the sequence's end, and the
-    logits of its last token yield the next one.
-    """
-
-    running: RunningRequest
-    first_position: int
-    num_tokens: int
-    samples: bool

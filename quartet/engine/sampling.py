@@ -14,7 +14,7 @@ _MAX_LOGIT_BIAS = 1024
 _MAX_GRAMMAR_LEN = 65_536
 #: Most ``stop_token_ids`` of one request.
 MAX_STOP_IDS = 1024
-# Field, its lowest and highest value, and whether the lowest itself is excluded.
+# Field, lowest and highest value, and whether the lowest value itself is excluded.
 _RANGES = (
     ("temperature", 0.0, 100.0, False),
     ("top_k", 0, 2**31 - 1, False),
@@ -27,7 +27,7 @@ _RANGES = (
 
 
 class GrammarKind(StrEnum):
-    """How a grammar is written."""
+    """The language of a grammar."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -36,13 +36,13 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True)
 class GuidedDecoding:
-    """A grammar that the output follows. Whether ``text`` is one of its kind is for the engine to find out."""
+    """A grammar that the output follows. The engine checks whether ``text`` is valid for its kind."""
 
     kind: GrammarKind
     text: str = field(repr=False)
 
     def __post_init__(self) -> None:
-        """Refuse what is no grammar of any kind."""
+        """Refuse empty and overlong grammars."""
         if not 1 <= len(self.text) <= _MAX_GRAMMAR_LEN:
             message = f"a grammar must have 1 to {_MAX_GRAMMAR_LEN} characters, not {len(self.text)}"
             raise InvalidRequestError(message, field="sampling.guided")
@@ -60,7 +60,7 @@ class Sampling:
         presence_penalty: subtracted once from logits of tokens in the output.
         frequency_penalty: subtracted for each time a token is in the output.
         logit_bias: added to the logits of these token ids.
-        max_tokens: output tokens at most, those of earlier attempts included; ``None``: what the model can hold.
+        max_tokens: most output tokens, those of earlier attempts included; ``None``: as many as the model can hold.
         min_tokens: no end-of-sequence and no stop id before this many output tokens.
         stop_token_ids: end the output like end-of-sequence ids.
         ignore_eos: the model's own end-of-sequence ids do not end the output; ``stop_token_ids`` still do.
@@ -88,7 +88,7 @@ class Sampling:
         """Refuse impossible values, naming the field."""
         for name, low, high, low_excluded in _RANGES:
             value = getattr(self, name)
-            # Here, as there is one for each request at each hop: a call each would be half of its conversion.
+            # Checked inline: every request is checked at every hop, and calls would take half of its conversion's time.
             if not low <= value <= high or (low_excluded and value == low):
                 _check_range(name, value, low, high, low_excluded=low_excluded)
         for bias in self.logit_bias.values():
@@ -109,17 +109,17 @@ class Sampling:
         return self.temperature == 0.0
 
     def changed_fields(self) -> frozenset[str]:
-        """Names of the fields that differ from their defaults: what the caller asks an engine to honour."""
+        """Names of the fields that differ from their defaults: the ones that an engine must honour."""
         return frozenset(name for name, default in _DEFAULTS if getattr(self, name) != default)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """What to give out beside the tokens.
+    """What to report besides the tokens.
 
     Attributes:
-        logprobs: alternatives to report at each position, 0 to 20, beside the chosen token's own log
-            probability; ``None`` reports nothing.
+        logprobs: alternatives to report at each position, 0 to 20, besides the chosen token's own log probability;
+            ``None`` reports nothing.
     """
 
     logprobs: int | None = None

@@ -2,8 +2,8 @@
 
 Continuous batching with chunked prefill, as Sarathi-Serve (arXiv 2403.02310) describes it and vLLM's
 ``vllm/v1/core/sched/scheduler.py`` does it: every step takes one token of each request that decodes, and fills the
-rest of the token budget with chunks of prompts. A request is admitted when there are blocks for all its tokens; it
-grows while it decodes, and when blocks run out the worst ranked one is preempted and computed again later.
+rest of the token budget with chunks of prompts. A request is admitted when there are blocks for all its tokens. It
+grows while it decodes. When blocks run out, the request with the worst rank is preempted and computed again later.
 """
 
 from __future__ import annotations
@@ -24,13 +24,37 @@ from quartet.kvcache.block_pool import BlockManager
 from quartet.transfer.base import PieceCopy
 
 
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Bounds of a step.
+
+    Attributes:
+        max_num_seqs: most requests with blocks at the same time.
+        max_num_batched_tokens: most tokens that one step computes. It bounds the chunks of a long prompt, and so the
+            time that such a prompt adds between other requests' tokens.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        """Refuse bounds with which a step might have no room for every decoding request."""
+        if self.max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs must be at least 1, not {self.max_num_seqs}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs})"
+            )
+
+
 class Scheduler:
-    """The requests of one engine: who waits, who has blocks, who computes what next.
+    """The requests of one engine: which wait, which have blocks, and what each computes next.
 
     Attributes:
         num_preemptions: times that a request lost its blocks, ever.
-        live: requests that have not ended, by id; to be read only.
-        waiting: those of them without blocks; to be read only.
+        live: requests that have not ended, by id; read-only for callers.
+        waiting: the live requests without blocks; read-only for callers.
     """
 
     def __init__(
@@ -42,10 +66,10 @@ class Scheduler:
         *,
         shares_within_step: bool = False,
     ) -> None:
-        """Begin without requests; nobody else changes ``block_manager`` from here on.
+        """Begin without requests; only this scheduler changes ``block_manager`` from now on.
 
-        ``shares_within_step``: what one request computes can be shared by another one of the same step. That takes a
-        runner that writes the KV of all tokens of a step before it reads any.
+        ``shares_within_step``: requests of one step can share blocks that the step computes. That needs a runner that
+        writes the KV of all tokens of a step before it reads any.
         """
         self.num_preemptions = 0
         self._config = config
@@ -66,12 +90,12 @@ class Scheduler:
 
     @property
     def running(self) -> Sequence[RunningRequest]:
-        """Those that take part in steps, best rank first; to be read only."""
+        """The requests that take part in steps, best rank first; read-only for callers."""
         return self._running
 
     @property
     def num_queued_prefill_tokens(self) -> int:
-        """Tokens to compute until everybody here decodes."""
+        """Tokens to compute until all requests decode."""
         return self.waiting.num_prefill_tokens + backlog(self._running).num_tokens
 
     def add(self, request: EngineRequest) -> RunningRequest:
@@ -91,7 +115,7 @@ class Scheduler:
         return self.add_sequence(request, seq)
 
     def add_sequence(self, request: EngineRequest, seq: sequence.Sequence) -> RunningRequest:
-        """As ``add``, where the caller knows that the request can be served; ``seq`` is its, without blocks."""
+        """``add`` without the check, for a caller that made ``seq``, the request's sequence without blocks."""
         running = RunningRequest(
             request=request,
             seq=seq,
@@ -109,8 +133,8 @@ class Scheduler:
         """End a request.
 
         Returns:
-            Its state now: ``ENDED``; or ``PULLING``, then ``end_pull`` ends it, once nothing writes to its blocks
-            any more; ``None`` where ``id`` is unknown.
+            Its state now: ``ENDED``; ``PULLING``: ``end_pull`` ends it, once nothing writes to its blocks; ``None``:
+            the ``id`` is unknown.
         """
         running = self.live.get(id)
         if running is None:
@@ -122,17 +146,17 @@ class Scheduler:
         return running.state
 
     def release(self, id: int) -> None:
-        """Let go of what the completed prefill ``id`` holds. Unknown ids are ignored."""
+        """Free the blocks that the completed prefill ``id`` holds. Unknown ids are ignored."""
         self._blocks.release(id)
 
     def end_pull(self, id: int, *, succeeded: bool) -> RunningRequest:
-        """Take note that nothing writes to the blocks of ``id`` any more.
+        """The pull of ``id`` has ended: nothing writes to its blocks any more.
 
         Returns:
-            The request: ``RUNNING`` now, or ``ENDED`` where the pull failed or it was cancelled meanwhile.
+            The request: ``RUNNING`` now, or ``ENDED`` if the pull failed or the request was cancelled meanwhile.
         """
         running = self.live[id]
-        assert running.state is RequestState.PULLING, "only what pulls can end a pull"
+        assert running.state is RequestState.PULLING, "only a pulling request ends a pull"
         if not succeeded or running.is_cancelled:
             self._end(running)
             return running
@@ -144,7 +168,7 @@ class Scheduler:
         return running
 
     def schedule(self) -> Schedule:
-        """Choose the next step's work, with blocks for all that it writes; ``update`` has to follow."""
+        """Choose the next step's work, with blocks for all that it writes; call ``update`` after the step."""
         schedule = Schedule()
         self._grow(schedule)
         budget = self._config.max_num_batched_tokens
@@ -157,12 +181,12 @@ class Scheduler:
         for running in prefilling:
             if budget:
                 budget -= self._prefill(schedule, running, budget)
-        if not schedule.num_preempted:  # what was just taken away is needed by those that run
+        if not schedule.num_preempted:  # running requests need the blocks that were just taken
             self._admit(schedule, budget)
         return schedule
 
     def update(self, chunks: Sequence[ScheduledChunk], sampled: Sequence[SampledToken]) -> list[TokenOut]:
-        """Take over what the step computed: ``sampled`` has a token for each chunk that samples, in order."""
+        """Apply the step's results: ``sampled`` has a token for each chunk that samples, in order."""
         tokens = iter(sampled)
         outs: list[TokenOut] = []
         for chunk in chunks:
@@ -173,7 +197,7 @@ class Scheduler:
         return outs
 
     def _grow(self, schedule: Schedule) -> None:
-        """Make room for the newest token of each request that decodes, best first, at the cost of the worst."""
+        """Make room for the newest token of each decoding request, best rank first; preempt the worst if needed."""
         for running in tuple(self._running):
             while running.state is RequestState.RUNNING and running.seq.num_blocks > len(running.seq.block_table):
                 try:
@@ -183,14 +207,14 @@ class Scheduler:
                     schedule.num_preempted += 1
 
     def _preempt(self, running: RunningRequest) -> None:
-        """Take its blocks; it waits at its old rank, to compute all its tokens again."""
+        """Take its blocks; it waits at its old rank and computes all its tokens again."""
         self._leave(running)
         self._blocks.free(running.seq)
         self._wait(running)
         self.num_preemptions += 1
 
     def _admit(self, schedule: Schedule, budget: int) -> None:
-        """Give blocks to those that wait, in order: whoever does not fit keeps the rest waiting, so nobody starves."""
+        """Give blocks to waiting requests, in order: one that does not fit blocks the rest, so that none starves."""
         while self.waiting and self.num_running < self._config.max_num_seqs:
             running = self.waiting.head
             if running.lacks_embeddings and _has_lost_media(running, self._blocks):
@@ -223,7 +247,7 @@ class Scheduler:
         return True
 
     def _pull(self, running: RunningRequest) -> Pull:
-        """Have those blocks fetched that were not in the cache, up to the one that the hand-off ends in."""
+        """Fetch the blocks that were not in the cache, up to the last block of the hand-off."""
         running.state = RequestState.PULLING
         self._num_pulling += 1
         seq, block_size = running.seq, self._blocks.block_size
@@ -243,7 +267,7 @@ class Scheduler:
     def _complete_prefill(
         self, running: RunningRequest, sampled: SampledToken, finished: FinishReason | None
     ) -> TokenOut:
-        """End a prefill; unless its token ends the generation, its blocks stay for whoever decodes."""
+        """End a prefill; unless its token ends the generation, hold its blocks for the decode worker."""
         offset, num_tokens = running.num_output_tokens, len(running.seq)
         if finished is not None:
             self._end(running)
@@ -261,7 +285,7 @@ class Scheduler:
         insort(self._running, running, key=attrgetter("rank"))
 
     def _leave(self, running: RunningRequest) -> None:
-        """Take it out of the list that its state puts it in."""
+        """Remove it from the list of its state."""
         if running.state is RequestState.WAITING:
             self.waiting.remove(running)
         elif running.state is RequestState.RUNNING:
@@ -276,66 +300,13 @@ class Scheduler:
         del self.live[running.id]
 
 
-def _has_lost_media(running: RunningRequest, blocks: BlockManager) -> bool:
-    """Whether it would have to compute some of its media."""
-    num_there = len(running.seq) - 1 if running.needs_pull else blocks.num_cached_tokens(running.seq)
-    return num_there < running.media_end
-
-
-def _stop_ids(request: EngineRequest, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    sampling = request.generation.sampling
-    return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
-
-
-def _finish_reason(running: RunningRequest, token_id: int, num_output_tokens: int) -> FinishReason | None:
-    """Why the output ends with ``token_id``, which is output token number ``num_output_tokens``, counting from 1."""
-    # A sampler masks stop ids before min_tokens; should one come all the same, it is a token like any other.
-    if token_id in running.stop_ids and num_output_tokens > running.sampling.min_tokens:
-        return FinishReason.STOP_ID
-    return FinishReason.LENGTH if num_output_tokens >= running.max_output_tokens else None
-
-
-# What the scheduler is bound by, and what it says: the work of one step, and the tokens that came of it.
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
-    """Bounds of a step.
-
-    Attributes:
-        max_num_seqs: requests that have blocks at the same time.
-        max_num_batched_tokens: tokens that one step computes: the longest chunk of a prompt, and so what a long
-            prompt adds to the time between others' tokens.
-    """
-
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-
-    def __post_init__(self) -> None:
-        """Refuse bounds under which a step could leave out a request that decodes."""
-        if self.max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs must be at least 1, not {self.max_num_seqs}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs})"
-            )
-
-
-@dataclass(frozen=True)
-class Pull:
-    """Pieces of request ``id``'s hand-off to fetch into blocks that stay its own until ``Scheduler.end_pull``."""
-
-    id: int
-    copies: tuple[PieceCopy, ...]
-
-
 @dataclass
 class Schedule:
-    """One step: what to compute, what to fetch meanwhile, and what changed on the way.
+    """One step: what to compute, what to fetch meanwhile, and which requests changed.
 
-    ``started`` are those in ``chunks`` that were in no step before; ``media_lost`` ended instead of being admitted, as
-    they would have had to compute media whose embeddings are not here.
+    Attributes:
+        started: requests in ``chunks`` that were in no step before.
+        media_lost: requests that ended instead of being admitted: they would have to compute media without embeddings.
     """
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
@@ -346,11 +317,11 @@ class Schedule:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the next schedule would be the same, unless somebody calls the scheduler in between."""
+        """Whether the next schedule would be the same, unless the scheduler is called in between."""
         return not (self.chunks or self.pulls or self.num_preempted)
 
     def add_chunk(self, running: RunningRequest, budget: int) -> int:
-        """Let ``running`` compute what is missing, ``budget`` tokens at most; returns how many."""
+        """Let ``running`` compute its missing tokens, ``budget`` at most; returns how many."""
         num_missing = running.num_uncomputed_tokens
         num_tokens = min(num_missing, budget)
         chunk = ScheduledChunk(running, running.seq.num_computed_tokens, num_tokens, samples=num_tokens == num_missing)
@@ -362,12 +333,20 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class Pull:
+    """Pieces of request ``id``'s hand-off to fetch into its blocks, which it keeps until ``Scheduler.end_pull``."""
+
+    id: int
+    copies: tuple[PieceCopy, ...]
+
+
+@dataclass(frozen=True)
 class TokenOut:
-    """A sampled token, given out once.
+    """A sampled token.
 
     Attributes:
         offset: which output token it is, from 0.
-        finished: why the generation ended with it, else ``None``. A prefill ends either way; where ``finished`` is
+        finished: why the generation ended with it, else ``None``. A prefill ends either way; if ``finished`` is
             ``None``, ``held_block_ids`` with the KV of ``num_held_tokens`` tokens are held under its id.
     """
 
@@ -379,14 +358,13 @@ class TokenOut:
     num_held_tokens: int = 0
 
 
-# The requests without blocks, in the order in which they are to get some.
-
-
 class WaitingQueue:
-    """Higher priority first, then first come, first served; a preempted request is back at its old rank.
+    """Requests without blocks: higher priority first, then first come, first served.
+
+    A preempted request returns to its old rank.
 
     Attributes:
-        num_prefill_tokens: tokens to compute before all of these decode; those to be pulled are not computed.
+        num_prefill_tokens: tokens to compute before all of these decode; tokens to pull are not computed.
     """
 
     def __init__(self) -> None:
@@ -398,7 +376,7 @@ class WaitingQueue:
 
     @property
     def head(self) -> RunningRequest:
-        """Who is next; there must be one."""
+        """The next request; there must be one."""
         return self._by_rank[0]
 
     def push(self, running: RunningRequest) -> None:
@@ -407,9 +385,28 @@ class WaitingQueue:
         self.num_prefill_tokens += _num_prefill_tokens(running)
 
     def remove(self, running: RunningRequest) -> None:
-        """Take ``running`` out, wherever it is."""
+        """Remove ``running``, at any position."""
         self._by_rank.remove(running)
         self.num_prefill_tokens -= _num_prefill_tokens(running)
+
+
+def _has_lost_media(running: RunningRequest, blocks: BlockManager) -> bool:
+    """Whether it would have to compute media, without their embeddings."""
+    num_there = len(running.seq) - 1 if running.needs_pull else blocks.num_cached_tokens(running.seq)
+    return num_there < running.media_end
+
+
+def _stop_ids(request: EngineRequest, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    sampling = request.generation.sampling
+    return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
+
+
+def _finish_reason(running: RunningRequest, token_id: int, num_output_tokens: int) -> FinishReason | None:
+    """Why the output ends with ``token_id``, which is output token number ``num_output_tokens``, counting from 1."""
+    # Samplers mask stop ids before min_tokens. If one comes all the same, it does not end the output.
+    if token_id in running.stop_ids and num_output_tokens > running.sampling.min_tokens:
+        return FinishReason.STOP_ID
+    return FinishReason.LENGTH if num_output_tokens >= running.max_output_tokens else None
 
 
 def _num_prefill_tokens(running: RunningRequest) -> int:

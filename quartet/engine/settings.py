@@ -1,4 +1,4 @@
-"""What an engine and a vision tower are told: the same words for every engine, each of which refuses what it lacks."""
+"""Settings of engines and vision towers: the same names for every engine; an engine refuses settings that it lacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quartet.media.items import MediaKind
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """What one engine or encoder is to be.
+    """The specification of one engine or encoder.
 
     Attributes:
         model_path: folder of a Hugging Face checkpoint.
@@ -31,34 +31,34 @@ class EngineKind(StrEnum):
 
     TORCH = "torch"
     MOCK = "mock"  # takes a model's time and computes nothing
-    TRTLLM = "trtllm"  # TensorRT-LLM, which is installed apart
+    TRTLLM = "trtllm"  # TensorRT-LLM, which is installed separately
 
     @property
     def has_encoder(self) -> bool:
-        """Whether it computes media."""
+        """Whether it encodes media."""
         return self is not EngineKind.MOCK
 
     @property
     def shares_cores(self) -> bool:
-        """Whether it computes on all CPU cores that it may have: several on a host are told how many those are."""
+        """Whether it computes on all CPU cores: several on one host must share them."""
         return self is EngineKind.TORCH
 
     def num_threads(self, num_cores: int) -> int | None:
-        """CPU threads of one operation where it may have so many cores; ``None``: it knows best."""
+        """CPU threads of one operation for so many cores; ``None``: its own choice."""
         if self.shares_cores:
             return num_cores
         return None if self is EngineKind.TRTLLM else 1
 
     def uses_gpu(self, device: str) -> bool:
-        """Whether it runs on a GPU where ``EngineSettings.device`` is that."""
+        """Whether it runs on a GPU with this ``EngineSettings.device``."""
         return self is EngineKind.TRTLLM or (self is EngineKind.TORCH and device != "cpu")
 
 
 class Modality(StrEnum):
-    """What a prefill or decode worker takes beside tokens."""
+    """What a prefill or decode worker takes besides tokens."""
 
-    TEXT = "text"  # nothing, whatever the model can do
-    MULTIMODAL = "multimodal"  # media files, too: it encodes them itself
+    TEXT = "text"  # nothing, even if the model takes media
+    MULTIMODAL = "multimodal"  # media files, which it encodes itself
 
 
 class Backend(StrEnum):
@@ -70,38 +70,38 @@ class Backend(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """The engine and the pool it works in.
+    """An engine and its pool.
 
-    Fields that only some engines have say so; the others refuse them by name.
+    Fields that only some engines have say so; other engines refuse them by name.
 
     Attributes:
         kind: which engine.
         dtype: of weights and KV cache, as PyTorch names it; ``auto``: the checkpoint's own. Not for ``mock``.
         device: ``cpu``, or ``cuda:N``. For ``torch`` only.
-        num_blocks: KV blocks of each rank's pool; ``None``: 512, or for ``trtllm`` what its memory holds.
+        num_blocks: KV blocks of each rank's pool; ``None``: 512, or for ``trtllm`` as many as its memory holds.
         data_parallel_size: attention-data-parallel ranks, each a place to route to. For ``mock`` only: the engine
             ``torch`` has one, and ``trtllm`` one for each GPU with ``enable_attention_dp``.
         block_size: tokens of a block.
         max_model_len: tokens of prompt and output together; ``None``: what the model was made for.
-        max_batch_size: requests that compute at the same time; ``None``: as ``scheduler`` says, or ``trtllm`` itself.
-        max_num_tokens: tokens that one step computes; ``None``: as ``scheduler`` says, or ``trtllm`` itself.
+        max_batch_size: most requests that compute at the same time; ``None``: ``scheduler``'s, or ``trtllm``'s own.
+        max_num_tokens: most tokens that one step computes; ``None``: ``scheduler``'s, or ``trtllm``'s own.
         num_threads: CPU threads of one operation; ``None``: the library's choice.
-        num_embedding_blocks: blocks of the pool of media embeddings, of ``block_size`` tokens each, where the model
+        num_embedding_blocks: blocks of the pool of media embeddings, of ``block_size`` tokens each, for a model that
             takes media.
-        modality: of a prefill or decode worker; ``None``: what the model takes, as embeddings from encode workers.
-        publish_events_and_metrics: tell what the cache holds and how long steps take, which routing by cache needs.
-            ``trtllm`` is faster without; the other engines always do.
+        modality: of a prefill or decode worker; ``None``: the model's media, as embeddings from encode workers.
+        publish_events_and_metrics: report cached blocks and times of steps, which routing by cache needs. ``trtllm`` is
+            faster without; the other engines always report them.
         free_gpu_memory_fraction: share of the GPU's free memory that the KV pool takes, in (0, 1); ``None``:
             ``num_blocks``, or ``trtllm``'s own. Not on a CPU.
         tensor_parallel_size: GPUs that share each layer. For ``trtllm`` only, as all that follow.
         pipeline_parallel_size: groups of GPUs that share the layers.
         expert_parallel_size: GPUs that share the experts; ``None``: the engine's choice.
         enable_attention_dp: every GPU attends to requests of its own, and is a place to route to.
-        max_beam_width: beams that it has room for.
-        gpus_per_node: of a host; ``None``: those that it sees.
+        max_beam_width: beams to reserve memory for.
+        gpus_per_node: GPUs of a host; ``None``: those that it sees.
         backend: of ``trtllm``; ``None``: ``pytorch``.
-        extra_engine_args: YAML file with arguments of ``tensorrt_llm.LLM``, over what the fields here say.
-        override_engine_args: the same, over that.
+        extra_engine_args: YAML file with arguments of ``tensorrt_llm.LLM``; they replace those from the fields here.
+        override_engine_args: arguments that replace those of the file, too.
         scheduler: bounds of a step of ``torch`` and ``mock``.
         mock: how fast the engine ``mock`` is.
     """
@@ -133,7 +133,7 @@ class EngineSettings:
     mock: MockSettings = field(default_factory=MockSettings)
 
     def __post_init__(self) -> None:
-        """Refuse impossible values, and what the engine does not have, naming the field."""
+        """Refuse impossible values and settings that the engine does not have, naming the field."""
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -165,12 +165,12 @@ class EngineSettings:
 
     @property
     def needs_weights(self) -> bool:
-        """Whether the model's weights have to be there."""
+        """Whether it needs the model's weights."""
         return self.kind is not EngineKind.MOCK
 
     @property
     def step_bounds(self) -> SchedulerConfig:
-        """Of ``torch`` and ``mock``: ``scheduler`` with what was said of it by the names that all engines share."""
+        """Bounds of ``torch`` and ``mock``: ``scheduler``, with ``max_batch_size`` and ``max_num_tokens`` over it."""
         bounds = self.scheduler
         if self.kind is EngineKind.TRTLLM:
             return bounds
@@ -182,21 +182,21 @@ class EngineSettings:
 
     @property
     def num_pool_blocks(self) -> int:
-        """KV blocks of a pool whose size nobody measures."""
+        """KV blocks of a pool whose size does not depend on free memory."""
         return _DEFAULT_NUM_BLOCKS if self.num_blocks is None else self.num_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSettings:
-    """The vision tower of an encode worker, or of another one that encodes media.
+    """The vision tower of a worker that encodes media.
 
     Attributes:
-        kinds: of an encode worker: the kinds of files that it takes; ``None``: all that the model and the engine do.
-            One of ``embeddings`` alone loads no tower.
+        kinds: kinds of files that an encode worker takes; ``None``: all that model and engine take. With
+            ``embeddings`` only, no tower is loaded.
         max_batch_size: items in one run of the tower.
         max_pixels: of one picture; 4096 x 4096 by default.
-        max_waiting_items: items that may wait for the tower; those of further requests are refused.
-        max_waiting_pixels: the same of pixels that are to be decoded.
+        max_waiting_items: items that may wait for the tower; further requests are refused.
+        max_waiting_pixels: the same for decoded pixels of waiting items.
     """
 
     kinds: tuple[MediaKind, ...] | None = None
@@ -215,7 +215,7 @@ class EncoderSettings:
 
 
 def refused_fields(kind: EngineKind) -> tuple[str, ...]:
-    """Fields of ``EngineSettings`` that the engine does not have, whatever else it is told."""
+    """Fields of ``EngineSettings`` that the engine never has."""
     return _REFUSED[kind]
 
 

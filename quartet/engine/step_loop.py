@@ -1,4 +1,8 @@
-"""One engine step after another: take messages in, schedule, run the model, say what came of it."""
+"""The steps of an engine: take messages in, schedule, run the model, report.
+
+``StepLoop`` does it, ``OutputBuilder`` collects a step's output, and the messages before them are what the event loop
+posts to the engine thread.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ _RANK = 0
 
 @dataclass(frozen=True)
 class Submit:
-    """A new request, and the reading of the clock when it came."""
+    """A new request, and when it was submitted, in seconds of the clock."""
 
     request: EngineRequest
     submitted_at: float
@@ -48,7 +52,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Release:
-    """Let go of the blocks that a completed prefill holds."""
+    """Free the blocks that a completed prefill holds."""
 
     id: int
 
@@ -71,7 +75,7 @@ class FetchFailed:
 
 @dataclass(frozen=True)
 class TakeKvSnapshot:
-    """Say all that could be shared after the step."""
+    """Report all blocks that can be shared after the step."""
 
 
 Message: TypeAlias = Submit | Cancel | Release | Fetched | FetchFailed | TakeKvSnapshot
@@ -79,11 +83,11 @@ Message: TypeAlias = Submit | Cancel | Release | Fetched | FetchFailed | TakeKvS
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step says to the event loop: ``None`` and empty where it has nothing to say.
+    """What one step tells the event loop: falsy if there is nothing to tell.
 
     Attributes:
-        pulls: to be started; each is answered by one ``Fetched`` or ``FetchFailed``.
-        stopped_pulls: requests whose pull is to be stopped.
+        pulls: to start; each is answered by one ``Fetched`` or ``FetchFailed``.
+        stopped_pulls: requests whose pull must be stopped.
     """
 
     output: StepOutput | None = None
@@ -96,26 +100,19 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Statistics that know of the first ``num_submits`` requests, with these tokens to prefill."""
+    """Statistics that include the first ``num_submits`` requests, with so many tokens to prefill."""
 
     stats: EngineStats
     num_submits: int = 0
     num_submitted_prefill_tokens: int = 0
 
 
-def num_prefill_tokens(request: EngineRequest) -> int:
-    """Tokens to compute before ``request`` decodes; none with a hand-off."""
-    if request.hand_off is not None:
-        return 0
-    return len(request.generation.prompt_token_ids) + len(request.generation.generated_token_ids)
-
-
 class StepLoop:
     """Scheduler, block pool and model of one engine, driven step by step. Owned by the engine thread.
 
     Attributes:
-        snapshot: replaced as every step begins, and after it; any thread may read it.
-        is_idle: the last step left nothing to do until a message comes.
+        snapshot: replaced when a step begins and when it ends; any thread may read it.
+        is_idle: there is nothing to do until a message comes.
     """
 
     def __init__(
@@ -128,11 +125,12 @@ class StepLoop:
         """Nothing is computed before the first ``step``.
 
         Args:
-            runner: computes; stays the caller's to close.
+            runner: computes; the caller closes it.
             config: bounds of a step.
             clock: gives seconds.
-            on_begin: hears, with the snapshot replaced and before anything is computed, of pulls; and by an output with
-                nothing in it, of a step with prompt tokens after which none is left to begin, or before which none was.
+            on_begin: called when a step begins, with the snapshot replaced and before anything is computed, if there
+                are pulls; also, with an empty output, if the step has prompt tokens and none was left to begin before
+                it, or none is left after it.
         """
         self._runner = runner
         self._blocks = BlockManager(runner.num_blocks, runner.layout.block_size, has_events=True)
@@ -154,9 +152,9 @@ class StepLoop:
         self.snapshot = self._snapshot_between()
 
     def step(self, messages: Iterable[Message]) -> StepReport:
-        """Take ``messages`` in, compute one step; what is left to say after ``on_begin``.
+        """Take ``messages`` in and compute one step; returns what ``on_begin`` did not report yet.
 
-        Raises whatever the runner raises: then it is not usable any more.
+        Raises what the runner raises; the loop must not be used after that.
         """
         self._clock.begin(is_continued=not self.is_idle)
         for message in messages:
@@ -175,9 +173,10 @@ class StepLoop:
     def _is_idle_after(self, schedule: Schedule) -> bool:
         """Whether there is nothing to do until a message comes.
 
-        To find that out by one more step would keep the event loop, which hears of this one, from the interpreter.
+        One more step would find that out too, but would keep the interpreter from the event loop, which has this step's
+        report to handle.
         """
-        # Without a chunk nobody runs, and whoever waits still waits for blocks.
+        # Without a chunk no request runs, and waiting requests still wait for blocks.
         return not self._scheduler.live or not (schedule.chunks or schedule.num_preempted)
 
     def _compute(self, schedule: Schedule) -> None:
@@ -194,7 +193,7 @@ class StepLoop:
     def _begin(self, schedule: Schedule, work: StepWork) -> None:
         had_unbegun = self.snapshot.stats.num_unbegun_prefill_tokens > 0
         self._num_prompt_steps += work.num_prompt_tokens > 0
-        # Without prompt tokens, everybody who runs decodes.
+        # Without prompt tokens, every running request decodes.
         decoding = Backlog(0, len(schedule.chunks), work.num_context_tokens)
         before = backlog(self._scheduler.running) if work.num_prompt_tokens else decoding
         self.snapshot = self._snapshot_during(schedule.chunks, work, before)
@@ -205,7 +204,7 @@ class StepLoop:
             self._on_begin(report)
 
     def _report(self, output: StepOutput | None, schedule: Schedule) -> StepReport:
-        """``output``, and what was not said yet of pulls."""
+        """``output``, and the pulls that were not reported yet."""
         pulls, schedule.pulls = schedule.pulls, []
         stopped_pulls, self._stopped_pulls = self._stopped_pulls, []
         return StepReport(output, pulls, stopped_pulls)
@@ -259,12 +258,12 @@ class StepLoop:
             self._outputs.fail(id, error)
 
     def _snapshot_during(self, chunks: Sequence[ScheduledChunk], work: StepWork, before: Backlog) -> Snapshot:
-        """As the step of ``chunks`` begins, before which those that run had so much to do."""
+        """The snapshot when the step of ``chunks`` begins; ``before``: the backlog of running requests before it."""
         num_begun = sum([chunk.num_tokens for chunk in chunks]) - before.num_decoding
         return self._snapshot(before, num_begun=num_begun, step_ends_at=self._clock.forecast(work))
 
     def _snapshot_between(self) -> Snapshot:
-        """While no step runs."""
+        """The snapshot while no step runs."""
         return self._snapshot(backlog(self._scheduler.running), num_begun=0, step_ends_at=0.0)
 
     def _snapshot(self, running: Backlog, *, num_begun: int, step_ends_at: float) -> Snapshot:
@@ -295,30 +294,11 @@ class StepLoop:
         return Snapshot(stats, self._num_submits, self._num_submitted_prefill_tokens)
 
 
-def _num_given_tokens(chunk: ScheduledChunk) -> int:
-    """Tokens of the chunk that came with the request."""
-    return max(0, min(chunk.num_tokens, chunk.running.num_initial_tokens - chunk.first_position))
-
-
-# Builds what a step gives out, with the times that only the engine thread knows.
-
-
-@dataclass
-class _Times:
-    """Clock readings of one request, in seconds, and what its transfer cost."""
-
-    submitted_at: float
-    started_at: float = 0.0
-    transfer_s: float = 0.0
-    transfer_bytes: int = 0
-
-    @property
-    def queue_s(self) -> float:
-        return max(0.0, self.started_at - self.submitted_at - self.transfer_s)
-
-
 class OutputBuilder:
-    """Collects one step's outcomes at a time. Knows a request from ``submit`` until its end."""
+    """Collects one step's outcomes at a time, with times that only the engine thread knows.
+
+    It knows a request from ``submit`` until its end.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -326,16 +306,16 @@ class OutputBuilder:
         self._clear()
 
     def submit(self, id: int, submitted_at: float) -> None:
-        """Take note of a request; ``submitted_at`` is a reading of the clock."""
+        """Remember a request; ``submitted_at`` is in seconds of the clock."""
         self._times[id] = _Times(submitted_at)
 
     def take_fetch(self, id: int, result: FetchResult) -> None:
-        """Take note of what was pulled for a request."""
+        """Remember what was pulled for a request."""
         self._times[id].transfer_s = result.duration_s
         self._times[id].transfer_bytes = result.size_bytes
 
     def start(self, started: Iterable[RunningRequest]) -> None:
-        """Say that these are about to be in a step for the first time."""
+        """These requests are in a step for the first time."""
         now = self._clock()
         for running in started:
             times = self._times[running.id]
@@ -345,12 +325,12 @@ class OutputBuilder:
             )
 
     def fail(self, id: int, error: ServingError) -> None:
-        """Say that a request ended badly, or was refused."""
+        """A request ended badly, or was refused."""
         self._times.pop(id, None)
         self._failed.append(Failed(id, error))
 
     def take_tokens(self, outs: Iterable[TokenOut]) -> None:
-        """Give out what a step sampled."""
+        """Add the tokens that a step sampled."""
         now = self._clock()
         for out in outs:
             if out.running.request.kind is RequestKind.PREFILL:
@@ -361,7 +341,7 @@ class OutputBuilder:
     def build(
         self, kv_events: Sequence[RankEvents] = (), kv_snapshot: Sequence[StoredBlocks] | None = None
     ) -> StepOutput | None:
-        """What came since the last call, with what became of the blocks; ``None`` for nothing."""
+        """All outcomes since the last call, with events and snapshot of the blocks; ``None``: there are none."""
         has_kv = kv_events or kv_snapshot is not None
         if not (self._ids or self._started or self._prefilled or self._failed or has_kv):
             return None
@@ -416,3 +396,29 @@ class OutputBuilder:
             num_tokens=out.num_held_tokens,
             logprobs=out.sampled.logprobs,
         )
+
+
+def num_prefill_tokens(request: EngineRequest) -> int:
+    """Tokens to compute before ``request`` decodes; none with a hand-off."""
+    if request.hand_off is not None:
+        return 0
+    return len(request.generation.prompt_token_ids) + len(request.generation.generated_token_ids)
+
+
+def _num_given_tokens(chunk: ScheduledChunk) -> int:
+    """Tokens of the chunk that came with the request."""
+    return max(0, min(chunk.num_tokens, chunk.running.num_initial_tokens - chunk.first_position))
+
+
+@dataclass
+class _Times:
+    """Times of one request, in seconds of the clock, and the cost of its transfer."""
+
+    submitted_at: float
+    started_at: float = 0.0
+    transfer_s: float = 0.0
+    transfer_bytes: int = 0
+
+    @property
+    def queue_s(self) -> float:
+        return max(0.0, self.started_at - self.submitted_at - self.transfer_s)

@@ -1,4 +1,4 @@
-"""Learns how long steps take from those that were taken: recursive least squares that slowly forgets."""
+"""How long steps take: timed by ``StepClock``, learned by ``StepTimeFit`` with slowly forgetting least squares."""
 
 from __future__ import annotations
 
@@ -10,42 +10,135 @@ from operator import mul
 from quartet.engine.runner import RunningRequest, ScheduledChunk
 from quartet.events.step_time import StepTime
 
-# Features are of the order of one at these sizes.
+# With these sizes features are of the order of one.
 _PROMPT_SCALE, _CONTEXT_SCALE = 1024.0, 16384.0
 
-# A step's weight has fallen to a third after a thousand more of its kind.
+# A step's weight falls to a third after a thousand more of its kind.
 _FORGETTING = 0.999
 
 _GROWTH = 1.0 / sqrt(_FORGETTING)
 
-# How unsure a coefficient is at first, and at most, in units of the variance of one step's time. The square's is taken
-# to be 0 until prompts of thousands of tokens show it: what short ones seem to say of it is noise, which long ones'
-# forecasts would have thousands of times over.
+# Each coefficient's first and largest variance, in units of the variance of one step's time. The square's coefficient
+# stays near 0 until prompts of thousands of tokens show it: in short prompts it is noise, which forecasts for long
+# prompts would multiply by thousands.
 _MOST_VARIANCE = (1000.0, 1000.0, 0.01, 1000.0, 1000.0)
 
-# Steps that something else held up are no news: what is beyond so much of the forecast, and this, is cut off.
+# A step that was delayed by something else teaches nothing: its difference from the forecast is cut off at this share
+# of the forecast, or at this time if that is more.
 _MAX_SURPRISE, _MIN_SURPRISE_S = 1.0, 0.005
 
-# But where the forecast itself is less sure than that, in the same units, steps are taken at their word.
+# If the forecast itself has a larger variance than this, in the same units, nothing is cut off.
 _MAX_DOUBT = 0.25
 
-# Before so many steps nothing is said.
+# Steps to observe before ``step_time`` is known.
 _NUM_NEEDED = 8
 
 _COUNT = 5
 
 
+@dataclass(frozen=True)
+class StepWork:
+    """The work of one step.
+
+    Attributes:
+        num_prompt_tokens: tokens of prompts to compute, and of outputs to compute again.
+        num_context_tokens: tokens that all decoding requests attend to, together.
+    """
+
+    num_prompt_tokens: int
+    num_context_tokens: int
+
+
+@dataclass(frozen=True)
+class Backlog:
+    """What requests must compute.
+
+    Attributes:
+        num_tokens: missing tokens of requests that do not decode yet.
+        num_decoding: requests that decode.
+        num_context_tokens: tokens of the decoding requests together.
+    """
+
+    num_tokens: int
+    num_decoding: int
+    num_context_tokens: int
+
+
+def step_work(chunks: Iterable[ScheduledChunk]) -> StepWork:
+    """The work of a step that computes ``chunks``."""
+    num_prompt_tokens = num_context_tokens = 0
+    for chunk in chunks:
+        if _decodes(chunk):
+            num_context_tokens += chunk.first_position + 1
+        else:
+            num_prompt_tokens += chunk.num_tokens
+    return StepWork(num_prompt_tokens, num_context_tokens)
+
+
+def backlog(running: Iterable[RunningRequest]) -> Backlog:
+    """The backlog of ``running``."""
+    num_tokens = num_decoding = num_context_tokens = 0
+    for request in running:
+        # ``RunningRequest.is_decoding``, inlined: this runs twice a step for every request.
+        seq = request.seq
+        num_uncomputed = len(seq.token_ids) - seq.num_computed_tokens
+        if num_uncomputed == 1:
+            num_decoding += 1
+            num_context_tokens += len(seq.token_ids)
+        else:
+            num_tokens += num_uncomputed
+    return Backlog(num_tokens, num_decoding, num_context_tokens)
+
+
+class StepClock:
+    """Times an engine's steps and forecasts their ends. One step at a time: ``begin``, ``forecast``, ``end``.
+
+    If steps follow one another, a step begins when the last one ends: the time between them is part of a step's time,
+    else forecasts of several steps would be too short.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """``clock`` gives seconds."""
+        self._clock = clock
+        self._fit = StepTimeFit()
+        self._began_at = 0.0
+        self._ended_at: float | None = None
+
+    @property
+    def step_time(self) -> StepTime | None:
+        """How long steps take; ``None``: too few were measured."""
+        return self._fit.step_time
+
+    def begin(self, *, is_continued: bool) -> None:
+        """A step begins; ``is_continued``: the engine did not wait for work since the last step."""
+        self._began_at = self._ended_at if is_continued and self._ended_at is not None else self._clock()
+
+    def forecast(self, work: StepWork) -> float:
+        """When the step that has begun, with this work, should end, in seconds of the clock; 0.0: unknown."""
+        step_time = self._fit.step_time
+        if step_time is None:
+            return 0.0
+        return (
+            self._began_at + step_time.prefill_s(work.num_prompt_tokens) + step_time.decode_s(work.num_context_tokens)
+        )
+
+    def end(self, work: StepWork) -> None:
+        """The step that has begun is over; ``work`` is what it did."""
+        self._ended_at = self._clock()
+        self._fit.observe(work.num_prompt_tokens, work.num_context_tokens, self._ended_at - self._began_at)
+
+
 class StepTimeFit:
     """``StepTime`` of one engine, from its steps.
 
-    Only what a step's kind tells of is forgotten: thousands of steps that decode take nothing from what is known of
-    prompts. Nor does anything become less known than it was at first, however alike the steps are: where something
-    would, only what the step tells is forgotten (R. Kulhavy, Restricted exponential forgetting in real-time
-    identification, Automatica 23, 1987).
+    A step forgets only coefficients of its own kind: thousands of decode steps do not change what is known of prompts.
+    No coefficient becomes less certain than it was at first, however similar the steps are: if one would, only what the
+    step itself measures is forgotten (R. Kulhavy, Restricted exponential forgetting in real-time identification,
+    Automatica 23, 1987).
 
-    The covariance is kept as a factor ``S``, ``P = S S^T``, of which a step changes only the part along ``S^T f`` where
-    ``f`` are its features (as J. Potter's square root filter does). So no rounding makes it lose its symmetry or become
-    indefinite, however long it runs.
+    The covariance is kept as a factor ``S`` with ``P = S S^T``. A step with features ``f`` changes only the part along
+    ``S^T f`` (as J. Potter's square root filter does). So rounding never makes the covariance asymmetric or indefinite,
+    however long it runs.
     """
 
     def __init__(self) -> None:
@@ -55,7 +148,7 @@ class StepTimeFit:
 
     @property
     def step_time(self) -> StepTime | None:
-        """What is known now, all of it finite and nothing negative; ``None`` before the first few steps."""
+        """The estimate now, finite and not negative; ``None`` before the first 8 steps."""
         if self._step_time is None and self._num_observed >= _NUM_NEEDED:
             base, linear, square, decode_base, context = (max(value, 0.0) for value in self._coefficients)
             self._step_time = StepTime(
@@ -68,7 +161,7 @@ class StepTimeFit:
         return self._step_time
 
     def observe(self, num_prompt_tokens: int, num_context_tokens: int, step_s: float) -> None:
-        """A step computed so many prompt tokens, beside requests that decode over so many of context, in so long."""
+        """A step took ``step_s`` for so many prompt tokens, and for decoding requests with so many context tokens."""
         prompt, context = num_prompt_tokens / _PROMPT_SCALE, num_context_tokens / _CONTEXT_SCALE
         features: list[tuple[int, float]] = []
         if num_prompt_tokens:
@@ -84,7 +177,7 @@ class StepTimeFit:
         self._num_observed += 1
         self._step_time = None
         if not isfinite(sum(self._coefficients)):
-            # It overflowed: sums of what is not finite never are.
+            # It overflowed: begin again.
             self._begin()
 
     def _begin(self) -> None:
@@ -105,7 +198,7 @@ class StepTimeFit:
         self._step_time = None
 
     def _forget(self, indices: Sequence[int]) -> bool:
-        """Forget a little of these coefficients, unless one of them is as good as unknown."""
+        """Forget a little of these coefficients, unless one of them is nearly unknown; returns whether it did."""
         variances = self._variances
         if any(variances[index] > _MOST_VARIANCE[index] * _FORGETTING for index in indices):
             return False
@@ -114,7 +207,7 @@ class StepTimeFit:
         return True
 
     def _learn(self, features: Sequence[tuple[int, float]], step_s: float, forgetting: float) -> None:
-        """Take a step in; of what was known of its like, the share ``forgetting`` is left."""
+        """Learn from a step; the share ``forgetting`` of earlier knowledge of its kind is left."""
         forecast_s = sum([self._coefficients[index] * value for index, value in features])
         seen = self._seen(features)
         doubt = sum([value * value for value in seen])
@@ -151,9 +244,9 @@ class StepTimeFit:
             self._factor[index], self._variances[index] = row, variance
 
     def _keep_positive(self) -> None:
-        """Take what is below 0 to be 0, and the others to be what is then likeliest.
+        """Set negative coefficients to 0, and the others to their likeliest values given that.
 
-        To leave the others as they are would change the forecasts of sizes that were seen.
+        Leaving the others unchanged would change the forecasts for sizes that were seen.
         """
         for index in (2, 1, 4, 0, 3):
             excess = self._coefficients[index]
@@ -168,106 +261,8 @@ class StepTimeFit:
                 self._coefficients[index] = 0.0
 
 
-# Times an engine's steps, learns from them, and says when the one that runs should end.
-
-
-class StepClock:
-    """One step at a time: ``begin``, ``forecast``, ``end``.
-
-    Where steps follow one another, one begins as the last one ends: what lies between them is part of a step's time,
-    or forecasts of several would fall short.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """``clock`` gives seconds."""
-        self._clock = clock
-        self._fit = StepTimeFit()
-        self._began_at = 0.0
-        self._ended_at: float | None = None
-
-    @property
-    def step_time(self) -> StepTime | None:
-        """How long steps take; ``None``: too few were measured."""
-        return self._fit.step_time
-
-    def begin(self, *, is_continued: bool) -> None:
-        """A step begins; ``is_continued``: nobody had to wait for work since the last one."""
-        self._began_at = self._ended_at if is_continued and self._ended_at is not None else self._clock()
-
-    def forecast(self, work: StepWork) -> float:
-        """The clock's reading at which the step that has begun, with this to do, should end; 0.0: unknown."""
-        step_time = self._fit.step_time
-        if step_time is None:
-            return 0.0
-        return (
-            self._began_at + step_time.prefill_s(work.num_prompt_tokens) + step_time.decode_s(work.num_context_tokens)
-        )
-
-    def end(self, work: StepWork) -> None:
-        """The step that has begun is over; this is what it did."""
-        self._ended_at = self._clock()
-        self._fit.observe(work.num_prompt_tokens, work.num_context_tokens, self._ended_at - self._began_at)
-
-
-# What a step has to do, in the terms that its time depends on.
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """The work of one step.
-
-    Attributes:
-        num_prompt_tokens: tokens to compute of prompts, and of outputs that have to be computed again.
-        num_context_tokens: tokens that the requests attend to that decode, all together.
-    """
-
-    num_prompt_tokens: int
-    num_context_tokens: int
-
-
-@dataclass(frozen=True)
-class Backlog:
-    """What requests have to compute before the next step.
-
-    Attributes:
-        num_tokens: of those that do not decode yet.
-        num_decoding: requests that decode.
-        num_context_tokens: tokens that these have together.
-    """
-
-    num_tokens: int
-    num_decoding: int
-    num_context_tokens: int
-
-
-def step_work(chunks: Iterable[ScheduledChunk]) -> StepWork:
-    """The work of a step that computes ``chunks``."""
-    num_prompt_tokens = num_context_tokens = 0
-    for chunk in chunks:
-        if _decodes(chunk):
-            num_context_tokens += chunk.first_position + 1
-        else:
-            num_prompt_tokens += chunk.num_tokens
-    return StepWork(num_prompt_tokens, num_context_tokens)
-
-
-def backlog(running: Iterable[RunningRequest]) -> Backlog:
-    """That of ``running``."""
-    num_tokens = num_decoding = num_context_tokens = 0
-    for request in running:
-        # What ``RunningRequest.is_decoding`` says, without asking it: this is looked at twice a step for everybody.
-        seq = request.seq
-        num_uncomputed = len(seq.token_ids) - seq.num_computed_tokens
-        if num_uncomputed == 1:
-            num_decoding += 1
-            num_context_tokens += len(seq.token_ids)
-        else:
-            num_tokens += num_uncomputed
-    return Backlog(num_tokens, num_decoding, num_context_tokens)
-
-
 def _decodes(chunk: ScheduledChunk) -> bool:
-    """Whether it computes its request's newest token: sampled here, or by the prefill that the request came from."""
+    """Whether it computes its request's newest token, which was sampled here or by the prefill before a hand-off."""
     running = chunk.running
     is_newest = chunk.num_tokens == 1 and chunk.samples
     return is_newest and (chunk.first_position >= running.num_initial_tokens or running.request.hand_off is not None)

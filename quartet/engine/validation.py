@@ -1,26 +1,43 @@
-"""What an engine refuses before it spends anything on a request."""
+"""Checks of requests: what an engine refuses before it spends anything on a request."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from quartet.engine.base import EngineRequest, Generation, RequestKind
-from quartet.engine.media_config import MediaLimits, check_media
 from quartet.engine.runner import ModelRunner
 from quartet.errors import InvalidRequestError, LayoutMismatchError, PromptTooLongError, UnsupportedFieldError
+from quartet.kvcache.block_hash import MediaSpan, ordered_spans
 from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload
 
 
 @dataclass(frozen=True, kw_only=True)
+class MediaLimits:
+    """Bounds of a request's media.
+
+    Attributes:
+        placeholder_id: the token at all media positions, and nowhere else in a prompt; ``None``: not checked.
+        block_size: tokens of one block of the pool of embeddings.
+        num_blocks: of that pool.
+    """
+
+    placeholder_id: int | None
+    block_size: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineLimits:
-    """What bounds a request here.
+    """Bounds of an engine's requests.
 
     Attributes:
         max_model_len: tokens of prompt and output together.
         num_pool_tokens: tokens whose KV the whole block pool holds.
         vocab_size: token ids are below it.
-        media: what bounds media; ``None``: the model takes text only.
+        media: bounds of media; ``None``: the model takes text only.
     """
 
     max_model_len: int
@@ -30,7 +47,7 @@ class EngineLimits:
 
 
 def limits_of(runner: ModelRunner) -> EngineLimits:
-    """What bounds the requests that ``runner`` computes."""
+    """The bounds of the requests that ``runner`` can compute."""
     embeddings = runner.embeddings
     return EngineLimits(
         max_model_len=runner.max_model_len,
@@ -47,12 +64,12 @@ def limits_of(runner: ModelRunner) -> EngineLimits:
 
 
 def check_request(request: EngineRequest, limits: EngineLimits) -> None:
-    """Refuse what can never be served here.
+    """Refuse a request that this engine can never serve.
 
     Raises:
         InvalidRequestError: an impossible value; ``field`` names it.
-        UnsupportedFieldError: an adapter or a rank that is not served, a grammar, or media where the model takes text
-            only.
+        UnsupportedFieldError: an adapter or a rank that is not served, a grammar, or media although the model takes
+            text only.
         PromptTooLongError: the tokens given and wanted do not fit the model or the block pool.
         LayoutMismatchError: the hand-off is not one of KV blocks.
     """
@@ -64,18 +81,37 @@ def check_request(request: EngineRequest, limits: EngineLimits) -> None:
         _check_hand_off(request)
 
 
+def check_media(request: EngineRequest, limits: MediaLimits | None) -> None:
+    """Refuse media that contradict the prompt. ``limits`` ``None``: the model takes text only.
+
+    Raises:
+        InvalidRequestError: field ``media``; or ``prompt_token_ids``: placeholders that no item fills.
+        UnsupportedFieldError: field ``media``; this model takes none.
+    """
+    if limits is None:
+        if request.generation.media or request.media_blocks:
+            raise UnsupportedFieldError("this model takes text only", field="media")
+        return
+    media, prompt = request.generation.media, request.generation.prompt_token_ids
+    ordered_spans(media, len(prompt))
+    if request.media_blocks:
+        _check_blocks(media, request.media_blocks, limits)
+    if limits.placeholder_id is not None:
+        _check_placeholders(media, prompt, limits.placeholder_id)
+
+
 def max_output_tokens(request: EngineRequest, limits: EngineLimits) -> int:
-    """Output tokens at which ``request`` ends at the latest, generated ones included."""
+    """Most output tokens of ``request``, generated ones included."""
     if request.generation.sampling.max_tokens is not None:
         return request.generation.sampling.max_tokens
     return _max_num_tokens(request.kind, limits) - len(request.generation.prompt_token_ids)
 
 
 def blocks_payload(hand_off: HandOff) -> BlocksPayload:
-    """What ``hand_off`` says of its KV blocks.
+    """The payload of a hand-off of KV blocks.
 
     Raises:
-        LayoutMismatchError: it is of an engine that moves its own cache.
+        LayoutMismatchError: it is not one of KV blocks, as of an engine that moves its own cache.
     """
     payload = hand_off.payload
     if isinstance(payload, BlocksPayload):
@@ -85,8 +121,8 @@ def blocks_payload(hand_off: HandOff) -> BlocksPayload:
 
 
 def _max_num_tokens(kind: RequestKind, limits: EngineLimits) -> int:
-    """The longest sequence. The last token sampled needs no room in the pool, as nothing attends to it."""
-    if kind is RequestKind.PREFILL:  # others decode: only the tokens given have to fit this pool
+    """The longest sequence. The last sampled token needs no room in the pool, as no token attends to it."""
+    if kind is RequestKind.PREFILL:  # another worker decodes: only the given tokens must fit this pool
         return limits.max_model_len
     return min(limits.max_model_len, limits.num_pool_tokens + 1)
 
@@ -101,7 +137,7 @@ def _check_tokens(generation: Generation, limits: EngineLimits) -> None:
 
 
 def _check_ids(token_ids: Iterable[int], field: str, limits: EngineLimits) -> None:
-    # An id outside the vocabulary would break the step of everybody in the batch.
+    # An id outside the vocabulary would break the step of every request in the batch.
     if min(token_ids, default=0) < 0 or max(token_ids, default=0) >= limits.vocab_size:
         raise InvalidRequestError(f"token ids must be in [0, {limits.vocab_size})", field=field)
 
@@ -143,3 +179,27 @@ def _check_hand_off(request: EngineRequest) -> None:
         raise InvalidRequestError(
             f"the hand-off holds {payload.num_tokens} tokens, {num_given - 1} are needed", field="hand_off"
         )
+
+
+def _check_blocks(media: Sequence[MediaSpan], blocks: Sequence[Sequence[int]], limits: MediaLimits) -> None:
+    if len(blocks) != len(media):
+        raise InvalidRequestError(f"{len(media)} media items, and blocks of {len(blocks)}", field="media")
+    for span, block_ids in zip(media, blocks, strict=True):
+        if len(block_ids) * limits.block_size < span.num_tokens:
+            message = f"a media item fills {span.num_tokens} tokens, and its blocks hold fewer"
+            raise InvalidRequestError(message, field="media")
+        # A block outside the pool would break the step of every request in the batch.
+        if min(block_ids) < 0 or max(block_ids) >= limits.num_blocks:
+            raise InvalidRequestError(f"blocks of media must be in [0, {limits.num_blocks})", field="media")
+
+
+def _check_placeholders(media: Sequence[MediaSpan], prompt: Sequence[int], placeholder_id: int) -> None:
+    # Prompts come as arrays, which this does not copy: 0.02 ms for 32 k tokens; ``count`` takes 1.6 ms.
+    is_placeholder = np.asarray(prompt) == placeholder_id
+    for span in media:
+        filled = is_placeholder[span.first_position : span.first_position + span.num_tokens]
+        if not filled.all():
+            raise InvalidRequestError("a media item lies on other tokens than its placeholder", field="media")
+        filled[:] = False
+    if is_placeholder.any():
+        raise InvalidRequestError("the prompt has placeholders that no media item fills", field="prompt_token_ids")

@@ -1,7 +1,7 @@
 """CURVE on the events' sockets: one secret, in one file that every worker and router of a deployment has.
 
-Workers serve with the key and let in only who dials with the same one; routers dial with it and listen only to who
-serves with it. So it proves both ends to each other, and nothing of it has to be told by discovery.
+Workers serve with the key and accept only peers that dial with it; routers dial with it and accept only workers that
+serve with it. So each end proves itself to the other, and discovery need not announce any key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quartet.errors import ConfigError
 _SETTING = "events_key_file"
 _SECRET_BYTES = 32
 _MAX_FILE_BYTES = 1 << 12
-# Named, a socket lets in nobody while there is nothing that answers for the name.
+# A socket with a domain refuses all peers while no authenticator answers for the domain.
 _DOMAIN = "quartet"
 
 
@@ -52,7 +52,7 @@ class EventsKey:
 
 @dataclass(frozen=True)
 class _Holders:
-    """Those who have proved to hold the secret of ``public``."""
+    """Peers that have proved to hold the secret of ``public``."""
 
     public: bytes
 
@@ -64,7 +64,8 @@ def read_events_key(path: Path) -> EventsKey:
     """The key of a file that holds a secret of 32 bytes in hexadecimal, as ``openssl rand -hex 32`` draws it.
 
     Raises:
-        ConfigError: the file can't be used, or everybody may open it; the message never tells the secret.
+        ConfigError: the file can't be used, or users beside its owner and group may open it; the message never holds
+            the secret.
     """
     try:
         with path.open("rb") as file:

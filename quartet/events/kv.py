@@ -1,4 +1,4 @@
-"""What a worker tells of the KV blocks that it could share: every change in order, and all of them at one moment."""
+"""The KV blocks that a worker could share: every change in order, and snapshots of all of them at one moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's voice over a ZMQ PUB socket: every change of its KV blocks, and its load, never more than needed."""
+"""A worker's ZMQ PUB socket: every change of its KV blocks, and its load, no more often than needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quartet.events.wire import encode_kv, encode_load, split_events
 
 #: Without anything new a report goes out this often: silence then means something.
 HEARTBEAT_INTERVAL_S = 1.0
-#: Changes are told at most this often.
+#: Changes are reported at most this often.
 MIN_INTERVAL_S = 0.05
 
 _MAX_PENDING_MESSAGES = 10_000
@@ -27,7 +27,7 @@ class EventPublisher:
     """One PUB socket; use it from one thread.
 
     Attributes:
-        endpoint: ``tcp://host:port`` as bound; of a wildcard host nobody can dial it.
+        endpoint: ``tcp://host:port`` as bound; one with a wildcard host can't be dialled.
         port: that of ``endpoint``.
         kv_number: number of the last KV batch published; 0: none was.
     """
@@ -47,9 +47,9 @@ class EventPublisher:
         Args:
             host: a name or address of this host, or ``*``.
             port: 0 takes a free one.
-            worker_id: whose voice it is.
-            epoch: in which of its lives.
-            key: only who holds it can listen; ``None``: in the clear, for everybody.
+            worker_id: the worker that publishes.
+            epoch: of this start of the worker.
+            key: only holders of it can listen; ``None``: in the clear, for all.
             max_pending_messages: a subscriber for which more wait misses what comes.
 
         Raises:
@@ -75,7 +75,7 @@ class EventPublisher:
         self.port = int(self.endpoint.rpartition(":")[2])
 
     def publish_kv(self, changed: RankEvents) -> None:
-        """Send what changed, in as many batches as it takes. Never blocks: who can't keep up sees a gap in numbers."""
+        """Send what changed, in as many batches as it takes. Never blocks: a slow subscriber sees a gap in numbers."""
         for events in split_events(changed.events):
             self.kv_number += 1
             batch = KvBatch(
@@ -114,10 +114,11 @@ class PromptQueue:
     num_steps: int
 
     def is_news(self, told: PromptQueue) -> bool:
-        """Whether routers should hear of it at once, of whom the last report told ``told``.
+        """Whether it should be reported at once; ``told`` was in the last report.
 
-        That is when all is computed, or a step with prompt tokens has begun after which none is left to begin (a router
-        may be waiting for just that), or before which none was, so that they know when it ends.
+        It should when all prompt tokens are computed; when a step with prompt tokens has begun and none is left to
+        begin after it (a router may be waiting for just that); or when none was left before it, so that routers know
+        when it ends.
         """
         if told.num_queued_tokens and not self.num_queued_tokens:
             return True
@@ -141,7 +142,7 @@ class LoadPacer:
         min_interval_s: float = MIN_INTERVAL_S,
         heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
     ) -> None:
-        """Report what ``sample`` returns to ``publish``, but not all of it; all are called on the event loop.
+        """Give ``publish`` some of what ``sample`` returns; all are called on the event loop.
 
         ``prompt_queues`` gives the part of the sample that is news, by rank: it is asked at every poke.
         """
@@ -158,14 +159,14 @@ class LoadPacer:
         self._is_due = asyncio.Event()
 
     def poke(self) -> None:
-        """Something may have changed: call it after each step and each arrival; it costs next to nothing."""
+        """Something may have changed. Call it after each step and each arrival; it costs next to nothing."""
         if self._last is None:
             return
         if any(queue.is_news(told) for queue, told in zip(self._prompt_queues(), self._told, strict=True)):
             self._is_due.set()
         elif not self._is_change_due:
             self._is_change_due = True
-            self._look_at(self._sent_at + self._min_interval_s)
+            self._wake_at(self._sent_at + self._min_interval_s)
 
     async def run(self) -> None:
         """Report until cancelled."""
@@ -173,20 +174,20 @@ class LoadPacer:
             while True:
                 self._is_due.clear()
                 self._is_change_due = False
-                # Before the sample: a step that begins in between is told twice, and not never.
+                # Before the sample: a step that begins in between is reported twice, but never missed.
                 queues = self._prompt_queues()
                 load, now = self._sample(), time.monotonic()
                 if load != self._last or now >= self._sent_at + self._heartbeat_interval_s:
                     self._publish(load)
                     self._last, self._told, self._sent_at = load, queues, now
-                self._look_at(self._sent_at + self._heartbeat_interval_s)
+                self._wake_at(self._sent_at + self._heartbeat_interval_s)
                 await self._is_due.wait()
         finally:
             self._last = None
             if self._timer is not None:
                 self._timer.cancel()
 
-    def _look_at(self, when: float) -> None:
+    def _wake_at(self, when: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
         delay_s = max(when - time.monotonic(), 0.0)

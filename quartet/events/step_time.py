@@ -11,7 +11,7 @@ class StepTime:
 
     The first is ``prefill_base_s + n (prefill_s_per_token + n prefill_s_per_token2)``, the second, where those that
     decode have ``c`` tokens of context together, ``decode_base_s + decode_s_per_context_token c``. A part that has
-    nothing to do takes no time. The defaults are only good for comparing places of which nothing was measured.
+    nothing to do takes no time. The defaults are only good for comparing ranks without measurements.
     """
 
     prefill_base_s: float = 0.01

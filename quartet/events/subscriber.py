@@ -1,4 +1,4 @@
-"""A router's ear: every worker's load, and what becomes of its KV blocks, over one ZMQ SUB socket."""
+"""A router's ZMQ SUB socket: every worker's load, and the changes of its KV blocks."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class EventSubscriber:
         key: EventsKey | None = None,
         max_pending_messages: int = _MAX_PENDING_MESSAGES,
     ) -> None:
-        """Connected to nobody yet. Needs a running event loop.
+        """Begin without connections. Needs a running event loop.
 
         Args:
             on_load: called for each report.
-            on_malformed: called for each message that makes no sense.
+            on_malformed: called for each malformed message.
             on_kv: called for each batch of KV events; ``None``: they are not listened to.
-            key: only workers that serve with it are heard; ``None``: only those that serve in the clear.
+            key: only workers that serve with it are received; ``None``: only those that serve in the clear.
             max_pending_messages: when more of a worker's wait, it soon drops what comes.
         """
         self._on_load = on_load
@@ -63,7 +63,7 @@ class EventSubscriber:
             self._socket.setsockopt(option, value)
         if key is not None:
             key.dial_with(self._socket)
-        # In this order: who is heard to send a load has known for as long that its batches are wanted too.
+        # In this order: a worker whose load arrives has known at least as long that its batches are wanted too.
         for topic in (KV_TOPIC, LOAD_TOPIC) if on_kv is not None else (LOAD_TOPIC,):
             self._socket.setsockopt(zmq.SUBSCRIBE, topic)
         self._fd: int = self._socket.fileno()
@@ -83,7 +83,7 @@ class EventSubscriber:
         except zmq.ZMQError as error:
             raise ValueError(f"cannot listen to {endpoint!r}: {error.strerror}") from error
         self._endpoints.add(endpoint)
-        self._look_again()
+        self._drain_soon()
 
     def disconnect(self, endpoint: str) -> None:
         """Listen to that worker no more; an unknown endpoint is ignored."""
@@ -91,16 +91,16 @@ class EventSubscriber:
             return
         self._endpoints.remove(endpoint)
         self._socket.disconnect(endpoint)
-        self._look_again()
+        self._drain_soon()
 
     def close(self) -> None:
-        """Listen to nobody. May be called twice."""
+        """Close the socket. May be called twice."""
         if not self._context.closed:
             self._loop.remove_reader(self._fd)
             self._context.destroy(linger=0)
 
-    def _look_again(self) -> None:
-        # The descriptor tells edges, and any call on the socket may swallow one.
+    def _drain_soon(self) -> None:
+        # The descriptor is edge-triggered, and any call on the socket may swallow an edge.
         self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
@@ -112,7 +112,7 @@ class EventSubscriber:
             except zmq.Again:
                 return
             self._take(frames)
-        self._look_again()
+        self._drain_soon()
 
     def _take(self, frames: list[bytes]) -> None:
         try:

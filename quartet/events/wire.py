@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from math import inf
+from operator import attrgetter
 
 from google.protobuf.message import DecodeError
 
 from quartet.errors import ProtocolError
 from quartet.events.kv import Cleared, KvBatch, KvEvent, Removed, Stored, Tier
-from quartet.events.load import NumberedLoad, PlacementProgress, RankLoad, WorkerLoad
+from quartet.events.load import NumberedLoad, PlacementProgress, RankCounts, RankLoad, WorkerLoad
 from quartet.events.step_time import StepTime
 from quartet.v1 import kv_events_pb2 as pb
 
@@ -17,7 +19,7 @@ from quartet.v1 import kv_events_pb2 as pb
 LOAD_TOPIC = b"load"
 #: Topic of ``KvEventBatch`` frames.
 KV_TOPIC = b"kv"
-#: A longer frame is taken by nobody.
+#: Subscribers refuse a longer frame.
 MAX_FRAME_BYTES = 1 << 20
 
 _NUM_FRAMES = 3
@@ -26,6 +28,10 @@ _NO_PLACEMENTS = PlacementProgress()
 # Of a batch's bytes: all that is not events; an event less its hashes; a hash.
 _HEAD_BYTES, _EVENT_BYTES, _HASH_BYTES = 1024, 32, 8
 _MAX_HASHES = 1 << 16
+
+# The fields that a ``RankLoad`` and its message have under one name and as one type.
+_COUNTS = tuple(field.name for field in fields(RankCounts) if field.name != "step_time")
+_counts = attrgetter(*_COUNTS)
 
 _TIERS = {Tier.DEVICE: pb.TIER_DEVICE, Tier.HOST: pb.TIER_HOST, Tier.DISK: pb.TIER_DISK}
 _TIERS_BACK = {value: tier for tier, value in _TIERS.items()}
@@ -157,20 +163,8 @@ def _to_router_progress(load: WorkerLoad, router_id: str) -> pb.RouterProgress:
 
 def _to_rank_load(rank: RankLoad) -> pb.RankLoad:
     return pb.RankLoad(
-        num_running=rank.num_running,
-        num_waiting=rank.num_waiting,
-        num_queued_prefill_tokens=rank.num_queued_prefill_tokens,
-        num_in_use_blocks=rank.num_in_use_blocks,
-        num_held_blocks=rank.num_held_blocks,
-        num_cached_blocks=rank.num_cached_blocks,
-        num_free_blocks=rank.num_free_blocks,
-        num_total_blocks=rank.num_total_blocks,
-        num_steps=rank.num_steps,
-        num_unbegun_prefill_tokens=rank.num_unbegun_prefill_tokens,
+        **dict(zip(_COUNTS, _counts(rank), strict=True)),
         step_ends_in_s=rank.step_ends_in_s,
-        num_decoding=rank.num_decoding,
-        num_context_tokens=rank.num_context_tokens,
-        max_step_tokens=rank.max_step_tokens,
         step_time=None if rank.step_time is None else _to_step_time(rank.step_time),
     )
 
@@ -187,20 +181,8 @@ def _to_step_time(step_time: StepTime) -> pb.StepTime:
 
 def _from_rank_load(message: pb.RankLoad) -> RankLoad:
     return RankLoad(
-        num_running=message.num_running,
-        num_waiting=message.num_waiting,
-        num_queued_prefill_tokens=message.num_queued_prefill_tokens,
-        num_in_use_blocks=message.num_in_use_blocks,
-        num_held_blocks=message.num_held_blocks,
-        num_cached_blocks=message.num_cached_blocks,
-        num_free_blocks=message.num_free_blocks,
-        num_total_blocks=message.num_total_blocks,
-        num_steps=message.num_steps,
-        num_unbegun_prefill_tokens=message.num_unbegun_prefill_tokens,
+        **dict(zip(_COUNTS, _counts(message), strict=True)),
         step_ends_in_s=_seconds(message.step_ends_in_s),
-        num_decoding=message.num_decoding,
-        num_context_tokens=message.num_context_tokens,
-        max_step_tokens=message.max_step_tokens,
         step_time=_from_step_time(message.step_time) if message.HasField("step_time") else None,
     )
 

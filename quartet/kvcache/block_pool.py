@@ -1,13 +1,13 @@
-"""The block pool: who uses which KV block, and which full blocks can be shared instead of computed.
+"""The block pool: which sequence uses which KV block, and which full blocks can be shared instead of computed.
 
-A block is *free* (empty), *cached* (its content is known, nobody uses it), *held* (kept for a hand-off only) or
+A block is *free* (empty), *cached* (its content is known, but it is not used), *held* (kept for a hand-off only) or
 *in use* (by a running sequence); the four always add up to the pool.
 
 A full block whose KV is computed gets a name: (parent's name, token ids and media), where the first block's parent is
 the digest of the extra key. Names are compared by identity and content, never by a hash alone, so that a crafted
 collision shares nothing. Two sequences that compute the same content at the same time share the name and each keep
 their own copy of the block; later blocks of both go on from that one name, and when the block that bears it is given
-up, a copy that is still used takes over. So whoever uses or holds a block keeps all names before it alive, and the
+up, a copy that is still used takes over. So a block that is used or held keeps all names before it alive, and the
 least recently used cached block is always a leaf: blocks of a sequence are given back last one first.
 
 Pure code without locks: all calls come from the engine's thread.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from quartet.errors import OutOfBlocksError
-from quartet.events.kv import KvEvent, Removed, Stored
+from quartet.events.kv import Cleared, KvEvent, Removed, Stored, Tier
 from quartet.kvcache.sequence import Sequence
 
 
@@ -84,7 +84,7 @@ class BlockManager:
         """
         assert not seq.block_table, "the sequence already has blocks"
         shared = self._cached_prefix(seq)
-        # Sharing a cached block that nobody uses spends an available block too.
+        # Sharing a cached block, which no sequence uses yet, spends an available block too.
         num_spent = sum(block_id in self._cached for block_id in shared)
         self._check_available(seq.num_blocks - len(shared), self.num_available - num_spent)
         for block_id in shared:
@@ -196,7 +196,7 @@ class BlockManager:
             if self._log is not None:
                 self._log.store(name.sequence_hash, parent.sequence_hash if isinstance(parent, _Name) else None)
         elif name.block_id in self._cached:
-            # Nobody uses that block: if it kept the name, this sequence's later blocks would outlive their parent.
+            # That block may be evicted: if it kept the name, this sequence's later blocks would outlive their parent.
             del self._cached[name.block_id]
             self._make_free(name.block_id)
             name.block_id = block_id
@@ -250,7 +250,7 @@ class BlockManager:
                 self._retire(block_id)
 
     def _retire(self, block_id: int) -> None:
-        """Put away a block that nobody uses or holds any more."""
+        """Put away a block that is neither used nor held any more."""
         name = self._names[block_id]
         if name is None:
             self._make_free(block_id)
@@ -275,6 +275,87 @@ class BlockManager:
         self._free.append(block_id)
 
 
+class EventLog:
+    """Notes the names that come to a cache, go and move: as few events since the last ``take``, and as a table a tier.
+
+    Events carry the names' hashes. Several blocks or names may have one hash, as a salted and a plain block of equal
+    tokens in TensorRT-LLM, or names whose XXH3 collides by intent: the hash is there while any of them is.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[KvEvent] = []
+        # By tier; lists, because hashing an enum's member costs more than all else here.
+        self._parents: list[dict[int, int | None]] = [{} for _ in Tier]
+        self._num_more: list[dict[int, int]] = [{} for _ in Tier]  # of a hash: names beyond the first
+        # What is being added to: hashes of the last event, if it is of this kind, and its tier.
+        self._stored: list[int] | None = None
+        self._removed: list[int] | None = None
+        self._tier = Tier.DEVICE
+
+    def num_blocks(self, tier: Tier) -> int:
+        """Hashes that are there."""
+        return len(self._parents[tier])
+
+    def store(self, sequence_hash: int, parent_hash: int | None, tier: Tier = Tier.DEVICE) -> None:
+        """A name came, or came to that tier; its block follows the one with ``parent_hash``."""
+        parents = self._parents[tier]
+        if sequence_hash in parents:
+            num_more = self._num_more[tier]
+            num_more[sequence_hash] = num_more.get(sequence_hash, 0) + 1
+            return
+        parents[sequence_hash] = parent_hash
+        if self._stored is not None and self._stored[-1] == parent_hash and self._tier is tier:
+            self._stored.append(sequence_hash)
+            return
+        self._stored, self._removed, self._tier = [sequence_hash], None, tier
+        self._events.append(Stored(parent_hash, self._stored, tier))
+
+    def remove(self, sequence_hash: int, tier: Tier = Tier.DEVICE) -> None:
+        """A name that is there went."""
+        num_more = self._num_more[tier]
+        if sequence_hash in num_more:
+            num_more[sequence_hash] -= 1
+            if not num_more[sequence_hash]:
+                del num_more[sequence_hash]
+            return
+        del self._parents[tier][sequence_hash]
+        if self._removed is not None and self._tier is tier:
+            self._removed.append(sequence_hash)
+            return
+        self._stored, self._removed, self._tier = None, [sequence_hash], tier
+        self._events.append(Removed(self._removed, tier))
+
+    def move(self, sequence_hash: int, old: Tier, new: Tier) -> None:
+        """A name that is there moved to another tier: stored there first, then removed, as other blocks follow it."""
+        self.store(sequence_hash, self._parents[old][sequence_hash], new)
+        self.remove(sequence_hash, old)
+
+    def clear(self) -> None:
+        """No name is known to be there any more."""
+        if not self._events and not any(self._parents):
+            return
+        self._parents = [{} for _ in Tier]
+        self._num_more = [{} for _ in Tier]
+        # Events that were not taken yet are of no use now.
+        self._events, self._stored, self._removed = [Cleared()], None, None
+
+    def take(self) -> list[KvEvent]:
+        """What changed since the last call, in order."""
+        if not self._events:
+            return []
+        events, self._events = self._events, []
+        self._stored = self._removed = None
+        return events
+
+    def parent_hashes(self) -> dict[int, int | None]:
+        """Of every hash on the device the one before it; parents come first where no name ever moved."""
+        return self._parents[Tier.DEVICE].copy()
+
+    def tables(self) -> dict[Tier, dict[int, int | None]]:
+        """Of every hash that is there the one before it, by tier; parents come first."""
+        return {tier: _parents_first(self._parents[tier]) for tier in Tier if self._parents[tier]}
+
+
 @dataclass(eq=False, slots=True)
 class _Name:
     """What a block says, and the block that bears the name. Equal to itself only, so it can never be recycled."""
@@ -293,61 +374,15 @@ def _empty(seq: Sequence) -> None:
     seq.num_computed_tokens = 0
 
 
-# Takes note of the names that come and go in a block pool: in few events, and as one table.
-
-
-class EventLog:
-    """What changed since somebody last asked, and what is there now.
-
-    Names are told by their hashes. Should two names that differ have one hash (XXH3 collisions can be crafted), it is
-    there while either is.
-    """
-
-    def __init__(self) -> None:
-        self._events: list[KvEvent] = []
-        self._parents: dict[int, int | None] = {}
-        self._num_more: dict[int, int] = {}  # of a hash that several names have: names beyond the first
-        # What is being added to: hashes of the last event, if it is of this kind, and the last of a chain.
-        self._stored: list[int] | None = None
-        self._removed: list[int] | None = None
-
-    def store(self, sequence_hash: int, parent_hash: int | None) -> None:
-        """A name came, whose block follows the one with ``parent_hash``."""
-        if sequence_hash in self._parents:
-            self._num_more[sequence_hash] = self._num_more.get(sequence_hash, 0) + 1
-            return
-        self._parents[sequence_hash] = parent_hash
-        if self._stored is not None and self._stored[-1] == parent_hash:
-            self._stored.append(sequence_hash)
-            return
-        self._stored, self._removed = [sequence_hash], None
-        self._events.append(Stored(parent_hash, self._stored))
-
-    def remove(self, sequence_hash: int) -> None:
-        """A name went."""
-        if sequence_hash in self._num_more:
-            self._forget_one_of_several(sequence_hash)
-            return
-        del self._parents[sequence_hash]
-        if self._removed is not None:
-            self._removed.append(sequence_hash)
-            return
-        self._stored, self._removed = None, [sequence_hash]
-        self._events.append(Removed(self._removed))
-
-    def take(self) -> list[KvEvent]:
-        """What changed since the last call, in order."""
-        if not self._events:
-            return []
-        events, self._events = self._events, []
-        self._stored = self._removed = None
-        return events
-
-    def parent_hashes(self) -> dict[int, int | None]:
-        """Of every hash that is there the one before it, in an order in which no block comes before its parent."""
-        return self._parents.copy()
-
-    def _forget_one_of_several(self, sequence_hash: int) -> None:
-        self._num_more[sequence_hash] -= 1
-        if not self._num_more[sequence_hash]:
-            del self._num_more[sequence_hash]
+def _parents_first(table: dict[int, int | None]) -> dict[int, int | None]:
+    """``table`` in another order: chains move to another tier from their end on."""
+    ordered: dict[int, int | None] = {}
+    for sequence_hash in table:
+        chain: list[int] = []
+        step: int | None = sequence_hash
+        while step is not None and step in table and step not in ordered:
+            chain.append(step)
+            step = table[step]
+        for link in reversed(chain):
+            ordered[link] = table[link]
+    return ordered

@@ -1,9 +1,9 @@
-"""The book of a pool of media embeddings: which item lies in which blocks, and who keeps it there.
+"""The book of a pool of media embeddings: which item lies in which blocks, and which items are held.
 
-A block is *free* (empty), *being written* (of an item that nobody can find yet), *held* (of an item that somebody
-holds) or *cached* (of one that nobody does); the four always add up to the pool. Items are named by their media id, a
-SHA-256 (``quartet.media.media_id``), and are there whole or not at all. Where room is short, what nobody holds goes,
-the least recently held item first.
+A block is *free* (empty), *being written* (of an item that cannot be found yet), *held* (of an item with holders) or
+*cached* (of an item without); the four always add up to the pool. Items are named by their media id, a SHA-256
+(``quartet.media.media_id``), and are there whole or not at all. Where room is short, cached items are evicted, the
+least recently held one first.
 
 Pure code without locks: all calls come from one thread.
 """
@@ -63,7 +63,7 @@ class EmbeddingPool:
         return -(-num_tokens // self.block_size)
 
     def find(self, media_id: bytes) -> PooledItem | None:
-        """Where the item lies; ``None``: it is not here, or not wholly written yet. Who uses it holds it at once."""
+        """Where the item lies; ``None``: it is not here, or not wholly written yet. Hold it at once to use it."""
         return self._items.get(media_id)
 
     def allocate(self, media_id: bytes, num_tokens: int) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ class EmbeddingPool:
         return block_ids
 
     def commit(self, media_id: bytes) -> None:
-        """Its embeddings are written: from now on it can be found. Nobody holds it yet."""
+        """Its embeddings are written: from now on it can be found. It has no holder yet."""
         item = self._items[media_id] = self._written.pop(media_id)
         self._num_in_use -= len(item.block_ids)
         self._retire(media_id, item)
@@ -110,7 +110,7 @@ class EmbeddingPool:
         self._num_holds[media_id] = num_holds + 1
 
     def release(self, media_id: bytes) -> None:
-        """One holder lets go; an item that nobody holds stays cached."""
+        """One holder lets go; an item without holders stays cached."""
         self._num_holds[media_id] -= 1
         if not self._num_holds[media_id]:
             del self._num_holds[media_id]

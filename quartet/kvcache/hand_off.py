@@ -1,12 +1,19 @@
-"""The life of hand-offs: what a worker holds for whoever takes it next, and until when.
+"""The life of hand-offs at their source: what a worker offers to another one, and until when it holds that.
 
-    HELD -> PULLING -> RELEASED | EXPIRED | CANCELLED
+    HELD -> PULLING -> TAKEN | EXPIRED | CANCELLED
 
-A hand-off is HELD until its lease ends; each renewal starts the lease anew, so expiry means that whoever wanted it is
-dead, not busy. ``begin`` makes it PULLING: its blocks stay where they are until the pull finishes, is aborted (which a
-lost stream counts as: the puller throws away what it has) or has taken too long. That last bound is for one-sided ways,
-which read memory without telling us: after it, ``finish`` fails and the puller knows that its data may be another's.
-So every hand-off ends in bounded time once nobody speaks for it, and whoever ends it is told, once, what to let go.
+The source *offers* the blocks of a holder and gives a ticket for them to the router. The taker *claims* the ticket:
+it renews the hand-off, then pulls it (``begin``, ``finish``) or *releases* its claim (``abort``). The source can also
+*withdraw* the offer. Once the hand-off has ended, in whichever way, the source releases the holder's blocks.
+
+- An offer is HELD for its time to live, and each renewal starts that anew. A taker renews while its request queues, so
+  an offer expires because its taker is dead, never because it is busy.
+- ``begin`` makes it PULLING: the blocks stay where they are until the pull finishes, is aborted or takes too long. A
+  lost stream counts as an abort: the taker throws away what it has.
+- The bound on a pull is for one-sided ways, which read memory without telling the source. After it ``finish`` fails, so
+  the taker knows that another request may have overwritten what it read.
+
+So every hand-off ends in bounded time once its taker falls silent, and the source learns of each end exactly once.
 
 Pure code: no clock, no lock. ``now`` is in seconds of one monotonic clock, and never goes back between calls.
 """
@@ -19,6 +26,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import takewhile
 
 from quartet.errors import HandOffNotFoundError, HandOffStateError, InvalidRequestError, StaleEpochError
 from quartet.kvcache.layout import Payload
@@ -31,36 +39,43 @@ class HandOffState(StrEnum):
 
     HELD = "held"
     PULLING = "pulling"
-    RELEASED = "released"  # taken
-    EXPIRED = "expired"  # its lease, or the time for its pull, ran out
-    CANCELLED = "cancelled"  # aborted, withdrawn, or its pull's stream was lost
+    TAKEN = "taken"  # pulled, and finished in time
+    EXPIRED = "expired"  # not renewed in time, or pulled for too long
+    CANCELLED = "cancelled"  # aborted by its taker, withdrawn by its source, or its pull's stream was lost
 
 
 @dataclass(frozen=True)
-class HandOffEntry:
-    """A hand-off as its worker knows it.
+class HandOffTicket:
+    """Names a hand-off and proves the right to it.
 
     Attributes:
         hand_off_id: 16 random bytes that name it.
-        secret: 16 random bytes without which nobody may touch it.
-        holder: under which the engine holds the blocks.
-        block_ids: held blocks in the order of the sequence: piece ``i`` is in ``block_ids[i]``. Empty if opaque.
+        secret: 16 random bytes without which a caller may not touch it.
+        epoch: the life of the worker that made it.
     """
 
     hand_off_id: bytes
     secret: bytes = field(repr=False)
+    epoch: int
+
+
+@dataclass(eq=False, slots=True)
+class Offer:
+    """A hand-off as its source knows it. Only ``Offers`` changes it.
+
+    Attributes:
+        ticket: what the taker has to show.
+        holder: under which the engine holds the blocks.
+        block_ids: held blocks in the order of the sequence: piece ``i`` is in ``block_ids[i]``. Empty if opaque.
+        deadline: when it expires, if nothing happens before.
+    """
+
+    ticket: HandOffTicket
     holder: int
     block_ids: tuple[int, ...]
     payload: Payload
-
-
-@dataclass(frozen=True)
-class EndedHandOff:
-    """The end of a hand-off, told once: the blocks under ``holder`` are to be released now."""
-
-    hand_off_id: bytes
-    holder: int
-    state: HandOffState
+    deadline: float
+    state: HandOffState = HandOffState.HELD
 
 
 @dataclass(frozen=True)
@@ -69,39 +84,39 @@ class HandOffCounts:
 
     held: int
     pulling: int
-    released: int
+    taken: int
     expired: int
     cancelled: int
 
 
-class HandOffTable:
-    """All hand-offs of one life of a worker. Ended ones leave nothing behind but a count.
+class Offers:
+    """All offers of one life of a worker. Ended ones leave nothing behind but a count.
 
-    Every method that takes an id also takes its secret and the worker's epoch, and raises ``StaleEpochError`` for
-    another epoch and ``HandOffNotFoundError`` for an id that is unknown, ended or past its deadline, or not of that
-    secret, without telling which; then nothing has changed.
+    Every method that takes a ticket raises ``StaleEpochError`` for another epoch, and ``HandOffNotFoundError`` for an
+    id that is unknown, ended or past its deadline, or a wrong secret, without telling which; then nothing has changed.
+    A method that ends an offer returns it with its last ``state``: its holder's blocks are to be released now.
     """
 
     def __init__(
-        self, epoch: int, lease_s: float, max_pull_s: float, draw: Callable[[int], bytes] = secrets.token_bytes
+        self, epoch: int, ttl_s: float, max_pull_s: float, draw: Callable[[int], bytes] = secrets.token_bytes
     ) -> None:
         """Start empty.
 
         Args:
             epoch: this life of the worker.
-            lease_s: how long a hand-off lives without a renewal.
+            ttl_s: how long a hand-off lives without a renewal.
             max_pull_s: how long one pull may take.
             draw: gives that many unguessable bytes.
         """
         self.epoch = epoch
-        self.lease_s = lease_s
+        self.ttl_s = ttl_s
         self.max_pull_s = max_pull_s
         self._draw = draw
-        # All leases are equally long, and so are all pulls' bounds: each of the two is in the order of deadlines.
-        self._held: OrderedDict[bytes, _Live] = OrderedDict()
-        self._pulling: OrderedDict[bytes, _Live] = OrderedDict()
-        self._id_by_holder: dict[int, bytes] = {}
-        self._num_ended = {HandOffState.RELEASED: 0, HandOffState.EXPIRED: 0, HandOffState.CANCELLED: 0}
+        # All offers have one time to live, and all pulls one bound: each of the two is in the order of deadlines.
+        self._held: OrderedDict[bytes, Offer] = OrderedDict()
+        self._pulling: OrderedDict[bytes, Offer] = OrderedDict()
+        self._by_holder: dict[int, Offer] = {}
+        self._num_ended = {HandOffState.TAKEN: 0, HandOffState.EXPIRED: 0, HandOffState.CANCELLED: 0}
 
     @property
     def counts(self) -> HandOffCounts:
@@ -109,22 +124,20 @@ class HandOffTable:
         return HandOffCounts(
             held=len(self._held),
             pulling=len(self._pulling),
-            released=self._num_ended[HandOffState.RELEASED],
+            taken=self._num_ended[HandOffState.TAKEN],
             expired=self._num_ended[HandOffState.EXPIRED],
             cancelled=self._num_ended[HandOffState.CANCELLED],
         )
 
-    def offer(self, holder: int, block_ids: tuple[int, ...], payload: Payload, *, now: float) -> HandOffEntry:
-        """Make a hand-off of what ``holder``, unique among the living ones, holds; its lease starts."""
-        assert holder not in self._id_by_holder, "this holder already has a hand-off"
-        entry = HandOffEntry(self._draw(_ID_SIZE_BYTES), self._draw(_ID_SIZE_BYTES), holder, block_ids, payload)
-        self._held[entry.hand_off_id] = _Live(entry, now + self.lease_s)
-        self._id_by_holder[holder] = entry.hand_off_id
-        return entry
+    def offer(self, holder: int, block_ids: tuple[int, ...], payload: Payload, *, now: float) -> Offer:
+        """Offer what ``holder``, unique among the living ones, holds; its time to live starts."""
+        assert holder not in self._by_holder, "this holder already has a hand-off"
+        ticket = HandOffTicket(self._draw(_ID_SIZE_BYTES), self._draw(_ID_SIZE_BYTES), self.epoch)
+        offer = Offer(ticket, holder, block_ids, payload, deadline=now + self.ttl_s)
+        self._held[ticket.hand_off_id] = self._by_holder[holder] = offer
+        return offer
 
-    def begin(
-        self, hand_off_id: bytes, secret: bytes, epoch: int, pieces: Sequence[int], *, now: float
-    ) -> HandOffEntry:
+    def begin(self, ticket: HandOffTicket, pieces: Sequence[int], *, now: float) -> Offer:
         """Start the one pull of a hand-off, which keeps it alive for at most ``max_pull_s``.
 
         ``pieces`` are the positions in the sequence that will be read; there may be none.
@@ -133,84 +146,74 @@ class HandOffTable:
             HandOffStateError: it is already being pulled.
             InvalidRequestError: field ``pieces``; out of range or repeated.
         """
-        live = self._find(hand_off_id, secret, epoch, now)
-        if hand_off_id in self._pulling:
+        offer = self._find(ticket, now)
+        if offer.state is HandOffState.PULLING:
             raise HandOffStateError("the hand-off is already being pulled")
-        if len(set(pieces)) < len(pieces) or any(not 0 <= piece < len(live.entry.block_ids) for piece in pieces):
-            raise InvalidRequestError(f"pieces must differ and be below {len(live.entry.block_ids)}", field="pieces")
-        del self._held[hand_off_id]
-        live.deadline = now + self.max_pull_s
-        self._pulling[hand_off_id] = live
-        return live.entry
+        if len(set(pieces)) < len(pieces) or any(not 0 <= piece < len(offer.block_ids) for piece in pieces):
+            raise InvalidRequestError(f"pieces must differ and be below {len(offer.block_ids)}", field="pieces")
+        offer.state, offer.deadline = HandOffState.PULLING, now + self.max_pull_s
+        self._pulling[ticket.hand_off_id] = self._held.pop(ticket.hand_off_id)
+        return offer
 
-    def renew(self, hand_off_id: bytes, secret: bytes, epoch: int, *, now: float) -> None:
-        """Start the lease anew; a pull that has begun keeps its own bound."""
-        live = self._find(hand_off_id, secret, epoch, now)
-        if hand_off_id in self._held:
-            live.deadline = now + self.lease_s
-            self._held.move_to_end(hand_off_id)
+    def renew(self, ticket: HandOffTicket, *, now: float) -> None:
+        """Start the time to live anew; a pull that has begun keeps its own bound."""
+        offer = self._find(ticket, now)
+        if offer.state is HandOffState.HELD:
+            offer.deadline = now + self.ttl_s
+            self._held.move_to_end(ticket.hand_off_id)
 
-    def finish(self, hand_off_id: bytes, secret: bytes, epoch: int, *, now: float) -> EndedHandOff:
+    def finish(self, ticket: HandOffTicket, *, now: float) -> Offer:
         """End a pull: only when this returns may what was read be used.
 
         Raises:
             HandOffStateError: no pull has begun.
         """
-        live = self._find(hand_off_id, secret, epoch, now)
-        if hand_off_id in self._held:
+        offer = self._find(ticket, now)
+        if offer.state is HandOffState.HELD:
             raise HandOffStateError("the pull of this hand-off has not begun")
-        return self._end(live, HandOffState.RELEASED)
+        return self._end(offer, HandOffState.TAKEN)
 
-    def abort(self, hand_off_id: bytes, secret: bytes, epoch: int, *, now: float) -> EndedHandOff:
-        """End a hand-off that nobody will take, or whose pull broke."""
-        return self._end(self._find(hand_off_id, secret, epoch, now), HandOffState.CANCELLED)
+    def abort(self, ticket: HandOffTicket, *, now: float) -> Offer:
+        """End a hand-off whose taker released its claim, or whose pull broke."""
+        return self._end(self._find(ticket, now), HandOffState.CANCELLED)
 
-    def withdraw(self, holder: int) -> EndedHandOff | None:
-        """End ``holder``'s hand-off for reasons of our own; ``None`` where it has none any more."""
-        hand_off_id = self._id_by_holder.get(holder)
-        if hand_off_id is None:
-            return None
-        return self._end(self._held.get(hand_off_id) or self._pulling[hand_off_id], HandOffState.CANCELLED)
+    def withdraw(self, holder: int) -> Offer | None:
+        """End ``holder``'s hand-off for reasons of the source; ``None`` where it has none any more."""
+        offer = self._by_holder.get(holder)
+        return None if offer is None else self._end(offer, HandOffState.CANCELLED)
+
+    def withdraw_all(self) -> list[Offer]:
+        """End every hand-off for reasons of the source."""
+        return [self._end(offer, HandOffState.CANCELLED) for offer in list(self._by_holder.values())]
 
     def is_pulling(self, hand_off_id: bytes, *, now: float) -> bool:
         """Whether the blocks may still be read: ask before each piece that is sent, since anyone may have aborted."""
-        live = self._pulling.get(hand_off_id)
-        return live is not None and now < live.deadline
+        offer = self._pulling.get(hand_off_id)
+        return offer is not None and now < offer.deadline
 
-    def expire(self, *, now: float) -> list[EndedHandOff]:
+    def expire(self, *, now: float) -> list[Offer]:
         """End every hand-off whose deadline is not after ``now``."""
-        due: list[_Live] = []
+        due: list[Offer] = []
         for living in (self._held, self._pulling):
-            for live in living.values():
-                if live.deadline > now:
-                    break
-                due.append(live)
-        return [self._end(live, HandOffState.EXPIRED) for live in due]
+            due += takewhile(lambda offer: offer.deadline <= now, living.values())
+        return [self._end(offer, HandOffState.EXPIRED) for offer in due]
 
     def next_deadline(self) -> float | None:
         """When ``expire`` is worth calling next; ``None`` while nothing is alive."""
         first = [next(iter(living.values())).deadline for living in (self._held, self._pulling) if living]
         return min(first, default=None)
 
-    def _find(self, hand_off_id: bytes, secret: bytes, epoch: int, now: float) -> _Live:
-        if epoch != self.epoch:
+    def _find(self, ticket: HandOffTicket, now: float) -> Offer:
+        if ticket.epoch != self.epoch:
             raise StaleEpochError("the hand-off is of another life of this worker")
-        live = self._held.get(hand_off_id) or self._pulling.get(hand_off_id)
-        if live is None or not hmac.compare_digest(secret, live.entry.secret) or live.deadline <= now:
+        offer = self._held.get(ticket.hand_off_id) or self._pulling.get(ticket.hand_off_id)
+        if offer is None or not hmac.compare_digest(ticket.secret, offer.ticket.secret) or offer.deadline <= now:
             raise HandOffNotFoundError("no such hand-off")
-        return live
+        return offer
 
-    def _end(self, live: _Live, state: HandOffState) -> EndedHandOff:
-        hand_off_id = live.entry.hand_off_id
-        (self._held if hand_off_id in self._held else self._pulling).pop(hand_off_id)
-        del self._id_by_holder[live.entry.holder]
+    def _end(self, offer: Offer, state: HandOffState) -> Offer:
+        living = self._held if offer.state is HandOffState.HELD else self._pulling
+        del living[offer.ticket.hand_off_id], self._by_holder[offer.holder]
+        offer.state = state
         self._num_ended[state] += 1
-        return EndedHandOff(hand_off_id, live.entry.holder, state)
-
-
-@dataclass(slots=True)
-class _Live:
-    """A hand-off that has not ended, and when it will if nothing happens."""
-
-    entry: HandOffEntry
-    deadline: float
+        return offer

@@ -112,15 +112,15 @@ Payload: TypeAlias = PiecesPayload | OpaquePayload
 
 @dataclass(frozen=True, kw_only=True)
 class HandOff:
-    """A claim ticket on what a worker holds for whoever goes on with it.
+    """What a source offers to the worker that continues the request: a ticket, and where and until when to use it.
 
     Attributes:
         hand_off_id: 16 random bytes that name it.
-        secret: 16 random bytes without which nobody may read or end it.
+        secret: 16 random bytes; without them the source lets no caller read or end it.
         worker_id: the worker that holds.
         epoch: that worker's life; a hand-off of another life is refused.
         address: ``host:port`` of that worker's TransferService.
-        lease: time after which it expires unless renewed.
+        time_to_live: time after which it expires unless renewed.
     """
 
     hand_off_id: bytes
@@ -128,5 +128,5 @@ class HandOff:
     worker_id: str
     epoch: int
     address: str
-    lease: timedelta
+    time_to_live: timedelta
     payload: Payload

@@ -20,7 +20,7 @@ from quartet.kvcache.block_hash import (
 
 @dataclass(frozen=True)
 class KnownBlocks:
-    """What somebody has worked out of a sequence's full blocks already, from the first one on.
+    """What the caller has already computed of a sequence's full blocks, from the first one on.
 
     Attributes:
         contents: as ``Sequence.block_content`` gives them.

@@ -10,11 +10,11 @@ from typing import TypeAlias
 class MediaKind(StrEnum):
     """What a media file holds."""
 
-    IMAGE = "image"  # PNG, JPEG, WebP or GIF, of which the first frame counts
+    IMAGE = "image"  # PNG, JPEG, WebP or GIF; the first frame counts
     EMBEDDINGS = "embeddings"  # a safetensors file with one tensor [num_tokens, hidden_size]
 
 
-#: Embeddings that an encode worker holds; with the kinds of files, the words that tell what a worker takes of media.
+#: Embeddings that an encode worker holds: beside the kinds of files, what a worker may take of media.
 TAKES_HAND_OFF = "hand_off"
 
 

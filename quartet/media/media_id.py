@@ -1,4 +1,4 @@
-"""Names of media items: equal names have equal embeddings, whoever computes them.
+"""Names of media items: equal names have equal embeddings on every worker.
 
 A media id is the SHA-256 of the kind's name, a zero byte, the preprocessing fingerprint's 32 bytes and the file's own:
 no decoding is needed to know it. The preprocessing fingerprint is the SHA-256 over the model's files that say how a

@@ -1,1 +1,1 @@
-"""gRPC plumbing for every server and client: servers, channels, errors, and who may call what."""
+"""gRPC plumbing for every server and client: servers, channels, errors, and which callers may call what."""

@@ -1,4 +1,4 @@
-"""Who may call what: one table, and the identity that a certificate's URI SAN gives its holder.
+"""Which callers may call which method: one table, and the identity that a certificate's URI SAN gives its holder.
 
 The SAN is ``quartet://NAMESPACE/(router|worker|client|operator)/NAME``. Where a server has no TLS (loopback), there are
 no identities and every method is open.
@@ -29,16 +29,16 @@ class IdentityKind(StrEnum):
 
 
 class Audience(StrEnum):
-    """For whom a method is."""
+    """The callers that a method is for."""
 
-    CLIENT = "client"  # whoever wants answers
+    CLIENT = "client"  # users of the models
     PEER = "peer"  # routers and workers of the same namespace
-    OPERATOR = "operator"  # whoever runs the system
+    OPERATOR = "operator"  # people who run the system
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Who calls, as the caller's certificate says.
+    """The caller, as its certificate says.
 
     Attributes:
         namespace: deployment that it belongs to.
@@ -51,7 +51,7 @@ class Identity:
 
     @property
     def audience(self) -> Audience:
-        """Whom it counts as."""
+        """The audience that it belongs to."""
         return _AUDIENCE_OF[self.kind]
 
 
@@ -67,7 +67,7 @@ _USERS = frozenset({Audience.CLIENT, Audience.OPERATOR})
 _PEERS = frozenset({Audience.PEER})
 _OPERATORS = frozenset({Audience.OPERATOR})
 
-#: Whom each method is for; a method that is not listed is for nobody. ``/package.Service/*`` stands for all of one.
+#: The audiences of each method; a method that is not listed can't be called. ``/package.Service/*``: all its methods.
 AUDIENCES: Mapping[str, frozenset[Audience]] = {
     "/quartet.v1.RouterService/Generate": _USERS,
     "/quartet.v1.RouterService/Place": _USERS,
@@ -78,7 +78,7 @@ AUDIENCES: Mapping[str, frozenset[Audience]] = {
     "/quartet.v1.RouterService/WatchWorkers": _OPERATORS,
     "/quartet.v1.EncodeService/Encode": _PEERS,
     "/quartet.v1.PrefillService/Prefill": _PEERS,
-    # On it, a start that no router signed takes a peer (see `is_peer`): it runs whatever it says.
+    # Only peers (see `is_peer`) may send starts on it that no router signed.
     "/quartet.v1.DecodeService/Decode": _EVERYBODY,
     "/quartet.v1.TransferService/Pull": _PEERS,
     "/quartet.v1.WorkerService/GetInfo": _PEERS | _OPERATORS,
@@ -93,7 +93,7 @@ AUDIENCES: Mapping[str, frozenset[Audience]] = {
 
 
 def audiences_of(method: str) -> frozenset[Audience]:
-    """Whom ``method`` (``/package.Service/Method``) is for."""
+    """The audiences of ``method`` (``/package.Service/Method``)."""
     listed = AUDIENCES.get(method)
     return listed if listed is not None else AUDIENCES.get(method.rpartition("/")[0] + "/*", frozenset())
 
@@ -105,7 +105,7 @@ def parse_identity(uri: str) -> Identity | None:
 
 
 def caller_identity(auth_context: Mapping[str, Iterable[bytes]]) -> Identity | None:
-    """Who calls, from ``ServicerContext.auth_context()``; ``None`` without TLS or without an identity of ours.
+    """The caller, from ``ServicerContext.auth_context()``; ``None`` without TLS or without an identity of ours.
 
     Raises:
         UnauthenticatedError: the certificate names several identities.
@@ -125,7 +125,7 @@ def is_peer(auth_context: Mapping[str, Iterable[bytes]]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """Decides who gets in at one server that has TLS.
+    """Checks the callers of one server that has TLS.
 
     Attributes:
         namespace: callers of another namespace are refused.
@@ -145,7 +145,7 @@ class Gate:
         audiences = audiences_of(method)
         identity = caller_identity(auth_context)
         if identity is None:
-            # A certificate that says nothing to us is not the same as none: somebody meant to be someone.
+            # A certificate without an identity of ours is not anonymous: its holder meant to be recognised.
             is_anonymous = self.allow_anonymous and _CERTIFICATE_KEY not in auth_context
             if not is_anonymous or Audience.CLIENT not in audiences:
                 raise UnauthenticatedError(f"{method} takes a certificate with a quartet:// identity")

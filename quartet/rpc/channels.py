@@ -1,4 +1,7 @@
-"""Channels as every part of the system dials them: a dead host is noticed, a restarted one is found again soon."""
+"""What clients and servers of gRPC share: channels, TLS from files, addresses, message limits and the poller's thread.
+
+A channel notices a dead host and soon finds a restarted one.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import ipaddress
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,39 +20,70 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quartet.errors import ConfigError
 
-#: Bytes of the largest message in the API; worker streams keep theirs to 1 MiB by themselves.
-MAX_API_MESSAGE_BYTES = 64 * 1024 * 1024
+logger = logging.getLogger(__name__)
+
+#: Bytes of the largest message that a client may send, and of the media files that one start may have.
+MAX_API_MESSAGE_BYTES = 64 << 20
+
+#: Bytes of the largest message on a long-lived stream: of sessions, of worker streams in either direction, of pulls.
+#: Clients in other languages take 4 MiB by default: a message of 5 MiB would end the stream with all its requests. And
+#: nothing of a message can be taken back that a slow reader has not read.
+MAX_STREAM_MESSAGE_BYTES = 1 << 20
 
 #: A host that answers no ping for ``KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS`` is dead.
 KEEPALIVE_TIME_MS = 10_000
-
 KEEPALIVE_TIMEOUT_MS = 5_000
+
+# Of every channel; without pings a host that lost power would hang every request on it, idle streams included.
+_OPTIONS: Mapping[str, int | str] = {
+    "grpc.keepalive_time_ms": KEEPALIVE_TIME_MS,
+    "grpc.keepalive_timeout_ms": KEEPALIVE_TIMEOUT_MS,
+    "grpc.keepalive_permit_without_calls": 1,
+    "grpc.http2.max_pings_without_data": 0,
+    "grpc.max_receive_message_length": MAX_API_MESSAGE_BYTES,
+    "grpc.max_send_message_length": -1,
+    # The default backs off to two minutes: far longer than a server takes to restart.
+    "grpc.initial_reconnect_backoff_ms": 200,
+    "grpc.min_reconnect_backoff_ms": 1_000,
+    "grpc.max_reconnect_backoff_ms": 2_000,
+    # Workers are peers on one network; a proxy meant for the way out must not get in between.
+    "grpc.enable_http_proxy": 0,
+}
 
 
 def create_channel(address: str, tls: TlsConfig | None, *, is_bulk: bool = False) -> grpc.aio.Channel:
-    """A channel to ``address`` (``host:port``); it connects at the first call and again whenever it must.
+    """A channel to a server of ours at ``address`` (``host:port``); it connects at the first call and after each loss.
 
-    With ``is_bulk`` large amounts may come down quickly; else what a reader has not taken yet stays at 64 KiB a stream.
+    ``is_bulk``: large amounts may come down quickly. Else at most 64 KiB a stream are on the way that the reader
+    has not taken.
 
     Raises:
         ConfigError: a file of ``tls`` can't be used; names the setting.
     """
-    options = _options()
+    options: dict[str, int | str] = {}
     if not is_bulk:
-        # By default a stream's window grows to megabytes. Seconds of tokens would lie in there, one by one, that
-        # the sender merges into few messages as long as they wait on its side.
-        options.append(("grpc.http2.bdp_probe", 0))
-    if tls is None:
-        return grpc.aio.insecure_channel(address, options)
-    if tls.server_name is not None:
-        options.append(("grpc.ssl_target_name_override", tls.server_name))
-    return grpc.aio.secure_channel(address, channel_credentials(tls), options)
+        # By default a stream's window grows to megabytes: seconds of tokens, each in a message of its own. While they
+        # wait at the sender instead, it merges them into few messages.
+        options["grpc.http2.bdp_probe"] = 0
+    if tls is not None and tls.server_name is not None:
+        options["grpc.ssl_target_name_override"] = tls.server_name
+    return open_channel(address, None if tls is None else channel_credentials(tls), options)
+
+
+def open_channel(
+    address: str, credentials: grpc.ChannelCredentials | None, options: Mapping[str, int | str]
+) -> grpc.aio.Channel:
+    """A channel to any gRPC server; ``options`` go before those that all channels have. No ``credentials``: no TLS."""
+    merged = list({**_OPTIONS, **options}.items())
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, merged)
+    return grpc.aio.secure_channel(address, credentials, merged)
 
 
 async def watch_connection(channel: grpc.aio.Channel, on_lost: Callable[[], None]) -> None:
-    """Call ``on_lost`` whenever ``channel`` loses its connection, calls or none on it. Runs until cancelled.
+    """Call ``on_lost`` whenever ``channel`` loses its connection, also while no call runs on it. Runs until cancelled.
 
-    The first call connects it. From then on it is connected again after each loss: else the next one would be missed.
+    The first call connects it. After each loss it is connected again at once: else the next loss would be missed.
     """
     was_ready = False
     while True:
@@ -60,25 +94,21 @@ async def watch_connection(channel: grpc.aio.Channel, on_lost: Callable[[], None
             on_lost()
 
 
-def _options() -> list[tuple[str, int | str]]:
-    return [
-        # Without pings a host that lost power would hang every request on it, idle streams included.
-        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.max_receive_message_length", MAX_API_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", -1),
-        # The default backs off to two minutes: far longer than a worker takes to restart.
-        ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.min_reconnect_backoff_ms", 1_000),
-        ("grpc.max_reconnect_backoff_ms", 2_000),
-        # Workers are peers on one network; a proxy meant for the way out must not get in between.
-        ("grpc.enable_http_proxy", 0),
-    ]
+async def is_serving(address: str, tls: TlsConfig | None = None, *, service: str = "", timeout_s: float = 1.0) -> bool:
+    """Whether ``service`` (empty: all of the server) at ``address`` says SERVING within ``timeout_s`` seconds.
 
-
-# TLS for servers and channels from files; every failure names the setting at fault.
+    Raises:
+        ConfigError: a file of ``tls`` can't be used.
+    """
+    channel = create_channel(address, tls)
+    try:
+        request = health_pb2.HealthCheckRequest(service=service)
+        response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
+    except grpc.aio.AioRpcError:
+        return False
+    finally:
+        await channel.close()
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +120,7 @@ class TlsConfig:
         cert_file: the own certificate chain; its URI SAN says who this process is (see ``quartet.rpc.audience``).
         key_file: the own private key.
         require_client_cert: callers must show a certificate. Without it none is asked for and every caller is a client
-            (see ``Audience``): good for a router's API, useless for a worker, whom only peers call.
+            (see ``Audience``): good for a router, useless for a worker, which only peers call.
         server_name: what a dialled server's certificate must be made out to. ``None``: the host that is dialled.
     """
 
@@ -132,9 +162,6 @@ def _read_pem(setting: str, path: Path, marker: str) -> bytes:
     return content
 
 
-# Addresses to listen on, ``host:port``: who can reach them, and whether they may be served in the clear.
-
-
 @dataclass(frozen=True)
 class ListenAddress:
     """Where a server listens.
@@ -163,8 +190,8 @@ class ListenAddress:
 
     @property
     def is_wildcard(self) -> bool:
-        """Whether it stands for all addresses of this host, so that nobody can dial it."""
-        # To ZMQ an asterisk is what 0.0.0.0 is to others.
+        """Whether it stands for all addresses of this host: it can be listened on, but not dialled."""
+        # ZMQ writes an asterisk for 0.0.0.0.
         return self.host == "*" or (self._ip is not None and self._ip.is_unspecified)
 
     def require_loopback(self, field: str, remedy: str) -> None:
@@ -180,39 +207,14 @@ class ListenAddress:
             return None
 
 
-# Asks a server whether it serves, as probes and load balancers do (``grpc.health.v1``).
-
-
-async def is_serving(address: str, tls: TlsConfig | None = None, *, service: str = "", timeout_s: float = 1.0) -> bool:
-    """Whether ``service`` (empty: all of the server) at ``address`` says SERVING within ``timeout_s`` seconds.
-
-    Raises:
-        ConfigError: a file of ``tls`` can't be used.
-    """
-    channel = create_channel(address, tls)
-    try:
-        request = health_pb2.HealthCheckRequest(service=service)
-        response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
-    except grpc.aio.AioRpcError:
-        return False
-    finally:
-        await channel.close()
-    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-# gRPC's thread that polls for what its operations came to, started so that it lets the event loop go on.
-
-logger = logging.getLogger(__name__)
-
-
 @contextmanager
 def yielding_poller() -> Iterator[None]:
-    """Run gRPC, whose poller does not interrupt other threads when it wakes up; within an event loop.
+    """Run gRPC so that its poller thread does not interrupt other threads when it wakes up; use it in an event loop.
 
-    For each message it wakes up to tell the event loop, and by default the kernel lets it do so at the price of whoever
-    runs on that core, mostly the event loop itself, in the middle of its next message. As SCHED_BATCH it waits until
-    there is a free core, and then tells of all that has ended at once. A process that runs under another policy than
-    the default is left as it is.
+    The poller wakes up for each message to notify the event loop. By default the kernel lets it interrupt the thread on
+    that core, mostly the event loop itself in the middle of its next message. Under SCHED_BATCH it waits for a free
+    core, and then notifies of everything that has ended at once. A process with another policy than the default is left
+    as it is.
     """
     is_default = sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER
     if is_default:

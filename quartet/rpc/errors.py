@@ -1,13 +1,16 @@
-"""The one table from errors to gRPC codes, and errors on the wire: as a status, or as a ``Failure`` in a slot.
+"""Errors on the wire: the one table from error types to gRPC codes, and ``ServingError`` to a message and back.
 
-A status carries ``google.rpc`` details: ErrorInfo (reason), BadRequest (the field at fault), RetryInfo (when to try
-again). Whatever is not a ``ServingError`` is our own bug: the caller learns no more than INTERNAL, the log everything.
+An error ends a call as a status, or one request of many as a ``Failure`` in its slot. A status carries ``google.rpc``
+details: ErrorInfo (reason), BadRequest (the field at fault), RetryInfo (when to try again). An exception that is not a
+``ServingError`` is our own bug: the caller sees only INTERNAL, the log has the traceback. The durations of all messages
+are converted here too.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -17,20 +20,9 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode
-from grpc.aio import AioRpcError
 
 from quartet import errors
-from quartet.errors import (
-    HandOffNotFoundError,
-    HandOffStateError,
-    InvalidRequestError,
-    LayoutMismatchError,
-    ServingError,
-    StaleEpochError,
-    TransferError,
-    TransferTimeoutError,
-    WorkerUnavailableError,
-)
+from quartet.errors import InvalidRequestError, ServingError
 from quartet.v1 import types_pb2
 
 if TYPE_CHECKING:
@@ -44,7 +36,7 @@ DOMAIN = "quartet"
 #: Trailer that holds the serialized ``google.rpc.Status``.
 DETAILS_KEY = "grpc-status-details-bin"
 
-#: What each error is to gRPC. A router's reaction hangs on the type (its reason), not on the code.
+#: The gRPC code of each error type. Routers decide by the type (the reason), not by the code.
 STATUS: dict[type[ServingError], StatusCode] = {
     ServingError: StatusCode.INTERNAL,
     errors.EngineError: StatusCode.INTERNAL,
@@ -90,7 +82,7 @@ STATUS: dict[type[ServingError], StatusCode] = {
     errors.MediaLostError: StatusCode.UNAVAILABLE,  # the router prefills again
 }
 
-# What a status without a reason that we know is to us; other codes are a plain ServingError.
+# The error for a status whose reason is unknown here; a code that is not listed is a plain ServingError.
 _BY_CODE: dict[StatusCode, type[ServingError]] = {
     StatusCode.INVALID_ARGUMENT: errors.InvalidRequestError,
     StatusCode.OUT_OF_RANGE: errors.InvalidRequestError,
@@ -109,6 +101,28 @@ _BY_CODE: dict[StatusCode, type[ServingError]] = {
 
 _BY_REASON: dict[str, type[ServingError]] = {kind.reason: kind for kind in STATUS}
 
+# The errors that the source of a hand-off answers a pull with, and what codes without such a reason mean there.
+_PULL_ERRORS = frozenset(
+    {
+        errors.HandOffNotFoundError,
+        errors.HandOffStateError,
+        errors.LayoutMismatchError,
+        errors.StaleEpochError,
+        errors.TransferError,
+        errors.TransferTimeoutError,
+    }
+)
+
+_PULL_BY_CODE: dict[StatusCode, type[ServingError]] = {
+    StatusCode.NOT_FOUND: errors.HandOffNotFoundError,
+    StatusCode.FAILED_PRECONDITION: errors.HandOffStateError,
+    StatusCode.DEADLINE_EXCEEDED: errors.TransferTimeoutError,
+    StatusCode.UNAVAILABLE: errors.WorkerUnavailableError,
+}
+
+# What gRPC says when the server ended a stream that the client was writing to.
+_HIDDEN_STATUS_MESSAGE = "Internal error from Core"
+
 _BY_NUMBER: dict[int, StatusCode] = {code.value[0]: code for code in StatusCode}
 
 # Trailers are cut off at 8 KiB by default; the message crosses three times, once percent-encoded.
@@ -117,16 +131,23 @@ _MAX_MESSAGE_BYTES = 800
 _MAX_FIELD_BYTES = 128
 
 
+class HiddenStatusError(errors.TransferError):
+    """The source ended a pull while a message was on its way to it, and gRPC replaced the source's status by its own.
+
+    Asking the source again brings the real status.
+    """
+
+
 def status_code(error: ServingError) -> StatusCode:
     """The gRPC code of ``error``: that of its type, or of the nearest listed type above."""
     return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
 
 
 def public_error(error: BaseException) -> ServingError:
-    """What a caller may learn of ``error``.
+    """The error that a caller may see for ``error``.
 
     A ``ServingError`` is returned as it is, also from within an exception group. Anything else is a bug: it is logged
-    with its traceback, and the caller learns only that there was one.
+    with its traceback, and the caller only sees "internal error".
     """
     for leaf in _leaves(error):
         if isinstance(leaf, ServingError):
@@ -136,7 +157,7 @@ def public_error(error: BaseException) -> ServingError:
 
 
 def to_failure(error: BaseException) -> types_pb2.Failure:
-    """How one request's end with ``error`` is told on a stream that carries many."""
+    """``error`` as the ``Failure`` that ends one request on a stream of many."""
     shown = public_error(error)
     delay = None if shown.retry_delay_s is None else to_duration(shown.retry_delay_s)
     return types_pb2.Failure(
@@ -180,21 +201,23 @@ async def abort(context: grpc.aio.ServicerContext[object, object], error: BaseEx
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> ServingError:
     """The error that a call ended with: of the type with its reason, else of the one nearest to its code."""
-    status = _rich_status(error.trailing_metadata())
-    info, field, delay_s = error_details_pb2.ErrorInfo(), None, None
-    for detail in status.details:
-        bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
-        try:
-            detail.Unpack(info)
-            if detail.Unpack(bad_request) and bad_request.field_violations:
-                field = bad_request.field_violations[0].field or None
-            if detail.Unpack(retry):
-                delay_s = to_seconds(retry.retry_delay)
-        except DecodeError:
-            # Somebody else's server; its code and message still count.
-            continue
-    reason = info.reason if info.domain == DOMAIN else ""
-    return _rebuild(reason, error.code(), error.details() or error.code().name, field, delay_s)
+    details = _read_details(error)
+    message = error.details() or error.code().name
+    return _rebuild(details.reason, error.code(), message, details.field, details.retry_delay_s)
+
+
+def from_pull_error(error: grpc.aio.AioRpcError) -> ServingError:
+    """The error that a pull ended with: as ``from_rpc_error``, but codes mean what they mean for a hand-off.
+
+    NOT_FOUND is ``HandOffNotFoundError``, for example, and an unknown code ``TransferError``; a reason that no source
+    of a hand-off gives is ignored. ``HiddenStatusError``: gRPC hid the source's status.
+    """
+    if error.details() == _HIDDEN_STATUS_MESSAGE:
+        return HiddenStatusError("the source of the hand-off ended the stream while it was written to")
+    kind = _BY_REASON.get(_read_details(error).reason)
+    if kind is None or kind not in _PULL_ERRORS:
+        kind = _PULL_BY_CODE.get(error.code(), errors.TransferError)
+    return kind(f"the source of the hand-off answered {error.code().name}: {error.details()}")
 
 
 def _rebuild(
@@ -202,6 +225,33 @@ def _rebuild(
 ) -> ServingError:
     kind = _BY_REASON.get(reason) or _BY_CODE.get(code, ServingError)
     return kind(message, field=field, retry_delay_s=retry_delay_s)
+
+
+@dataclass
+class _Details:
+    """What the details of a status say; ``reason`` is empty where they name none of ours."""
+
+    reason: str = ""
+    field: str | None = None
+    retry_delay_s: float | None = None
+
+
+def _read_details(error: grpc.aio.AioRpcError) -> _Details:
+    found = _Details()
+    for detail in _rich_status(error.trailing_metadata()).details:
+        info, bad_request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+        retry = error_details_pb2.RetryInfo()
+        try:
+            if detail.Unpack(info):
+                found.reason = info.reason if info.domain == DOMAIN else ""
+            elif detail.Unpack(bad_request) and bad_request.field_violations:
+                found.field = bad_request.field_violations[0].field or None
+            elif detail.Unpack(retry):
+                found.retry_delay_s = to_seconds(retry.retry_delay)
+        except DecodeError:
+            # A server that is not ours wrote it; its code and message still count.
+            continue
+    return found
 
 
 def _rich_status(trailers: Metadata | None) -> status_pb2.Status:
@@ -229,20 +279,20 @@ def _pack(detail: Message) -> any_pb2.Any:
 
 
 def _cut(text: str, size_bytes: int) -> str:
-    # Also rids the text of lone surrogates, which protobuf refuses.
+    # This also removes lone surrogates, which protobuf refuses.
     return text.encode("utf-8", "replace")[:size_bytes].decode("utf-8", "ignore")
 
 
-# Seconds and ``timedelta`` to ``google.protobuf.Duration`` and back.
+# Durations: seconds and ``timedelta`` to ``google.protobuf.Duration`` and back.
 
 _NANOS = 10**9
 
-# What the message's own definition allows: 10,000 years.
+# The limit of the message's own definition: 10,000 years.
 _MAX_SECONDS = 315_576_000_000
 
 
 def to_duration(seconds: float) -> Duration:
-    """``seconds`` to the nanosecond; what the message cannot hold becomes the most that it can."""
+    """``seconds`` to the nanosecond; a value that the message cannot hold becomes the nearest one that it can."""
     duration = Duration()
     put_duration(duration, seconds)
     return duration
@@ -250,7 +300,7 @@ def to_duration(seconds: float) -> Duration:
 
 def put_duration(into: Duration, seconds: float) -> None:
     """Set ``into``, which may be a field not present yet, as ``to_duration`` would."""
-    if 0.0 <= seconds < _MAX_SECONDS:  # what nearly all are, at half the price
+    if 0.0 <= seconds < _MAX_SECONDS:  # nearly all are; this costs half of what follows
         into.seconds, into.nanos = divmod(round(seconds * _NANOS), _NANOS)
         return
     nanos = round(max(-_MAX_SECONDS, min(_MAX_SECONDS, seconds)) * _NANOS)
@@ -284,63 +334,3 @@ def to_timedelta(duration: Duration, field: str) -> timedelta:
         return timedelta(seconds=seconds)
     except OverflowError as error:
         raise InvalidRequestError(f"{field} is too long", field=field) from error
-
-
-# gRPC statuses as a puller sees them, back into the errors that the source raised.
-
-_TRANSFER_BY_REASON: dict[str, type[ServingError]] = {
-    error.reason: error
-    for error in (
-        HandOffNotFoundError,
-        HandOffStateError,
-        LayoutMismatchError,
-        StaleEpochError,
-        TransferError,
-        TransferTimeoutError,
-    )
-}
-
-_TRANSFER_BY_CODE: dict[StatusCode, type[ServingError]] = {
-    StatusCode.NOT_FOUND: HandOffNotFoundError,
-    StatusCode.FAILED_PRECONDITION: HandOffStateError,
-    StatusCode.DEADLINE_EXCEEDED: TransferTimeoutError,
-    StatusCode.UNAVAILABLE: WorkerUnavailableError,
-}
-
-_DETAILS_KEY = "grpc-status-details-bin"
-
-_MADE_UP_DETAILS = "Internal error from Core"
-
-
-class HiddenStatusError(TransferError):
-    """The source ended the stream while a message was on its way to it: gRPC put a status of its own over the source's.
-
-    Asking again tells more.
-    """
-
-
-def to_error(error: AioRpcError) -> ServingError:
-    """What the source meant: by the reason it gave, else by the status code, else a ``TransferError``."""
-    if error.details() == _MADE_UP_DETAILS:
-        return HiddenStatusError("the source of the hand-off ended the stream while it was written to")
-    error_type = _TRANSFER_BY_REASON.get(_reason(error)) or _TRANSFER_BY_CODE.get(error.code(), TransferError)
-    return error_type(f"the source of the hand-off answered {error.code().name}: {error.details()}")
-
-
-def _reason(error: AioRpcError) -> str:
-    """``google.rpc.ErrorInfo.reason`` of the status details, or an empty string."""
-    for key, value in error.trailing_metadata() or ():
-        if key == _DETAILS_KEY and isinstance(value, bytes):
-            return _reason_in(value)
-    return ""
-
-
-def _reason_in(details: bytes) -> str:
-    info = error_details_pb2.ErrorInfo()
-    try:
-        for detail in status_pb2.Status.FromString(details).details:
-            if detail.Unpack(info):
-                return str(info.reason)
-    except DecodeError:
-        return ""  # the code still says enough
-    return ""

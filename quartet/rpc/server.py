@@ -1,11 +1,15 @@
-"""A gRPC server as every service runs it: one port with health, reflection, channelz, TLS, and a bounded end."""
+"""A gRPC server as every service runs it: one port with health, reflection, channelz, TLS, and a bounded end.
+
+``ServingInterceptor`` is on the way of every call: it checks the caller's audience, counts calls, refuses them while
+the server drains, and turns errors into statuses. ``StalledCalls`` ends calls whose client takes nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import logging
-import time
+import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -31,14 +35,23 @@ from quartet.rpc.errors import abort
 
 logger = logging.getLogger(__name__)
 
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+# gRPC's own types: requests and responses are of the types that the method's (de)serializers make and take.
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+_Behavior: TypeAlias = Callable[[Any, _Context], Any]
+_Deserializer: TypeAlias = Callable[[bytes], Any]
+
 # Telling health watchers waits for their connections; a drain doesn't wait longer for them than this.
 _HEALTH_CHANGE_TIMEOUT_S = 1.0
 
 # Calls that were cut clean up after themselves; the server doesn't wait longer for them than this.
 _CUT_TIMEOUT_S = 5.0
-
+_MAX_POLL_INTERVAL_S = 1.0
+_MIN_POLLS = 4
+# More than gRPC takes to cancel a handler whose client has gone.
+_CANCEL_FOLLOWS_S = 10.0
 _HEALTH_SERVICE = "grpc.health.v1.Health"
-
 _CHANNELZ_SERVICE = "grpc.channelz.v1.Channelz"
 
 
@@ -81,7 +94,7 @@ class ServerConfig:
 
     @property
     def is_open(self) -> bool:
-        """Whether others than processes of this host may be served: by certificates, or by an explicit word."""
+        """Whether callers from other hosts may be served: with certificates, or because ``insecure`` allows it."""
         return self.tls is not None or self.insecure
 
     def check_beside(self, address: str, field: str) -> ListenAddress:
@@ -165,13 +178,13 @@ class RpcServer:
             async with asyncio.timeout(_HEALTH_CHANGE_TIMEOUT_S):
                 await self._health.enter_graceful_shutdown()
         except TimeoutError:
-            logger.warning("a health watcher takes no messages; it was not told of the drain")
+            logger.warning("a health watcher takes no messages; it was not notified of the drain")
 
     async def drain(self, grace_s: float) -> None:
         """Say NOT_SERVING, refuse new calls (``DrainingError``), let running ones end for ``grace_s``, cut the rest.
 
-        Ends soon after the last call; watchers of health don't hold it up. May be called again, also meanwhile: the
-        shorter grace counts.
+        Returns soon after the last call; watchers of health don't delay it. It may be called again, also while it runs:
+        the shorter grace counts.
         """
         self._calls.is_draining = True
         await self.set_not_serving_for_good()
@@ -223,49 +236,92 @@ class RpcServer:
             raise ConfigError(f"address: cannot listen on {address}: is it this host's, and free?") from error
 
 
-def _options(config: ServerConfig) -> list[tuple[str, int]]:
-    return [
-        # By default part of a burst of 1000 calls is silently answered CANCELLED; admission is the services' own.
-        ("grpc.server.max_pending_requests", 100_000),
-        ("grpc.server.max_pending_requests_hard_limit", 200_000),
-        # Clients that ping more often than this get GOAWAY, and ours ping every 10 s.
-        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
-        ("grpc.keepalive_permit_without_calls", 1),
-        # A client whose host died must not hold its requests' blocks.
-        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.max_receive_message_length", config.max_receive_message_bytes),
-        ("grpc.max_send_message_length", -1),
-        # Else a second server on the same port starts, and the kernel gives it half of the connections.
-        ("grpc.so_reuseport", 0),
-    ]
+class StalledCalls:
+    """Bounds the time that one write may take. One timer for all calls costs less than one for each message.
+
+    A client that reads nothing still answers gRPC's pings, so gRPC itself never ends its call.
+
+    Time is counted in polls: while this process gets no CPU no poll runs, and no client is blamed for it.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        """A client may take nothing for ``timeout_s`` seconds, and at most one poll (1 s, or a quarter of it) more."""
+        self._max_polls = max(_MIN_POLLS, math.ceil(timeout_s / _MAX_POLL_INTERVAL_S))
+        self._interval_s = timeout_s / self._max_polls
+        self._calls: set[WatchedCall] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @contextmanager
+    def watch(self, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[WatchedCall]:
+        """Watch the call of ``context``, which the current task serves, for as long as the block lasts.
+
+        Raises:
+            StalledStreamError: out of the block, where the client took nothing for too long.
+        """
+        task = asyncio.current_task()
+        assert task is not None, "a handler runs in a task"
+        call = WatchedCall(context, task)
+        self._calls.add(call)
+        if self._timer is None:
+            self._set_timer()
+        try:
+            yield call
+        except asyncio.CancelledError:
+            if call.is_stalled and task.uncancel() == 0:
+                raise StalledStreamError("the client took nothing for too long") from None
+            raise
+        finally:
+            self._calls.discard(call)
+
+    def _set_timer(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._poll)
+
+    def _poll(self) -> None:
+        self._timer = None
+        for call in tuple(self._calls):
+            call.poll(self._max_polls)
+        if self._calls:
+            self._set_timer()
 
 
-def _with_port(address: str, port: int) -> str:
-    return f"{address.rpartition(':')[0]}:{port}"
+class WatchedCall:
+    """The writes of one call, bounded by the ``StalledCalls`` that made it."""
 
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], task: asyncio.Task[Any]) -> None:
+        """``task`` writes to ``context``."""
+        self.is_stalled = False
+        self._context = context
+        self._task = task
+        self._num_polls: int | None = None  # since the write under way began; None: there is none
 
-# What every call passes: audience, drain and count of calls; malformed messages and errors become statuses.
-#
-# Costs are per call, not per message; a method's handler is wrapped once. Made by hand because OpenTelemetry's ready-
-# made
-# interceptor breaks streaming handlers that use ``context.write``.
+    async def write(self, message: Any) -> None:
+        """Write ``message``; returns when the client has room for the next one.
 
-_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+        Where the client has gone, that always ends in a cancel of the call's task.
+        """
+        self._num_polls = 0
+        try:
+            await self._context.write(message)
+        except grpc.aio.InternalError:
+            # gRPC may fail the write before it cancels the task, which it does as soon as it sees why.
+            await asyncio.sleep(_CANCEL_FOLLOWS_S)
+            raise
+        self._num_polls = None
 
-# gRPC's own types: a request (or an iterator of them) and a response are whatever the method's (de)serializers say.
-_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-
-_Behavior: TypeAlias = Callable[[Any, _Context], Any]
-
-_Deserializer: TypeAlias = Callable[[bytes], Any]
+    def poll(self, max_polls: int) -> None:
+        """End the call if one write has lasted for more than ``max_polls`` polls."""
+        if self._num_polls is None or self.is_stalled:
+            return
+        self._num_polls += 1
+        if self._num_polls > max_polls:
+            self.is_stalled = True
+            self._task.cancel()
 
 
 class CallCounter:
-    """Calls that run now, and whether new ones are taken.
+    """Counts the calls that run now, and refuses new ones during a drain.
 
-    Health, reflection and channelz are left out: they answer until the end, and may stay open for ever.
+    Calls of health, reflection and channelz are not counted: they answer until the end, and may stay open for ever.
     """
 
     def __init__(self) -> None:
@@ -293,14 +349,17 @@ class CallCounter:
 
 
 class ServingInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every handler, whether it yields its responses, writes them, or works on raw bytes.
+    """Wraps every handler once, whether it yields its responses, writes them, or works on raw bytes.
+
+    It costs something for each call, nothing for a message. It is made by hand because OpenTelemetry's ready-made
+    interceptor breaks streaming handlers that use ``context.write``.
 
     A ``ServingError`` becomes its status; a message that can't be parsed INVALID_ARGUMENT; anything unexpected
     INTERNAL, which leaks nothing. Cancellation passes through, and a generator is always closed.
     """
 
     def __init__(self, gate: Gate | None, calls: CallCounter) -> None:
-        """``gate`` is ``None`` where everybody may call everything: without TLS."""
+        """``gate`` is ``None`` without TLS: every caller may call everything."""
         self._gate = gate
         self._calls = calls
         self._wrapped: dict[str, _Handler] = {}
@@ -342,6 +401,29 @@ class ServingInterceptor(grpc.aio.ServerInterceptor):
         return make_handler(serve, parse if handler.request_streaming else None, handler.response_serializer)
 
 
+def _options(config: ServerConfig) -> list[tuple[str, int]]:
+    return [
+        # By default part of a burst of 1000 calls is silently answered CANCELLED; admission is the services' own.
+        ("grpc.server.max_pending_requests", 100_000),
+        ("grpc.server.max_pending_requests_hard_limit", 200_000),
+        # Clients that ping more often than this get GOAWAY, and ours ping every 10 s.
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # A client whose host died must not hold its requests' blocks.
+        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_receive_message_length", config.max_receive_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        # Else a second server on the same port starts, and the kernel gives it half of the connections.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def _with_port(address: str, port: int) -> str:
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
 def _parts(handler: _Handler) -> tuple[_Behavior, Callable[..., _Handler]]:
     if handler.request_streaming and handler.response_streaming:
         return handler.stream_stream, grpc.stream_stream_rpc_method_handler  # type: ignore[return-value]
@@ -370,69 +452,3 @@ def _writer(generate: _Behavior) -> _Behavior:
                 await context.write(response)
 
     return write_all
-
-
-# Ends calls whose client takes nothing: such a client still answers pings, so nothing else would.
-
-_MAX_LOOK_INTERVAL_S = 1.0
-
-
-class WatchedCall:
-    """One call's writes. Say ``began`` before each and ``ended`` after it."""
-
-    def __init__(self, task: asyncio.Task[Any]) -> None:
-        """``task`` writes."""
-        self.is_stalled = False
-        self._task = task
-        self._since: float | None = None
-
-    def began(self) -> None:
-        """A write begins."""
-        self._since = time.monotonic()
-
-    def ended(self) -> None:
-        """The client took it."""
-        self._since = None
-
-    def look(self, limit: float) -> None:
-        """End the call if it has been writing since before ``limit``, monotonic seconds."""
-        if self._since is not None and self._since < limit and not self.is_stalled:
-            self.is_stalled = True
-            self._task.cancel()
-
-
-class StalledCalls:
-    """Bounds writes. One look now and then, for all calls of a server, costs less than a timer a message."""
-
-    def __init__(self, timeout_s: float) -> None:
-        """A client may take nothing for ``timeout_s`` seconds. ``run`` must run for that to be noticed."""
-        self._timeout_s = timeout_s
-        self._calls: set[WatchedCall] = set()
-
-    @contextmanager
-    def watch(self) -> Iterator[WatchedCall]:
-        """The call of the current task, for as long as the block lasts.
-
-        Raises:
-            StalledStreamError: out of the block, where the client took nothing for too long.
-        """
-        task = asyncio.current_task()
-        assert task is not None, "a handler runs in a task"
-        call = WatchedCall(task)
-        self._calls.add(call)
-        try:
-            yield call
-        except asyncio.CancelledError:
-            if call.is_stalled and task.uncancel() == 0:
-                raise StalledStreamError("the client took nothing for too long") from None
-            raise
-        finally:
-            self._calls.discard(call)
-
-    async def run(self) -> None:
-        """Look until cancelled."""
-        while True:
-            await asyncio.sleep(min(_MAX_LOOK_INTERVAL_S, self._timeout_s / 4))
-            limit = time.monotonic() - self._timeout_s
-            for call in tuple(self._calls):
-                call.look(limit)

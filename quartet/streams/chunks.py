@@ -1,4 +1,4 @@
-"""Starts too long for one message, put together from their chunks; how they are taken apart is here too."""
+"""Starts that are too long for one message: taking them apart into chunks, and putting them together again."""
 
 from __future__ import annotations
 
@@ -16,20 +16,17 @@ from quartet.errors import (
     RequestTimeoutError,
     ServingError,
 )
-from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES
+from quartet.rpc.channels import MAX_API_MESSAGE_BYTES, MAX_STREAM_MESSAGE_BYTES
 from quartet.v1 import decode_pb2, encode_pb2, prefill_pb2, types_pb2
 
-#: What has a slot on a stream of many.
+#: A start that has a slot on a stream of many.
 StartMessage: TypeAlias = decode_pb2.DecodeStart | prefill_pb2.PrefillStart
 StartRest: TypeAlias = types_pb2.StartChunk | types_pb2.StartDone
 #: An `EncodeStart` is alone on its stream: its slot is 0.
 StartT = TypeVar("StartT", bound=StartMessage | encode_pb2.EncodeStart)
 
-#: Bytes of media files that one start may have, unless told otherwise: more than a client can send.
-MAX_START_MEDIA_BYTES = 64 << 20
-
 # Room for the frame around a start or a chunk.
-_MAX_PART_BYTES = MAX_WORKER_MESSAGE_BYTES - 64
+_MAX_PART_BYTES = MAX_STREAM_MESSAGE_BYTES - 64
 # Callers send the chunks of one start without others between; so many incomplete ones are nonsense.
 _MAX_INCOMPLETE = 8
 _TOKEN_FIELDS = {
@@ -77,7 +74,7 @@ class _Incomplete(Generic[StartT]):
 
 
 class ChunkedStarts(Generic[StartT]):
-    """The incomplete starts of one stream by slot. Whatever comes for other slots is ignored."""
+    """The incomplete starts of one stream by slot. Chunks for other slots are ignored."""
 
     def __init__(
         self,
@@ -85,9 +82,9 @@ class ChunkedStarts(Generic[StartT]):
         timeout_s: float,
         max_size_bytes: int,
         on_failed: Callable[[int, ServingError], None],
-        max_media_bytes: int = MAX_START_MEDIA_BYTES,
+        max_media_bytes: int = MAX_API_MESSAGE_BYTES,
     ) -> None:
-        """``on_failed`` is told of each start that ends here.
+        """``on_failed`` is called with each start that fails here.
 
         Of one start, ``max_size_bytes`` of token ids are taken and ``max_media_bytes`` of media.
         """
@@ -154,7 +151,7 @@ class ChunkedStarts(Generic[StartT]):
             self.end(slot, error)
 
     def forget_all(self) -> None:
-        """Drop all; nobody is told."""
+        """Drop all, without ``on_failed``."""
         for incomplete in self._starts.values():
             incomplete.timer.cancel()
         self._starts.clear()

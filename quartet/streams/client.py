@@ -1,4 +1,8 @@
-"""Decodes and prefills on one worker: starts go up, outputs come down to their calls."""
+"""Decodes and prefills on one worker, as a router or a direct client runs them.
+
+Starts go up on one stream, outputs come down to their calls. Beside them stand what both users of the stream need: a
+wait that gives up on a silent worker, and what a failed attempt means for the next one.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,19 @@ from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import MessageTooLargeError, RequestCancelledError, ServingError
 from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.rpc.errors import from_failure
-from quartet.streams import convert
 from quartet.streams.chunks import StartRest, take_chunks
-from quartet.streams.convert.inner import put_decode_start, put_prefill_start, to_signed_decode_start
+from quartet.streams.convert.messages import (
+    from_engine_finish_reason,
+    from_prefill_result,
+    from_slot_started,
+    from_token_logprobs,
+    put_decode_start,
+    put_prefill_start,
+    to_signed_decode_start,
+)
 from quartet.streams.messages import (
-    MAX_WORKER_MESSAGE_BYTES,
     DecodeFinished,
     DecodeSink,
     DecodeStarted,
@@ -30,33 +41,49 @@ from quartet.streams.messages import (
     WorkerStart,
 )
 from quartet.streams.slots import SlotClient
+from quartet.streams.wakeable import Wakeable
 from quartet.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 
-# A stream of a single start lasts as long as its request may, and a little longer: its end has to be told. So long at
-# most where nothing is said of that.
+#: A request that ended with one of these is not tried again: it would end the same way, or its client has gone.
+FINAL = (
+    errors.InvalidRequestError,
+    errors.ProtocolError,
+    errors.MessageTooLargeError,
+    errors.ModelNotFoundError,
+    errors.PermissionDeniedError,
+    errors.UnauthenticatedError,
+    errors.UnimplementedError,
+    errors.RequestTimeoutError,
+)
+
+#: No room just now.
+_CAPACITY = (errors.OutOfBlocksError, errors.QueueFullError)
+_FIRST_PAUSE_S, _PAUSE_GROWTH, _MAX_PAUSE_S = 0.02, 4.0, 1.0
+
+# A stream of a single start may last as long as its request and a little longer, so that its end can arrive. A request
+# without a time limit gets the second.
 _LAST_WORDS_S, _MAX_ALONE_S = 5.0, 3600.0
 
 
-# Requests on a worker stream as the router's side sees them: from the start to the terminal output.
+class WorkerCall(Wakeable):
+    """A request on a worker stream as the router sees it, from its start to its terminal output.
 
+    ``is_over``: nothing that still comes for it matters.
+    """
 
-class WorkerCall:
-    """What both kinds share. ``is_over``: nothing that still comes for it matters."""
-
-    # There are thousands, and each token touches one after long: without a dictionary they lie closer together.
-    __slots__ = ("_error", "_is_cancelled", "_send_cancel", "_waiter", "is_over")
+    # There are thousands, and a token finds each of them cold: without a dictionary they lie closer together.
+    __slots__ = ("_error", "_is_cancelled", "_send_cancel", "is_over")
 
     def __init__(self, send_cancel: Callable[[], None]) -> None:
         """``send_cancel`` asks the worker to end it."""
+        super().__init__()
         self._send_cancel = send_cancel
-        # An `asyncio.Event` does the same, at twice the price for each token.
-        self._waiter: asyncio.Future[None] | None = None
         self._error: ServingError | None = None
         self._is_cancelled = False
         self.is_over = False
 
     def cancel(self) -> None:
-        """Ask the worker to end it; harmless when it has ended. Nobody needs to wait for the end."""
+        """Ask the worker to end it; harmless when it has ended. The caller need not wait for the end."""
         if not self.is_over and not self._is_cancelled:
             self._is_cancelled = True
             self._send_cancel()
@@ -68,25 +95,12 @@ class WorkerCall:
             self.is_over = True
             self._wake()
 
-    async def _wait(self) -> None:
-        """Until the next ``_wake``. For one reader."""
-        assert self._waiter is None, "one reader waits"
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
 
 class DecodeCall(WorkerCall):
     """One decode: what it gives goes to its sink, and ``outcome`` waits for its end.
 
     Attributes:
-        heard_at: when the worker last said something of it, monotonic seconds; ``None`` before its first word.
+        heard_at: when the worker last sent something of it, monotonic seconds; ``None``: it has sent nothing yet.
     """
 
     __slots__ = ("_outcome", "_sink", "heard_at")
@@ -105,13 +119,13 @@ class DecodeCall(WorkerCall):
             ServingError: it ended badly, after all tokens that came before have gone to the sink.
         """
         while not self.is_over:
-            await self._wait()
+            await self._woken()
         if self._error is not None:
             raise self._error
         return self._outcome
 
     def take_tokens(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], now: float) -> None:
-        """Bring tokens that begin at ``offset`` to the sink. What it makes no sense of ends this decode, not others."""
+        """Bring tokens that begin at ``offset`` to the sink. If the sink refuses them, only this decode ends."""
         if self.is_over:
             return
         self.heard_at = now
@@ -151,7 +165,7 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
         *,
         alone_for_s: float | None = None,
     ) -> None:
-        """Speak over ``channel``; ``on_broken`` hears of every end of the stream.
+        """Use ``channel``; ``on_broken`` is called at every end of the stream.
 
         ``alone_for_s``: it is for one start, which ends within that time.
         """
@@ -161,11 +175,11 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
         self._stub = decode_pb2_grpc.DecodeServiceStub(channel)
         self._make_own = partial(DecodeClient, worker_id, channel, on_broken)
         self._timeout_s = alone_for_s
-        # While one runs its task holds it; then nobody does.
+        # The task of a stream holds it while it runs.
         self._own: WeakSet[DecodeClient] = WeakSet()
 
     def start(self, start: WorkerStart, sink: DecodeSink) -> DecodeCall:
-        """Start a decode, whose outputs go to ``sink``; never waits or raises: what is wrong comes out of the call.
+        """Start a decode with its outputs going to ``sink``; never waits or raises: errors come out of the call.
 
         One with media files has a stream of its own.
         """
@@ -184,7 +198,7 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
         )
 
     async def close(self) -> None:
-        """As that of any; the streams of single decodes too."""
+        """Break the stream for good, and the streams of single decodes too."""
         await asyncio.gather(super().close(), *(own.close() for own in self._own))
 
     def _open(self) -> grpc.aio.StreamStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]:
@@ -193,10 +207,10 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
     def _receive(self, response: decode_pb2.DecodeResponse) -> None:
         now = time.monotonic()
         for started in response.started:
-            self._call(started.slot).start(convert.from_slot_started(started), now)
+            self._call(started.slot).start(from_slot_started(started), now)
         self._receive_tokens(response, now)
         for finished in response.finished:
-            reason = convert.from_engine_finish_reason(finished.reason)
+            reason = from_engine_finish_reason(finished.reason)
             outcome = DecodeFinished(reason=reason, num_output_tokens=finished.num_output_tokens)
             self._end(finished.slot).finish(outcome)
         for failed in response.failures:
@@ -204,10 +218,12 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
 
     def _receive_tokens(self, response: decode_pb2.DecodeResponse, now: float) -> None:
         token_ids = list(response.token_ids)
-        logprobs = {entry.slot: list(map(convert.from_token_logprobs, entry.tokens)) for entry in response.logprobs}
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        if response.logprobs:
+            logprobs = {entry.slot: list(map(from_token_logprobs, entry.tokens)) for entry in response.logprobs}
         calls = self._calls()
         begin = 0
-        # Lists first: each look into a repeated field costs as much as the rest of the loop.
+        # Lists first: each access to a repeated field costs as much as the rest of the loop.
         columns = zip(list(response.slots), list(response.num_tokens), list(response.token_offsets), strict=True)
         for slot, num_tokens, offset in columns:
             end = begin + num_tokens
@@ -221,12 +237,12 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
 
 
 class PrefillCall(WorkerCall):
-    """One prefill: ``outcome`` gives its one output. A hand-off that nobody took goes to ``drop``."""
+    """One prefill: ``outcome`` gives its one output. A hand-off that is not taken goes to ``drop``."""
 
     __slots__ = ("_drop", "_is_taken", "_outcome")
 
     def __init__(self, send_cancel: Callable[[], None], drop: Callable[[HandOff], None]) -> None:
-        """``drop`` is given the hand-off when it comes after nobody waits any more."""
+        """``drop`` is given a hand-off that comes after the call was cancelled."""
         super().__init__(send_cancel)
         self._drop = drop
         self._outcome: PrefillOutcome | None = None
@@ -240,7 +256,7 @@ class PrefillCall(WorkerCall):
         """
         try:
             while not self.is_over:
-                await self._wait()
+                await self._woken()
         except asyncio.CancelledError:
             self.cancel()
             raise
@@ -251,7 +267,7 @@ class PrefillCall(WorkerCall):
         return self._outcome
 
     def cancel(self) -> None:
-        """End it: what the worker still brings, or has brought and nobody took, is dropped. No-op once it was taken."""
+        """End it and drop its hand-off, whether it has come or still comes. No-op once the output was taken."""
         if self._is_taken:
             return
         super().cancel()
@@ -286,7 +302,7 @@ class PrefillClient(SlotClient[prefill_pb2.PrefillRequest, prefill_pb2.PrefillRe
         *,
         alone_for_s: float | None = None,
     ) -> None:
-        """Speak over ``channel``; ``drop`` is given hand-offs that come after nobody waits for them any more.
+        """Use ``channel``; ``drop`` is given hand-offs of calls that were cancelled.
 
         ``alone_for_s``: it is for one start, which ends within that time.
         """
@@ -297,11 +313,11 @@ class PrefillClient(SlotClient[prefill_pb2.PrefillRequest, prefill_pb2.PrefillRe
         self._drop = drop
         self._make_own = partial(PrefillClient, worker_id, channel, on_broken, drop)
         self._timeout_s = alone_for_s
-        # While one runs its task holds it; then nobody does.
+        # The task of a stream holds it while it runs.
         self._own: WeakSet[PrefillClient] = WeakSet()
 
     def start(self, start: WorkerStart) -> PrefillCall:
-        """Start a prefill; never waits or raises: what is wrong comes out of the call.
+        """Start a prefill; never waits or raises: errors come out of the call.
 
         One with media files has a stream of its own.
         """
@@ -314,7 +330,7 @@ class PrefillClient(SlotClient[prefill_pb2.PrefillRequest, prefill_pb2.PrefillRe
         )
 
     async def close(self) -> None:
-        """As that of any; the streams of single prefills too."""
+        """Break the stream for good, and the streams of single prefills too."""
         await asyncio.gather(super().close(), *(own.close() for own in self._own))
 
     def _open(self) -> grpc.aio.StreamStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]:
@@ -323,7 +339,7 @@ class PrefillClient(SlotClient[prefill_pb2.PrefillRequest, prefill_pb2.PrefillRe
     def _receive(self, response: prefill_pb2.PrefillResponse) -> None:
         for output in response.outputs:
             if output.WhichOneof("outcome") == "result":
-                outcome = convert.from_prefill_result(output.result)
+                outcome = from_prefill_result(output.result)
                 self._end(output.slot).succeed(outcome)
             else:
                 self._end(output.slot).fail(from_failure(output.failure))
@@ -333,8 +349,55 @@ class PrefillClient(SlotClient[prefill_pb2.PrefillRequest, prefill_pb2.PrefillRe
 
 
 def has_files(start: WorkerStart) -> bool:
-    """Whether ``start`` brings media files: these never ride a stream with others."""
+    """Whether ``start`` brings media files: such a start never shares a stream."""
     return any(isinstance(item.source, MediaFile) for item in start.media)
+
+
+class RunningDecode(Protocol):
+    """A decode under way."""
+
+    @property
+    def heard_at(self) -> float | None:
+        """When the worker last sent something of it, monotonic seconds; ``None``: it has sent nothing yet."""
+        ...
+
+    async def outcome(self) -> DecodeFinished | None:
+        """Wait for its end; cancelled here, it loses nothing."""
+        ...
+
+
+async def outcome_in_time(
+    decode: RunningDecode, *, start_timeout_s: float, stall_timeout_s: float
+) -> DecodeFinished | None:
+    """What ``decode.outcome`` gives.
+
+    Raises:
+        TimeoutError: the worker sent nothing of it within ``start_timeout_s``, or nothing more for ``stall_timeout_s``.
+        ServingError: it ended badly.
+    """
+    loop = asyncio.get_running_loop()
+    start_by = loop.time() + start_timeout_s
+    while True:
+        give_up_at = start_by if decode.heard_at is None else decode.heard_at + stall_timeout_s
+        try:
+            # Polling costs nothing for each token; moving a timer would. Nothing wakes this task at the first output,
+            # so wait no longer than the stall timeout: by then an output may have come, and be that old.
+            async with asyncio.timeout_at(min(give_up_at, loop.time() + stall_timeout_s)):
+                return await decode.outcome()
+        except TimeoutError:
+            give_up_at = start_by if decode.heard_at is None else decode.heard_at + stall_timeout_s
+            if give_up_at <= loop.time():
+                raise
+
+
+def pause_s(error: ServingError, num_failures: int) -> float:
+    """Seconds to pause after ``num_failures`` failed attempts; a worker ended the last one with ``error``."""
+    is_capacity = isinstance(error, _CAPACITY)
+    if error.retry_delay_s is not None and is_capacity:
+        return min(error.retry_delay_s, _MAX_PAUSE_S)
+    # The first try elsewhere needs no pause, unless all workers may be short of the same thing.
+    num_pauses = num_failures - (0 if is_capacity else 1)
+    return min(_FIRST_PAUSE_S * _PAUSE_GROWTH ** (num_pauses - 1), _MAX_PAUSE_S) if num_pauses else 0.0
 
 
 def _alone_for_s(start: WorkerStart) -> float:
@@ -356,7 +419,7 @@ def _prefill_messages(slot: int, start: WorkerStart) -> list[prefill_pb2.Prefill
 
 def _signed_message(slot: int, placement: SignedPlacement) -> decode_pb2.DecodeRequest:
     message = decode_pb2.DecodeRequest(signed_start=to_signed_decode_start(slot, placement))
-    if message.ByteSize() > MAX_WORKER_MESSAGE_BYTES:
+    if message.ByteSize() > MAX_STREAM_MESSAGE_BYTES:
         raise MessageTooLargeError("a signed start exceeds 1 MiB")
     return message
 
@@ -371,73 +434,3 @@ def _prefill_rest(part: StartRest) -> prefill_pb2.PrefillRequest:
     if isinstance(part, types_pb2.StartChunk):
         return prefill_pb2.PrefillRequest(chunk=part)
     return prefill_pb2.PrefillRequest(start_done=part)
-
-
-# Waits for the end of a decode, but not for a worker that is silent.
-
-
-class RunningDecode(Protocol):
-    """A decode under way."""
-
-    @property
-    def heard_at(self) -> float | None:
-        """When the worker last said something of it, monotonic seconds; ``None`` before its first word."""
-        ...
-
-    async def outcome(self) -> DecodeFinished | None:
-        """Wait for its end; cancelled here, it loses nothing."""
-        ...
-
-
-async def outcome_in_time(
-    decode: RunningDecode, *, start_timeout_s: float, stall_timeout_s: float
-) -> DecodeFinished | None:
-    """What ``decode.outcome`` gives.
-
-    Raises:
-        TimeoutError: the worker said nothing of it within ``start_timeout_s``, or nothing more for ``stall_timeout_s``.
-        ServingError: it ended badly.
-    """
-    loop = asyncio.get_running_loop()
-    start_by = loop.time() + start_timeout_s
-    while True:
-        give_up_at = start_by if decode.heard_at is None else decode.heard_at + stall_timeout_s
-        try:
-            # Looking now and then costs nothing for each token, as moving a timer would. Nobody tells of the first
-            # word: one that came may be as old as the time between two looks.
-            async with asyncio.timeout_at(min(give_up_at, loop.time() + stall_timeout_s)):
-                return await decode.outcome()
-        except TimeoutError:
-            give_up_at = start_by if decode.heard_at is None else decode.heard_at + stall_timeout_s
-            if give_up_at <= loop.time():
-                raise
-
-
-# What a failed attempt means for the next one, whoever counts the attempts; pure.
-
-#: Trying again elsewhere would end the same way, or nobody waits any more.
-FINAL = (
-    errors.InvalidRequestError,
-    errors.ProtocolError,
-    errors.MessageTooLargeError,
-    errors.ModelNotFoundError,
-    errors.PermissionDeniedError,
-    errors.UnauthenticatedError,
-    errors.UnimplementedError,
-    errors.RequestTimeoutError,
-)
-
-#: No room just now.
-_CAPACITY = (errors.OutOfBlocksError, errors.QueueFullError)
-
-_FIRST_PAUSE_S, _PAUSE_GROWTH, _MAX_PAUSE_S = 0.02, 4.0, 1.0
-
-
-def pause_s(error: ServingError, num_failures: int) -> float:
-    """Seconds to pause after so many failed attempts, the last of which a worker ended with ``error``."""
-    is_capacity = isinstance(error, _CAPACITY)
-    if error.retry_delay_s is not None and is_capacity:
-        return min(error.retry_delay_s, _MAX_PAUSE_S)
-    # The first move elsewhere is free, unless everybody may be short of the same thing.
-    num_pauses = num_failures - (0 if is_capacity else 1)
-    return min(_FIRST_PAUSE_S * _PAUSE_GROWTH ** (num_pauses - 1), _MAX_PAUSE_S) if num_pauses else 0.0

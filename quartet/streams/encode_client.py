@@ -15,7 +15,7 @@ from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaSize
 from quartet.rpc.errors import from_rpc_error
 from quartet.streams.chunks import StartRest, take_chunks
-from quartet.streams.convert.inner import from_encode_sized, from_encoded_item, to_encode_start
+from quartet.streams.convert.messages import from_encode_sized, from_encoded_item, to_encode_start
 from quartet.streams.messages import EncodedItem, EncodeStart
 from quartet.v1 import encode_pb2, encode_pb2_grpc, types_pb2
 
@@ -23,18 +23,18 @@ logger = logging.getLogger(__name__)
 
 _Rpc: TypeAlias = "grpc.aio.StreamStreamCall[encode_pb2.EncodeRequest, encode_pb2.EncodeResponse]"
 
-# A worker that is told of a cancel gets so long to say what it had already handed off.
+# After a cancel the worker has so long to say what it had already handed off.
 _LAST_WORDS_S = 2.0
 
 
 class EncodeCall:
     """One request's media on one worker: first their sizes, then their hand-offs.
 
-    Whoever takes the hand-offs owns them; those that nobody took are dropped when it ends otherwise.
+    The caller that takes the hand-offs owns them. If the call ends otherwise, they are dropped.
     """
 
     def __init__(self, num_items: int, on_encoded: Callable[[HandOff], None], drop: Callable[[HandOff], None]) -> None:
-        """``on_encoded`` hears of each hand-off as it comes, ``drop`` of each that nobody will take."""
+        """``on_encoded`` is called with each hand-off as it comes, ``drop`` with each that will not be taken."""
         self._on_encoded = on_encoded
         self._drop = drop
         self._sizes: tuple[MediaSize, ...] | None = None
@@ -71,13 +71,13 @@ class EncodeCall:
         return [hand_off for hand_off in self._hand_offs if hand_off is not None]
 
     def cancel(self) -> None:
-        """End it: what the worker still brings, or has brought and nobody took, is dropped. No-op once it was taken."""
+        """End it and drop its hand-offs, those that have come and those that still come. No-op once they were taken."""
         if not self._is_taken and self._error is None:
             self.is_cancelled.set()
             self._give_up(RequestCancelledError("cancelled by the caller"))
 
     def take(self, response: encode_pb2.EncodeResponse) -> None:
-        """A message came. Raises ``ServingError`` where it makes no sense."""
+        """A message came. Raises ``ServingError`` where it is impossible."""
         match response.WhichOneof("message"):
             case "sized":
                 self._take_sizes(from_encode_sized(response.sized))
@@ -92,7 +92,7 @@ class EncodeCall:
             raise ProtocolError("an encode worker left out an item")
 
     def fail(self, error: ServingError) -> None:
-        """It ended badly: drop what came. No-op once it is over: what is here can be pulled, whatever breaks now."""
+        """It ended badly: drop what came. No-op once it is over: its hand-offs can be pulled without the stream."""
         if not self.is_over:
             self._give_up(error)
 
@@ -129,7 +129,7 @@ class EncodeClient:
     """Encodes on one worker."""
 
     def __init__(self, worker_id: str, channel: grpc.aio.Channel, drop: Callable[[HandOff], None]) -> None:
-        """Speak over ``channel``; ``drop`` is given hand-offs that nobody waits for any more."""
+        """Use ``channel``; ``drop`` is given hand-offs of calls that were cancelled or failed."""
         self._worker_id = worker_id
         self._stub = encode_pb2_grpc.EncodeServiceStub(channel)
         self._drop = drop
@@ -137,9 +137,10 @@ class EncodeClient:
         self._is_closed = False
 
     def start(self, start: EncodeStart, on_encoded: Callable[[HandOff], None] = lambda _hand_off: None) -> EncodeCall:
-        """Start to encode; never waits or raises: what is wrong comes out of the call.
+        """Start to encode; never waits or raises: errors come out of the call.
 
-        ``on_encoded`` hears of each hand-off as it comes, before the caller can take it: its lease runs from then on.
+        ``on_encoded`` is called with each hand-off as it comes, before the caller can take it: its time to
+        live has begun.
         """
         call = EncodeCall(len(start.items), on_encoded, self._drop)
         if self._is_closed:
@@ -182,7 +183,7 @@ class EncodeClient:
                 if response is grpc.aio.EOF:
                     call.end()
                     return
-                if not isinstance(response, encode_pb2.EncodeResponse):  # gRPC hands out what it can't parse as `None`
+                if not isinstance(response, encode_pb2.EncodeResponse):  # `None`: gRPC can't parse it
                     raise ProtocolError("a message is malformed")
                 call.take(response)
         except ServingError as nonsense:
@@ -197,7 +198,7 @@ class EncodeClient:
     def _stream_error(self, rpc_error: grpc.aio.AioRpcError) -> ServingError:
         error = from_rpc_error(rpc_error)
         if type(error) is ServingError and rpc_error.code() is grpc.StatusCode.INTERNAL:
-            # What a refusal becomes that overtakes the start's last chunks: why it was, nobody learns.
+            # A refusal that overtakes the start's last chunks becomes this status; its reason is lost.
             return WorkerUnavailableError(f"the stream to worker {self._worker_id} broke: {error.message}")
         return error
 
@@ -229,7 +230,7 @@ async def _write(rpc: _Rpc, call: EncodeCall, messages: Sequence[encode_pb2.Enco
 
 
 async def _end_soon(rpc: _Rpc, call: EncodeCall) -> None:
-    """What was handed off when the cancel came is still heard of, so that it can be dropped."""
+    """Keep reading for a while after a cancel: what was handed off before it must be dropped."""
     await call.is_cancelled.wait()
     await asyncio.sleep(_LAST_WORDS_S)
     rpc.cancel()

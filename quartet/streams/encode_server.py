@@ -1,13 +1,11 @@
-"""A worker's side of an encode stream: one request with its files, its items' sizes, then a hand-off an item."""
+"""A worker's end of an Encode stream: one request with its files in, its items' sizes and their hand-offs out."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
-
-import grpc
+from typing import Protocol
 
 from quartet.errors import (
     MediaTooLargeError,
@@ -15,16 +13,15 @@ from quartet.errors import (
     RequestCancelledError,
     RequestTimeoutError,
     ServingError,
-    StalledStreamError,
 )
 from quartet.media.items import MediaSize
+from quartet.rpc.server import StalledCalls
+from quartet.streams.base import Context, ServerStream
 from quartet.streams.chunks import ChunkedStarts
-from quartet.streams.convert.inner import from_encode_start, to_encode_sized, to_encoded_item
+from quartet.streams.convert.messages import from_encode_start, to_encode_sized, to_encoded_item
 from quartet.streams.messages import EncodedItem, EncodeStart
 from quartet.streams.server import StreamLimits
 from quartet.v1 import encode_pb2
-
-_Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 
 
 class EncodeWork(Protocol):
@@ -35,7 +32,7 @@ class EncodeWork(Protocol):
         ...
 
     def withdraw(self, holder: int) -> None:
-        """End the hand-off of ``holder``, of which nobody was told; nothing happens where it has none any more."""
+        """End the hand-off of ``holder``, which the caller was not told of; no-op where it has none any more."""
         ...
 
 
@@ -49,12 +46,17 @@ class EncodeOutbox:
         self._pending: deque[tuple[encode_pb2.EncodeResponse, int | None]] = deque()
         self._being_written: int | None = None
 
+    @property
+    def num_ended(self) -> int:
+        """None: the end of the one request is that of the call."""
+        return 0
+
     def sized(self, sizes: Sequence[MediaSize]) -> None:
-        """Tell how much the items fill; first, once."""
+        """Send how many tokens each item fills; first, once."""
         self._put(encode_pb2.EncodeResponse(sized=to_encode_sized(sizes)), None)
 
     def encoded(self, encoded: EncodedItem, holder: int) -> None:
-        """Tell where an item can be pulled; ``holder`` has the hand-off."""
+        """Send where an item can be pulled; ``holder`` has the hand-off."""
         self._put(encode_pb2.EncodeResponse(encoded=to_encoded_item(encoded)), holder)
 
     def take(self) -> encode_pb2.EncodeResponse | None:
@@ -70,7 +72,7 @@ class EncodeOutbox:
         return message
 
     def close(self) -> None:
-        """The stream has ended: let go of the hand-offs that nobody was told of."""
+        """The stream has ended: withdraw the hand-offs that were not written."""
         holders = [self._being_written, *(holder for _, holder in self._pending)]
         self._being_written = None
         self._pending.clear()
@@ -83,23 +85,26 @@ class EncodeOutbox:
         self.ready.set()
 
 
-class EncodeStream:
-    """Serves one call of Encode."""
+class EncodeStream(ServerStream[encode_pb2.EncodeRequest, encode_pb2.EncodeResponse]):
+    """Serves one call of Encode: one request, until all that came of it is written."""
 
     def __init__(self, work: EncodeWork, limits: StreamLimits) -> None:
         """Serve with ``work``; ``limits`` bound the stream."""
+        outbox = EncodeOutbox(work)
+        super().__init__(outbox, StalledCalls(limits.stall_timeout_s), max_owed_ends=0)
         self._work = work
         self._limits = limits
-        self._outbox = EncodeOutbox(work)
-        self._error: ServingError | None = None
+        self._outbox = outbox
+        self._working: asyncio.Task[None] | None = None
+        self._start_error: ServingError | None = None
         self._chunked: ChunkedStarts[encode_pb2.EncodeStart] = ChunkedStarts(
             timeout_s=limits.chunks_timeout_s,
             max_size_bytes=limits.max_prompt_bytes,
             max_media_bytes=limits.max_media_bytes,
-            on_failed=self._start_failed,
+            on_failed=lambda _slot, error: self._fail_start(error),
         )
 
-    async def serve(self, context: _Context) -> None:
+    async def serve(self, context: Context) -> None:
         """Read the request, run it, and write what comes until all is written.
 
         Raises:
@@ -107,77 +112,66 @@ class EncodeStream:
                 ``ProtocolError`` for messages in a wrong order; it may come in an ``ExceptionGroup``.
             StalledStreamError: the caller reads nothing.
         """
-        await context.send_initial_metadata(())
+        error = RequestTimeoutError("the start of a stream took too long")
+        timer = asyncio.get_running_loop().call_later(self._limits.chunks_timeout_s, self._fail_start, error)
         try:
-            start = await self._read_start(context)
-            async with asyncio.TaskGroup() as group:
-                reading = group.create_task(self._read_rest(context))
-                working = group.create_task(self._work.encode(start, self._outbox))
-                working.add_done_callback(lambda _: self._outbox.ready.set())
-                await self._write(context, working)
-                reading.cancel()
+            await super().serve(context)
         finally:
-            self._chunked.forget_all()
-            self._outbox.close()
+            timer.cancel()
 
-    async def _read_start(self, context: _Context) -> EncodeStart:
-        try:
-            async with asyncio.timeout(self._limits.chunks_timeout_s):
-                while (start := self._take(await _read(context))) is None:
-                    if self._error is not None:
-                        raise self._error
-        except TimeoutError:
-            raise self._error or RequestTimeoutError("the start of a stream took too long") from None
+    def _handle(self, request: encode_pb2.EncodeRequest, group: asyncio.TaskGroup) -> None:
+        kind = request.WhichOneof("message")
+        if kind == "cancel":
+            raise RequestCancelledError("cancelled by the caller")
+        if self._working is not None:
+            raise ProtocolError("only a cancel may follow a complete start", field="message")
+        if self._start_error is not None:
+            return  # the writer is about to end the call with it
+        start: encode_pb2.EncodeStart | None = None
+        if kind == "start" and 0 not in self._chunked:
+            if request.start.chunked:
+                self._chunked.begin(request.start)
+            else:
+                start = request.start
+        elif kind == "chunk" and 0 in self._chunked:
+            self._chunked.append(request.chunk)
+        elif kind == "start_done" and 0 in self._chunked:
+            start = self._chunked.complete(0)
+        else:
+            raise _not_a_start()
+        if start is not None:
+            self._run(start, group)
+
+    def _half_closed(self) -> None:
+        if self._working is None and self._start_error is None:
+            raise _not_a_start()
+
+    async def _next(self) -> encode_pb2.EncodeResponse | None:
+        while (message := self._outbox.take()) is None:
+            if self._start_error is not None:
+                raise self._start_error
+            if self._working is not None and self._working.done():
+                return None
+            await self._outbox.ready.wait()
+        return message
+
+    async def _end(self) -> None:
+        self._chunked.forget_all()
+        self._outbox.close()
+
+    def _run(self, start: encode_pb2.EncodeStart, group: asyncio.TaskGroup) -> None:
         if sum(len(item.file.data) for item in start.items) > self._limits.max_media_bytes:
             message = f"the media files of a start exceed {self._limits.max_media_bytes} bytes"
             raise MediaTooLargeError(message, field="items")
-        return from_encode_start(start)
+        self._working = group.create_task(self._work.encode(from_encode_start(start), self._outbox))
+        self._working.add_done_callback(lambda _: self._outbox.ready.set())
 
-    def _take(self, request: encode_pb2.EncodeRequest | None) -> encode_pb2.EncodeStart | None:
-        """The start, once it is whole."""
-        match None if request is None else request.WhichOneof("message"):
-            case "start" if request is not None and 0 not in self._chunked:
-                if not request.start.chunked:
-                    return request.start
-                self._chunked.begin(request.start)
-            case "chunk" if request is not None and 0 in self._chunked:
-                self._chunked.append(request.chunk)
-            case "start_done" if 0 in self._chunked:
-                return self._chunked.complete(0)
-            case "cancel":
-                raise _cancelled()
-            case _:
-                raise ProtocolError("a stream begins with one start, and its chunks if it says so", field="message")
-        return None
-
-    async def _read_rest(self, context: _Context) -> None:
-        request = await _read(context)
-        if request is None:  # half-closed
-            return
-        if request.WhichOneof("message") == "cancel":
-            raise _cancelled()
-        raise ProtocolError("only a cancel may follow a complete start", field="message")
-
-    def _start_failed(self, _slot: int, error: ServingError) -> None:
-        self._error = error
-
-    async def _write(self, context: _Context, working: asyncio.Task[None]) -> None:
-        while True:
-            while (message := self._outbox.take()) is not None:
-                try:
-                    async with asyncio.timeout(self._limits.stall_timeout_s):
-                        await context.write(message)
-                except TimeoutError:
-                    raise StalledStreamError("the reader of this stream took nothing for too long") from None
-            if working.done():
-                return
-            await self._outbox.ready.wait()
+    def _fail_start(self, error: ServingError) -> None:
+        """The start can't become whole any more; the first error counts."""
+        if self._working is None and self._start_error is None:
+            self._start_error = error
+            self._outbox.ready.set()
 
 
-async def _read(context: _Context) -> encode_pb2.EncodeRequest | None:
-    request: object = await context.read()
-    return request if isinstance(request, encode_pb2.EncodeRequest) else None
-
-
-def _cancelled() -> RequestCancelledError:
-    return RequestCancelledError("cancelled by the caller")
+def _not_a_start() -> ProtocolError:
+    return ProtocolError("a stream begins with one start, and its chunks if it says so", field="message")

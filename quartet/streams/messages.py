@@ -1,4 +1,7 @@
-"""The worker streams in domain terms: what the router starts on a worker, and what comes back for one slot."""
+"""Worker streams in domain terms: what the router starts on a worker, and what comes back.
+
+Every start carries a ``RequestContext`` from hop to hop: who asks, and how long it may take.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,87 @@ from quartet.errors import InvalidRequestError
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile, MediaItem
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
+
+#: An engine's own state has to fit into one start, beside all else that isn't sent in chunks.
+MAX_OPAQUE_STATE_BYTES = MAX_STREAM_MESSAGE_BYTES - (128 << 10)
+_REQUEST_ID = re.compile(r"[0-9a-f]{32}")
+_MAX_NAME_LENGTH = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestContext:
+    """What names a request and bounds it on every hop.
+
+    Attributes:
+        request_id: 32 lower-case hexadecimal digits, or empty: the receiver draws one.
+        attempt: which try of this request it is, from 0.
+        choice: which of the request's parallel answers this is, from 0.
+        timeout_s: seconds left for the whole request when the message was made; ``None``: no limit of its own.
+        traceparent: W3C trace context; empty: no trace.
+        tenant: the account of the request; empty: none.
+        priority: higher first among waiting requests.
+        session_key: requests of one conversation share it; empty: none.
+        router_id: the router that placed it; empty: it came without one.
+        router_request_number: counts the starts that this router sent to this worker, from 1; 0: without a router.
+
+    Raises:
+        InvalidRequestError: with ``field`` = ``context.NAME``.
+    """
+
+    request_id: str = ""
+    attempt: int = 0
+    choice: int = 0
+    timeout_s: float | None = None
+    traceparent: str = ""
+    tenant: str = ""
+    priority: int = 0
+    session_key: str = field(default="", repr=False)
+    router_id: str = ""
+    router_request_number: int = 0
+
+    def __post_init__(self) -> None:
+        if self.request_id and not is_request_id(self.request_id):
+            raise InvalidRequestError("request_id is not 32 lower-case hexadecimal digits", field="context.request_id")
+        for name in ("traceparent", "tenant", "session_key", "router_id"):
+            if len(getattr(self, name)) > _MAX_NAME_LENGTH:
+                message = f"{name} is longer than {_MAX_NAME_LENGTH} characters"
+                raise InvalidRequestError(message, field=f"context.{name}")
+
+
+def is_request_id(text: str) -> bool:
+    """Whether ``text`` is 32 lower-case hexadecimal digits."""
+    return _REQUEST_ID.fullmatch(text) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStart:
+    """One answer to prefill or decode on a worker; ``hand_off`` and ``is_signed`` only for decode.
+
+    Attributes:
+        media: hand-offs, aligned with ``generation.media``; or files, one for each placeholder of the prompt, whose
+            ``generation.media`` is empty.
+        is_signed: a client brought it, signed by a router: its number is that of a placement.
+    """
+
+    context: RequestContext
+    generation: Generation
+    hand_off: HandOff | None = None
+    is_signed: bool = False
+    media: tuple[MediaInput, ...] = ()
+
+
+@dataclass(frozen=True)
+class MediaInput:
+    """A media item whose embeddings a worker needs: pulled from an encode worker, or computed there from the file."""
+
+    media_id: bytes
+    source: HandOff | MediaFile
 
 
 @dataclass(frozen=True, kw_only=True)
 class SignedPlacement:
-    """A way to a decode worker, good for once and for a short time.
+    """What lets a client start one request at a decode worker, once and within a short time.
 
     Attributes:
         address: ``host:port`` of the worker.
@@ -30,38 +109,6 @@ class SignedPlacement:
     signed_start: bytes = field(repr=False)
     key_id: str
     mac: bytes = field(repr=False)
-
-
-#: A worker stream's messages are at most this long: one 5 MiB message ends a whole shared stream.
-MAX_WORKER_MESSAGE_BYTES = 1 << 20
-
-#: An engine's own state has to fit into a start beside all that isn't sent in chunks.
-MAX_OPAQUE_STATE_BYTES = MAX_WORKER_MESSAGE_BYTES - (128 << 10)
-
-
-@dataclass(frozen=True)
-class MediaInput:
-    """A media item whose embeddings a worker needs: pulled from an encode worker, or computed there from the file."""
-
-    media_id: bytes
-    source: HandOff | MediaFile
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerStart:
-    """One answer to prefill or decode on a worker; ``hand_off`` and ``is_signed`` only for decode.
-
-    Attributes:
-        media: hand-offs, aligned with ``generation.media``; or files, one for each placeholder of the prompt, whose
-            ``generation.media`` is empty.
-        is_signed: it came from a client, under a router's sign: its number is that of a placement.
-    """
-
-    context: RequestContext
-    generation: Generation
-    hand_off: HandOff | None = None
-    is_signed: bool = False
-    media: tuple[MediaInput, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +157,7 @@ class DecodeFinished:
 class DecodeSink(Protocol):
     """Takes what one decode gives, as it comes. Called on the event loop; nothing here waits.
 
-    A call, not a wake-up: a task that is woken for each token costs more than all else that is done with it.
+    It is called, not woken: waking a task for each token would cost more than everything else done with the token.
     """
 
     def started(self, started: DecodeStarted) -> None:
@@ -118,7 +165,7 @@ class DecodeSink(Protocol):
         ...
 
     def take(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:
-        """Take tokens, the first of which is output token number ``offset``; some may have come before.
+        """Take tokens from output token number ``offset`` on; some may have come before.
 
         ``logprobs`` is empty or has one entry a token; ``now`` is monotonic seconds.
 
@@ -126,64 +173,9 @@ class DecodeSink(Protocol):
             Whether more is wanted: else the decode is cancelled.
 
         Raises:
-            ServingError: tokens are missing, or make no sense: the decode ends with it.
+            ServingError: tokens are missing or impossible: the decode ends with it.
         """
         ...
-
-
-# Who asks, and how long it may take: what every start carries from hop to hop.
-
-_REQUEST_ID = re.compile(r"[0-9a-f]{32}")
-
-_MAX_NAME_LENGTH = 256
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestContext:
-    """What names a request and bounds it, on every hop.
-
-    Attributes:
-        request_id: 32 lower-case hexadecimal digits, or empty: whoever gets it draws one.
-        attempt: which try of this request it is, from 0.
-        choice: which of the request's parallel answers this is, from 0.
-        timeout_s: seconds left for the whole request when the message was made; ``None``: no limit of its own.
-        traceparent: W3C trace context; empty: no trace.
-        tenant: whom the request is accounted to; empty: nobody in particular.
-        priority: higher first among waiting requests.
-        session_key: requests of one conversation share it; empty: none.
-        router_id: the router that placed it; empty: it came without one.
-        router_request_number: counts the starts that this router sent to this worker, from 1; 0: without a router.
-
-    Raises:
-        InvalidRequestError: with ``field`` = ``context.NAME``.
-    """
-
-    request_id: str = ""
-    attempt: int = 0
-    choice: int = 0
-    timeout_s: float | None = None
-    traceparent: str = ""
-    tenant: str = ""
-    priority: int = 0
-    session_key: str = field(default="", repr=False)
-    router_id: str = ""
-    router_request_number: int = 0
-
-    def __post_init__(self) -> None:
-        if self.request_id and not is_request_id(self.request_id):
-            raise InvalidRequestError("request_id is not 32 lower-case hexadecimal digits", field="context.request_id")
-        for name in ("traceparent", "tenant", "session_key", "router_id"):
-            if len(getattr(self, name)) > _MAX_NAME_LENGTH:
-                message = f"{name} is longer than {_MAX_NAME_LENGTH} characters"
-                raise InvalidRequestError(message, field=f"context.{name}")
-
-
-def is_request_id(text: str) -> bool:
-    """Whether ``text`` is 32 lower-case hexadecimal digits."""
-    return _REQUEST_ID.fullmatch(text) is not None
-
-
-# The encode hop in domain terms: what the router starts on an encode worker, and what comes back.
 
 
 @dataclass(frozen=True, kw_only=True)

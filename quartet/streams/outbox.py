@@ -1,4 +1,4 @@
-"""What a worker owes one worker stream: pending outputs by slot, merged until the stream takes them.
+"""What a worker still has to write on one Decode or Prefill stream: outputs by slot, merged until they are taken.
 
 The engine never waits for a stream. Whatever gathers while a message is being written goes into the next one, so
 a slow stream gets fewer, larger messages, and memory stays bounded by the answers themselves.
@@ -18,27 +18,25 @@ from quartet.engine.base import Finished, Generation, Prefilled, Started
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import RequestCancelledError, ServingError
 from quartet.kvcache.layout import HandOff
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.rpc.errors import to_failure
-from quartet.streams import convert
-from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES
+from quartet.streams.convert.messages import to_finish_reason, to_prefill_result, to_slot_logprobs, to_slot_started
 from quartet.v1 import decode_pb2, prefill_pb2
 
 ResponseT_co = TypeVar("ResponseT_co", bound=Message, covariant=True)
-
 EndT = TypeVar("EndT", decode_pb2.SlotStarted, decode_pb2.SlotFinished, decode_pb2.SlotFailure)
 
-# Upper bounds of serialized sizes; a varint of 32 bits has at most 5 bytes.
-ROOM_BYTES = MAX_WORKER_MESSAGE_BYTES - 64  # less tags and lengths of the four packed columns
+# Upper bounds of serialized sizes.
+#: Bytes of a message without the tags and lengths of its packed columns.
+ROOM_BYTES = MAX_STREAM_MESSAGE_BYTES - 64
 
-ENTRY_BYTES = 4  # tag and length of an entry of a repeated message, up to 2 MiB
+#: Tag and length of an entry of a repeated message, up to 2 MiB.
+ENTRY_BYTES = 4
 
+#: A token id: a varint of 32 bits.
+TOKEN_BYTES = 5
 _SLOT_BYTES = 32  # one slot's part of the columns, and the frame of its log probabilities
-
-_TOKEN_BYTES = 5
-
-_LOGPROB_BYTES = 24  # of one token, and 9 more for each alternative
-
-_ALTERNATIVE_BYTES = 9
+_LOGPROB_BYTES, _ALTERNATIVE_BYTES = 24, 9  # of one token, and of each alternative to it
 
 
 class Outbox(Protocol[ResponseT_co]):
@@ -60,7 +58,7 @@ class Outbox(Protocol[ResponseT_co]):
         ...
 
     def recall(self, slot: int) -> None:
-        """The caller cancelled ``slot``, whose end waits here: take back what it would have to let go of again."""
+        """The caller cancelled ``slot``, whose end waits here: take back a hand-off that it would have to release."""
         ...
 
     def take(self) -> ResponseT_co | None:
@@ -71,39 +69,8 @@ class Outbox(Protocol[ResponseT_co]):
         ...
 
     def close(self) -> None:
-        """The stream is gone: let go of everything that was not written."""
+        """The stream is gone: release everything that was not written."""
         ...
-
-
-@dataclass(slots=True)
-class _Pending:
-    offset: int
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs]
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One engine step's columns; a slot comes once."""
-
-    slots: Sequence[int]
-    num_tokens: Sequence[int]
-    offsets: Sequence[int]
-    token_ids: Sequence[int]
-
-    def put(self, message: decode_pb2.DecodeResponse) -> None:
-        """Append them to those of ``message``."""
-        message.slots.extend(self.slots)
-        message.num_tokens.extend(self.num_tokens)
-        message.token_offsets.extend(self.offsets)
-        message.token_ids.extend(self.token_ids)
-
-    def parts(self) -> Iterator[tuple[int, int, Sequence[int]]]:
-        """Slot, offset and tokens of each."""
-        begin = 0
-        for slot, num_tokens, offset in zip(self.slots, self.num_tokens, self.offsets, strict=True):
-            yield slot, offset, self.token_ids[begin : begin + num_tokens]
-            begin += num_tokens
 
 
 class DecodeOutbox:
@@ -129,7 +96,7 @@ class DecodeOutbox:
         return slot in self._finished or slot in self._failures
 
     def tokens(self, slot: int, offset: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        """Add tokens of ``slot``, the first of which is its output token number ``offset``.
+        """Add tokens of ``slot`` from its output token number ``offset`` on.
 
         ``logprobs`` is empty or has one entry a token, the same each time.
         """
@@ -141,7 +108,7 @@ class DecodeOutbox:
         else:
             pending.token_ids.extend(token_ids)
             pending.logprobs.extend(logprobs)
-        self._tokens_size_bytes += _size_bytes(token_ids, logprobs) if logprobs else _TOKEN_BYTES * len(token_ids)
+        self._tokens_size_bytes += payload_bytes(token_ids, logprobs) if logprobs else TOKEN_BYTES * len(token_ids)
         self.ready.set()
 
     def step(
@@ -150,22 +117,22 @@ class DecodeOutbox:
         """Add a step's tokens without log probabilities, in the columns of the message: no loop over them here."""
         if self._step is None and not self._tokens:
             self._step = _Step(slots, num_tokens, offsets, token_ids)
-            self._tokens_size_bytes = _SLOT_BYTES * len(slots) + _TOKEN_BYTES * len(token_ids)
+            self._tokens_size_bytes = _SLOT_BYTES * len(slots) + TOKEN_BYTES * len(token_ids)
             self.ready.set()
             return
         for slot, offset, part in _Step(slots, num_tokens, offsets, token_ids).parts():
             self.tokens(slot, offset, part, ())
 
     def started(self, slot: int, started: Started, num_prompt_tokens: int = 0) -> None:
-        """Tell that ``slot`` joined the running batch; ``num_prompt_tokens`` where its prompt is not as it came."""
-        self._started[slot] = convert.to_slot_started(slot, started, num_prompt_tokens)
+        """Say that ``slot`` joined the running batch; ``num_prompt_tokens`` where its prompt is not as it came."""
+        self._started[slot] = to_slot_started(slot, started, num_prompt_tokens)
         self.ready.set()
 
     def finished(self, slot: int, finished: Finished) -> None:
         """Give ``slot`` its good end, behind the tokens that are pending for it."""
         self._finished[slot] = decode_pb2.SlotFinished(
             slot=slot,
-            reason=convert.to_finish_reason(finished.reason),
+            reason=to_finish_reason(finished.reason),
             num_output_tokens=finished.num_output_tokens,
         )
         self.ready.set()
@@ -176,7 +143,7 @@ class DecodeOutbox:
         self.ready.set()
 
     def recall(self, slot: int) -> None:
-        """Nothing: what a decode ended with holds nothing."""
+        """No-op: the end of a decode holds nothing."""
 
     def take(self) -> decode_pb2.DecodeResponse | None:
         """The next message: starts, then tokens up to the size limit, then ends of slots with nothing left."""
@@ -184,15 +151,21 @@ class DecodeOutbox:
             self.ready.clear()
             return None
         message = decode_pb2.DecodeResponse()
-        started, room = _first(self._started, (), ROOM_BYTES)
-        message.started.extend(started)
+        room = ROOM_BYTES
+        # Most messages hold only tokens: what is empty costs no call.
         if self._started:
-            return message  # an end must not overtake a start
-        room = self._take_tokens(message, room)
-        finished, room = _first(self._finished, self._tokens, room)
-        message.finished.extend(finished)
-        failures, room = _first(self._failures, self._tokens, room)
-        message.failures.extend(failures)
+            started, room = _first(self._started, (), room)
+            message.started.extend(started)
+            if self._started:
+                return message  # an end must not overtake a start
+        if self._step is not None or self._tokens:
+            room = self._take_tokens(message, room)
+        if self._finished:
+            finished, room = _first(self._finished, self._tokens, room)
+            message.finished.extend(finished)
+        if self._failures:
+            failures, room = _first(self._failures, self._tokens, room)
+            message.failures.extend(failures)
         return message
 
     def close(self) -> None:
@@ -213,8 +186,10 @@ class DecodeOutbox:
             room -= self._tokens_size_bytes
             if self._step is not None:
                 self._step.put(message)
-            _add_columns(message, self._tokens)
-            self._step, self._tokens = None, {}
+                self._step = None
+            else:
+                _add_columns(message, self._tokens)
+                self._tokens = {}
             self._tokens_size_bytes = 0
             return room
         self._spill()
@@ -224,9 +199,9 @@ class DecodeOutbox:
             if not part.token_ids:
                 break
             parts[slot] = part
-            room -= _SLOT_BYTES + _size_bytes(part.token_ids, part.logprobs)
+            room -= _SLOT_BYTES + payload_bytes(part.token_ids, part.logprobs)
         for slot, part in parts.items():
-            self._tokens_size_bytes -= _size_bytes(part.token_ids, part.logprobs)
+            self._tokens_size_bytes -= payload_bytes(part.token_ids, part.logprobs)
             if not self._tokens[slot].token_ids:
                 del self._tokens[slot]
                 self._tokens_size_bytes -= _SLOT_BYTES
@@ -234,65 +209,11 @@ class DecodeOutbox:
         return room
 
 
-def _size_bytes(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> int:
-    """At most so much do these add to a message."""
-    size_bytes = _TOKEN_BYTES * len(token_ids)
-    for entry in logprobs:
-        size_bytes += _LOGPROB_BYTES + _ALTERNATIVE_BYTES * len(entry.top_token_ids)
-    return size_bytes
-
-
-def _split(pending: _Pending, room: int) -> _Pending:
-    """Take as many of the first tokens off ``pending`` as fit into ``room`` bytes."""
-    num_tokens = max(0, room) // _TOKEN_BYTES
-    if pending.logprobs:
-        num_tokens = 0
-        for entry in pending.logprobs:
-            room -= _size_bytes((entry.token_id,), (entry,))
-            if room < 0:
-                break
-            num_tokens += 1
-    part = _Pending(pending.offset, pending.token_ids[:num_tokens], pending.logprobs[:num_tokens])
-    pending.token_ids = pending.token_ids[num_tokens:]
-    pending.logprobs = pending.logprobs[num_tokens:]
-    pending.offset += len(part.token_ids)
-    return part
-
-
-def _add_columns(message: decode_pb2.DecodeResponse, tokens: dict[int, _Pending]) -> None:
-    parts = tokens.values()
-    message.slots.extend(tokens)
-    message.num_tokens.extend([len(part.token_ids) for part in parts])
-    message.token_offsets.extend([part.offset for part in parts])
-    message.token_ids.extend(list(chain.from_iterable([part.token_ids for part in parts])))
-    for slot, part in tokens.items():
-        if part.logprobs:
-            message.logprobs.append(convert.to_slot_logprobs(slot, part.logprobs))
-
-
-def _first(entries: dict[int, EndT], blocked: Container[int], room: int) -> tuple[list[EndT], int]:
-    """Take entries of slots not in ``blocked`` that fit into ``room`` bytes; those, and the room left."""
-    taken: list[EndT] = []
-    for slot, entry in entries.items():
-        size_bytes = entry.ByteSize() + ENTRY_BYTES
-        if size_bytes > room:
-            break
-        if slot not in blocked:
-            taken.append(entry)
-            room -= size_bytes
-    for entry in taken:
-        del entries[entry.slot]
-    return taken, room
-
-
-# What a worker owes one Prefill stream: an output a slot, until the stream takes it.
-
-
 class PrefillOutbox:
     """Pending outputs of a Prefill stream."""
 
     def __init__(self, withdraw: Callable[[int], None]) -> None:
-        """Start with nothing pending; ``withdraw`` ends the hand-off of an engine id that nobody was told of."""
+        """Start with nothing pending; ``withdraw`` ends the hand-off of an engine id that was not written."""
         self.ready = asyncio.Event()
         self._withdraw = withdraw
         self._outputs: dict[int, prefill_pb2.PrefillOutput] = {}
@@ -312,7 +233,7 @@ class PrefillOutbox:
         self, slot: int, prefilled: Prefilled, hand_off: HandOff | None, expanded: Generation | None = None
     ) -> None:
         """Give ``slot`` its good end; ``expanded`` has its prompt where that is not as it came."""
-        result = convert.to_prefill_result(prefilled, hand_off, expanded)
+        result = to_prefill_result(prefilled, hand_off, expanded)
         self._outputs[slot] = prefill_pb2.PrefillOutput(slot=slot, result=result)
         if hand_off is not None:
             self._holders[slot] = prefilled.id
@@ -351,9 +272,91 @@ class PrefillOutbox:
         return message
 
     def close(self) -> None:
-        """The stream is gone: end the hand-offs that nobody was told of."""
+        """The stream is gone: end the hand-offs that were not written."""
         for holder in (*self._being_written, *self._holders.values()):
             self._withdraw(holder)
         self._being_written = []
         self._holders.clear()
         self._outputs.clear()
+
+
+def payload_bytes(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> int:
+    """Bytes that these add to a message at most; ``logprobs`` may be empty."""
+    size_bytes = TOKEN_BYTES * len(token_ids)
+    for entry in logprobs:
+        size_bytes += _LOGPROB_BYTES + _ALTERNATIVE_BYTES * len(entry.top_token_ids)
+    return size_bytes
+
+
+@dataclass(slots=True)
+class _Pending:
+    offset: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One engine step's columns; a slot comes once."""
+
+    slots: Sequence[int]
+    num_tokens: Sequence[int]
+    offsets: Sequence[int]
+    token_ids: Sequence[int]
+
+    def put(self, message: decode_pb2.DecodeResponse) -> None:
+        """Append them to those of ``message``."""
+        message.slots.extend(self.slots)
+        message.num_tokens.extend(self.num_tokens)
+        message.token_offsets.extend(self.offsets)
+        message.token_ids.extend(self.token_ids)
+
+    def parts(self) -> Iterator[tuple[int, int, Sequence[int]]]:
+        """Slot, offset and tokens of each."""
+        begin = 0
+        for slot, num_tokens, offset in zip(self.slots, self.num_tokens, self.offsets, strict=True):
+            yield slot, offset, self.token_ids[begin : begin + num_tokens]
+            begin += num_tokens
+
+
+def _split(pending: _Pending, room: int) -> _Pending:
+    """Take as many of the first tokens off ``pending`` as fit into ``room`` bytes."""
+    num_tokens = max(0, room) // TOKEN_BYTES
+    if pending.logprobs:
+        num_tokens = 0
+        for entry in pending.logprobs:
+            room -= payload_bytes((entry.token_id,), (entry,))
+            if room < 0:
+                break
+            num_tokens += 1
+    part = _Pending(pending.offset, pending.token_ids[:num_tokens], pending.logprobs[:num_tokens])
+    pending.token_ids = pending.token_ids[num_tokens:]
+    pending.logprobs = pending.logprobs[num_tokens:]
+    pending.offset += len(part.token_ids)
+    return part
+
+
+def _add_columns(message: decode_pb2.DecodeResponse, tokens: dict[int, _Pending]) -> None:
+    parts = tokens.values()
+    message.slots.extend(tokens)
+    message.num_tokens.extend([len(part.token_ids) for part in parts])
+    message.token_offsets.extend([part.offset for part in parts])
+    message.token_ids.extend(list(chain.from_iterable([part.token_ids for part in parts])))
+    for slot, part in tokens.items():
+        if part.logprobs:
+            message.logprobs.append(to_slot_logprobs(slot, part.logprobs))
+
+
+def _first(entries: dict[int, EndT], blocked: Container[int], room: int) -> tuple[list[EndT], int]:
+    """Take entries of slots not in ``blocked`` that fit into ``room`` bytes; those, and the room left."""
+    taken: list[EndT] = []
+    for slot, entry in entries.items():
+        size_bytes = entry.ByteSize() + ENTRY_BYTES
+        if size_bytes > room:
+            break
+        if slot not in blocked:
+            taken.append(entry)
+            room -= size_bytes
+    for entry in taken:
+        del entries[entry.slot]
+    return taken, room

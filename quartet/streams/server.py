@@ -1,14 +1,11 @@
-"""A worker's side of a worker stream: many requests by slot, one writer, exactly one terminal output a start."""
+"""A worker's end of a Decode or Prefill stream: many requests by slot, exactly one terminal output for each start."""
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
-import grpc
 from google.protobuf.message import Message
 
 from quartet.errors import (
@@ -18,22 +15,25 @@ from quartet.errors import (
     ProtocolError,
     RequestCancelledError,
     ServingError,
-    StalledStreamError,
 )
-from quartet.streams import convert
-from quartet.streams.chunks import MAX_START_MEDIA_BYTES, ChunkedStarts, StartMessage
+from quartet.rpc.channels import MAX_API_MESSAGE_BYTES
+from quartet.rpc.server import StalledCalls
+from quartet.streams.base import ServerStream
+from quartet.streams.chunks import ChunkedStarts, StartMessage
+from quartet.streams.convert.messages import from_decode_start, from_prefill_start
 from quartet.streams.messages import WorkerStart
 from quartet.streams.outbox import Outbox
 from quartet.v1 import decode_pb2, prefill_pb2
+
+if TYPE_CHECKING:
+    import asyncio
 
 OutboxT = TypeVar("OutboxT", bound=Outbox[Message])
 OutboxT_contra = TypeVar("OutboxT_contra", contravariant=True)
 
 _Request: TypeAlias = decode_pb2.DecodeRequest | prefill_pb2.PrefillRequest
-# A reader that takes what it started takes these at once: a few hundred kB. Past them nothing more is read.
+# A caller that reads takes the ends of what it started at once: a few hundred kB. Past them nothing more is read.
 _MAX_OWED_ENDS = 4096
-# Of either RPC; what it reads and writes is checked where it is read and made.
-_Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 
 
 class Work(Protocol[OutboxT_contra]):
@@ -55,7 +55,7 @@ class Work(Protocol[OutboxT_contra]):
         ...
 
     def abandon(self, ids: list[int]) -> None:
-        """The stream is gone: end these requests; what they would still bring goes nowhere."""
+        """The stream is gone: end these requests; their outputs are dropped."""
         ...
 
 
@@ -64,7 +64,7 @@ class StreamLimits:
     """Bounds of one worker stream.
 
     Attributes:
-        stall_timeout_s: a reader that takes nothing for so long loses its requests.
+        stall_timeout_s: a caller that takes nothing for so long loses its requests.
         chunks_timeout_s: a chunked start must be complete within it.
         max_prompt_bytes: packed token ids of one start at most.
         max_media_bytes: media files of one start at most.
@@ -76,7 +76,7 @@ class StreamLimits:
     stall_timeout_s: float = 10.0
     chunks_timeout_s: float = 30.0
     max_prompt_bytes: int = 64 << 20
-    max_media_bytes: int = MAX_START_MEDIA_BYTES
+    max_media_bytes: int = MAX_API_MESSAGE_BYTES
 
     def __post_init__(self) -> None:
         for name in ("stall_timeout_s", "chunks_timeout_s", "max_prompt_bytes", "max_media_bytes"):
@@ -92,8 +92,8 @@ class StartVerifier(Protocol):
         ...
 
 
-class WorkerStream(Generic[OutboxT]):
-    """Serves one call of Decode or Prefill until both sides are done."""
+class WorkerStream(ServerStream[_Request, Message], Generic[OutboxT]):
+    """Serves one call of Decode or Prefill until the caller has half-closed and every request has ended."""
 
     def __init__(
         self,
@@ -106,11 +106,11 @@ class WorkerStream(Generic[OutboxT]):
     ) -> None:
         """Serve with ``work``, which brings its outputs to ``outbox``.
 
-        ``verifier`` opens signed starts. ``takes_unsigned``: this caller may start whatever it likes.
+        ``verifier`` opens signed starts. ``takes_unsigned``: this caller needs no signature.
         """
+        super().__init__(outbox, StalledCalls(limits.stall_timeout_s), max_owed_ends=_MAX_OWED_ENDS)
         self._work = work
         self._outbox = outbox
-        self._limits = limits
         self._verifier = verifier
         self._takes_unsigned = takes_unsigned
         self._ids: dict[int, int] = {}
@@ -120,46 +120,8 @@ class WorkerStream(Generic[OutboxT]):
             max_media_bytes=limits.max_media_bytes,
             on_failed=outbox.failed,
         )
-        self._is_half_closed = False
-        self._taken = asyncio.Event()
-        self._writing_since: float | None = None
 
-    async def serve(self, context: _Context) -> None:
-        """Read and write until the caller has half-closed and every request has ended.
-
-        Raises:
-            ProtocolError: messages in a wrong order. It comes in an ``ExceptionGroup``, as the next one does.
-            StalledStreamError: the caller reads nothing.
-        """
-        # Else it goes out with the first message, and while that is being written gRPC can send no status.
-        await context.send_initial_metadata(())
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._read(context))
-                watcher = group.create_task(self._watch_stall())
-                await self._write(context)
-                watcher.cancel()
-        finally:
-            self._abandon_all()
-
-    async def _read(self, context: _Context) -> None:
-        while True:
-            await self._room()
-            request: object = await context.read()
-            if not isinstance(request, _Request):
-                break  # end of stream
-            self._handle(request)
-        self._is_half_closed = True
-        self._chunked.end_all(ProtocolError("the stream was half-closed within a chunked start"))
-        self._outbox.ready.set()
-
-    async def _room(self) -> None:
-        # A refused start costs its caller next to nothing, its end here memory: who takes no ends starts no more.
-        while self._outbox.num_ended > _MAX_OWED_ENDS:
-            self._taken.clear()
-            await self._taken.wait()
-
-    def _handle(self, request: _Request) -> None:
+    def _handle(self, request: _Request, group: asyncio.TaskGroup) -> None:
         match request.WhichOneof("message"):
             case "start":
                 self._start(request.start)
@@ -176,14 +138,14 @@ class WorkerStream(Generic[OutboxT]):
                 raise ProtocolError("a message must hold a start, chunk, start_done or cancel", field="message")
 
     def _check_unused(self, slot: int) -> None:
-        # A slot is free only once its end was sent: whoever reuses it earlier can't tell the two requests apart.
+        # A slot is free only once its end was sent: before, the caller could not tell the two requests apart.
         if slot in self._ids or slot in self._chunked or self._outbox.owes(slot):
             raise ProtocolError(f"slot {slot} is still in use", field="start.slot")
 
     def _start(self, start: StartMessage) -> None:
         self._check_unused(start.slot)
         if not self._takes_unsigned:
-            # Chunks that follow are for a slot that is unknown by then: they are ignored like all such.
+            # Its chunks that follow are for an unknown slot and are ignored.
             error = PermissionDeniedError("a start that no router signed takes a router's or worker's identity")
             self._outbox.failed(start.slot, error)
         elif start.chunked:
@@ -230,24 +192,18 @@ class WorkerStream(Generic[OutboxT]):
         else:
             self._outbox.recall(slot)
 
-    async def _write(self, context: _Context) -> None:
-        while not (self._is_half_closed and not self._ids and not self._outbox.ready.is_set()):
+    def _half_closed(self) -> None:
+        self._chunked.end_all(ProtocolError("the stream was half-closed within a chunked start"))
+        self._outbox.ready.set()
+
+    async def _next(self) -> Message | None:
+        while (message := self._outbox.take()) is None:
+            if self._is_half_closed and not self._ids:
+                return None
             await self._outbox.ready.wait()
-            while (message := self._outbox.take()) is not None:
-                self._taken.set()
-                self._writing_since = time.monotonic()
-                await context.write(message)
-                self._writing_since = None
+        return message
 
-    async def _watch_stall(self) -> None:
-        # One look now and then costs less than a timer for each message.
-        while True:
-            await asyncio.sleep(min(1.0, self._limits.stall_timeout_s / 4))
-            since = self._writing_since
-            if since is not None and time.monotonic() - since > self._limits.stall_timeout_s:
-                raise StalledStreamError("the reader of this stream took nothing for too long")
-
-    def _abandon_all(self) -> None:
+    async def _end(self) -> None:
         ids, self._ids = list(self._ids.values()), {}
         self._work.abandon(ids)
         self._chunked.forget_all()
@@ -256,5 +212,5 @@ class WorkerStream(Generic[OutboxT]):
 
 def _parse(start: StartMessage) -> WorkerStart:
     if isinstance(start, decode_pb2.DecodeStart):
-        return convert.from_decode_start(start)
-    return convert.from_prefill_start(start)
+        return from_decode_start(start)
+    return from_prefill_start(start)

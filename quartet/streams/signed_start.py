@@ -1,4 +1,7 @@
-"""Signed starts: what a router lets a client start at one worker, once, for a short time."""
+"""Signed starts: what a router lets a client start at one worker, once, for a short time; and the keys that sign them.
+
+The keys are in a file that every router and decode worker has; it is read again when it changes.
+"""
 
 from __future__ import annotations
 
@@ -29,37 +32,43 @@ from quartet.errors import (
     SignedStartUsedError,
     SigningKeyUnknownError,
 )
-from quartet.streams.convert.inner import put_decode_start
-from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES, SignedPlacement, WorkerStart
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
+from quartet.streams.convert.messages import put_decode_start
+from quartet.streams.messages import SignedPlacement, WorkerStart
 from quartet.v1 import decode_pb2
 
-#: A signature that is good for longer than this was made by a clock that is wrong.
+logger = logging.getLogger(__name__)
+
+#: Seconds that a signed start may be valid at most: a longer time means that a clock is wrong.
 MAX_SIGNED_START_TTL_S = 300.0
 
-#: Bytes of a signed start at most; the rest of a worker stream's message is for the frame, the key's name and the MAC.
-MAX_SIGNED_START_BYTES = MAX_WORKER_MESSAGE_BYTES - 512
+#: Bytes of a signed start at most; the rest of a message is for the frame, the key's name and the MAC.
+MAX_SIGNED_START_BYTES = MAX_STREAM_MESSAGE_BYTES - 512
+
+#: Bytes of a MAC.
+MAC_SIZE_BYTES = 32
 
 # Some 32 MB. At 20 s a signature it stands for 6500 placements a second at one worker.
 _MAX_REMEMBERED = 1 << 17
+_SETTING = "signing_keys_file"
+_KEY_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
+# As long as the MAC: a shorter secret would be the weakest part of it.
+_MIN_SECRET_BYTES = 32
+_MAX_FILE_BYTES = 1 << 16
+_POLL_INTERVAL_S = 1.0
 
-class Keys(Protocol):
-    """Where keys are looked up (``quartet.streams.signed_start.SigningKeys``)."""
+# The same after an unknown name, which the file may have by now; made-up names cause no more reads than that.
+_UNKNOWN_POLL_INTERVAL_S = 0.05
 
-    @property
-    def signing_key(self) -> SigningKey:
-        """The key that signs."""
-        ...
-
-    def find(self, key_id: str) -> SigningKey | None:
-        """The key of that name, if it verifies."""
-        ...
+# Differs between two contents of a file: time of change, inode, size. ``None``: there is no file.
+_Signature: TypeAlias = "tuple[int, int, int] | None"
 
 
 def sign(
     start: WorkerStart, key: SigningKey, *, address: str, worker_id: str, epoch: int, expires_at_unix_s: float
 ) -> SignedPlacement:
-    """Let whoever holds the result run ``start`` at that life of the worker at ``address``, once, until it expires.
+    """Let the holder of the result run ``start`` at that start of the worker at ``address``, once, until it expires.
 
     Raises:
         MessageTooLargeError: a decode worker would not take so long a message, and no chunks are signed.
@@ -79,10 +88,10 @@ def check_signed_size(size_bytes: int) -> None:
 
 
 class SignedStartVerifier:
-    """Opens signed starts at one life of one worker.
+    """Opens signed starts at one start of one worker.
 
-    The MAC comes first: of bytes that no router signed, nothing is read. MACs of what was opened are remembered until
-    they expire, and then the clock refuses them.
+    The MAC is checked first: bytes that no router signed are not parsed. MACs of opened starts are remembered until
+    they expire; from then on the clock refuses them.
     """
 
     def __init__(
@@ -97,7 +106,7 @@ class SignedStartVerifier:
     ) -> None:
         """Verify with ``keys``; ``None`` refuses all.
 
-        ``on_outcome`` hears of each one ``opened``, or the reason in lower case; ``clock`` gives Unix seconds.
+        ``on_outcome`` gets ``opened``, or the error's reason in lower case, for each; ``clock`` gives Unix seconds.
         """
         self._keys = keys
         self._worker_id = worker_id
@@ -118,7 +127,7 @@ class SignedStartVerifier:
         """The start inside, in the slot that the caller chose; from now on it is used up.
 
         Raises:
-            NoSigningKeyError, SigningKeyUnknownError: there is nothing to verify it with.
+            NoSigningKeyError, SigningKeyUnknownError: there is no key to verify it with.
             SignedStartError: it was altered, or made up.
             SignedStartForeignError, SignedStartExpiredError, SignedStartUsedError: not here, not now, not again.
             QueueFullError: too many are remembered.
@@ -152,7 +161,7 @@ class SignedStartVerifier:
             raise SignedStartError("these bytes were not signed with this key", field="signed_start.mac")
 
     def _use(self, mac: bytes, expires_at_unix_ms: int) -> None:
-        # A clock that was set back must not bring back what has expired, and is forgotten.
+        # A clock that is set back must not make a start valid again that has expired and been forgotten.
         now_ms = self._now_ms = max(self._now_ms, int(self._clock() * 1000))
         if now_ms > expires_at_unix_ms:
             raise SignedStartExpiredError("this start has expired: ask the router for another placement")
@@ -162,7 +171,7 @@ class SignedStartVerifier:
         if mac in self._used:
             raise SignedStartUsedError("this start was used before: ask the router for another placement")
         if len(self._used) >= self._max_remembered:
-            # What can't be remembered could come again.
+            # A start that is not remembered could be used twice.
             raise QueueFullError("too many signed starts came at once", retry_delay_s=1.0)
         self._used.add(mac)
         heapq.heappush(self._expiries, (expires_at_unix_ms, mac))
@@ -172,39 +181,17 @@ class SignedStartVerifier:
             self._used.discard(heapq.heappop(self._expiries)[1])
 
 
-def _parse(signed_start: bytes) -> decode_pb2.SignedStart:
-    try:
-        signed = decode_pb2.SignedStart.FromString(signed_start)
-    except DecodeError as error:
-        raise ProtocolError("the signed bytes are no start", field="signed_start.signed_start") from error
-    if signed.start.chunked:
-        raise ProtocolError("a signed start is whole", field="signed_start.signed_start")
-    return signed
+class Keys(Protocol):
+    """Where keys are found; ``SigningKeys`` is one."""
 
+    @property
+    def signing_key(self) -> SigningKey:
+        """The key that signs."""
+        ...
 
-# The secrets that sign and verify starts: a file of keys, followed while it changes.
-
-logger = logging.getLogger(__name__)
-
-#: Bytes of a MAC.
-MAC_SIZE_BYTES = 32
-
-_SETTING = "signing_keys_file"
-
-_KEY_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-
-# As long as the MAC: a shorter secret would be the weakest part of it.
-_MIN_SECRET_BYTES = 32
-
-_MAX_FILE_BYTES = 1 << 16
-
-_LOOK_INTERVAL_S = 1.0
-
-# After a name that is not known, which the file may have by now; whoever makes names up has it looked at no oftener.
-_UNKNOWN_LOOK_INTERVAL_S = 0.05
-
-# What tells one content of a file from the next: time of change, inode, size. ``None``: there is no file.
-_Signature: TypeAlias = "tuple[int, int, int] | None"
+    def find(self, key_id: str) -> SigningKey | None:
+        """The key of that name, if it verifies."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,18 +213,18 @@ class SigningKeys:
     are left out. The first key signs, all verify. So a new key is given to every process below the old one, then put
     first, and the old one taken out once nothing is under way that it signed: no start is ever refused.
 
-    A changed file that can't be used changes nothing but the log. Nothing here ever tells a secret.
+    A changed file that can't be used is logged and changes nothing else. No message or log ever holds a secret.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Read ``path``; look at it again once a second of ``clock``, or for an unknown name, 20 times at most.
+        """Read ``path``; check it for changes once a second of ``clock``, for an unknown name at most 20 times.
 
         Raises:
             ConfigError: the file can't be used; the message names the setting and the line, never a secret.
         """
         self._path = path
         self._clock = clock
-        self._looked_at = clock()
+        self._polled_at = clock()
         self._signature, self._keys = _read(path)
 
     @property
@@ -246,14 +233,14 @@ class SigningKeys:
         return next(iter(self._current().values()))
 
     def find(self, key_id: str) -> SigningKey | None:
-        """The key of that name, if it verifies; for one that is not known the file is looked at sooner."""
-        return self._current().get(key_id) or self._current(_UNKNOWN_LOOK_INTERVAL_S).get(key_id)
+        """The key of that name, if it verifies; an unknown name checks the file sooner."""
+        return self._current().get(key_id) or self._current(_UNKNOWN_POLL_INTERVAL_S).get(key_id)
 
-    def _current(self, look_interval_s: float = _LOOK_INTERVAL_S) -> dict[str, SigningKey]:
+    def _current(self, poll_interval_s: float = _POLL_INTERVAL_S) -> dict[str, SigningKey]:
         now = self._clock()
-        if now - self._looked_at >= look_interval_s:
-            self._looked_at = now
-            signature = _look(self._path)
+        if now - self._polled_at >= poll_interval_s:
+            self._polled_at = now
+            signature = _poll(self._path)
             if signature != self._signature:
                 self._reread(signature)
         return self._keys
@@ -262,14 +249,24 @@ class SigningKeys:
         try:
             self._signature, self._keys = _read(self._path)
         except ConfigError as error:
-            # Told once for each content of the file.
+            # Log once for each content of the file.
             self._signature = signature
             logger.warning("the keys stay as they were: %s", error)
         else:
             logger.info("keys for signed starts: %s", ", ".join(self._keys))
 
 
-def _look(path: Path) -> _Signature:
+def _parse(signed_start: bytes) -> decode_pb2.SignedStart:
+    try:
+        signed = decode_pb2.SignedStart.FromString(signed_start)
+    except DecodeError as error:
+        raise ProtocolError("the signed bytes are no start", field="signed_start.signed_start") from error
+    if signed.start.chunked:
+        raise ProtocolError("a signed start is whole", field="signed_start.signed_start")
+    return signed
+
+
+def _poll(path: Path) -> _Signature:
     try:
         return _signature_of(path.stat())
     except OSError:
@@ -288,7 +285,7 @@ def _read(path: Path) -> tuple[_Signature, dict[str, SigningKey]]:
     except OSError as error:
         raise ConfigError(f"{_SETTING}: cannot read {path}: {error.strerror}") from error
     if stat.S_IMODE(found.st_mode) & stat.S_IRWXO:
-        # Who can read a key can start whatever they like; who can write it too.
+        # A process that can read or write a key can start anything.
         raise ConfigError(
             f"{_SETTING}: {path} is open to everybody: chmod o-rwx (for a Kubernetes secret, defaultMode)"
         )

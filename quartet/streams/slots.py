@@ -1,4 +1,4 @@
-"""The opener's end of a stream of many requests: one RPC, any number of requests on it by slot."""
+"""The client's end of a stream of many requests: one RPC, any number of requests on it by slot."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
         lost_error: type[ServingError] = WorkerUnavailableError,
         ends_with_calls: bool = False,
     ) -> None:
-        """``on_broken`` hears of every end of the stream, ``close`` included, after its calls have failed.
+        """``on_broken`` is called at every end of the stream, ``close`` included, after its calls have failed.
 
-        ``peer`` says whom it leads to, in messages; ``lost_error`` is what its calls fail with when it breaks. One that
-        ``ends_with_calls`` is ended here when none is left on it, which nobody needs to hear of.
+        ``peer`` names the other side in messages; ``lost_error`` is what calls fail with when the stream breaks. With
+        ``ends_with_calls`` the stream is ended when no call is left on it; that end does not call ``on_broken``.
         """
         self._peer = peer
         self._lost_error = lost_error
@@ -85,7 +85,7 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a stream now, whose break will be told."""
+        """Whether there is a stream now: its end will call ``on_broken``."""
         return self._stream is not None
 
     async def close(self) -> None:
@@ -104,7 +104,7 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
 
     @abstractmethod
     def _receive(self, response: ResponseT) -> None:
-        """Bring one message to its calls. Raises ``LookupError``, ``ValueError``, ``ServingError`` for nonsense."""
+        """Bring one message to its calls. Raises ``LookupError``, ``ValueError`` or ``ServingError``."""
 
     @abstractmethod
     def _cancel_message(self, slot: int) -> RequestT:
@@ -182,7 +182,7 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
                     return
             elif response is grpc.aio.EOF:
                 return
-            else:  # gRPC hands out what it can't parse as `None`
+            else:  # gRPC returns `None` for a message that it can't parse
                 raise ProtocolError("a message is malformed")
 
     def _break(self, stream: _Stream[RequestT, CallT], error: ServingError) -> None:
@@ -196,7 +196,7 @@ class SlotClient(Generic[RequestT, ResponseT, CallT]):
         return self._lost_error(f"the stream to {self._peer} was closed")
 
     def _stream_error(self, rpc_error: grpc.aio.AioRpcError) -> ServingError:
-        """A broken stream says nothing about any one request: all of them may try elsewhere."""
+        """The error of a broken stream's calls. It says nothing about any one request: all may be tried elsewhere."""
         error = from_rpc_error(rpc_error)
         if isinstance(error, (self._lost_error, DrainingError)):
             return error
@@ -215,4 +215,4 @@ async def _write(rpc: _Rpc[RequestT, ResponseT], stream: _Stream[RequestT, CallT
 
 
 def _nothing() -> None:
-    """Nobody is there to be asked to cancel."""
+    """There is no stream that a cancel could go to."""

@@ -1,4 +1,4 @@
-"""Asking a worker who it is, and for its model's text files."""
+"""The calls of ``WorkerService``: a worker's record and load, its model's text files, a snapshot of its KV blocks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from quartet.discovery.base import WorkerRecord
 from quartet.errors import ModelFilesError
 from quartet.events.kv import KvSnapshotPart
 from quartet.events.load import WorkerLoad
+from quartet.events.wire import from_worker_load
 from quartet.rpc.errors import from_rpc_error
-from quartet.streams import convert
 from quartet.streams.convert.hand_off import from_kv_snapshot_part
+from quartet.streams.convert.workers import from_worker_record
 from quartet.v1 import worker_pb2, worker_pb2_grpc
 
 
@@ -30,18 +31,18 @@ class WorkerClient:
     """``WorkerService`` of one worker."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        """Speak over ``channel``, which stays the caller's."""
+        """Use ``channel``, which stays the caller's."""
         self._stub = worker_pb2_grpc.WorkerServiceStub(channel)
 
     async def info(self, timeout_s: float) -> WorkerReport:
-        """Who it is and how it is. Raises ``ServingError``."""
+        """Its record and its load. Raises ``ServingError``."""
         try:
             response: worker_pb2.GetInfoResponse = await self._stub.GetInfo(
                 worker_pb2.GetInfoRequest(), timeout=timeout_s
             )
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
-        return WorkerReport(convert.from_worker_record(response.record), convert.from_worker_load(response.load))
+        return WorkerReport(from_worker_record(response.record), from_worker_load(response.load))
 
     async def model_files(
         self, allowed: Collection[str], *, model_fingerprint: str = "", max_size_bytes: int, timeout_s: float
@@ -49,7 +50,7 @@ class WorkerClient:
         """The small files of its model, of those that are ``allowed``; others are not kept.
 
         ``model_fingerprint`` names the model whose files are wanted, as the worker may have been replaced meanwhile;
-        empty: whatever it serves.
+        empty: any model.
 
         Raises:
             ModelMismatchError: it serves another model.
@@ -72,7 +73,7 @@ class WorkerClient:
         """All blocks that it could share, in parts of one number and epoch; whole once this ends without an error.
 
         Raises:
-            ServingError: the call failed or took too long, or what came makes no sense.
+            ServingError: the call failed or took too long, or a message is impossible.
         """
         call = self._stub.StreamKvSnapshot(worker_pb2.StreamKvSnapshotRequest(), timeout=timeout_s)
         try:

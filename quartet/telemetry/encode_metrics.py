@@ -1,4 +1,4 @@
-"""What a worker with a pool of media embeddings tells of it."""
+"""Metrics of a worker that has a pool of media embeddings."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class PoolFigures(Protocol):
 
     @property
     def held(self) -> int:
-        """Blocks that somebody needs."""
+        """Blocks held for hand-offs or requests."""
         ...
 
     @property
     def cached(self) -> int:
-        """Blocks that nobody needs, kept for reuse."""
+        """Blocks that no request needs, kept for reuse."""
         ...
 
     @property
@@ -77,11 +77,11 @@ class EncodeMetrics:
         )
 
     def watch_tower(self, read: Callable[[], TowerFigures]) -> None:
-        """Tell at each scrape what ``read`` returns; it is called on the scrape's thread and may not block."""
+        """Show at each scrape what ``read`` returns; it is called on the scrape's thread and may not block."""
         self._registry.register(_TowerCollector(read))
 
     def watch_pool(self, read: Callable[[], PoolFigures]) -> None:
-        """Tell at each scrape what ``read`` returns; it is called on the scrape's thread and may not block."""
+        """Show at each scrape what ``read`` returns; it is called on the scrape's thread and may not block."""
         self._registry.register(_PoolCollector(read))
 
     def count_item(self, outcome: str) -> None:

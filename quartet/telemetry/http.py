@@ -86,7 +86,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True  # a slow client doesn't hold up the end of the process
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that goes away is nobody's fault; anything else is ours."""
+        """A client that goes away is no error; anything else is ours."""
         error = sys.exception()
         if isinstance(error, ConnectionError | TimeoutError):
             logger.debug("HTTP client %s went away: %s", client_address, error)

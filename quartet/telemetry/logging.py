@@ -52,7 +52,7 @@ class FinishedRequest:
         model: the pool that served it.
         path: how its client gets the tokens, where that is not by the call itself.
         client_request_id: the client's own name for it.
-        encode_worker: the worker that encoded its media; left out where whoever computed the prompt did.
+        encode_worker: the worker that encoded its media; left out where the worker that computed the prompt did.
         prefill_worker: the worker that computed the prompt last; left out where that was the decode worker.
         decode_worker: the worker that decoded last.
         num_cached_tokens: prompt tokens whose KV was cached.
@@ -98,7 +98,7 @@ def configure(config: LogConfig, stream: TextIO | None = None) -> None:
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_JsonFormatter() if config.json else _PlainFormatter())
     logging.basicConfig(level=config.level.upper(), handlers=[handler], force=True)
-    # Which thread, process and task wrote a record is in no line of ours, and would be looked up for each.
+    # No line of ours names the thread, process or task, and looking them up costs something for each record.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
 
@@ -111,7 +111,7 @@ def log_request(logger: logging.Logger, request: FinishedRequest) -> None:
         for name, value in vars(request).items()
         if value is not None and value != ""
     }
-    # `info` would look who called, which nobody reads and which costs as much as the rest.
+    # `info` would look up the caller, which is not shown and costs as much as the rest.
     logger.handle(
         logger.makeRecord(logger.name, logging.INFO, "", 0, "request finished", (), None, extra={_FIELDS_KEY: shown})
     )

@@ -7,16 +7,17 @@ has less than 500 lines.
 
 from __future__ import annotations
 
+import asyncio
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
-
-from quartet.telemetry.engine_figures import EngineFigures
-from quartet.telemetry.fast_histogram import FastHistogram, FastHistogramChild
+from prometheus_client.utils import floatToGoString
 
 # They double a counter's lines in every scrape.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -26,6 +27,7 @@ _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0
 _REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0)
 _WAIT_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _TRANSFER_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_LAG_INTERVAL_S = 0.1
 _LAG_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
 # Field of EngineFigures, name and help of its metric.
@@ -44,7 +46,7 @@ _ENGINE_COUNTERS = (
 
 
 class ProcessMetrics:
-    """What every process tells: CPU, memory and files (``process_*``), and how late its event loop is."""
+    """Metrics of every process: CPU, memory and files (``process_*``), and how late its event loop is."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         ProcessCollector(registry=registry)
@@ -58,6 +60,18 @@ class ProcessMetrics:
     def observe_event_loop_lag(self, lag_s: float) -> None:
         """A timer ran ``lag_s`` seconds after its time."""
         self._lag.observe(lag_s)
+
+
+async def monitor_event_loop_lag(metrics: ProcessMetrics, interval_s: float = _LAG_INTERVAL_S) -> None:
+    """Measure every ``interval_s`` seconds how late the running event loop is, until cancelled.
+
+    A late loop is the first sign that something blocks it.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + interval_s
+        await asyncio.sleep(interval_s)
+        metrics.observe_event_loop_lag(max(0.0, loop.time() - due))
 
 
 class _Children(dict[str, Counter]):
@@ -94,7 +108,7 @@ class ModelMetrics:
 
 
 class RouterMetrics:
-    """What a router tells. ``model`` is a label: give only names of models that are served, never a client's word."""
+    """Metrics of a router. ``model`` is a label: give only names of models that are served, never a client's text."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._models: dict[str, ModelMetrics] = {}
@@ -157,7 +171,7 @@ class RouterMetrics:
         self._attempts[cause].inc()
 
     def watch_requests(self, num_queued: Callable[[], int], num_running: Callable[[], int]) -> None:
-        """Tell at each scrape how many requests wait for room, and how many are between arrival and end.
+        """Show at each scrape how many requests wait for room, and how many are between arrival and end.
 
         Both are called on the scrape's thread and may not block.
         """
@@ -181,13 +195,77 @@ class RouterMetrics:
         self._workers.labels(role, state).set(num_workers)
 
 
+class EngineFigures(Protocol):
+    """One data-parallel rank's figures; ``quartet.engine.base.EngineStats`` has them."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests in the running batch."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for it."""
+        ...
+
+    @property
+    def num_queued_prefill_tokens(self) -> int:
+        """Prompt tokens not computed yet."""
+        ...
+
+    @property
+    def num_in_use_blocks(self) -> int:
+        """KV blocks that running requests use."""
+        ...
+
+    @property
+    def num_held_blocks(self) -> int:
+        """KV blocks held for hand-offs."""
+        ...
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """KV blocks that no request uses, kept for reuse."""
+        ...
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Empty KV blocks."""
+        ...
+
+    @property
+    def num_steps(self) -> int:
+        """Steps done; only grows, like all that follow."""
+        ...
+
+    @property
+    def num_preemptions(self) -> int:
+        """Requests that gave their blocks up and were computed again."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens computed, not counting cached ones."""
+        ...
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled."""
+        ...
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the cache."""
+        ...
+
+
 @dataclass(frozen=True)
 class _ReadCollector(Collector):
     collect: Callable[[], Iterable[Metric]]
 
 
 class WorkerMetrics:
-    """What a worker tells; figures of its engine by data-parallel rank."""
+    """Metrics of a worker; figures of its engine by data-parallel rank."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -224,14 +302,14 @@ class WorkerMetrics:
         )
 
     def watch_engine(self, read: Callable[[], Sequence[EngineFigures]]) -> None:
-        """Tell at each scrape what ``read`` returns: an entry a data-parallel rank, always in the same order.
+        """Show at each scrape what ``read`` returns: an entry a data-parallel rank, always in the same order.
 
         It is called on the scrape's thread and may not block.
         """
         self._registry.register(_EngineCollector(read))
 
     def watch_collected(self, read: Callable[[], Iterable[Metric]]) -> None:
-        """Tell at each scrape what ``read`` returns, which an engine measures by itself; as in ``watch_engine``."""
+        """Show at each scrape what ``read`` returns, which an engine measures by itself; as in ``watch_engine``."""
         self._registry.register(_ReadCollector(read))
 
     def set_load_time(self, duration_s: float) -> None:
@@ -243,7 +321,7 @@ class WorkerMetrics:
         self._requests.labels(outcome).inc()
 
     def count_hand_off(self, outcome: str) -> None:
-        """A hand-off that was held here ended: ``released``, ``expired``, ``cancelled``."""
+        """A hand-off that was held here ended: ``taken``, ``expired``, ``cancelled``."""
         self._hand_offs.labels(outcome).inc()
 
     def count_signed_start(self, outcome: str) -> None:
@@ -294,3 +372,66 @@ def _blocks(ranks: Sequence[EngineFigures]) -> Metric:
         blocks.add_metric([str(rank), "cached"], figures.num_cached_blocks)
         blocks.add_metric([str(rank), "free"], figures.num_free_blocks)
     return blocks
+
+
+class FastHistogram(Collector):
+    """A histogram with one label or none, for what happens often: the same page as ``prometheus_client``'s at a fifth.
+
+    That one takes a lock for each of its two counters and searches its buckets one by one. Here only one thread may
+    observe; a scrape on another one may see an observation in the buckets that is not in the sum yet.
+    """
+
+    def __init__(
+        self, name: str, text: str, label: str | None, buckets: Sequence[float], registry: CollectorRegistry
+    ) -> None:
+        """Register it; ``buckets`` are upper bounds in ascending order, without infinity. ``label`` ``None``: none."""
+        self._name = name
+        self._text = text
+        self._label_names = () if label is None else (label,)
+        self._bounds = tuple(buckets)
+        self._children: dict[tuple[str, ...], FastHistogramChild] = {}
+        registry.register(self)
+
+    def labels(self, *values: str) -> FastHistogramChild:
+        """The counts under this value of the label, or, without a label, the only ones; the same object each time."""
+        assert len(values) == len(self._label_names), "a value a label"
+        if values not in self._children:
+            self._children[values] = FastHistogramChild(self._bounds)
+        return self._children[values]
+
+    def collect(self) -> Iterator[Metric]:
+        """What a scrape shows."""
+        family = HistogramMetricFamily(self._name, self._text, labels=self._label_names)
+        for values, child in tuple(self._children.items()):
+            family.add_metric(values, buckets=child.buckets(), sum_value=child.sum)
+        yield family
+
+
+class FastHistogramChild:
+    """Counts under one value of the label.
+
+    Attributes:
+        sum: of all observations.
+    """
+
+    __slots__ = ("_bounds", "_counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        """Nothing was observed."""
+        self.sum = 0.0
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+
+    def observe(self, amount: float) -> None:
+        """Count one."""
+        self._counts[bisect_left(self._bounds, amount)] += 1
+        self.sum += amount
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bounds as texts, each with the number of observations up to it."""
+        total = 0
+        found: list[tuple[str, float]] = []
+        for bound, count in zip((*self._bounds, float("inf")), tuple(self._counts), strict=True):
+            total += count
+            found.append((floatToGoString(bound), float(total)))  # type: ignore[no-untyped-call]
+        return found

@@ -24,7 +24,7 @@ class Commit:
 
     Attributes:
         revision: the commit's hash; ``None`` outside a git checkout of this project.
-        is_dirty: tracked files differed from it, other than results and docs, or nobody could tell.
+        is_dirty: tracked files other than results and docs differed from it, or git could not say.
     """
 
     revision: str | None

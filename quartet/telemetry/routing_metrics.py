@@ -1,4 +1,4 @@
-"""What a router tells of how it places requests: who got in, and how much it knows of what workers hold."""
+"""Metrics of how a router places requests: what was admitted, and how much it knows of what workers hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class AdmissionOutcome(StrEnum):
 
 
 class SnapshotOutcome(StrEnum):
-    """What a snapshot of a worker's blocks was good for."""
+    """What became of a snapshot of a worker's blocks."""
 
     USED = "used"
     OUTDATED = "outdated"  # too much was missed meanwhile
@@ -64,7 +64,7 @@ class RoutingMetrics:
     def watch_index(
         self, num_live: Callable[[], int], num_blocks: Callable[[], int], num_predicted_blocks: Callable[[], int]
     ) -> None:
-        """Tell at each scrape what these return; they are called on the scrape's thread and may not block."""
+        """Show at each scrape what these return; they are called on the scrape's thread and may not block."""
         self._live.set_function(num_live)
         self._blocks.set_function(num_blocks)
         self._predicted.set_function(num_predicted_blocks)

@@ -13,7 +13,7 @@ class ChatMessage:
     """One message of a chat.
 
     Attributes:
-        role: who speaks; which roles there are is up to the template.
+        role: of the speaker; the template decides which roles there are.
         content: the text; or pieces of text and media, in order.
         name: of the speaker; most templates ignore it, and ``None`` leaves it out.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -22,13 +23,16 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quartet.errors import InvalidRequestError, ModelFilesError
+from quartet.media.items import MediaPart
 from quartet.text import model_files
 from quartet.text.chat_message import ChatMessage
-from quartet.text.content_form import ContentForm
-from quartet.text.special_tokens import SpecialTokens
+from quartet.text.tokenizer import SpecialTokens
 
 #: Characters: far above any context window's text, far below what would hurt the process.
 MAX_RENDERED_LENGTH = 32 * 1024 * 1024
+
+# Words that no template writes by itself.
+_PROBE_TEXT, _PROBE_KEY = "QZTEXTQZ", "QZKEYQZ"
 
 #: What Python raises in a template's expressions on messages that it was not written for.
 _EXPRESSION_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
@@ -95,7 +99,7 @@ class ChatTemplate:
 
     def _write(self, messages: Sequence[Mapping[str, object]], **extra: Any) -> str:
         variables = {
-            # Templates tell "no tools" by a variable that is none, as transformers passes it.
+            # Templates recognise "no tools" by a variable that is none, as transformers passes it.
             **{"tools": None, "documents": None},
             **self._special_tokens.named,
             **extra,
@@ -119,6 +123,44 @@ def read_template_file(file: Path) -> str:
         raise ModelFilesError(f"cannot read the chat template: {error}") from error
     ChatTemplate(source, SpecialTokens())
     return source
+
+
+@dataclass(frozen=True)
+class ContentForm:
+    """What a template takes as a message's content; neither: it refuses the probes and is given strings.
+
+    Templates of text models know strings, those of many models with media know only lists of pieces and give an empty
+    turn for a string; some know both. Nothing in a model's files says which, so a template is asked by probes, as in
+    google/minja, ``include/minja/chat-template.hpp`` (``requires_typed_content``).
+
+    Attributes:
+        strings: all of the text in one.
+        pieces: a list of what each piece is, as transformers has it.
+    """
+
+    strings: bool
+    pieces: bool
+
+    @classmethod
+    def of(cls, render: Callable[[object], str]) -> ContentForm:
+        """Find out by ``render``, which writes a user's message of this content, or raises ``InvalidRequestError``."""
+        string = _written(render, _PROBE_TEXT)
+        pieces = _written(render, [{"type": "text", "text": _PROBE_TEXT, _PROBE_KEY: ""}])
+        # A template that knows only strings may write the list as Python or JSON has it, keys included.
+        return cls(strings=_PROBE_TEXT in string, pieces=_PROBE_TEXT in pieces and _PROBE_KEY not in pieces)
+
+    def variable(self, message: ChatMessage) -> object:
+        """The content of ``message`` as templates of this form take it.
+
+        Raises:
+            InvalidRequestError: there are media in it, and the template takes none.
+        """
+        has_media = any(not isinstance(piece, str) for piece in message.pieces)
+        if has_media and not self.pieces:
+            raise InvalidRequestError("the model's chat template takes text only, no media", field="messages")
+        if has_media or (self.pieces and not self.strings):
+            return [_piece(piece) for piece in message.pieces]
+        return message.text
 
 
 class _GenerationBlock(Extension):
@@ -150,6 +192,17 @@ def _default_template(value: Any) -> str | None:
 def _to_variable(message: ChatMessage, form: ContentForm) -> dict[str, object]:
     variable: dict[str, object] = {"role": message.role, "content": form.variable(message)}
     return variable if message.name is None else {**variable, "name": message.name}
+
+
+def _written(render: Callable[[object], str], content: object) -> str:
+    try:
+        return render(content)
+    except InvalidRequestError:
+        return ""
+
+
+def _piece(piece: str | MediaPart) -> dict[str, str]:
+    return {"type": "text", "text": piece} if isinstance(piece, str) else {"type": "image"}
 
 
 def _join_bounded(pieces: Iterator[str]) -> str:

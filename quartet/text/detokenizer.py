@@ -66,7 +66,7 @@ def make_detokenizer(
 
 
 class PieceDetokenizer:
-    """For tokenizers whose text is the concatenation of tokens' bytes: each byte is looked at once."""
+    """For tokenizers whose text is the concatenation of tokens' bytes: each byte is read once."""
 
     def __init__(self, tokenizer: Tokenizer, rule: PieceRule, table: PieceTable) -> None:
         self._tokenizer = tokenizer

@@ -110,7 +110,7 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _media_text(config: Mapping[str, Any], files: Mapping[str, bytes]) -> MediaText | None:
-    """The placeholder has had two names; without a vision tower it is only a word that nobody uses."""
+    """The placeholder has had two names; without a vision tower it is an unused word."""
     placeholder_id = config.get("image_token_index", config.get("image_token_id"))
     if not isinstance(config.get("vision_config"), dict) or placeholder_id is None:
         return None

@@ -16,6 +16,9 @@ from typing import Protocol
 
 from quartet.kvcache.layout import EmbeddingLayout, HandOff, PieceLayout
 
+#: Linux 5.1; the standard library names it from Python 3.13 on.
+_F_SEAL_FUTURE_WRITE = 0x10
+
 
 class TransferWay(StrEnum):
     """How bytes move, best first where several are possible."""
@@ -26,16 +29,72 @@ class TransferWay(StrEnum):
     GRPC = "grpc"  # always works: bytes ride the Pull stream
 
 
-#: Linux 5.1; the standard library names it from Python 3.13 on.
-_F_SEAL_FUTURE_WRITE = 0x10
+@dataclass(frozen=True)
+class PieceCopy:
+    """Put remote piece ``piece`` (position in the sequence) into local block ``block_id``."""
+
+    piece: int
+    block_id: int
+
+
+@dataclass(frozen=True)
+class FetchResult:
+    """What a fetch moved: the way taken, bytes, and seconds from the first message to ``finished``."""
+
+    way: TransferWay
+    size_bytes: int
+    duration_s: float
+
+
+class Claim(Protocol):
+    """A hand-off that this worker accepted; it is renewed until ``fetch`` or ``release`` ends it."""
+
+    async def fetch(self, copies: Sequence[PieceCopy]) -> FetchResult:
+        """Move the pieces, then tell the source that it may release them; ``copies`` may be empty.
+
+        Returns only when nothing writes to the local blocks any more, also when it raises or is cancelled; ``release``
+        then frees the source's blocks sooner than the hand-off would expire.
+
+        Raises:
+            TransferError, TransferTimeoutError, HandOffNotFoundError, HandOffStateError, StaleEpochError,
+            LayoutMismatchError: what arrived must be thrown away. A source that is gone is a ``TransferError`` too.
+        """
+        ...
+
+    async def release(self) -> None:
+        """Give the claim up: the source need not hold anything for it. Nothing happens after a fetch that went well.
+
+        Never raises; bounded in time; may be called twice.
+        """
+        ...
+
+
+class Puller(Protocol):
+    """Fetches pieces for one local pool."""
+
+    def attach(self, memory: PoolMemory, layout: PieceLayout) -> None:
+        """Name the pool that is fetched into; called once, before the first ``claim``."""
+        ...
+
+    def claim(self, hand_off: HandOff) -> Claim:
+        """Accept ``hand_off``: check its layout against the local pool, start renewing it.
+
+        Raises:
+            LayoutMismatchError: its blocks cannot be taken over here; nothing was started.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End every renewal and channel. Claims still open end with ``TransferError``."""
+        ...
 
 
 class PoolMemory:
     """A block pool's bytes in host memory, in a memfd so that a process on this host can map it.
 
-    The memory is touched once here: fresh pages cost three times a warm copy. The memfd is sealed: through it nobody
-    can write, or shrink the pool under a reader's feet; only the mapping made here, and processes forked from this
-    one, can.
+    The memory is touched once here: fresh pages cost three times a warm copy. The memfd is sealed: other processes can
+    neither write through it nor shrink the pool while they or others read it. Only the mapping made here, and processes
+    forked from this one, can write.
     """
 
     def __init__(self, num_blocks: int, piece_size_bytes: int) -> None:
@@ -59,7 +118,7 @@ class PoolMemory:
         return self.view[start : start + self.piece_size_bytes]
 
     def close(self) -> None:
-        """Give the file descriptor back; the pages live on as long as somebody maps them."""
+        """Close the file descriptor; the pages live on as long as a process maps them."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -67,64 +126,7 @@ class PoolMemory:
 
 @dataclass(frozen=True)
 class EmbeddingMemory:
-    """A pool of media embeddings: whoever keeps its book says what lies where."""
+    """A pool of media embeddings; its ``EmbeddingPool`` knows what lies where."""
 
     layout: EmbeddingLayout
     memory: PoolMemory
-
-
-@dataclass(frozen=True)
-class PieceCopy:
-    """Put remote piece ``piece`` (position in the sequence) into local block ``block_id``."""
-
-    piece: int
-    block_id: int
-
-
-@dataclass(frozen=True)
-class FetchResult:
-    """What a fetch moved: the way taken, bytes, and seconds from the first message to ``finished``."""
-
-    way: TransferWay
-    size_bytes: int
-    duration_s: float
-
-
-class Claim(Protocol):
-    """A hand-off that this worker accepted; its lease is renewed until ``fetch`` or ``abort`` ends it."""
-
-    async def fetch(self, copies: Sequence[PieceCopy]) -> FetchResult:
-        """Move the pieces, then tell the source that it may let go; ``copies`` may be empty.
-
-        Returns only when nothing writes to the local blocks any more, also when it raises or is cancelled; ``abort``
-        then frees the source sooner than the lease would.
-
-        Raises:
-            TransferError, TransferTimeoutError, HandOffNotFoundError, HandOffStateError, StaleEpochError,
-            LayoutMismatchError: what arrived must be thrown away. A source that is gone is a ``TransferError`` too.
-        """
-        ...
-
-    async def abort(self) -> None:
-        """Tell the source that nobody will take it. Never raises; bounded in time; may be called twice."""
-        ...
-
-
-class Puller(Protocol):
-    """Fetches pieces for one local pool."""
-
-    def attach(self, memory: PoolMemory, layout: PieceLayout) -> None:
-        """Name the pool that is fetched into; called once, before the first ``claim``."""
-        ...
-
-    def claim(self, hand_off: HandOff) -> Claim:
-        """Accept ``hand_off``: check its layout against the local pool, start renewing its lease.
-
-        Raises:
-            LayoutMismatchError: its blocks cannot be taken over here; nothing was started.
-        """
-        ...
-
-    async def close(self) -> None:
-        """End every renewal and channel. Claims still open end with ``TransferError``."""
-        ...

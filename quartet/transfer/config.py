@@ -16,7 +16,7 @@ class TransferConfig:
     """Settings of both sides of a transfer.
 
     Attributes:
-        lease_s: how long a hand-off lives without a renewal; pullers renew every third of it.
+        hand_off_ttl_s: how long a hand-off lives without a renewal; pullers renew every third of it.
         max_pull_s: longest that one pull may take, from ``begin`` to ``finish``; both sides hold it. Less than what
             health takes for a standstill.
         stall_timeout_s: longest that a puller waits for the source's next message.
@@ -26,13 +26,13 @@ class TransferConfig:
         ConfigError: naming the field.
     """
 
-    lease_s: float = 30.0
+    hand_off_ttl_s: float = 30.0
     max_pull_s: float = 20.0
     stall_timeout_s: float = 10.0
     ways: tuple[TransferWay, ...] = (TransferWay.SHM, TransferWay.GRPC)
 
     def __post_init__(self) -> None:
-        for name in ("lease_s", "max_pull_s", "stall_timeout_s"):
+        for name in ("hand_off_ttl_s", "max_pull_s", "stall_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: must be above 0")
         if not _SPOKEN.issuperset(self.ways):

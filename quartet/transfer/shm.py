@@ -1,4 +1,15 @@
-"""Other workers' block pools, mapped into this process for reading."""
+"""Block pools of workers on one host: pass ours to peers, map theirs for reading, copy between the two.
+
+A source's Unix socket passes its pool's memfd (SCM_RIGHTS) to a peer that sends a token, which only ``granted`` tells.
+The peer maps it and reads without asking again. It can then read the *whole* pool, not only the pieces that it asked
+for: on one host the workers of a deployment trust each other. Three things limit that trust. The memfd is sealed, so
+the peer cannot write; the peer must run as the same user; the token needs a hand-off's secret first.
+
+The socket's name is abstract: it needs no directory that both sides see (containers of one pod share network and IPC
+but no files), and a killed worker leaves nothing behind. Across network namespaces it is out of reach, and pullers go
+over gRPC. The connection stays open for as long as the peer maps the pool: when it ends, the peer knows that the worker
+is dead and unmaps its memory.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +33,90 @@ import numpy as np
 from quartet.errors import TransferError
 from quartet.transfer.base import PoolMemory
 
+logger = logging.getLogger(__name__)
+
+TOKEN_SIZE_BYTES = 16
+
+_TOKEN_TIMEOUT_S = 5.0
+
+_ACCEPT_RETRY_S = 0.1
+
 #: Refusals remembered; one that is forgotten costs its worker one failed fetch more.
 _MAX_REFUSED = 64
+
+#: Up to this a copy takes less than the event loop may stand still for (1 ms, at 5 GB/s); a thread costs half of that.
+_INLINE_SIZE_BYTES = 4 << 20
+
+#: How much a thread copies before it checks again whether to stop: some milliseconds.
+_SLICE_SIZE_BYTES = 16 << 20
+
+
+class ShmServer:
+    """Passes one pool's memfd to peers with the token, from ``start`` until ``close``."""
+
+    def __init__(self, memory: PoolMemory) -> None:
+        """Draw a name and a token for this life of the worker; nothing listens yet."""
+        self.memory = memory
+        self.socket_path = f"@quartet-shm-{secrets.token_hex(16)}"
+        self.token = secrets.token_bytes(TOKEN_SIZE_BYTES)
+        self._accepting: asyncio.Task[None] | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Listen. Raises ``OSError`` where Unix sockets are not to be had."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            listener.bind(abstract_address(self.socket_path))
+            listener.listen()
+        except OSError:
+            listener.close()
+            raise
+        self._accepting = asyncio.create_task(self._accept(listener), name="shm-accept")
+
+    async def close(self) -> None:
+        """Stop listening and hang up on every peer, which then unmaps the pool. May be called twice."""
+        tasks = [*self._serving, *([self._accepting] if self._accepting else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._accepting = None
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with listener:
+            while True:
+                try:
+                    connection, _ = await loop.sock_accept(listener)
+                except OSError as error:  # out of file descriptors: peers go over gRPC meanwhile
+                    logger.warning("cannot accept a peer that wants the block pool: %s", error)
+                    await asyncio.sleep(_ACCEPT_RETRY_S)
+                    continue
+                task = asyncio.create_task(self._serve(connection), name="shm-serve")
+                self._serving.add(task)
+                task.add_done_callback(self._serving.discard)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        """Pass the pool to one peer, then keep the connection until the peer ends it. Peers may do anything here."""
+        loop = asyncio.get_running_loop()
+        with connection, contextlib.suppress(OSError, TimeoutError):
+            connection.setblocking(False)
+            if not _is_same_user(connection) or not await self._receive_token(connection):
+                logger.warning("refused the block pool to a process of another user or without the token")
+                return
+            socket.send_fds(connection, [b"\0"], [self.memory.fd])  # one small message: it never blocks
+            while await loop.sock_recv(connection, 64):
+                pass
+
+    async def _receive_token(self, connection: socket.socket) -> bool:
+        loop = asyncio.get_running_loop()
+        token = b""
+        async with asyncio.timeout(_TOKEN_TIMEOUT_S):
+            while len(token) < TOKEN_SIZE_BYTES:
+                received = await loop.sock_recv(connection, TOKEN_SIZE_BYTES - len(token))
+                if not received:
+                    return False
+                token += received
+        return hmac.compare_digest(token, self.token)
 
 
 @dataclass(frozen=True)
@@ -44,10 +137,11 @@ class SharedPool:
 
 
 class ShmPools:
-    """Maps each pool once, and for as long as its worker lives.
+    """Maps each peer's pool once, and for as long as its worker lives.
 
-    The connection over which the pool came is kept: its end is the worker's end, and the mapping, which alone keeps a
-    dead worker's pages in memory, goes. So there are never more mappings than living workers on this host.
+    It keeps the connection over which a pool came. When the worker ends, so does the connection, and the mapping goes
+    with it: it alone would keep a dead worker's pages in memory. So there are never more mappings than living workers
+    on this host.
     """
 
     def __init__(self) -> None:
@@ -88,7 +182,7 @@ class ShmPools:
         return mapped.view
 
     def close(self) -> None:
-        """Let go of every pool."""
+        """Unmap every pool."""
         for owner in list(self._pools):
             self._drop(owner)
 
@@ -107,7 +201,7 @@ class ShmPools:
     async def _receive(self, connection: socket.socket, pool: SharedPool) -> int:
         """Ask for the memfd and return it. The caller bounds the time."""
         await self._loop.sock_connect(connection, abstract_address(pool.socket_path))
-        if not is_same_user(connection):
+        if not _is_same_user(connection):
             raise TransferError("the peer's pool is offered by another user")
         await self._loop.sock_sendall(connection, pool.token)
         readable = self._loop.create_future()
@@ -135,138 +229,10 @@ class ShmPools:
 
 @dataclass(frozen=True)
 class _MappedPool:
-    """A mapping, which ends with the last reference to its view, and the connection that tells of its worker's end."""
+    """A mapping, which ends with the last reference to its view, and the connection whose end is its worker's."""
 
     connection: socket.socket
     view: memoryview
-
-
-def _map_read_only(fd: int, size_bytes: int) -> memoryview:
-    """Map the memfd and close it."""
-    try:
-        # Without these a peer that shrinks its pool would kill us (SIGBUS) in the middle of a copy.
-        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size != size_bytes:
-            raise TransferError("the peer's pool is not sealed, or not of the size that was granted")
-        return memoryview(mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
-    finally:
-        os.close(fd)
-
-
-def _set_done(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-# Hands this worker's block pool to peers on the same host, who then read it with nobody in the path.
-#
-# A Unix socket passes the pool's memfd (SCM_RIGHTS) to whoever sends a token that only ``granted`` tells. Who has it
-# can read the *whole* pool, not only the pieces asked for: on one host the workers of a deployment trust each other.
-# What limits that trust: the memfd is sealed, so nobody can write; the peer must run as the same user; the token needs
-# a
-# hand-off's secret first.
-#
-# The socket's name is abstract: it needs no directory that both sides see (containers of one pod share network and IPC
-# but no files), and a killed worker leaves nothing behind. Where the network namespaces differ it is out of reach, and
-# pullers go over gRPC. The connection stays open for as long as the peer maps the pool, so that its end tells the peer
-# to
-# let go of a dead worker's memory.
-
-TOKEN_SIZE_BYTES = 16
-
-_TOKEN_TIMEOUT_S = 5.0
-
-_ACCEPT_RETRY_S = 0.1
-
-_log = logging.getLogger(__name__)
-
-
-class ShmServer:
-    """Passes one pool's memfd to peers with the token, from ``start`` until ``close``."""
-
-    def __init__(self, memory: PoolMemory) -> None:
-        """Draw a name and a token for this life of the worker; nothing listens yet."""
-        self.memory = memory
-        self.socket_path = f"@quartet-shm-{secrets.token_hex(16)}"
-        self.token = secrets.token_bytes(TOKEN_SIZE_BYTES)
-        self._accepting: asyncio.Task[None] | None = None
-        self._serving: set[asyncio.Task[None]] = set()
-
-    async def start(self) -> None:
-        """Listen. Raises ``OSError`` where Unix sockets are not to be had."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            listener.bind(abstract_address(self.socket_path))
-            listener.listen()
-        except OSError:
-            listener.close()
-            raise
-        self._accepting = asyncio.create_task(self._accept(listener), name="shm-accept")
-
-    async def close(self) -> None:
-        """Stop listening and hang up on every peer, which then unmaps the pool. May be called twice."""
-        tasks = [*self._serving, *([self._accepting] if self._accepting else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._accepting = None
-
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        with listener:
-            while True:
-                try:
-                    connection, _ = await loop.sock_accept(listener)
-                except OSError as error:  # out of file descriptors: peers go over gRPC meanwhile
-                    _log.warning("cannot accept a peer that wants the block pool: %s", error)
-                    await asyncio.sleep(_ACCEPT_RETRY_S)
-                    continue
-                task = asyncio.create_task(self._serve(connection), name="shm-serve")
-                self._serving.add(task)
-                task.add_done_callback(self._serving.discard)
-
-    async def _serve(self, connection: socket.socket) -> None:
-        """Pass the pool to one peer, then keep the connection until the peer ends it. Peers may do anything here."""
-        loop = asyncio.get_running_loop()
-        with connection, contextlib.suppress(OSError, TimeoutError):
-            connection.setblocking(False)
-            if not is_same_user(connection) or not await self._receive_token(connection):
-                _log.warning("refused the block pool to a process of another user or without the token")
-                return
-            socket.send_fds(connection, [b"\0"], [self.memory.fd])  # one small message: it never blocks
-            while await loop.sock_recv(connection, 64):
-                pass
-
-    async def _receive_token(self, connection: socket.socket) -> bool:
-        loop = asyncio.get_running_loop()
-        token = b""
-        async with asyncio.timeout(_TOKEN_TIMEOUT_S):
-            while len(token) < TOKEN_SIZE_BYTES:
-                received = await loop.sock_recv(connection, TOKEN_SIZE_BYTES - len(token))
-                if not received:
-                    return False
-                token += received
-        return hmac.compare_digest(token, self.token)
-
-
-def abstract_address(socket_path: str) -> str:
-    """The kernel's form of ``socket_path``: a leading ``@`` is how people write an abstract name's zero byte."""
-    return "\0" + socket_path[1:] if socket_path.startswith("@") else socket_path
-
-
-def is_same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket runs as this process's effective user."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _pid, user_id, _group_id = struct.unpack("3i", credentials)
-    return bool(user_id == os.geteuid())
-
-
-# Copying pieces between two pools in memory: few large runs, off the event loop, stopped for certain.
-
-#: Up to this a copy takes less than the event loop may stand still for (1 ms, at 5 GB/s); a thread costs half of that.
-_INLINE_SIZE_BYTES = 4 << 20
-
-#: How much is copied between two looks at whether to stop: some milliseconds.
-_SLICE_SIZE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -314,6 +280,34 @@ async def copy_runs(source: memoryview, destination: memoryview, runs: Sequence[
         while not copying.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([copying])
+
+
+def abstract_address(socket_path: str) -> str:
+    """The kernel's form of ``socket_path``: a leading ``@`` is how people write an abstract name's zero byte."""
+    return "\0" + socket_path[1:] if socket_path.startswith("@") else socket_path
+
+
+def _is_same_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket runs as this process's effective user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _pid, user_id, _group_id = struct.unpack("3i", credentials)
+    return bool(user_id == os.geteuid())
+
+
+def _map_read_only(fd: int, size_bytes: int) -> memoryview:
+    """Map the memfd and close it."""
+    try:
+        # Without its seal a peer that shrinks its pool would kill us (SIGBUS) in the middle of a copy.
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size != size_bytes:
+            raise TransferError("the peer's pool is not sealed, or not of the size that was granted")
+        return memoryview(mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+    finally:
+        os.close(fd)
+
+
+def _set_done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _check(run: CopyRun, source_size: int, destination_size: int) -> None:

@@ -1,33 +1,24 @@
-"""The source's side of hand-offs: what this worker holds for others, and the clock that ends it."""
+"""The source's side of hand-offs: what this worker offers to others, and the clock that ends it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 
 from quartet.errors import DrainingError, HandOffNotFoundError
-from quartet.kvcache.hand_off import EndedHandOff, HandOffCounts, HandOffEntry, HandOffState, HandOffTable
+from quartet.kvcache.hand_off import HandOffCounts, HandOffState, HandOffTicket, Offer, Offers
 from quartet.kvcache.layout import HandOff, OpaquePayload, Payload
 from quartet.transfer.base import PoolMemory
 from quartet.transfer.config import TransferConfig
 
 
-@dataclass(frozen=True)
-class HandOffTicket:
-    """Names a hand-off and proves the right to it."""
-
-    hand_off_id: bytes
-    secret: bytes = field(repr=False)
-    epoch: int
-
-
 class TransferSource:
-    """The hand-offs of one life of a worker. Lives on one event loop; ``close`` ends what is left.
+    """The offers of one life of a worker. Lives on one event loop; ``close`` withdraws what is left.
 
-    Every hand-off ends exactly once, in bounded time once nobody speaks for it, and ``on_end`` is then called with
-    its holder and how it ended: the holder's blocks are to be released.
+    Every hand-off ends exactly once, in bounded time once its taker falls silent. ``on_end`` is then called with its
+    holder and how it ended: the holder's blocks are to be released.
     """
 
     def __init__(
@@ -39,12 +30,12 @@ class TransferSource:
         on_end: Callable[[int, HandOffState], None],
         memory: PoolMemory | None = None,
     ) -> None:
-        """Hold nothing yet.
+        """Offer nothing yet.
 
         Args:
             worker_id: this worker.
             epoch: this life of it.
-            config: lease and bounds.
+            config: time to live and bounds.
             on_end: called on the event loop; must not raise.
             memory: the pool whose blocks are offered; ``None`` where every hand-off is opaque.
         """
@@ -52,24 +43,23 @@ class TransferSource:
         self._worker_id = worker_id
         self._address = ""
         self._on_end = on_end
-        self._table = HandOffTable(epoch, config.lease_s, config.max_pull_s)
-        self._lease = timedelta(seconds=config.lease_s)
+        self._offers = Offers(epoch, config.hand_off_ttl_s, config.max_pull_s)
+        self._time_to_live = timedelta(seconds=config.hand_off_ttl_s)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._holders: set[int] = set()
         self._is_closed = False
 
     @property
     def counts(self) -> HandOffCounts:
         """Hand-offs alive now, by state, and ended since the start, by how."""
-        return self._table.counts
+        return self._offers.counts
 
     def advertise(self, address: str) -> None:
         """Say at which ``host:port`` this worker's TransferService is dialled; before the first ``offer``."""
         self._address = address
 
     def offer(self, holder: int, block_ids: Sequence[int], payload: Payload) -> HandOff:
-        """Hold what ``holder`` has for whoever brings the ticket; its lease starts now.
+        """Offer what ``holder`` has to the worker that shows the ticket; its time to live starts now.
 
         Raises:
             DrainingError: the source is closed; nothing is held.
@@ -81,70 +71,66 @@ class TransferSource:
             assert len(block_ids) == payload.num_pieces, "one block a piece"
             if self.memory is not None:
                 payload = replace(payload, block_ids=tuple(block_ids))
-        entry = self._table.offer(holder, tuple(block_ids), payload, now=self._loop.time())
-        self._holders.add(holder)
+        ticket = self._offers.offer(holder, tuple(block_ids), payload, now=self._loop.time()).ticket
         self._arm()
         return HandOff(
-            hand_off_id=entry.hand_off_id,
-            secret=entry.secret,
+            hand_off_id=ticket.hand_off_id,
+            secret=ticket.secret,
             worker_id=self._worker_id,
-            epoch=self._table.epoch,
+            epoch=ticket.epoch,
             address=self._address,
-            lease=self._lease,
+            time_to_live=self._time_to_live,
             payload=payload,
         )
 
     def withdraw(self, holder: int) -> None:
         """End ``holder``'s hand-off, pulled or not; nothing happens where it has none any more."""
-        ended = self._table.withdraw(holder)
-        if ended is not None:
-            self._tell(ended)
+        offer = self._offers.withdraw(holder)
+        if offer is not None:
+            self._notify(offer)
 
-    def begin(self, ticket: HandOffTicket, pieces: Sequence[int]) -> HandOffEntry:
-        """Start the one pull of a hand-off. Raises as ``HandOffTable.begin`` does."""
-        entry = self._table.begin(ticket.hand_off_id, ticket.secret, ticket.epoch, pieces, now=self._loop.time())
+    def begin(self, ticket: HandOffTicket, pieces: Sequence[int]) -> Offer:
+        """Start the one pull of a hand-off. Raises as ``Offers.begin`` does."""
+        offer = self._offers.begin(ticket, pieces, now=self._loop.time())
         self._arm()
-        return entry
+        return offer
 
     def renew(self, ticket: HandOffTicket) -> timedelta:
-        """Start the lease anew and say how long it is. Raises as ``HandOffTable.renew`` does."""
-        self._table.renew(ticket.hand_off_id, ticket.secret, ticket.epoch, now=self._loop.time())
-        return self._lease
+        """Start the time to live anew and return it. Raises as ``Offers.renew`` does."""
+        self._offers.renew(ticket, now=self._loop.time())
+        return self._time_to_live
 
     def finish(self, ticket: HandOffTicket) -> None:
-        """End a pull: only when this returns does what was read count. Raises as ``HandOffTable.finish`` does.
+        """End a pull: only when this returns does what was read count. Raises as ``Offers.finish`` does.
 
-        ``on_end`` is called soon: the puller, who waits for the answer, goes first.
+        ``on_end`` is called soon: the taker, who waits for the answer, goes first.
         """
-        ended = self._table.finish(ticket.hand_off_id, ticket.secret, ticket.epoch, now=self._loop.time())
-        self._holders.remove(ended.holder)
-        self._loop.call_soon(self._on_end, ended.holder, ended.state)
+        self._loop.call_soon(self._notify, self._offers.finish(ticket, now=self._loop.time()))
 
     def abort(self, ticket: HandOffTicket) -> None:
-        """End a hand-off that nobody will take. Raises as ``HandOffTable.abort`` does."""
-        self._tell(self._table.abort(ticket.hand_off_id, ticket.secret, ticket.epoch, now=self._loop.time()))
+        """End a hand-off that its taker released. Raises as ``Offers.abort`` does."""
+        self._notify(self._offers.abort(ticket, now=self._loop.time()))
 
-    def check_pulling(self, hand_off_id: bytes) -> None:
+    def check_pulling(self, offer: Offer) -> None:
         """Raise ``HandOffNotFoundError`` if the blocks may no longer be read: before each part that is sent."""
-        if not self._table.is_pulling(hand_off_id, now=self._loop.time()):
+        if not self._offers.is_pulling(offer.ticket.hand_off_id, now=self._loop.time()):
             raise HandOffNotFoundError("the hand-off ended while it was pulled")
 
     def close(self) -> None:
-        """End every hand-off and take no more. May be called twice."""
+        """Withdraw every offer and make no more. May be called twice."""
         self._is_closed = True
-        for holder in list(self._holders):
-            self.withdraw(holder)
+        for offer in self._offers.withdraw_all():
+            self._notify(offer)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _tell(self, ended: EndedHandOff) -> None:
-        self._holders.remove(ended.holder)
-        self._on_end(ended.holder, ended.state)
+    def _notify(self, offer: Offer) -> None:
+        self._on_end(offer.holder, offer.state)
 
     def _arm(self) -> None:
         """Wake at the next deadline. A timer that is set earlier stays: waking in vain is cheap."""
-        deadline = self._table.next_deadline()
+        deadline = self._offers.next_deadline()
         if deadline is None or (self._timer is not None and self._timer.when() <= deadline):
             return
         if self._timer is not None:
@@ -153,7 +139,7 @@ class TransferSource:
 
     def _expire(self) -> None:
         self._timer = None
-        ended = self._table.expire(now=self._loop.time())
+        expired = self._offers.expire(now=self._loop.time())
         self._arm()
-        for one in ended:
-            self._tell(one)
+        for offer in expired:
+            self._notify(offer)

@@ -88,7 +88,7 @@ class DecodeStart(_message.Message):
     """`StartChunk`s follow, up to `StartDone`. Default false."""
     @_builtins.property
     def context(self) -> _types_pb2.RequestContext:
-        """Who asks and how long it may take. Absent: nobody in particular, without a limit of its own; the worker draws a
+        """Who asks and how long it may take. Absent: no tenant, and no limit of its own; the worker draws a
         request id.
         """
 
@@ -230,7 +230,7 @@ class DecodeResponse(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotLogprobs]:
-        """Log probabilities, where asked for. Empty: nobody asked."""
+        """Log probabilities, where asked for. Empty: not asked for."""
 
     @_builtins.property
     def started(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotStarted]:

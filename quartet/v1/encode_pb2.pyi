@@ -77,7 +77,7 @@ class EncodeStart(_message.Message):
     """`StartChunk`s follow, up to `StartDone`. Default false."""
     @_builtins.property
     def context(self) -> _types_pb2.RequestContext:
-        """Who asks and how long it may take. Absent: nobody in particular, without a limit of its own."""
+        """Who asks and how long it may take. Absent: no tenant, and no limit of its own."""
 
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___EncodeItem]:

@@ -288,7 +288,7 @@ class RankLoad(_message.Message):
     num_held_blocks: _builtins.int
     """Blocks held for hand-offs. 0: none."""
     num_cached_blocks: _builtins.int
-    """Blocks that nobody uses, kept for reuse. 0: none."""
+    """Blocks that no request uses, kept for reuse. 0: none."""
     num_free_blocks: _builtins.int
     """Blocks that hold nothing. 0: none."""
     num_total_blocks: _builtins.int
@@ -395,7 +395,7 @@ class RouterProgress(_message.Message):
     router_request_number: _builtins.int
     """All its starts up to this `router_request_number` are counted in, or have ended. 0: none. A prefill is counted in
     when it arrives: its tokens are. A decode is when it joins the running batch: the blocks of one that waits are in
-    no figure, so whoever placed it goes on booking them.
+    no figure, so the router that placed it keeps them booked.
     """
     arrived_request_number: _builtins.int
     """All its starts up to this `router_request_number` have arrived: their prompt tokens are in the ranks' load, or they

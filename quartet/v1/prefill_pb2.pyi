@@ -81,7 +81,7 @@ class PrefillStart(_message.Message):
     """`StartChunk`s follow, up to `StartDone`. Default false."""
     @_builtins.property
     def context(self) -> _types_pb2.RequestContext:
-        """Who asks and how long it may take. Absent: nobody in particular, without a limit of its own; the worker draws a
+        """Who asks and how long it may take. Absent: no tenant, and no limit of its own; the worker draws a
         request id.
         """
 

@@ -460,7 +460,7 @@ class Accepted(_message.Message):
 
     @_builtins.property
     def encode(self) -> _types_pb2.Rank:
-        """Where its media are encoded. Absent: it has none, or who computes the prompt encodes them."""
+        """Where its media are encoded. Absent: it has none, or the rank that computes the prompt encodes them."""
 
     def __init__(
         self,
@@ -496,7 +496,7 @@ class ChoicePlacement(_message.Message):
     num_matched_tokens: _builtins.int
     """Prompt tokens that the router expects to be cached at the rank that prefills. 0: none."""
     cost: _builtins.float
-    """What the router's policy took it to cost at the rank that prefills, as `RankOption.cost` has it and its unit.
+    """The cost by which the router's policy chose the rank that prefills, in the unit of `RankOption.cost`.
     Absent: it weighs nothing.
     """
     @_builtins.property
@@ -771,14 +771,14 @@ class ExplainResponse(_message.Message):
     """Choices that wait in the router's queue for this model; `options` are as if none did. 0: none."""
     @_builtins.property
     def options(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankOption]:
-        """Every place of the model, those that can't take the request included; the chosen ones first, then by cost. Empty:
-        all have gone.
+        """Every rank of the model, also those that can't take the request; the chosen ones first, then by cost. Empty: all
+        have gone.
         """
 
     @_builtins.property
     def wait(self) -> _duration_pb2.Duration:
         """Time for which the router would keep the request before it goes to the chosen ranks, if nothing changed meanwhile:
-        they are busy, or others may come that it is better planned with. Absent: it goes at once, or there is no room.
+        they are busy, or it is better planned together with requests that may come. Absent: it goes at once, or there is no room.
         """
 
     def __init__(
@@ -852,7 +852,7 @@ class RankOption(_message.Message):
 
     @_builtins.property
     def terms(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """What the policy went by; each name ends with its unit, as in `wait_s`. Empty: by nothing that the rank has."""
+        """The terms of the cost; each name ends with its unit, as in `wait_s`. Empty: the policy looks at nothing of the rank."""
 
     def __init__(
         self,
@@ -933,8 +933,8 @@ class Resume(_message.Message):
     num_text_bytes: _builtins.int
     """UTF-8 bytes of the text that it already gave: only what follows is sent. Place makes no text and ignores it. 0: none."""
     model_fingerprint: _builtins.str
-    """The model that gave them, from the first placement: no other goes on with it. UNAVAILABLE: it is served no more.
-    Empty: whatever serves the name now.
+    """The model that gave them, from the first placement: no other model continues them. UNAVAILABLE: it is no longer served.
+    Empty: the model that serves the name now.
     """
     @_builtins.property
     def generated_token_ids(self) -> Global___TokenIds:
@@ -977,7 +977,7 @@ class PlaceResponse(_message.Message):
     request_id: _builtins.str
     """Names the request in every log and span. Always set."""
     attempt: _builtins.int
-    """The highest number among the choices' attempts: whoever resumes one takes a higher. 0: the first."""
+    """The highest number among the choices' attempts; a resume must give a higher one. 0: the first."""
     seed: _builtins.int
     """The seed in use. Always set."""
     num_prompt_tokens: _builtins.int
@@ -1252,7 +1252,7 @@ class SessionResponse(_message.Message):
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionLogprobs]:
         """Log probabilities, where asked for: an entry for each entry of the columns that has some, in their order. Empty:
-        nobody asked.
+        not asked for.
         """
 
     @_builtins.property

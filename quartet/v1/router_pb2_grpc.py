@@ -95,8 +95,8 @@ class RouterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Place(self, request, context):
-        """Tokenizes, prefills and places only; the client streams from Decode directly, and resumes here what breaks. What
-        it does not take up ends by itself. FAILED_PRECONDITION: the router has no key to sign with, or has no room for all
+        """Tokenizes, prefills and places only. The client streams from Decode directly, and resumes here what breaks. A
+        placement that the client does not use expires. FAILED_PRECONDITION: the router has no key to sign with, or has no room for all
         choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit. INVALID_ARGUMENT: the start is too long
         for one message of a worker stream (1 MiB, some 260,000 tokens).
         """
@@ -107,8 +107,9 @@ class RouterServiceServicer:
     def Session(self, request_iterator, context):
         """Many requests on one stream, for gateways; a request's failure is a `Failure` in its slot, and ends no other.
         Half-closing after the last start is normal: the stream ends with its last request. Dropping it cancels them all. A
-        start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. A
-        request of which more gathers than the router keeps for a slow reader fails with RESOURCE_EXHAUSTED.
+        start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. If
+        a slow reader leaves more output of a request unread than the router keeps, the request fails with
+        RESOURCE_EXHAUSTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

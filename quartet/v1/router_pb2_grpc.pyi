@@ -44,16 +44,17 @@ class RouterServiceStub:
     Half-closing after `start` is normal and cancels nothing; dropping the stream cancels.
     """
     Place: _grpc.UnaryUnaryMultiCallable[_router_pb2.PlaceRequest, _router_pb2.PlaceResponse]
-    """Tokenizes, prefills and places only; the client streams from Decode directly, and resumes here what breaks. What
-    it does not take up ends by itself. FAILED_PRECONDITION: the router has no key to sign with, or has no room for all
+    """Tokenizes, prefills and places only. The client streams from Decode directly, and resumes here what breaks. A
+    placement that the client does not use expires. FAILED_PRECONDITION: the router has no key to sign with, or has no room for all
     choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit. INVALID_ARGUMENT: the start is too long
     for one message of a worker stream (1 MiB, some 260,000 tokens).
     """
     Session: _grpc.StreamStreamMultiCallable[_router_pb2.SessionRequest, _router_pb2.SessionResponse]
     """Many requests on one stream, for gateways; a request's failure is a `Failure` in its slot, and ends no other.
     Half-closing after the last start is normal: the stream ends with its last request. Dropping it cancels them all. A
-    start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. A
-    request of which more gathers than the router keeps for a slow reader fails with RESOURCE_EXHAUSTED.
+    start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. If
+    a slow reader leaves more output of a request unread than the router keeps, the request fails with
+    RESOURCE_EXHAUSTED.
     """
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListWorkersRequest, _router_pb2.ListWorkersResponse]
     """Lists the workers that the router knows."""
@@ -82,16 +83,17 @@ class RouterServiceAsyncStub(RouterServiceStub):
     Half-closing after `start` is normal and cancels nothing; dropping the stream cancels.
     """
     Place: _aio.UnaryUnaryMultiCallable[_router_pb2.PlaceRequest, _router_pb2.PlaceResponse]  # type: ignore[assignment]
-    """Tokenizes, prefills and places only; the client streams from Decode directly, and resumes here what breaks. What
-    it does not take up ends by itself. FAILED_PRECONDITION: the router has no key to sign with, or has no room for all
+    """Tokenizes, prefills and places only. The client streams from Decode directly, and resumes here what breaks. A
+    placement that the client does not use expires. FAILED_PRECONDITION: the router has no key to sign with, or has no room for all
     choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit. INVALID_ARGUMENT: the start is too long
     for one message of a worker stream (1 MiB, some 260,000 tokens).
     """
     Session: _aio.StreamStreamMultiCallable[_router_pb2.SessionRequest, _router_pb2.SessionResponse]  # type: ignore[assignment]
     """Many requests on one stream, for gateways; a request's failure is a `Failure` in its slot, and ends no other.
     Half-closing after the last start is normal: the stream ends with its last request. Dropping it cancels them all. A
-    start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. A
-    request of which more gathers than the router keeps for a slow reader fails with RESOURCE_EXHAUSTED.
+    start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. If
+    a slow reader leaves more output of a request unread than the router keeps, the request fails with
+    RESOURCE_EXHAUSTED.
     """
     ListWorkers: _aio.UnaryUnaryMultiCallable[_router_pb2.ListWorkersRequest, _router_pb2.ListWorkersResponse]  # type: ignore[assignment]
     """Lists the workers that the router knows."""
@@ -129,8 +131,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.PlaceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.PlaceResponse, _abc.Awaitable[_router_pb2.PlaceResponse]]:
-        """Tokenizes, prefills and places only; the client streams from Decode directly, and resumes here what breaks. What
-        it does not take up ends by itself. FAILED_PRECONDITION: the router has no key to sign with, or has no room for all
+        """Tokenizes, prefills and places only. The client streams from Decode directly, and resumes here what breaks. A
+        placement that the client does not use expires. FAILED_PRECONDITION: the router has no key to sign with, or has no room for all
         choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit. INVALID_ARGUMENT: the start is too long
         for one message of a worker stream (1 MiB, some 260,000 tokens).
         """
@@ -143,8 +145,9 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_router_pb2.SessionResponse], _abc.AsyncIterator[_router_pb2.SessionResponse]]:
         """Many requests on one stream, for gateways; a request's failure is a `Failure` in its slot, and ends no other.
         Half-closing after the last start is normal: the stream ends with its last request. Dropping it cancels them all. A
-        start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. A
-        request of which more gathers than the router keeps for a slow reader fails with RESOURCE_EXHAUSTED.
+        start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. If
+        a slow reader leaves more output of a request unread than the router keeps, the request fails with
+        RESOURCE_EXHAUSTED.
         """
 
     @_abc_1.abstractmethod

@@ -64,11 +64,11 @@ class PullRequest(_message.Message):
     ABORT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def begin(self) -> Global___PullBegin:
-        """Takes the hand-off: it is pinned and nobody else can take it."""
+        """Takes the hand-off: its blocks stay where they are, and no other pull can take it."""
 
     @_builtins.property
     def renew(self) -> Global___PullRenew:
-        """Makes the lease last from now on again."""
+        """Starts the hand-off's time to live anew."""
 
     @_builtins.property
     def finish(self) -> Global___PullFinish:
@@ -76,7 +76,7 @@ class PullRequest(_message.Message):
 
     @_builtins.property
     def abort(self) -> Global___PullAbort:
-        """Nobody will take it: the source lets go at once."""
+        """The taker releases its claim: the source lets go at once."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ Global___PullBegin: _TypeAlias = PullBegin  # noqa: Y015
 
 @_typing.final
 class PullRenew(_message.Message):
-    """Makes the lease last from now on again."""
+    """Starts the hand-off's time to live anew."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -284,7 +284,7 @@ class PullResponse(_message.Message):
 
     @_builtins.property
     def renewed(self) -> Global___PullRenewed:
-        """The lease was renewed."""
+        """The hand-off was renewed."""
 
     @_builtins.property
     def aborted(self) -> Global___PullAborted:
@@ -358,7 +358,7 @@ class ShmDescriptor(_message.Message):
     POOL_SIZE_BYTES_FIELD_NUMBER: _builtins.int
     OFFSETS_FIELD_NUMBER: _builtins.int
     socket_path: _builtins.str
-    """Abstract or file-system Unix socket that passes the pool's memfd (SCM_RIGHTS) to whoever sends `token`. Always
+    """Abstract or file-system Unix socket that passes the pool's memfd (SCM_RIGHTS) to a peer that sends `token`. Always
     set.
     """
     token: _builtins.bytes
@@ -434,23 +434,23 @@ Global___PullFinished: _TypeAlias = PullFinished  # noqa: Y015
 
 @_typing.final
 class PullRenewed(_message.Message):
-    """The lease was renewed."""
+    """The hand-off was renewed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    LEASE_FIELD_NUMBER: _builtins.int
+    TIME_TO_LIVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def lease(self) -> _duration_pb2.Duration:
-        """It lasts for this long from now. Always set."""
+    def time_to_live(self) -> _duration_pb2.Duration:
+        """It lives for this long from now, unless renewed again. Always set."""
 
     def __init__(
         self,
         *,
-        lease: _duration_pb2.Duration | None = ...,
+        time_to_live: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time_to_live", b"time_to_live"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["time_to_live", b"time_to_live"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

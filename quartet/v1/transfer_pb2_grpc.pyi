@@ -38,7 +38,7 @@ class TransferServiceStub:
     before the end. A stream may also open with `renew` or `abort` alone. Down: `granted`, then, where bytes ride
     the stream, a `piece` each, then `finished`. Data counts only after `finished`; after any other end throw it
     away. NOT_FOUND: no such hand-off (ended, expired, or a wrong secret). FAILED_PRECONDITION: another epoch,
-    or pulled by somebody else already. INVALID_ARGUMENT: pieces out of range. A stream that breaks after `begin`
+    or pulled already. INVALID_ARGUMENT: pieces out of range. A stream that breaks after `begin`
     cancels the hand-off; one that breaks before does nothing.
     """
 
@@ -52,7 +52,7 @@ class TransferServiceAsyncStub(TransferServiceStub):
     before the end. A stream may also open with `renew` or `abort` alone. Down: `granted`, then, where bytes ride
     the stream, a `piece` each, then `finished`. Data counts only after `finished`; after any other end throw it
     away. NOT_FOUND: no such hand-off (ended, expired, or a wrong secret). FAILED_PRECONDITION: another epoch,
-    or pulled by somebody else already. INVALID_ARGUMENT: pieces out of range. A stream that breaks after `begin`
+    or pulled already. INVALID_ARGUMENT: pieces out of range. A stream that breaks after `begin`
     cancels the hand-off; one that breaks before does nothing.
     """
 
@@ -69,7 +69,7 @@ class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
         before the end. A stream may also open with `renew` or `abort` alone. Down: `granted`, then, where bytes ride
         the stream, a `piece` each, then `finished`. Data counts only after `finished`; after any other end throw it
         away. NOT_FOUND: no such hand-off (ended, expired, or a wrong secret). FAILED_PRECONDITION: another epoch,
-        or pulled by somebody else already. INVALID_ARGUMENT: pieces out of range. A stream that breaks after `begin`
+        or pulled already. INVALID_ARGUMENT: pieces out of range. A stream that breaks after `begin`
         cancels the hand-off; one that breaks before does nothing.
         """
 

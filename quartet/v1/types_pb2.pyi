@@ -29,7 +29,7 @@ class _MediaKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MediaKind.V
     MEDIA_KIND_UNSPECIFIED: _MediaKind.ValueType  # 0
     """Never sent."""
     MEDIA_KIND_IMAGE: _MediaKind.ValueType  # 1
-    """A picture: PNG, JPEG, WebP or GIF, of which the first frame counts."""
+    """A picture: PNG, JPEG, WebP or GIF (its first frame)."""
     MEDIA_KIND_EMBEDDINGS: _MediaKind.ValueType  # 2
     """Precomputed embeddings: a safetensors file with one tensor `[num_tokens, hidden_size]`."""
 
@@ -39,7 +39,7 @@ class MediaKind(_MediaKind, metaclass=_MediaKindEnumTypeWrapper):
 MEDIA_KIND_UNSPECIFIED: MediaKind.ValueType  # 0
 """Never sent."""
 MEDIA_KIND_IMAGE: MediaKind.ValueType  # 1
-"""A picture: PNG, JPEG, WebP or GIF, of which the first frame counts."""
+"""A picture: PNG, JPEG, WebP or GIF (its first frame)."""
 MEDIA_KIND_EMBEDDINGS: MediaKind.ValueType  # 2
 """Precomputed embeddings: a safetensors file with one tensor `[num_tokens, hidden_size]`."""
 Global___MediaKind: _TypeAlias = MediaKind  # noqa: Y015
@@ -51,7 +51,7 @@ class _FinishReason:
 class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
-    """It goes on; sent only in a `PrefillResult`, of which the field may be left unset."""
+    """It continues; sent only in a `PrefillResult`, where the field may be left unset."""
     FINISH_REASON_STOP_ID: _FinishReason.ValueType  # 1
     """An end-of-sequence or stop id was sampled; it is the last token given out."""
     FINISH_REASON_STOP_STRING: _FinishReason.ValueType  # 2
@@ -65,7 +65,7 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a generation ended well."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
-"""It goes on; sent only in a `PrefillResult`, of which the field may be left unset."""
+"""It continues; sent only in a `PrefillResult`, where the field may be left unset."""
 FINISH_REASON_STOP_ID: FinishReason.ValueType  # 1
 """An end-of-sequence or stop id was sampled; it is the last token given out."""
 FINISH_REASON_STOP_STRING: FinishReason.ValueType  # 2
@@ -131,7 +131,7 @@ class RequestContext(_message.Message):
     traceparent: _builtins.str
     """W3C trace context, `traceparent` form. Empty: no trace."""
     tenant: _builtins.str
-    """Whom the request is accounted to. Empty: nobody in particular."""
+    """The tenant that the request is accounted to. Empty: none."""
     priority: _builtins.int
     """Higher first among waiting requests. Default 0."""
     session_key: _builtins.str
@@ -709,7 +709,7 @@ Global___EmbeddingLayout: _TypeAlias = EmbeddingLayout  # noqa: Y015
 
 @_typing.final
 class HandOff(_message.Message):
-    """A claim ticket on what a worker holds for whoever goes on with it."""
+    """What a source offers to the worker that continues the request: a ticket, and where and until when to use it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -718,14 +718,14 @@ class HandOff(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
-    LEASE_FIELD_NUMBER: _builtins.int
+    TIME_TO_LIVE_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     OPAQUE_FIELD_NUMBER: _builtins.int
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
     hand_off_id: _builtins.bytes
     """16 random bytes that name it. Required."""
     secret: _builtins.bytes
-    """16 random bytes without which nobody may read or end it. Never logged. Required."""
+    """16 random bytes; without them the source lets no caller read or end it. Never logged. Required."""
     worker_id: _builtins.str
     """The worker that holds. Required."""
     epoch: _builtins.int
@@ -733,7 +733,7 @@ class HandOff(_message.Message):
     address: _builtins.str
     """`host:port` of its TransferService. Required."""
     @_builtins.property
-    def lease(self) -> _duration_pb2.Duration:
+    def time_to_live(self) -> _duration_pb2.Duration:
         """Time after which it expires unless renewed. Required."""
 
     @_builtins.property
@@ -756,14 +756,14 @@ class HandOff(_message.Message):
         worker_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
         address: _builtins.str = ...,
-        lease: _duration_pb2.Duration | None = ...,
+        time_to_live: _duration_pb2.Duration | None = ...,
         blocks: Global___BlocksPayload | None = ...,
         opaque: Global___OpaquePayload | None = ...,
         embeddings: Global___EmbeddingsPayload | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "embeddings", b"embeddings", "lease", b"lease", "opaque", b"opaque", "payload", b"payload"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "embeddings", b"embeddings", "opaque", b"opaque", "payload", b"payload", "time_to_live", b"time_to_live"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "embeddings", b"embeddings", "epoch", b"epoch", "hand_off_id", b"hand_off_id", "lease", b"lease", "opaque", b"opaque", "payload", b"payload", "secret", b"secret", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "embeddings", b"embeddings", "epoch", b"epoch", "hand_off_id", b"hand_off_id", "opaque", b"opaque", "payload", b"payload", "secret", b"secret", "time_to_live", b"time_to_live", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_payload: _TypeAlias = _typing.Literal["blocks", "opaque", "embeddings"]  # noqa: Y015
     _WhichOneofArgType_payload: _TypeAlias = _typing.Literal["payload", b"payload"]  # noqa: Y015

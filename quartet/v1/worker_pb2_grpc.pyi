@@ -41,8 +41,8 @@ class WorkerServiceStub:
     model than the one asked for.
     """
     StreamKvSnapshot: _grpc.UnaryStreamMultiCallable[_worker_pb2.StreamKvSnapshotRequest, _worker_pb2.StreamKvSnapshotResponse]
-    """Streams the names of all blocks that the worker could share, as of one number of its topic `kv`: whoever applies the
-    batches above that number knows what it holds from then on. At least one message a rank, however little it holds;
+    """Streams the names of all blocks that the worker could share, as of one number of its topic `kv`. A reader that then
+    applies the batches above that number knows what the worker holds. At least one message a rank, however little it holds;
     the snapshot is whole if the stream ends with OK. UNAVAILABLE: the engine is dead, or took no step in time.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
@@ -63,8 +63,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     model than the one asked for.
     """
     StreamKvSnapshot: _aio.UnaryStreamMultiCallable[_worker_pb2.StreamKvSnapshotRequest, _worker_pb2.StreamKvSnapshotResponse]  # type: ignore[assignment]
-    """Streams the names of all blocks that the worker could share, as of one number of its topic `kv`: whoever applies the
-    batches above that number knows what it holds from then on. At least one message a rank, however little it holds;
+    """Streams the names of all blocks that the worker could share, as of one number of its topic `kv`. A reader that then
+    applies the batches above that number knows what the worker holds. At least one message a rank, however little it holds;
     the snapshot is whole if the stream ends with OK. UNAVAILABLE: the engine is dead, or took no step in time.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
@@ -100,8 +100,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.StreamKvSnapshotRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.StreamKvSnapshotResponse], _abc.AsyncIterator[_worker_pb2.StreamKvSnapshotResponse]]:
-        """Streams the names of all blocks that the worker could share, as of one number of its topic `kv`: whoever applies the
-        batches above that number knows what it holds from then on. At least one message a rank, however little it holds;
+        """Streams the names of all blocks that the worker could share, as of one number of its topic `kv`. A reader that then
+        applies the batches above that number knows what the worker holds. At least one message a rank, however little it holds;
         the snapshot is whole if the stream ends with OK. UNAVAILABLE: the engine is dead, or took no step in time.
         """
 

@@ -1,12 +1,13 @@
-"""How far down a prompt's chain of blocks which ranks have them, with a few probes instead of one a block.
+"""Finds how many leading blocks of a prompt each rank has, with a few probes instead of one a block.
 
-A rank that has a block of a chain normally has all before it: they are computed in order, and evicted last one first.
-So masks only lose bits along the chain. Walking jumps ahead and, where the mask has lost bits, bisects for where it
-lost which. The structure is that of the jumping search of ai-dynamo/dynamo's router (``lib/kv-router``).
+``MaskMap`` maps a block's hash to the bit mask of the ranks that have it. A rank that has a block of a chain normally
+has all blocks before it: they are computed in order, and evicted last one first. So masks only lose bits along the
+chain. ``walk`` jumps ahead. Where a mask has lost bits, it bisects to find where each bit was lost. The structure is
+that of the jumping search of ai-dynamo/dynamo's router (``lib/kv-router``). ``Sweep`` clears bits out of maps.
 
-Where a rank has holes in its chain, each probe still tells the truth about its block. What comes out for a rank is
-then a depth ``n`` such that it has block ``n - 1`` and not block ``n``: never less than its blocks before the first
-hole, and possibly more.
+If a rank has holes in its chain, each probe is still right about its block. The depth ``n`` found for that rank is then
+one such that it has block ``n - 1`` and not block ``n``: never less than its blocks before the first hole, and possibly
+more.
 """
 
 from __future__ import annotations
@@ -14,33 +15,38 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-#: Places, as a mask, whose first ``depth`` blocks are there and whose next one is not: (depth, mask).
+#: (depth, mask): the ranks of ``mask`` have the first ``depth`` blocks, and not the next one.
 Group: TypeAlias = tuple[int, int]
 
-#: A block that was looked at: (position, mask of all ranks, who of those that are followed counts as there).
+#: ``mask_of(sequence_hash, 0)`` is the mask of the ranks that have a block; 0: no rank has it.
+MaskOf: TypeAlias = Callable[[int, int], int]
+
+#: A block that was probed: (position, mask of all ranks, mask of those of the walk that count as having it).
 _Probe: TypeAlias = tuple[int, int, int]
 
-# Of 16 to 256, measured: longer ones save probes where much matches, shorter ones where little does.
+# The best of 16 to 256 measured: longer jumps save probes if much matches, shorter ones if little does.
 _JUMP = 64
 
-
-# Beginnings remembered.
+# Prompt beginnings that ``Walker`` remembers.
 _MAX_FORKS = 1 << 12
+
+# Masks remembered for sharing: with 1000 ranks, some 15 MB.
+_MAX_SHARED = 1 << 16
 
 
 class Walker:
-    """Walks from the first block on, and remembers where places first dropped out.
+    """Walks from the first block on, and remembers where some ranks first lacked a block.
 
-    Prompts that begin alike mostly part at the same block again, the end of a system prompt, which two probes confirm.
-    What is remembered decides only where is looked first, never what is found.
+    Prompts that begin alike mostly part at the same block again, the end of a system prompt; two probes confirm it.
+    What is remembered only decides which block is probed first, never the result.
     """
 
     def __init__(self, mask_of: MaskOf) -> None:
         self._mask_of = mask_of
-        self._forks: dict[int, int] = {}  # by first block: the first one that some places lacked
+        self._forks: dict[int, int] = {}  # by first block: the first block that some ranks lacked
 
     def walk(self, sequence_hashes: Sequence[int], ranks: int) -> list[Group]:
-        """As ``walk`` from block 0, of at least one."""
+        """As ``walk`` from block 0; there is at least one block."""
         first = sequence_hashes[0]
         fork = self._forks.get(first)
         if fork is not None and fork < len(sequence_hashes):
@@ -61,9 +67,10 @@ class Walker:
 
 
 def walk(mask_of: MaskOf, sequence_hashes: Sequence[int], start: int, ranks: int) -> list[Group]:
-    """Groups of those of ``ranks`` that have block ``start``, by ascending depth; masks are disjoint, not zero.
+    """Groups of those of ``ranks``, a mask, that have block ``start``, by ascending depth.
 
-    ``ranks`` are known, or taken, to have the blocks before ``start``, which is less than the number of blocks.
+    Masks are disjoint and not zero. ``ranks`` count as having the blocks before ``start``, which is less than the
+    number of blocks.
     """
     groups: list[Group] = []
     low, last = start, len(sequence_hashes) - 1
@@ -75,7 +82,7 @@ def walk(mask_of: MaskOf, sequence_hashes: Sequence[int], start: int, ranks: int
             break
         high = low + _JUMP if low + _JUMP < last else last  # a call of min() costs as much as half a probe
         high_mask = mask_of(sequence_hashes[high], 0)
-        # Sharing makes most equal masks one object, and `is` spares arithmetic on long integers.
+        # Most equal masks are one shared object, and `is` saves arithmetic on long integers.
         if high_mask is not low_mask:
             left = high_mask & alive
             if left != alive:
@@ -87,10 +94,10 @@ def walk(mask_of: MaskOf, sequence_hashes: Sequence[int], start: int, ranks: int
 
 
 def _split(groups: list[Group], mask_of: MaskOf, sequence_hashes: Sequence[int], above: _Probe, below: _Probe) -> None:
-    """Add the groups that end between two blocks: of those who have the one above without those left below."""
+    """Add the groups that end between two blocks: the ranks that have the one above and not the one below."""
     low, low_mask, alive = above
     high, high_mask, left = below
-    ahead: list[_Probe] = []  # further down, put off
+    ahead: list[_Probe] = []  # further down, for later
     while True:
         while high - low > 1:
             middle = (low + high) >> 1
@@ -99,7 +106,7 @@ def _split(groups: list[Group], mask_of: MaskOf, sequence_hashes: Sequence[int],
                 low = middle
             elif mask is high_mask:
                 high = middle
-            # Who is left further down counts as there, whatever a gap in between says.
+            # A rank that has the block below counts as having this one too, even if there is a gap.
             elif (there := mask & alive | left) == alive:
                 low, low_mask = middle, mask
             elif there == left:
@@ -114,20 +121,11 @@ def _split(groups: list[Group], mask_of: MaskOf, sequence_hashes: Sequence[int],
         high, high_mask, left = ahead.pop()
 
 
-# A flat map from sequence hash to the bit mask of the ranks that have the block.
-
-#: Mask of the ranks that have a block; 0 where nobody does.
-MaskOf: TypeAlias = Callable[[int, int], int]
-
-# Masks remembered for sharing: at 1000 places some 15 MB.
-_MAX_SHARED = 1 << 16
-
-
 class MaskMap:
-    """Blocks and who has them. No mask in it is zero.
+    """A flat map from sequence hash to the bit mask of the ranks that have the block. No mask in it is zero.
 
-    Mask objects are shared: what one event stores or removes mostly had one and the same mask before, and so has one
-    after. That saves their memory, and lets ``is`` tell equal masks.
+    Mask objects are shared: the blocks of one event mostly have the same mask before it, and so the same one after it.
+    That saves memory, and ``is`` finds equal masks.
     """
 
     def __init__(self) -> None:
@@ -135,11 +133,11 @@ class MaskMap:
         #: The map, to be read only.
         self.masks: Mapping[int, int] = self._masks
         self._shared: dict[int, int] = {}
-        #: ``mask_of(sequence_hash, 0)``; the dict's own method, since a call of ours would cost as much again.
+        #: The dict's own method, since a method of ours would cost as much again.
         self.mask_of: MaskOf = self._masks.get
 
     def add(self, bit: int, sequence_hashes: Iterable[int]) -> None:
-        """The place of ``bit`` has these blocks."""
+        """The rank of ``bit`` has these blocks."""
         masks = self._masks
         get = masks.get
         before, after = 0, 0
@@ -176,7 +174,7 @@ class MaskMap:
 
 
 class Sweep:
-    """Takes bits out of every mask of some maps, a piece at a time; meanwhile nobody may add these bits."""
+    """Takes bits out of every mask of some maps, a piece at a time; until it is done, these bits must not be added."""
 
     def __init__(self, bits: int, maps: Sequence[MaskMap]) -> None:
         self.bits = bits

@@ -1,1 +1,1 @@
-"""Media of requests: fetched and checked here, and by nobody else. ``docs/multimodal.md`` tells what may be fetched."""
+"""Media of requests. Only the router fetches and checks them; ``docs/multimodal.md`` says what it may fetch."""

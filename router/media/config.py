@@ -18,17 +18,17 @@ class MediaConfig:
     Attributes:
         allowed_local_paths: directories whose files ``file:`` URLs may name; none by default.
         allowed_schemes: of ``http`` and ``https``; none by default.
-        allowed_hosts: whose URLs are followed: ``name``, ``*.name`` (all below it) or ``*`` (all), each with ``:port``
-            where the port is not the scheme's own; none by default.
-        allowed_private_networks: CIDRs that hosts' addresses may lie in though they are not public.
+        allowed_hosts: hosts whose URLs are followed: ``name``, ``*.name`` (all below it) or ``*`` (all), each with
+            ``:port`` if the port is not the scheme's own; none by default.
+        allowed_private_networks: CIDRs of networks that are not public in which hosts may still be.
         max_size_bytes: of one item's file.
         max_pixels: of one picture; 4096 x 4096 by default.
         max_items: of one request.
-        fetch_timeout_s: for one item, from asking to the last byte.
-        max_redirects: that are followed for one item.
+        fetch_timeout_s: for one item, from the request to the last byte.
+        max_redirects: redirects to follow for one item.
         max_concurrent_fetches: of all requests together; further ones wait.
-        max_held_bytes: of the files of all requests that run, together; further requests wait. A request keeps its
-            files until it ends, as another attempt may need them.
+        max_held_bytes: of the files of all running requests together; further requests wait. A request keeps its files
+            until it ends, since another attempt may need them.
     """
 
     allowed_local_paths: tuple[Path, ...] = ()

@@ -1,4 +1,8 @@
-"""A request's media at an encode worker, and at another one where that fails."""
+"""Encodes a request's media at an encode worker, and at another one if that fails.
+
+``Encoding`` is the encoding of one request's items, from the choice of a worker to the hand-offs that a prefill pulls.
+``ReadyInputs`` is what one prefill gets of it, or the plain files. ``KnownSizes`` remembers how many tokens items fill.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import random
 import re
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from quartet.discovery.base import Rank
@@ -20,34 +24,32 @@ from quartet.streams.messages import EncodeStart, MediaInput, RequestContext
 from router.book import Booking, numbering
 from router.fleet import Hops, KeptHandOff
 from router.kv_index.index import PrefixIndex
-from router.workers import PoolKey, WorkerTable, choose_encode
+from router.workers import EncodeCandidate, PoolKey, WorkerTable
 
-# How long a worker that was sent an item is taken to have it, until it says so itself.
+# For how long a worker that was sent an item counts as having it, until its KV events say so.
 _PREDICTION_LIFE_S = 30.0
 
 _ITEM = re.compile(r"(?:items|media)\[(\d+)\]")
 
-
-# How many tokens media fill, as workers told it.
-
-# A router that knows the size of a picture needs not wait for a worker to tell it; each takes some 200 bytes.
+# A router that knows the size of a picture need not wait for a worker to report it; each takes some 200 bytes.
 _MAX_KNOWN_SIZES = 65_536
 
 
 class KnownSizes:
-    """Sizes of those items that were told last.
+    """How many tokens items fill, as workers reported it last; the most recent items are kept.
 
-    By media id alone: in it is the preprocessing fingerprint, which covers ``config.json`` and the processor's files:
-    items of models that count otherwise have other ids. Where workers disagree, whoever spoke last is believed.
+    The media id is the only key. It contains the preprocessing fingerprint, which covers ``config.json`` and the
+    processor's files, so an item has another id for a model that counts differently. If workers disagree, the last
+    report counts.
     """
 
     def __init__(self, max_known: int = _MAX_KNOWN_SIZES) -> None:
-        """Know of none, and of ``max_known`` at most."""
+        """No size is known; at most ``max_known`` are kept."""
         self._max_known = max_known
         self._sizes: OrderedDict[bytes, MediaSize] = OrderedDict()
 
     def find(self, items: Sequence[MediaItem]) -> Sequence[MediaSize] | None:
-        """Of all ``items``; ``None`` where any is unknown."""
+        """The sizes of all ``items``; ``None``: some are unknown."""
         sizes = [self._sizes.get(item.media_id) for item in items]
         for item in items:
             if item.media_id in self._sizes:
@@ -55,7 +57,7 @@ class KnownSizes:
         return None if None in sizes else [size for size in sizes if size is not None]
 
     def learn(self, sizes: Sequence[MediaSize]) -> None:
-        """A worker told these: what was known of them otherwise is forgotten."""
+        """A worker reported these sizes; they replace what was known."""
         for size in sizes:
             self._sizes[size.media_id] = size
             self._sizes.move_to_end(size.media_id)
@@ -63,14 +65,14 @@ class KnownSizes:
             self._sizes.popitem(last=False)
 
     def forget(self, items: Sequence[MediaItem]) -> None:
-        """What is known of ``items`` may be wrong."""
+        """Forget the sizes of ``items``, which may be wrong."""
         for item in items:
             self._sizes.pop(item.media_id, None)
 
     def learn_total(self, items: Sequence[MediaItem], num_tokens: int) -> None:
-        """A worker told how many tokens ``items`` fill together: where all but one are known, its size follows.
+        """A worker reported how many tokens ``items`` fill together. If all sizes but one are known, that one follows.
 
-        Where what is known can't be so, it is forgotten.
+        Known sizes that contradict the report are forgotten.
         """
         counts = Counter(item.media_id for item in items)
         known = {name: self._sizes[name].num_tokens for name in counts if name in self._sizes}
@@ -90,7 +92,7 @@ class EncodeTools:
 
     Attributes:
         timeout_s: longest encode, the worker's queue included.
-        max_attempts: workers that are asked for one, in all.
+        max_attempts: attempts for one request, in all.
         sleep: pauses between attempts, in seconds.
     """
 
@@ -106,14 +108,14 @@ class EncodeTools:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeOrder:
-    """What one request wants encoded.
+    """The items of one request to encode.
 
     Attributes:
-        fields: what the client calls each item.
-        context: of the request; attempt, time and numbers are filled in.
-        numbers: of its encodes, each of which has another as its attempt.
+        fields: the client's name for each item.
+        context: makes the request's context, given attempt, time and numbers.
+        numbers: attempt numbers, one for each encode.
         deadline: of the request, monotonic seconds.
-        avoid: ids of workers that failed it, which are added here.
+        avoid: ids of workers that failed it; each failure adds one.
     """
 
     pool: PoolKey
@@ -126,13 +128,13 @@ class EncodeOrder:
 
 
 class Encoding:
-    """Runs from the moment it is made. Whoever made it closes it; what nobody took by then is let go of.
+    """The encoding of one request's items. It starts when it is made; its maker closes it.
 
     Attributes:
-        rank: where it is encoded now, or was last.
+        rank: where the items are encoded now, or were last.
         duration_s: how long it took; 0 before its end.
-        told_sizes: of the items, as the worker that encodes them says; that may be other than ``sizes`` gave. Empty:
-            it has said nothing yet.
+        reported_sizes: of the items, as reported by the worker that encodes them; they may differ from what ``sizes``
+            returned. Empty: it has reported none yet.
     """
 
     def __init__(
@@ -142,10 +144,10 @@ class Encoding:
         sizes: Sequence[MediaSize] | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """``sizes`` of the items, where they are known; ``on_end`` is told when it has ended, well or badly."""
+        """``sizes`` of the items, if they are known; ``on_end`` is called when it has ended, well or badly."""
         self.rank: Rank | None = None
         self.duration_s = 0.0
-        self.told_sizes: Sequence[MediaSize] = ()
+        self.reported_sizes: Sequence[MediaSize] = ()
         self._order = order
         self._tools = tools
         self._hashes = [media_hash(item.media_id) for item in order.items]
@@ -159,7 +161,7 @@ class Encoding:
         self._on_end = on_end
 
     async def sizes(self) -> Sequence[MediaSize]:
-        """Wait until the size of each item is known, in order. Raises ``ServingError``, with the client's field."""
+        """Wait until the size of each item is known; in order. Raises ``ServingError``, with the client's field."""
         return await asyncio.shield(self._sizes)
 
     async def ended(self) -> None:
@@ -170,13 +172,13 @@ class Encoding:
         self._work.result()
 
     def take(self) -> Sequence[HandOff]:
-        """The hand-off of each item, in order, of one that has ended well; they are the caller's then."""
+        """The hand-off of each item, in order, after it has ended well. The caller owns them from then on."""
         self._stop_keeping()
         hand_offs, self._hand_offs = self._hand_offs, ()
         return hand_offs
 
     def close(self) -> None:
-        """End it, and let go of what nobody took. May be called twice."""
+        """End it, and drop the hand-offs that were not taken. May be called twice."""
         self._work.cancel()
         self._stop_keeping()
         for hand_off in self._hand_offs:
@@ -200,7 +202,7 @@ class Encoding:
     async def _attempt(self) -> None:
         rank = self._choose()
         tools, order = self._tools, self._order
-        booking = tools.table.book_encode(rank, len(order.items))
+        booking = tools.table.reserve_encode(rank, len(order.items))
         kept: list[KeptHandOff] = []
         call, self.rank = None, rank
         try:
@@ -210,7 +212,7 @@ class Encoding:
                 )
                 for item_hash in self._hashes:
                     tools.index.predict(rank, (item_hash,), time.monotonic() + _PREDICTION_LIFE_S)
-                self._tell(await call.sizes())
+                self._learn(await call.sizes())
                 self._hand_offs = await call.hand_offs()
                 self._kept, kept = kept, []
         except TimeoutError as error:
@@ -246,19 +248,19 @@ class Encoding:
         )
         return EncodeStart(context=context, items=tuple(order.items))
 
-    def _tell(self, sizes: Sequence[MediaSize]) -> None:
+    def _learn(self, sizes: Sequence[MediaSize]) -> None:
         if [size.media_id for size in sizes] != [item.media_id for item in self._order.items]:
-            raise WorkerUnavailableError("an encode worker named the items otherwise than they are called")
+            raise WorkerUnavailableError("an encode worker reported sizes of other items")
         if not self._sizes.done():
             self._sizes.set_result(sizes)
-        self.told_sizes = sizes
+        self.reported_sizes = sizes
         self._tools.sizes.learn(sizes)
 
     def _settle(self, work: asyncio.Task[None]) -> None:
         error = WorkerUnavailableError("the encoding was ended") if work.cancelled() else work.exception()
         if not self._sizes.done() and error is not None:
             self._sizes.set_exception(error)
-            self._sizes.exception()  # that nobody may ask for it is no mistake
+            self._sizes.exception()  # it may never be awaited, which is no mistake
         self._on_end()
 
     def _stop_keeping(self) -> None:
@@ -268,10 +270,10 @@ class Encoding:
 
 
 class ReadyInputs:
-    """A request's media as one prefill is given them. Made by ``RequestMedia.ready``.
+    """A request's media in the form that one prefill gets. Made by ``RequestMedia.ready``.
 
     Attributes:
-        sizes: of hand-offs, as they are; of files, as far as they are known; empty: they are not.
+        sizes: of the items; for files, as far as they are known; empty: they are unknown.
     """
 
     def __init__(
@@ -292,7 +294,7 @@ class ReadyInputs:
         return 0.0 if self._encoding is None else self._encoding.duration_s
 
     def take(self) -> Sequence[MediaInput]:
-        """Files, or hand-offs, which are the caller's from now on. Once."""
+        """Files, or hand-offs, which the caller owns from now on. To be called once."""
         self._on_taken()
         if self._encoding is None:
             return [MediaInput(item.media_id, item.file) for item in self._items]
@@ -300,8 +302,33 @@ class ReadyInputs:
         return list(map(MediaInput, ids, self._encoding.take()))
 
 
+def choose_encode(
+    candidates: Sequence[EncodeCandidate],
+    num_cached: Mapping[Rank, int],
+    avoid: frozenset[str],
+    rng: random.Random,
+) -> Rank | None:
+    """The encode worker for a request's media: the one that has most of the items cached, then the least busy one.
+
+    Args:
+        candidates: workers that can encode the items.
+        num_cached: how many of the items each has cached.
+        avoid: ids of workers that just failed the request; chosen only if no other is left.
+        rng: breaks ties, so that several routers with the same picture don't all send to the same worker.
+
+    Returns:
+        ``None``: there are no candidates.
+    """
+    able = [candidate for candidate in candidates if candidate.rank.worker_id not in avoid] or candidates
+    if not able:
+        return None
+    keys = [(-num_cached.get(candidate.rank, 0), candidate.num_items) for candidate in able]
+    best = min(keys)
+    return rng.choice([candidate.rank for candidate, key in zip(able, keys, strict=True) if key == best])
+
+
 def client_error(error: ServingError, fields: Sequence[str]) -> ServingError:
-    """``error`` of a worker, with what the client calls the item that is at fault."""
+    """``error`` of a worker, with the client's name for the item that caused it."""
     match = _ITEM.match(error.field or "")
     if match is None or int(match[1]) >= len(fields):
         return error

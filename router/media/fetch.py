@@ -1,4 +1,8 @@
-"""From the media that a request names to files that are checked and have names."""
+"""Fetches the media that a request names, checks the files and gives each its media id.
+
+``MediaFetcher`` does this for all requests. ``data:`` URLs are read by ``read_data_url``, ``file:`` URLs by
+``LocalFiles``, and ``http:`` URLs by ``router.media.http``.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +38,23 @@ from router.media.http import HttpFiles
 
 ResultT = TypeVar("ResultT")
 
-# Work on less is done before a thread would have begun.
+# Work on smaller files is done before a thread would have begun.
 _MAX_INLINE_SIZE_BYTES = 64 * 1024
 
-# Their own: files that hang must not keep prompts from being tokenized, which is done on the loop's threads.
+# Threads of its own: files that hang must not delay tokenizing, which uses the event loop's threads.
 _NUM_THREADS = 4
+
+# The header of a file with one tensor has about a hundred bytes.
+_MAX_HEADER_SIZE_BYTES = 64 * 1024
+
+# A FIFO without a writer must not block the thread; what is opened is checked before it is read.
+_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class MediaFetcher:
-    """The one rank that follows a client's URLs. Serves all requests of a router, on one event loop."""
+    """Follows clients' URLs; nothing else in the router does. Serves all its requests, on one event loop."""
 
     def __init__(
         self,
@@ -67,17 +79,17 @@ class MediaFetcher:
     async def fetch(
         self, parts: Sequence[MediaPart], fields: Sequence[str], fingerprint: bytes
     ) -> tuple[MediaItem, ...]:
-        """The items of a request, in order. The first failure cancels what is under way for the others.
+        """The items of a request, in order. The first failure cancels the other items.
 
         Args:
-            parts: as the client names them; what a URL leads to is taken as a picture.
-            fields: of each part, the name in the request that errors tell.
+            parts: as the client names them; a URL leads to a picture.
+            fields: of each part, its name in the request, for errors.
             fingerprint: of the model's preprocessing.
 
         Raises:
-            InvalidRequestError: too many parts; names the first that is one too many.
-            InvalidMediaError: a malformed URL, or a file that is none of media.
-            MediaFetchError: a URL gives nothing, or not in time.
+            InvalidRequestError: too many parts; names the first one beyond the limit.
+            InvalidMediaError: a malformed URL, or a file that is no picture or embeddings.
+            MediaFetchError: the file of a URL can't be had, or not in time.
             MediaNotAllowedError: the configuration forbids following a URL.
             MediaTooLargeError: more bytes or pixels than allowed.
         """
@@ -103,7 +115,7 @@ class MediaFetcher:
             check_size(len(file.data), self._config)
             return await self._work(len(file.data), lambda: make_item(file, fingerprint, self._config))
         except ServingError as error:
-            # Those below know the file, but not how the client calls it.
+            # The functions below know the file, but not the client's name for it.
             raise type(error)(error.message, field=field) from error
 
     async def _follow(self, url: str) -> bytes:
@@ -127,23 +139,19 @@ class MediaFetcher:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-# What can be said of a file before a worker has it: enough to refuse what could never be embedded.
-
-# That of a file with one tensor has about a hundred.
-_MAX_HEADER_SIZE_BYTES = 64 * 1024
-
-
 def check_size(size_bytes: int, config: MediaConfig) -> None:
-    """Raise ``MediaTooLargeError`` where a file has more bytes than allowed."""
+    """Raise ``MediaTooLargeError`` if a file has more bytes than allowed."""
     if size_bytes > config.max_size_bytes:
         raise MediaTooLargeError(f"the file has {size_bytes} bytes, more than the {config.max_size_bytes} allowed")
 
 
 def make_item(file: MediaFile, fingerprint: bytes, config: MediaConfig) -> MediaItem:
-    """``file``, checked, with its name; takes time in proportion to its size.
+    """``file`` with its media id, checked well enough to refuse files that could never be embedded.
+
+    The time that it takes grows with the file's size.
 
     Raises:
-        InvalidMediaError: no picture that we read, or no safetensors file.
+        InvalidMediaError: no picture that can be read, or no safetensors file.
         MediaTooLargeError: more pixels than allowed.
     """
     if file.kind is MediaKind.IMAGE:
@@ -154,7 +162,7 @@ def make_item(file: MediaFile, fingerprint: bytes, config: MediaConfig) -> Media
 
 
 def _check_safetensors(data: bytes) -> None:
-    """The header's length as little-endian u64, then that of JSON, then tensors; which ones, the worker checks."""
+    """The header's length as little-endian u64, the header as JSON, then tensors; the worker checks which ones."""
     if len(data) < 8:
         raise InvalidMediaError("the embeddings are no safetensors file")
     (size_bytes,) = struct.unpack_from("<Q", data)
@@ -168,17 +176,14 @@ def _check_safetensors(data: bytes) -> None:
         raise InvalidMediaError("the embeddings' safetensors header is no JSON object")
 
 
-# ``data:`` URLs (RFC 2397): the bytes are in the URL.
-
-
 def read_data_url(url: str, max_size_bytes: int) -> bytes:
-    """The bytes in ``url``; its media type is not looked at, as files tell their own.
+    """The bytes in a ``data:`` URL (RFC 2397). Its media type is ignored, since files show their own.
 
-    Base64 may have white space in it and lack its padding.
+    Base64 may contain white space and lack its padding.
 
     Raises:
         InvalidMediaError: malformed.
-        MediaTooLargeError: more bytes than ``max_size_bytes``; found before any is decoded.
+        MediaTooLargeError: more bytes than ``max_size_bytes``; raised before decoding.
     """
     header, comma, payload = url.partition(",")
     if not comma:
@@ -188,7 +193,7 @@ def read_data_url(url: str, max_size_bytes: int) -> bytes:
     is_base64 = header.lower().endswith(";base64")
     if is_base64:
         payload = "".join(payload.split())
-    # Of three characters of an escape one byte remains; of four characters of base64, three, less the padding.
+    # Three characters of an escape are one byte; four characters of base64 are three, less the padding.
     size_bytes = len(payload) - 2 * payload.count("%")
     if is_base64:
         size_bytes = size_bytes * 3 // 4 - 2
@@ -205,16 +210,8 @@ def _decode_base64(text: bytes) -> bytes:
         raise InvalidMediaError("the data: URL's base64 is malformed") from error
 
 
-# ``file:`` URLs (RFC 8089): files of this machine, below the directories that are allowed.
-
-# A FIFO nobody writes to must not hold us up; what is opened is looked at before it is read.
-_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-
-_DIRECTORY_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC
-
-
 class LocalFiles:
-    """Regular files below some directories. Links are followed first and what they lead to is checked."""
+    """``file:`` URLs (RFC 8089): regular files below some directories. Links are followed before the check."""
 
     def __init__(self, directories: Sequence[Path], max_size_bytes: int) -> None:
         self._directories = [os.fsencode(directory) for directory in directories]
@@ -226,7 +223,7 @@ class LocalFiles:
         Raises:
             InvalidMediaError: a malformed URL, or no regular file.
             MediaFetchError: not there, or not readable.
-            MediaNotAllowedError: outside of the directories, whether it is there or not.
+            MediaNotAllowedError: outside of the directories, whether the file exists or not.
             MediaTooLargeError: more bytes than allowed.
         """
         path = os.path.realpath(_path_of(url))
@@ -274,7 +271,7 @@ def _path_of(url: str) -> bytes:
 def _open_below(directory: bytes, relative_path: bytes) -> int:
     """A descriptor of the file; the caller closes it.
 
-    No step follows a link: the path has none left in it, so one that is met was put there after the path was checked.
+    No step follows a link. The checked path has none left in it, so a link on the way was made after the check.
     """
     *parents, name = relative_path.split(b"/")
     parent = os.open(directory, _DIRECTORY_FLAGS)

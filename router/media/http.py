@@ -1,6 +1,6 @@
 """``http:`` and ``https:`` URLs: files of hosts that are allowed, at addresses that are allowed.
 
-The address is checked where the socket is made for it, so nothing can lie between check and dialling: no second look-up
+The address is checked when its socket is made, so nothing can change between the check and dialling: no second look-up
 of the name, no other spelling of an address, no proxy.
 """
 
@@ -22,7 +22,7 @@ _HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "q
 
 
 class HttpFiles:
-    """Fetches files, each on a connection of its own. How long one may take is the caller's to say."""
+    """Fetches files, each on a connection of its own. The caller limits how long that takes."""
 
     def __init__(
         self, config: MediaConfig, resolver: AbstractResolver | None = None, ssl_context: ssl.SSLContext | None = None
@@ -39,7 +39,7 @@ class HttpFiles:
 
         Raises:
             InvalidMediaError: a malformed URL, or one with a user in it.
-            MediaFetchError: no answer, or another than the file as it is; too many redirects.
+            MediaFetchError: no answer, or one that is not the plain file; too many redirects.
             MediaNotAllowedError: its scheme, host, port or address, or that of a redirect.
             MediaTooLargeError: more bytes than allowed.
         """
@@ -55,17 +55,17 @@ class HttpFiles:
         raise MediaFetchError(f"the URL redirects more than {self._config.max_redirects} times")
 
     async def close(self) -> None:
-        """Close whatever is open."""
+        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 
     def _open_session(self) -> aiohttp.ClientSession:
-        # Made late: a session belongs to the loop that runs.
+        # Made late, since a session belongs to the running event loop.
         if self._session is None:
             connector = aiohttp.TCPConnector(
                 resolver=self._resolver,
                 use_dns_cache=False,
-                # One address after the other: raced ones would hide which of them was refused.
+                # One address after the other: if they raced, the refused ones would not be seen.
                 happy_eyeballs_delay=None,
                 socket_factory=self._make_socket,
                 ssl=self._ssl_context or True,

@@ -1,8 +1,8 @@
-"""Where requests with media wait before anything of theirs is fetched or encoded, best rank first.
+"""The queue of requests with media, in which they wait before any of their files is fetched or encoded.
 
-What is encoded stays in the encode workers' pools until a prefill has pulled it, and files stay in the router's memory
-as long as their request may need them again. Without this line a tenant that sends a thousand pictures would fill both,
-and everybody else's would wait behind them. It has the order of the router's queue: priority, fair share, arrival.
+Embeddings stay in the encode workers' pools until a prefill has pulled them, and files stay in the router's memory as
+long as their request may need them again. Without this queue, a tenant that sends a thousand pictures would fill both,
+and all other requests would wait behind these. Its order is that of the router's queue: priority, fair share, arrival.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from quartet.errors import QueueFullError
 from router.fair_share import FairShare
 from router.workers import PoolKey
 
-#: Of the embeddings that a pool's encode workers have room for, what one router's requests may pin.
+#: The share of the embeddings that a pool's encode workers have room for that one router's requests may pin.
 _PINNED_SHARE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
 class MediaOrder:
-    """What one request will take up.
+    """The room that one request needs.
 
     Attributes:
-        num_encode_tokens: of embeddings at encode workers, at most; 0: none encodes for it.
-        num_bytes: of its files in the router's memory, at most.
+        num_encode_tokens: tokens of embeddings at encode workers, at most; 0: no encode worker encodes for it.
+        num_bytes: bytes of its files in the router's memory, at most.
     """
 
     pool: PoolKey
@@ -39,13 +39,13 @@ class MediaOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class MediaLineConfig:
-    """Bounds of the line.
+    """Bounds of the queue.
 
     Attributes:
-        max_bytes: of the files of all requests that are in, together.
-        max_length: requests that wait at most; of more, who stands last is refused.
+        max_bytes: of the files of all admitted requests together.
+        max_length: requests that wait at most; of more, the last one is refused.
         timeout_s: longest wait.
-        retry_delay_s: what refused clients are told to wait.
+        retry_delay_s: after how long refused clients should try again.
     """
 
     max_bytes: int
@@ -55,7 +55,7 @@ class MediaLineConfig:
 
 
 class MediaRoom:
-    """What one request has taken up. Whoever got it closes it."""
+    """The room that one request has. The caller of ``MediaLine.enter`` closes it."""
 
     def __init__(self, order: MediaOrder, line: MediaLine) -> None:
         """Made by ``MediaLine.enter``."""
@@ -64,19 +64,19 @@ class MediaRoom:
         self.num_encode_tokens, self.num_bytes = order.num_encode_tokens, order.num_bytes
 
     def fetched(self, num_bytes: int) -> None:
-        """Its files are here, and so large."""
+        """Its files are here, and have ``num_bytes`` bytes."""
         self._change(self.num_encode_tokens, min(num_bytes, self.num_bytes))
 
     def sized(self, num_encode_tokens: int) -> None:
-        """Its embeddings are so many."""
+        """Its embeddings are those of ``num_encode_tokens`` tokens."""
         self._change(min(num_encode_tokens, self.num_encode_tokens), self.num_bytes)
 
     def pulled(self) -> None:
-        """Its embeddings are pinned nowhere any more. May be called again."""
+        """No encode worker holds its embeddings any more. May be called again."""
         self._change(0, self.num_bytes)
 
     def close(self) -> None:
-        """Nothing of it is held any more. May be called again."""
+        """Give all of its room back. May be called again."""
         self._change(0, 0)
 
     def _change(self, num_encode_tokens: int, num_bytes: int) -> None:
@@ -86,19 +86,17 @@ class MediaRoom:
             self._line.give_back(self._pool, tokens, freed)
 
 
-@dataclass(eq=False, kw_only=True)
-class _Waiting:
-    order: MediaOrder
-    rank: tuple[int, float, int]
-    start: float
-    let_in: asyncio.Future[MediaRoom] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-
 class MediaLine:
-    """Lives on the event loop. ``encode_room`` tells the tokens that the encode workers of a pool have room for."""
+    """Requests with media that wait for room, best rank first. Runs on the event loop."""
 
     def __init__(self, config: MediaLineConfig, share: FairShare, encode_room: Callable[[PoolKey], int]) -> None:
-        """Nobody is in; ``share`` is this line's own."""
+        """No request has room yet.
+
+        Args:
+            config: bounds.
+            share: orders requests of one priority; it belongs to this queue alone.
+            encode_room: tokens whose embeddings the encode workers of a pool have room for.
+        """
         self._config = config
         self._share = share
         self._encode_room = encode_room
@@ -113,16 +111,16 @@ class MediaLine:
         return len(self._line)
 
     async def enter(self, order: MediaOrder) -> MediaRoom:
-        """Wait for the request's turn. Leaves nothing behind when cancelled.
+        """Wait for room. Leaves nothing behind when cancelled.
 
         Raises:
-            QueueFullError: too many wait that come first, or its turn did not come in time.
+            QueueFullError: too many requests wait before it, or no room came in time.
         """
         self._num_arrived += 1
         start = self._share.start(order.tenant, max(order.num_encode_tokens, 1))
         waiting = _Waiting(order=order, rank=(-order.priority, start, self._num_arrived), start=start)
         insort(self._line, waiting, key=attrgetter("rank"))
-        self.look()
+        self.poll()
         if len(self._line) > self._config.max_length:
             last = self._line.pop()
             last.let_in.set_exception(self._refusal("too many requests with media wait"))
@@ -136,16 +134,16 @@ class MediaLine:
             self._leave(waiting)
             raise
 
-    def look_in(self, order: MediaOrder) -> MediaRoom:
-        """For a request that only asks, and takes up nothing for long: at once, and it counts for nothing."""
+    def preview(self, order: MediaOrder) -> MediaRoom:
+        """Room for a request that is only explained: it does not wait, and its room does not count."""
         return MediaRoom(replace(order, num_encode_tokens=0, num_bytes=0), self)
 
-    def look(self) -> None:
-        """Let in whom there is room for: nobody goes before one of the same pool that stands ahead."""
+    def poll(self) -> None:
+        """Let requests in that there is room for; a request never overtakes another one of its pool."""
         full: set[PoolKey] = set()
         for waiting in tuple(self._line):
             order = waiting.order
-            if waiting.let_in.done():  # cancelled in this very moment: it leaves by itself
+            if waiting.let_in.done():  # just cancelled: it leaves by itself
                 continue
             if self._num_bytes and self._num_bytes + order.num_bytes > self._config.max_bytes:
                 return
@@ -163,21 +161,21 @@ class MediaLine:
             waiting.let_in.set_result(MediaRoom(order, self))
 
     def give_back(self, pool: PoolKey, num_encode_tokens: int, num_bytes: int) -> None:
-        """So much of what is in is free again."""
+        """So much room is free again."""
         self._num_bytes -= num_bytes
         if num_encode_tokens:
             self._num_encode_tokens[pool] -= num_encode_tokens
             if not self._num_encode_tokens[pool]:
                 del self._num_encode_tokens[pool]
         if self._line:
-            self.look()
+            self.poll()
 
     def _leave(self, waiting: _Waiting) -> None:
-        """It wants nothing any more, and may have been let in, or refused, in this very moment."""
+        """It waits no more; it may have been let in, or refused, just before."""
         let_in = waiting.let_in
         if waiting in self._line:
             self._line.remove(waiting)
-            self.look()
+            self.poll()
         elif let_in.done() and not let_in.cancelled() and let_in.exception() is None:
             let_in.result().close()
             return
@@ -185,8 +183,16 @@ class MediaLine:
 
     def _has_encode_room(self, order: MediaOrder) -> bool:
         taken = self._num_encode_tokens.get(order.pool, 0)
-        # One alone is let in whatever it takes: the worker says whether that can be.
+        # A request alone is let in whatever it needs: the worker refuses it if that is too much.
         return not taken or taken + order.num_encode_tokens <= _PINNED_SHARE * self._encode_room(order.pool)
 
     def _refusal(self, message: str) -> QueueFullError:
         return QueueFullError(message, retry_delay_s=self._config.retry_delay_s)
+
+
+@dataclass(eq=False, kw_only=True)
+class _Waiting:
+    order: MediaOrder
+    rank: tuple[int, float, int]
+    start: float
+    let_in: asyncio.Future[MediaRoom] = field(default_factory=lambda: asyncio.get_running_loop().create_future())

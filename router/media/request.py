@@ -1,4 +1,8 @@
-"""One request's media, from what the client names to what each of its prefills is given."""
+"""One request's media, from the items that the client names to the inputs of each of its prefills.
+
+``prepare_media`` waits for room, fetches the files, decides how they get into the prompt, and begins to encode. It
+returns a ``RequestMedia``, which the request's attempts ask for inputs (``RequestMedia.ready``).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff
 from quartet.kvcache.media_spans import check_placeholders, expand_placeholders
 from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaPart, MediaSize, MediaUrl
-from quartet.streams.chunks import MAX_START_MEDIA_BYTES
+from quartet.rpc.channels import MAX_API_MESSAGE_BYTES
 from quartet.streams.messages import MediaInput, RequestContext
 from quartet.text.model_text import MediaText, ModelText
 from router.media.encode import EncodeOrder, EncodeTools, Encoding, KnownSizes, ReadyInputs, client_error
@@ -38,7 +42,7 @@ class MediaFetch(Protocol):
 
 @dataclass(frozen=True)
 class MediaTools:
-    """What requests' media are got and encoded with; files of ``max_item_bytes`` at most, each."""
+    """What requests' media are fetched and encoded with; each file has at most ``max_item_bytes``."""
 
     fetcher: MediaFetch
     encode: EncodeTools
@@ -48,7 +52,7 @@ class MediaTools:
 
 @dataclass(frozen=True, kw_only=True)
 class MediaRequest:
-    """Whose media they are.
+    """The request that the media belong to.
 
     Attributes:
         first_attempt: number of the request's first attempt.
@@ -67,8 +71,9 @@ class MediaPrompt:
     """A prompt with its media.
 
     Attributes:
-        token_ids: with one placeholder an item, or with all their tokens in it where ``spans`` says where.
-        num_unknown_tokens: that it grows by at most, where no spans are there.
+        token_ids: with one placeholder an item, or with all tokens of the items if there are ``spans``.
+        spans: where the items lie.
+        num_unknown_tokens: tokens by which it grows at most, if there are no spans.
     """
 
     token_ids: Sequence[int] = field(repr=False)
@@ -76,16 +81,70 @@ class MediaPrompt:
     num_unknown_tokens: int = 0
 
 
+def has_media(start: GenerateStart) -> bool:
+    """Whether the request names any media; a chat of nothing but text is recognised without reading its parts."""
+    if start.media:
+        return True
+    prompt = start.prompt
+    return isinstance(prompt, ChatPrompt) and any(not isinstance(one.content, str) for one in prompt.messages)
+
+
+async def prepare_media(
+    request: MediaRequest,
+    pool: Pool,
+    text: ModelText,
+    token_ids: Sequence[int],
+    tools: MediaTools,
+    *,
+    encodes: bool,
+) -> tuple[RequestMedia | None, MediaPrompt]:
+    """Fetch the request's media, decide how they get into the prompt, and begin to encode if encode workers do that.
+
+    Args:
+        request: the request.
+        pool: where it runs.
+        text: its model's text side.
+        token_ids: the prompt, with one placeholder an item.
+        tools: to fetch and encode with.
+        encodes: else nothing is encoded, and only known sizes are used.
+
+    Returns:
+        The media, to be closed by the caller, and the prompt, with their tokens in it if their sizes are known.
+
+    Raises:
+        InvalidRequestError: an item is impossible or can't be fetched; its field is named.
+        QueueFullError: too many requests with media wait, or it waited for too long.
+        UnsupportedFieldError: the model takes no media, or none of a kind.
+        WorkerUnavailableError: no worker that takes such media is ready.
+    """
+    parts, fields = named_parts(request.start)
+    if not parts:
+        return None, MediaPrompt(token_ids)
+    if text.media is None:
+        raise UnsupportedFieldError("this model takes no media", field=item_field(fields[0]))
+    check_items(request.start, token_ids, text.media, fields)
+    order = _media_order(request.start, pool, parts, tools.max_item_bytes)
+    room = await tools.line.enter(order) if encodes else tools.line.preview(order)
+    media, way = await _fetch(request, pool, text.media, (parts, fields), token_ids, tools, room)
+    sizes = tools.encode.sizes.find(media.items)
+    if encodes and way is MediaWay.ENCODE:
+        sizes = await _begin(media, _order(request, pool.key, media.items, fields), tools.encode)
+        room.sized(sum(size.num_tokens for size in sizes))
+    if sizes is None:
+        return media, MediaPrompt(token_ids, (), len(media.items) * (max(pool.media.max_tokens, 1) - 1))
+    return media, MediaPrompt(*media.lay_out(sizes))
+
+
 class RequestMedia:
-    """The media of a request that is running. Closed when that ends.
+    """The media of a running request. Closed when that ends.
 
     Attributes:
         items: in the order of the prompt.
-        field: of the request, the one that the first item is in.
-        needs: what a rank has to take that computes the prompt.
+        field: the client's name for the first item.
+        needs: what a rank that computes the prompt has to take.
         token_ids: the prompt with one placeholder an item.
-        placeholder_id: their token.
-        fetch_s: seconds that it took to get the files.
+        placeholder_id: the placeholders' token.
+        fetch_s: seconds that fetching the files took.
     """
 
     def __init__(
@@ -118,26 +177,26 @@ class RequestMedia:
 
     @property
     def is_encoded(self) -> bool:
-        """Whether encode workers do it, not who computes the prompt."""
+        """Whether encode workers encode the items, not the worker that computes the prompt."""
         return self._order is not None
 
     @property
     def encode_rank(self) -> Rank | None:
-        """Where the items are encoded; ``None``: who computes the prompt does it."""
+        """Where the items are encoded; ``None``: by the worker that computes the prompt."""
         return self._encode_rank if self._unused is None else self._unused.rank
 
     def begin(self, order: EncodeOrder, tools: EncodeTools) -> Encoding:
-        """Encode at once; the first attempt that asks is given these."""
+        """Begin to encode; the first attempt that asks gets these embeddings."""
         self._order, self._tools = order, tools
         self._unused = Encoding(order, tools, tools.sizes.find(order.items), self._has_encoded.set)
         return self._unused
 
     @asynccontextmanager
     async def ready(self) -> AsyncIterator[ReadyInputs]:
-        """What one prefill needs, from the moment on when it is encoded; what was not taken in the end is let go of.
+        """Wait until the inputs of one prefill are encoded; at the end, inputs that were not taken are dropped.
 
-        A hand-off is good for one pull, so each attempt of each choice has its own. Nobody who has a place may wait
-        for this: pools of embeddings may be full of what waits for a rank.
+        A hand-off is good for one pull, so each attempt of each choice has its own. A choice must not wait for this
+        while it has room on a rank: pools of embeddings may be full of requests that wait for room on ranks.
 
         Raises:
             ServingError: they can't be encoded.
@@ -148,112 +207,92 @@ class RequestMedia:
         encoding, self._unused = self._unused, None
         try:
             if encoding is None:
-                # What the first one puts into the worker's cache costs the others nothing.
+                # The first encoding fills the worker's cache, so the later ones cost nothing.
                 await self._has_encoded.wait()
                 encoding = Encoding(self._order, self._tools)
             await encoding.ended()
             self._encode_rank = encoding.rank
-            yield ReadyInputs(self.items, encoding.told_sizes, encoding, self._taken)
+            yield ReadyInputs(self.items, encoding.reported_sizes, encoding, self._taken)
         finally:
             if encoding is not None:
                 self._encode_rank = encoding.rank
                 encoding.close()
 
     def lay_out(self, sizes: Sequence[MediaSize]) -> tuple[Sequence[int], tuple[MediaSpan, ...]]:
-        """The prompt with items of ``sizes`` in it, and where they lie."""
+        """The prompt with the tokens of items of ``sizes`` in it, and where they lie."""
         return expand_placeholders(self.token_ids, self.placeholder_id, sizes)
 
     def learn(self, spans: Sequence[MediaSpan]) -> None:
-        """Of a worker that got files: where the items lie in the prompt."""
+        """A worker that got files reported where the items lie in the prompt."""
         self._sizes.learn([MediaSize(media_id=span.media_id, num_tokens=span.num_tokens) for span in spans])
 
     def learn_length(self, num_prompt_tokens: int) -> None:
-        """Of a worker that got files: how long the prompt became."""
+        """A worker that got files reported how long the prompt became."""
         num_text_tokens = len(self.token_ids) - len(self.items)
         self._sizes.learn_total(self.items, num_prompt_tokens - num_text_tokens)
 
     def forget_sizes(self) -> None:
-        """A worker that got files found the prompt too long, maybe as they fill more than was known of them."""
+        """A worker that got files found the prompt too long; the items may fill more tokens than was known."""
         self._sizes.forget(self.items)
 
     def failed(self, inputs: Sequence[MediaInput]) -> None:
-        """A prefill could not pull ``inputs``: encode elsewhere, if others can."""
+        """A prefill could not pull ``inputs``: avoid the workers that encoded them."""
         if self._order is not None:
             sources = (item.source for item in inputs)
             self._order.avoid.update(source.worker_id for source in sources if isinstance(source, HandOff))
 
     def client_error(self, error: ServingError) -> ServingError:
-        """``error`` of a worker, with what the client calls the item that is at fault."""
+        """``error`` of a worker, with the client's name for the item that caused it."""
         return client_error(error, self._fields)
 
     def close(self) -> None:
-        """Nothing is encoded any more, and nothing that was is held."""
+        """End the encoding, and give back what is held."""
         if self._unused is not None:
             self._unused.close()
         self._room.close()
 
     def _taken(self) -> None:
-        """A prefill has been given the hand-offs of one choice: it pulls them at once."""
+        """A prefill has got the hand-offs of one choice, and pulls them at once."""
         self._num_to_take -= 1
         if self._num_to_take <= 0:
             self._room.pulled()
 
 
-# From what a request names of media to files, a way for them, and the prompt with their tokens in it.
-
-
-def has_media(start: GenerateStart) -> bool:
-    """Whether the request names any; a chat of nothing but text is told at a glance."""
-    if start.media:
-        return True
-    prompt = start.prompt
-    return isinstance(prompt, ChatPrompt) and any(not isinstance(one.content, str) for one in prompt.messages)
-
-
-async def prepare_media(
-    request: MediaRequest,
-    pool: Pool,
-    text: ModelText,
-    token_ids: Sequence[int],
-    tools: MediaTools,
-    *,
-    encodes: bool,
-) -> tuple[RequestMedia | None, MediaPrompt]:
-    """Get the request's media, find a way for them, and begin to encode where encode workers do that.
-
-    Args:
-        request: whose they are.
-        pool: where it runs.
-        text: its model's text side.
-        token_ids: the prompt, with one placeholder an item.
-        tools: to get and encode them with.
-        encodes: else nothing is encoded, and sizes are those that are known.
-
-    Returns:
-        The media, to be closed by the caller, and the prompt, with their tokens in it where their sizes are known.
+def named_parts(start: GenerateStart) -> tuple[Sequence[MediaPart], Sequence[str]]:
+    """The items of a request, and the client's name of each, as ``chat.messages[0].parts[1].media.data``.
 
     Raises:
-        InvalidRequestError: an item is impossible or can't be had; its field is named.
-        QueueFullError: too many requests with media wait, or for too long.
-        UnsupportedFieldError: the model takes none, or none of a kind.
-        WorkerUnavailableError: no worker that takes such media is ready.
+        InvalidRequestError: a chat has media beside its messages.
     """
-    parts, fields = named_parts(request.start)
-    if not parts:
-        return None, MediaPrompt(token_ids)
-    if text.media is None:
-        raise UnsupportedFieldError("this model takes no media", field=item_field(fields[0]))
-    check_items(request.start, token_ids, text.media, fields)
-    order = _media_order(request.start, pool, parts, tools.max_item_bytes)
-    room = await tools.line.enter(order) if encodes else tools.line.look_in(order)
-    media, way = await _fetch(request, pool, text.media, (parts, fields), token_ids, tools, room)
-    sizes = tools.encode.sizes.find(media.items)
-    if encodes and way is MediaWay.ENCODE:
-        sizes = await _begin(media, _order(request, pool.key, media.items, fields), tools.encode)
-        room.sized(sum(size.num_tokens for size in sizes))
-    if sizes is None:
-        return media, MediaPrompt(token_ids, (), len(media.items) * (max(pool.media.max_tokens, 1) - 1))
-    return media, MediaPrompt(*media.lay_out(sizes))
+    if not isinstance(start.prompt, ChatPrompt):
+        return start.media, [f"media[{number}].{_source(part)}" for number, part in enumerate(start.media)]
+    if start.media:
+        raise InvalidRequestError("the media of a chat are in its messages", field="media")
+    named = list(_chat_parts(start.prompt))
+    return [part for part, _field in named], [field for _part, field in named]
+
+
+def item_field(field: str) -> str:
+    """The name of the item whose source is ``field``."""
+    return field.rpartition(".")[0]
+
+
+def check_items(start: GenerateStart, token_ids: Sequence[int], media: MediaText, fields: Sequence[str]) -> None:
+    """Refuse a prompt without exactly one placeholder for each item; ``fields`` are the items' names.
+
+    Raises:
+        InvalidRequestError: it names the first item without a placeholder, if that can be known.
+    """
+    try:
+        check_placeholders(token_ids, media.placeholder_id, len(fields))
+    except InvalidRequestError as error:
+        num_placeholders, is_chat = token_ids.count(media.placeholder_id), isinstance(start.prompt, ChatPrompt)
+        # If a chat's template left out only some of the items, it is unknown which ones.
+        if num_placeholders < len(fields) and not (is_chat and num_placeholders):
+            field = item_field(fields[num_placeholders])
+        else:
+            field = "chat.messages" if is_chat else "media"
+        raise InvalidRequestError(error.message, field=field) from error
 
 
 async def _fetch(
@@ -265,7 +304,7 @@ async def _fetch(
     tools: MediaTools,
     room: MediaRoom,
 ) -> tuple[RequestMedia, MediaWay]:
-    """Get the files that are ``named``, which take up ``room``, and find a way for them. Raises ``ServingError``."""
+    """Fetch the ``named`` parts into ``room``, and decide how they get into the prompt. Raises ``ServingError``."""
     parts, fields = named
     began = time.monotonic()
     try:
@@ -285,7 +324,7 @@ async def _fetch(
 
 
 def _media_order(start: GenerateStart, pool: Pool, parts: Sequence[MediaPart], max_item_bytes: int) -> MediaOrder:
-    """What the request will take up, as far as that can be said before anything is fetched."""
+    """The room that the request needs, as far as is known before anything is fetched."""
     return MediaOrder(
         pool=pool.key,
         tenant=start.tenant,
@@ -296,12 +335,12 @@ def _media_order(start: GenerateStart, pool: Pool, parts: Sequence[MediaPart], m
 
 
 def _check_total(items: Sequence[MediaItem], fields: Sequence[str]) -> None:
-    """Refuse what no worker takes at once, before it is sent for nothing. Raises ``MediaTooLargeError``."""
+    """Refuse media that no worker takes in one start, before they are sent. Raises ``MediaTooLargeError``."""
     num_bytes = 0
     for item, field_name in zip(items, fields, strict=True):
         num_bytes += len(item.file.data)
-        if num_bytes > MAX_START_MEDIA_BYTES:
-            message = f"the request's media exceed {MAX_START_MEDIA_BYTES} bytes together"
+        if num_bytes > MAX_API_MESSAGE_BYTES:
+            message = f"the request's media exceed {MAX_API_MESSAGE_BYTES} bytes together"
             raise MediaTooLargeError(message, field=field_name)
 
 
@@ -328,46 +367,6 @@ def _order(request: MediaRequest, pool: PoolKey, items: Sequence[MediaItem], fie
     return EncodeOrder(
         pool=pool, items=items, fields=fields, context=context, numbers=numbers, deadline=request.deadline
     )
-
-
-# What a client calls each item of its media, so that a refusal names the one at fault.
-
-
-def named_parts(start: GenerateStart) -> tuple[Sequence[MediaPart], Sequence[str]]:
-    """The items of a request, and the field of each: ``media[1].url``, ``chat.messages[0].parts[1].media.data``.
-
-    Raises:
-        InvalidRequestError: a chat has media beside its messages.
-    """
-    if not isinstance(start.prompt, ChatPrompt):
-        return start.media, [f"media[{number}].{_source(part)}" for number, part in enumerate(start.media)]
-    if start.media:
-        raise InvalidRequestError("the media of a chat are in its messages", field="media")
-    named = list(_chat_parts(start.prompt))
-    return [part for part, _field in named], [field for _part, field in named]
-
-
-def item_field(field: str) -> str:
-    """The item itself, whose source ``field`` is."""
-    return field.rpartition(".")[0]
-
-
-def check_items(start: GenerateStart, token_ids: Sequence[int], media: MediaText, fields: Sequence[str]) -> None:
-    """Refuse a prompt without exactly one placeholder for each item, of which ``fields`` are.
-
-    Raises:
-        InvalidRequestError: naming the first item that has no rank, where that can be told.
-    """
-    try:
-        check_placeholders(token_ids, media.placeholder_id, len(fields))
-    except InvalidRequestError as error:
-        num_ranks, is_chat = token_ids.count(media.placeholder_id), isinstance(start.prompt, ChatPrompt)
-        # Which of its items a chat's template left out can't be told, unless it is all of them.
-        if num_ranks < len(fields) and not (is_chat and num_ranks):
-            field = item_field(fields[num_ranks])
-        else:
-            field = "chat.messages" if is_chat else "media"
-        raise InvalidRequestError(error.message, field=field) from error
 
 
 def _chat_parts(prompt: ChatPrompt) -> Iterator[tuple[MediaPart, str]]:

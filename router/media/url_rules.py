@@ -1,4 +1,4 @@
-"""Which URLs may be followed, as far as the URL itself tells; where its host lies is ``address_rules``' part."""
+"""Which URLs may be followed (``UrlRules``), and which addresses may be dialled for them (``AddressRules``)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,29 @@ SCHEMES = ("http", "https")
 # Names as DNS has them, IPv4 addresses, and IPv6 addresses in brackets.
 _HOST = re.compile(r"(?P<name>\*|(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?")
 
-# Many servers take no longer ones.
+# Many servers refuse longer ones.
 _MAX_URL_LENGTH = 8192
+
+# Not public though `is_global` says so in some versions of Python: transition mechanisms, whose addresses hide others,
+# and the newest entries of the registries.
+_NOT_PUBLIC = [
+    ip_network(network)
+    for network in ("192.0.0.0/24", "192.88.99.0/24", "2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20")
+]
+
+_GLOBAL_UNICAST = ip_network("2000::/3")
+
+# Each address is another spelling of the IPv4 address in its last 32 bits, which is dialled in the end.
+_SPELLINGS_OF_IPV4 = [ip_network("::ffff:0:0/96"), ip_network("64:ff9b::/96")]
 
 
 @dataclass(frozen=True)
 class HostRule:
-    """Hosts that may be asked.
+    """Hosts that may be asked for files.
 
     Attributes:
-        name: of one host; ``*.name`` for all below ``name``, itself not included; ``*`` for all.
-        port: ``None`` for the scheme's own.
+        name: of one host; ``*.name``: all hosts below ``name``, but not itself; ``*``: all hosts.
+        port: ``None``: the scheme's own.
     """
 
     name: str
@@ -36,7 +48,7 @@ class HostRule:
 
     @classmethod
     def parse(cls, text: str) -> HostRule:
-        """The rule that a configuration's line tells. Raises ``ValueError``."""
+        """The rule that a line of the configuration stands for. Raises ``ValueError``."""
         match = _HOST.fullmatch(text.lower())
         if match is None:
             raise ValueError(f"{text!r} must be a host, *.host or *, and may end in :port")
@@ -46,7 +58,7 @@ class HostRule:
         return cls(match["name"].strip("[]"), port)
 
     def allows(self, host: str, port: int, default_port: int) -> bool:
-        """Whether ``host`` may be asked at ``port``, for a scheme whose own is ``default_port``."""
+        """Whether ``host`` may be asked at ``port``, for a scheme whose own port is ``default_port``."""
         if port != (default_port if self.port is None else self.port):
             return False
         if self.name.startswith("*"):
@@ -65,7 +77,7 @@ class UrlRules:
         """The URL, if it may be followed; raises what ``check`` raises."""
         if len(text) > _MAX_URL_LENGTH:
             raise InvalidMediaError(f"the URL is longer than {_MAX_URL_LENGTH} characters")
-        # Parsers leave such characters out, or not: what is checked must be what is asked for.
+        # Some parsers drop such characters: the URL that is checked must be the URL that is asked for.
         if any(character <= " " or character == "\x7f" or character == "\\" for character in text):
             raise InvalidMediaError("the URL has spaces, backslashes or control characters in it")
         try:
@@ -76,7 +88,7 @@ class UrlRules:
         return url
 
     def redirected(self, url: URL, location: str | None) -> URL:
-        """Where an answer of ``url`` leads, if that may be followed; raises what ``check`` raises."""
+        """The URL to which an answer of ``url`` redirects, if it may be followed; raises what ``check`` raises."""
         if not location:
             raise MediaFetchError("a redirect of the URL leads nowhere")
         try:
@@ -104,32 +116,18 @@ class UrlRules:
             raise MediaNotAllowedError("URLs of this host and port are not allowed here")
 
 
-# Which addresses may be dialled: public ones, and those of networks that are named.
-#
-# The networks that are not public are those of IANA's special-purpose registries (RFC 6890 and its followers) with
-# multicast; of IPv6 only global unicast, 2000::/3, is public.
-
-# Beyond what `is_global` knows, in any version of Python: transition mechanisms, whose address hides another, and the
-# newest entries of the registries.
-_NOT_PUBLIC = [
-    ip_network(network)
-    for network in ("192.0.0.0/24", "192.88.99.0/24", "2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20")
-]
-
-_GLOBAL_UNICAST = ip_network("2000::/3")
-
-# Each is another spelling of the IPv4 address in its last 32 bits, and that is what is dialled in the end.
-_SPELLINGS_OF_IPV4 = [ip_network("::ffff:0:0/96"), ip_network("64:ff9b::/96")]
-
-
 class AddressRules:
-    """The rule, with the private networks that a configuration names."""
+    """Public addresses may be dialled, and those of the private networks that the configuration names.
+
+    Not public are the networks of IANA's special-purpose registries (RFC 6890 and its followers) and multicast. Of
+    IPv6, only global unicast, 2000::/3, is public.
+    """
 
     def __init__(self, allowed_private_networks: Sequence[str]) -> None:
         self._allowed = [ip_network(network) for network in allowed_private_networks]
 
     def check(self, address: str) -> None:
-        """Raise ``MediaNotAllowedError`` where ``address``, as a socket takes it, may not be dialled."""
+        """Raise ``MediaNotAllowedError`` if ``address``, in the form that a socket takes, may not be dialled."""
         try:
             ip = _plain(ipaddress.ip_address(address))
         except ValueError as error:

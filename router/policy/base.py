@@ -1,4 +1,4 @@
-"""The policy seam: what waits, what is known of the ranks, and who goes where."""
+"""The policy seam: the requests that wait, what is known of the ranks, and which request goes to which rank."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Protocol
 from quartet.discovery.base import Rank
 from quartet.events.step_time import StepTime
 
-#: Tokens that a step computes at most, where a worker does not say.
+#: Tokens that a step computes at most, if the worker does not say.
 DEFAULT_MAX_STEP_TOKENS = 2048
 
 
 @dataclass(eq=False, kw_only=True)
 class Pending:
-    """A request (one choice of it) that waits for a rank.
+    """A request (one choice of it) that waits for ranks.
 
     Not frozen: the queue sets ``num_cached_tokens`` in place, and freezing so many fields triples their price.
 
@@ -24,20 +24,20 @@ class Pending:
         num_tokens: tokens to prefill: prompt and already generated ones.
         num_reserved_tokens: tokens that its decode rank must have room for: ``num_tokens`` and what it may
             generate soon (see ``router.config.AttemptConfig.reserve_tokens``).
-        num_most_tokens: tokens that its decode rank must be able to hold at all, which are those of its longest
-            possible sequence; at least ``num_reserved_tokens``.
+        num_most_tokens: tokens of its longest possible sequence, which its decode rank must be able to hold when it is
+            empty; at least ``num_reserved_tokens``.
         adapter: the adapter that it needs; empty: none.
-        needs_media: what the rank has to take of media that computes its prompt; empty: nothing.
-        is_local: it needs media, and no rank that only prefills takes it: it is prefilled where it is decoded.
+        needs_media: what the rank that computes its prompt has to take of media; empty: nothing.
+        is_local: it needs media, and no rank that only prefills takes these: it is prefilled where it is decoded.
         is_remote: it is not prefilled where it is decoded.
-        avoid: worker ids that just failed it; taken only where no other will do.
+        avoid: ids of workers that just failed it; they are chosen only if no other worker will do.
         prefer_prefill: where its blocks are probably cached.
         priority: higher first.
         arrived_at: monotonic seconds.
         binds_at_once: it takes room as soon as there is some, and is not kept for the best moment.
         session_key: requests of one conversation share it; empty: none.
-        sequence_hashes: names of its full blocks, first to last; empty where nothing is known of what is cached.
-        num_cached_tokens: by rank, how many leading tokens of it are cached there; a rank left out has none.
+        sequence_hashes: names of its full blocks, first to last; empty if nothing is known of what is cached.
+        num_cached_tokens: how many of its leading tokens each rank has cached; ranks that have none are left out.
     """
 
     num_tokens: int
@@ -57,11 +57,11 @@ class Pending:
     num_cached_tokens: Mapping[Rank, int] = field(default_factory=dict)
 
     def num_missing_tokens(self, rank: Rank) -> int:
-        """Tokens that have to be computed there; the last one always is."""
+        """Tokens to compute there; the last token is always computed."""
         return max(self.num_tokens - self.num_cached_tokens.get(rank, 0), 1)
 
     def num_shared_tokens(self, other: Pending, block_size: int) -> int:
-        """Leading tokens of both, in full blocks: the names of two chains are equal up to where they part."""
+        """Leading tokens that both share, in full blocks: two chains of hashes are equal up to where they part."""
         ones, others = self.sequence_hashes, other.sequence_hashes
         num_blocks = min(len(ones), len(others))
         if not num_blocks or ones[0] != others[0]:
@@ -75,21 +75,19 @@ class Candidate:
 
     Attributes:
         num_total_blocks: KV blocks of the rank, of ``block_size`` tokens.
-        num_used_blocks: blocks in use or held, as the rank last reported; what is only cached is left out.
+        num_used_blocks: blocks in use or held, as last reported; blocks that are only cached are left out.
         num_promised_blocks: blocks that the router's own placements there may still take beyond those.
         num_queued_tokens: prompt tokens that wait there, the router's own unreported ones included.
         adapters: adapters that it serves.
         media: what it takes of media.
         num_unbegun_tokens: prompt tokens that wait there and that no step has begun to compute.
-        step_ends_at: when the step that runs there should end, by the clock of ``Snapshot.now``; a time that is past:
-            none runs, or it should have ended.
+        step_ends_at: when the step that runs there should end, by the clock of ``Snapshot.now``; a time in the past: no
+            step runs, or it should have ended.
         num_decoding: requests there that take one token each in every step.
         num_context_tokens: tokens that these have together.
         max_step_tokens: tokens that a step computes at most.
         step_time: how long its steps take.
-        is_measured: that was measured there; else it is only good for comparing places with one another.
-        num_unanswered_tokens: missing tokens of the router's requests there that have no first token yet.
-        num_prompt_blocks: blocks of the prompts of the router's requests there, shared ones counted for each.
+        is_measured: ``step_time`` was measured there; else it is only good for comparing ranks with one another.
     """
 
     rank: Rank
@@ -107,8 +105,6 @@ class Candidate:
     max_step_tokens: int = DEFAULT_MAX_STEP_TOKENS
     step_time: StepTime = field(default_factory=StepTime)
     is_measured: bool = True
-    num_unanswered_tokens: int = 0
-    num_prompt_blocks: int = 0
 
     @property
     def num_free_for_booking(self) -> int:
@@ -116,7 +112,7 @@ class Candidate:
         return self.num_total_blocks - self.num_used_blocks - self.num_promised_blocks
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks that ``num_tokens`` tokens take here."""
+        """Blocks that ``num_tokens`` tokens take."""
         return -(-num_tokens // self.block_size)
 
     def serves(self, adapter: str) -> bool:
@@ -126,12 +122,12 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """The routers that place requests here, each of which knows of the others' placements what workers report.
+    """The routers that place requests on the same ranks. Each learns of the others' placements from load reports.
 
     Attributes:
-        number: which of them this one is, from 0; each has another.
+        number: this router's number among them, from 0.
         num_routers: how many there are, this one included.
-        ranks: all that they share, in order; empty: those of the snapshot.
+        ranks: the ranks that they share, in order; empty: those of the snapshot.
     """
 
     number: int = 0
@@ -151,12 +147,12 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one request goes; ``prefill`` is ``None`` where the decode rank prefills itself.
+    """Where one request goes; ``prefill`` is ``None`` if the decode rank prefills itself.
 
     Attributes:
-        num_cached_tokens: of its leading tokens, as expected where it is prefilled.
-        cost: what the policy took it to cost where it is prefilled, as ``Policy.explain`` says it; ``None``: it weighs
-            nothing.
+        num_cached_tokens: its leading tokens that should be cached where it is prefilled.
+        cost: its expected cost where it is prefilled, as ``Policy.explain`` gives it; ``None``: the policy computes no
+            cost.
     """
 
     prefill: Rank | None
@@ -172,16 +168,16 @@ class Placement:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a policy makes of those that wait.
+    """What a policy decides about the requests that wait.
 
     Attributes:
         placements: one entry for each request, in their order; ``None`` keeps it in the router's queue.
-        look_again_in_s: seconds after which a request that is kept may be placed though nothing was heard meanwhile;
-            ``None``: only news can change anything.
+        poll_again_in_s: seconds after which the policy may place a kept request even if nothing else changes; ``None``:
+            it will place none until something changes.
     """
 
     placements: Sequence[Placement | None]
-    look_again_in_s: float | None = None
+    poll_again_in_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,12 +185,12 @@ class Option:
     """One rank, as a policy sees it for one request.
 
     Attributes:
-        is_decode: a rank that decodes, and may prefill itself; else it only prefills.
+        is_decode: the rank decodes, and may prefill itself; else it only prefills.
         num_cached_tokens: leading tokens of the request that are cached there.
-        cost: what it would cost; ``None``: the policy weighs nothing, or the request can't go there.
-        cost_unit: the unit of ``cost``; empty where that is ``None``. Places that prefill may be weighed by something
-            else than those that decode.
-        terms: what the policy went by; each name ends with its unit.
+        cost: what it would cost; ``None``: the policy computes no cost, or the request can't go there.
+        cost_unit: the unit of ``cost``; empty if that is ``None``. Ranks that prefill and ranks that decode may have
+            costs of different units.
+        terms: what the policy decides by; each name ends with its unit.
         obstacle: why the request can't go there now; empty: it can.
     """
 
@@ -208,21 +204,21 @@ class Option:
 
 
 class Policy(Protocol):
-    """Chooses places; pure but for its own random numbers or turn, which a deep copy has for itself."""
+    """Chooses ranks. Its only state is its random numbers and its turn, which a deep copy does not share."""
 
     def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
-        """Choose places for ``waiting``, first come first; ``None`` keeps a request in the router's queue.
+        """Choose ranks for ``waiting``, which stand in the order of the queue.
 
-        A request is placed only where its decode rank has room for ``num_reserved_tokens``, counting those placed
-        by this very call.
+        A request is placed only if its decode rank has room for its ``num_reserved_tokens`` beside the requests that
+        this call placed there before.
         """
         ...
 
     @property
     def name(self) -> str:
-        """What its users know it by."""
+        """The name that users know."""
         ...
 
     def explain(self, pending: Pending, snapshot: Snapshot) -> Sequence[Option]:
-        """How ``pending`` stands at each place of ``snapshot``, were it all that waits. Changes nothing."""
+        """How each rank of ``snapshot`` suits ``pending``, if nothing else waits. Changes nothing."""
         ...

@@ -1,4 +1,4 @@
-"""Which policy a router has."""
+"""Makes the policy that a configuration describes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.policy.split import SplitPolicy
 
 
 class PolicyName(StrEnum):
-    """What places are chosen by."""
+    """Policies by the name that the configuration takes."""
 
     KV_AWARE = "kv_aware"
     LEAST_LOADED = "least_loaded"
@@ -25,19 +25,19 @@ class PolicyName(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """How places are chosen.
+    """How ranks are chosen.
 
     Attributes:
         name: the policy.
-        prefill_name: another one for where prompts are computed; ``None``: ``name``.
-        decode_name: another one for where what is prefilled elsewhere is decoded; ``None``: ``name``.
+        prefill_name: a different policy for where prompts are computed; ``None``: ``name``.
+        decode_name: a different policy for where requests that are prefilled elsewhere are decoded; ``None``: ``name``.
         local_prefill_max_tokens: prompts of up to so many tokens are prefilled where they are decoded (by kv_aware only
             if that costs less); 0: none, while a prefill worker can take them. ``None``: kv_aware goes by cost alone,
             and to the others it is 0.
         transfer_s_per_token: seconds that moving a token's KV to another worker takes; part of kv_aware's cost.
-        margin_s: kv_aware sends a rank its next prompts so long before it has computed what it was given; more than
-            the way there takes.
-        session_affinity: requests of one ``session_key`` go to the same ranks.
+        margin_s: kv_aware sends a rank its next prompts so long before it has computed those that it was given. It must
+            be more than the time to reach the worker.
+        session_affinity: requests of one ``session_key`` go to the same ranks,
         session_max_load_factor: while these have at most so many times the mean load.
     """
 

@@ -1,9 +1,12 @@
-"""Forecasts when each rank would give each request its first token, and assigns all that wait together, late.
+"""Forecasts when each rank would give each request its first token, assigns all that wait together, and binds late.
 
-A request is bound to a rank only when that rank is about to run out of prompts to compute: until then it stays in the
-router's queue, where it can still be assigned otherwise when others come. Long ones wait a moment for those that come
-with them, and of several routers each leaves the others' ranks to them for a while. Places
-that have not told how long their steps take are bound to at once: nobody can say there when that moment is.
+A request is bound to a rank only when that rank is about to run out of prompts to compute. Until then it stays in the
+router's queue, where it can still be assigned elsewhere when others come. Long requests wait a moment for those that
+come with them. A rank that has not reported how long its steps take gets its requests at once, since that moment can't
+be foreseen.
+
+In reading order: the configuration, the policy, the choice of the requests to plan (``choose_planned``), of the ranks
+to plan for if there are very many (``shortlist``), and how several routers share ranks (``PeerWaits``).
 """
 
 from __future__ import annotations
@@ -17,46 +20,37 @@ from itertools import islice
 
 from quartet.discovery.base import Rank
 from router.policy.base import Candidate, Decision, Option, Peers, Pending, Placement, Snapshot
-from router.policy.forecast import AT_ONCE, CostWeights, Hold, Job, Lane, Turn
+from router.policy.forecast import AT_ONCE, CostWeights, Hold, Job, Plan, PrefillForecast
 from router.policy.joint import JointAssignment
 from router.policy.room import (
     JUST_FAILED,
+    Backfill,
     Tally,
     can_ever_hold,
     can_prefill,
     can_prefill_here,
     decode_choices,
     decode_obstacle,
+    not_avoided,
     prefill_obstacle,
-    welcome,
 )
 
-# Of seconds: waiting for others would be felt beside a prefill that takes no longer.
+# In seconds. Requests with a prefill this short would feel the wait for others.
 _SHORT_PREFILL_S = 0.05
 
-# Timers count milliseconds, and forecasts are not better.
-_MIN_LOOK_S = 0.0005
-
-
-# What several routers leave to each other, who see each other's placements only when workers report them.
-#
-# Without it all of them send to the same free rank at once. So each rank is first one router's: it takes it as if it
-# were alone. Another router leaves a prompt to the rank's own router, and then to those between the two in their
-# order,
-# for as long as it takes until their placements are reported; what is free then is free to take. A prompt that finds
-# much
-# more of itself at a rank than elsewhere does not wait: computing it anew costs all more than meeting somebody there.
+# Timers count milliseconds, and forecasts are not more exact.
+_MIN_POLL_S = 0.0005
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerConfig:
-    """How far routers keep out of each other's way.
+    """How far several routers keep out of each other's way (see ``PeerWaits``).
 
     Attributes:
         report_s: after so long a placement is in the load that all routers know.
-        doubt_s: a rank that is another router's is forecast to be free so much later than it looks.
-        saving_share: a prompt does not wait for another router's rank that spares it at least this share of what the
-            best of the router's own places lacks.
+        doubt_s: a rank of another router is forecast to be free so much later than it looks.
+        saving_share: a prompt does not wait for another router's rank on which at least this share less is missing than
+            on the best of the router's own ranks.
     """
 
     report_s: float = 0.06
@@ -72,13 +66,13 @@ class KvAwareConfig:
         margin_s: a rank gets its next group so long before it has computed all that it was given.
         num_planned_per_rank: of the requests that wait, so many for each rank are planned together,
         max_planned: but not more than that.
-        shortlist_length: with more than twice as many ranks, only the most promising are planned for (see
-            ``router.policy.kv_aware``).
+        shortlist_length: with more than twice as many ranks, only the most promising ones are planned for (see
+            ``shortlist``).
         local_prefill_max_tokens: longer prompts are not prefilled where they are decoded, while another rank can
-            prefill them; ``None``: that hangs on the cost alone.
-        transfer_s_per_token: seconds that moving a token's KV from where it is prefilled to where it is decoded takes.
-            The default is that of 8 billion parameters with grouped queries (131,072 bytes) at 50 GB/s.
-        overtaken_s: a request that has waited for so long is overtaken by nobody that stands behind it in the queue.
+            prefill them; ``None``: only the cost decides.
+        transfer_s_per_token: seconds to move a token's KV from where it is prefilled to where it is decoded. The
+            default is that of 8 billion parameters with grouped queries (131,072 bytes) at 50 GB/s.
+        overtaken_s: no request behind it in the queue overtakes a request that has waited for so long.
         gather_s: a request waits at most so long for others that come with it, to be planned together,
         gather_share: but for no more than this share of the time by which its prefill is longer than a short one.
         peers: how several routers keep out of each other's way.
@@ -99,7 +93,7 @@ class KvAwareConfig:
 
 @dataclass(frozen=True)
 class _Route:
-    """A lane of the plan: the rank that prefills, and where its requests are decoded if not there."""
+    """A rank that may prefill. If it does not decode, its requests are decoded elsewhere."""
 
     candidate: Candidate
     is_decode: bool
@@ -115,11 +109,11 @@ class KvAwarePolicy:
 
     @property
     def name(self) -> str:
-        """What its users know it by."""
+        """The name that users know."""
         return "kv_aware"
 
     def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
-        """Choose places for those whose turn it is; the others wait for theirs."""
+        """Choose ranks for the requests to bind now; ``None`` keeps a request in the router's queue."""
         placements: list[Placement | None] = [None] * len(waiting)
         routes, config = _routes(snapshot), self._config
         limit = min(config.num_planned_per_rank * len(routes), config.max_planned)
@@ -127,32 +121,47 @@ class KvAwarePolicy:
         if not planned:
             return Decision(placements)
         routes = self._worth_planning(routes, planned, snapshot.now)
-        lanes = [self._lane(number, route, snapshot.now) for number, route in enumerate(routes)]
-        assignment = JointAssignment(lanes, self._jobs(planned, routes, snapshot), self._rng)
-        tally, next_look_s = Tally(), math.inf
-        for lane, route, turn in zip(lanes, routes, assignment.turns, strict=True):
-            if not turn.groups:
+        forecasts = self._forecasts(routes, snapshot.now)
+        assignment = JointAssignment(forecasts, self._jobs(planned, routes, snapshot), self._rng)
+        tally, next_poll_s = Tally(), math.inf
+        for forecast, route, plan in zip(forecasts, routes, assignment.plans, strict=True):
+            if not plan.groups:
                 continue
-            num_bound, look_in_s = _num_bound(route.candidate, lane, turn, config.margin_s)
-            next_look_s = min(next_look_s, look_in_s)
-            for position, group in enumerate(turn.groups):
+            num_bound, poll_in_s = _num_bound(route.candidate, forecast, plan, config.margin_s)
+            next_poll_s = min(next_poll_s, poll_in_s)
+            for position, group in enumerate(plan.groups):
                 for job in group:
                     one = planned[job.number]
                     if position < num_bound or one.pending.binds_at_once:
-                        cost = _added_cost(lane, turn, job)
+                        cost = _added_cost(forecast, plan, job)
                         placements[one.index] = self._placement(one, route, cost, snapshot, tally)
         if len(planned) >= limit and any(placements):
-            next_look_s = 0.0  # there may be more ranks than were planned for
-        return Decision(placements, None if next_look_s == math.inf else max(next_look_s, _MIN_LOOK_S))
+            next_poll_s = 0.0  # more requests may find a rank than were planned
+        return Decision(placements, None if next_poll_s == math.inf else max(next_poll_s, _MIN_POLL_S))
 
     def explain(self, pending: Pending, snapshot: Snapshot) -> Sequence[Option]:
-        """How ``pending`` stands at each rank, were it all that waits."""
+        """How each rank suits ``pending``, if nothing else waits, by the forecasts that ``assign`` plans with.
+
+        Terms in seconds add up to the cost. ``taken_share``, the share of a decode rank's blocks that is used or
+        promised, is no part of it: it decides where a request is decoded that is prefilled elsewhere. A decode rank
+        without obstacle and without cost is one that would only decode the request.
+        """
         routes = _routes(snapshot)
         if not routes:
             return []
         [job] = self._jobs([Planned(0, pending, frozenset())], routes, snapshot)
-        lanes = [self._lane(number, route, snapshot.now) for number, route in enumerate(routes)]
-        return explain_lanes(pending, job, lanes[: len(snapshot.prefill)], lanes[len(snapshot.prefill) :], snapshot)
+        forecasts, tally = self._forecasts(routes, snapshot.now), Tally()
+        can_decode = {candidate.rank for candidate in decode_choices(snapshot.decode, pending, tally)}
+        options = []
+        for forecast, route in zip(forecasts, routes, strict=True):
+            candidate = route.candidate
+            if route.is_decode:
+                is_able, obstacle = candidate.rank in can_decode, decode_obstacle(candidate, pending, tally)
+            else:
+                is_able, obstacle = job.num_missing[forecast.number] is not None, prefill_obstacle(candidate, pending)
+            obstacle = "" if is_able else obstacle or JUST_FAILED
+            options.append(_option(forecast, job, pending, route, obstacle))
+        return options
 
     def _worth_planning(self, routes: list[_Route], planned: Sequence[Planned], now: float) -> list[_Route]:
         """All routes, unless there are very many."""
@@ -169,26 +178,19 @@ class KvAwarePolicy:
         )
         return [routes[number] for number in numbers]
 
-    def _lane(self, number: int, route: _Route, now: float) -> Lane:
-        candidate = route.candidate
-        free = Lane(
-            number,
-            free_in_s=max(candidate.step_ends_at - now, 0.0),
-            num_decoding=candidate.num_decoding,
-            num_context_tokens=candidate.num_context_tokens,
-            max_step_tokens=candidate.max_step_tokens,
-            step_time=candidate.step_time,
-            weights=self._config.weights,
-            transfer_s_per_token=0.0 if route.is_decode else self._config.transfer_s_per_token,
-        )
-        if candidate.num_unbegun_tokens:
-            free.free_in_s += free.prefill_s(candidate.num_unbegun_tokens)
-        return free
+    def _forecasts(self, routes: Sequence[_Route], now: float) -> list[PrefillForecast]:
+        weights, transfer_s = self._config.weights, self._config.transfer_s_per_token
+        return [
+            PrefillForecast(
+                number, route.candidate, now, weights, transfer_s_per_token=0.0 if route.is_decode else transfer_s
+            )
+            for number, route in enumerate(routes)
+        ]
 
     def _jobs(self, planned: Sequence[Planned], routes: Sequence[_Route], snapshot: Snapshot) -> list[Job]:
         tally = Tally()
         everybody = (*snapshot.prefill, *snapshot.decode)
-        turns = Turns([route.candidate for route in routes], everybody, snapshot.peers, self._config.peers)
+        waits = PeerWaits([route.candidate for route in routes], everybody, snapshot.peers, self._config.peers)
         jobs: list[Job] = []
         for number, one in enumerate(planned):
             pending = one.pending
@@ -205,40 +207,34 @@ class KvAwarePolicy:
                     0 if other is one else pending.num_shared_tokens(other.pending, routes[0].candidate.block_size)
                     for other in planned
                 ],
-                hold=turns.hold(num_missing, age_s, self._gather_s(num_missing, routes, age_s)),
+                hold=waits.hold(num_missing, age_s, self._gather_s(num_missing, routes, age_s)),
             )
             jobs.append(job)
         return jobs
 
     def _gather_s(self, num_missing: Sequence[int | None], routes: Sequence[_Route], age_s: float) -> float:
-        """For how much longer others are waited for that may come with it."""
+        """For how much longer the request waits for others that may come with it."""
         if age_s >= self._config.gather_s:
             return 0.0
-        least_s = min(
-            [
-                route.candidate.step_time.prefill_s(count)
-                for route, count in zip(routes, num_missing, strict=True)
-                if count
-            ],
-            default=0.0,
-        )
+        pairs = zip(routes, num_missing, strict=True)
+        least_s = min([route.candidate.step_time.prefill_s(count) for route, count in pairs if count], default=0.0)
         gather_s = self._config.gather_share * (least_s - _SHORT_PREFILL_S)
         return max(min(gather_s, self._config.gather_s) - age_s, 0.0)
 
     def _num_missing(self, one: Planned, routes: Sequence[_Route], tally: Tally) -> list[int | None]:
-        """By route; ``None`` where it can't be prefilled."""
+        """By route; ``None``: it can't be prefilled there."""
         pending, can_go = one.pending, self._can_go(one, routes, tally)
         able = [can_go(number) for number in range(len(routes))]
-        ranks = [route.candidate for can, route in zip(able, routes, strict=True) if can]
-        welcomed = {candidate.rank for candidate in welcome(ranks, pending)}
+        candidates = [route.candidate for can, route in zip(able, routes, strict=True) if can]
+        chosen = {candidate.rank for candidate in not_avoided(candidates, pending)}
         return [
-            pending.num_missing_tokens(route.candidate.rank) if can and route.candidate.rank in welcomed else None
+            pending.num_missing_tokens(route.candidate.rank) if can and route.candidate.rank in chosen else None
             for can, route in zip(able, routes, strict=True)
         ]
 
     def _can_go(self, one: Planned, routes: Sequence[_Route], tally: Tally) -> Callable[[int], bool]:
         """Whether ``one`` can take a route, by its number."""
-        pending, fenced = one.pending, one.fenced
+        pending, reserved = one.pending, one.reserved
         limit = self._config.local_prefill_max_tokens
         is_remote_only = (
             limit is not None
@@ -247,12 +243,12 @@ class KvAwarePolicy:
         )
 
         def can_go(number: int) -> bool:
-            route = routes[number]
-            if not route.is_decode:
-                return can_prefill(route.candidate, pending)
-            if is_remote_only or route.candidate.rank in fenced or not can_prefill_here(route.candidate, pending):
+            candidate = routes[number].candidate
+            if not routes[number].is_decode:
+                return can_prefill(candidate, pending)
+            if is_remote_only or candidate.rank in reserved or not can_prefill_here(candidate, pending):
                 return False
-            return can_ever_hold(route.candidate, pending) and tally.has_room(route.candidate, pending)
+            return can_ever_hold(candidate, pending) and tally.has_room(candidate, pending)
 
         return can_go
 
@@ -263,96 +259,24 @@ class KvAwarePolicy:
         decode = route.candidate if route.is_decode else self._decode(one, snapshot, tally)
         if decode is None or not tally.has_room(decode, pending):
             return None
-        tally.add(pending, None if route.is_decode else route.candidate, decode)
+        prefill = None if route.is_decode else route.candidate
+        tally.add(pending, prefill, decode)
         return Placement(
-            None if route.is_decode else route.candidate.rank,
+            None if prefill is None else prefill.rank,
             decode.rank,
             pending.num_cached_tokens.get(route.candidate.rank, 0),
             cost,
         )
 
     def _decode(self, one: Planned, snapshot: Snapshot, tally: Tally) -> Candidate | None:
-        """Where blocks are least scarce; among equals, at random."""
-        open_ranks = [candidate for candidate in snapshot.decode if candidate.rank not in one.fenced]
-        able = decode_choices(open_ranks, one.pending, tally)
+        """The rank with the smallest share of its blocks taken; among equals, at random."""
+        unreserved = [candidate for candidate in snapshot.decode if candidate.rank not in one.reserved]
+        able = decode_choices(unreserved, one.pending, tally)
         if not able:
             return None
-        shares = [tally.num_taken(candidate) / max(candidate.num_total_blocks, 1) for candidate in able]
+        shares = [tally.taken_share(candidate) for candidate in able]
         least = min(shares)
         return self._rng.choice([candidate for candidate, share in zip(able, shares, strict=True) if share <= least])
-
-
-def _routes(snapshot: Snapshot) -> list[_Route]:
-    return [_Route(rank, False) for rank in snapshot.prefill] + [_Route(rank, True) for rank in snapshot.decode]
-
-
-def _num_bound(candidate: Candidate, lane: Lane, turn: Turn, margin_s: float) -> tuple[int, float]:
-    """How many groups of ``turn`` are bound now, and in how many seconds the next one may be."""
-    if not candidate.is_measured:
-        return len(turn.groups), math.inf  # nobody is kept for a moment that can't be foreseen
-    wait_s = max(lane.free_in_s - margin_s, lane.held_s(turn.groups[0]))
-    if wait_s > 0.0:
-        return 0, wait_s
-    return 1, turn.first_token_in_s[0] - margin_s if len(turn.groups) > 1 else math.inf
-
-
-def _free_in_s(candidate: Candidate, now: float) -> float:
-    """When the rank has computed what it was given, without what its steps spend on decoding."""
-    free_in_s = candidate.step_ends_at - now if candidate.step_ends_at > now else 0.0
-    if candidate.num_unbegun_tokens:
-        free_in_s += candidate.step_time.prefill_in_steps_s(
-            candidate.num_unbegun_tokens, candidate.max_step_tokens, 0.0
-        )
-    return free_in_s
-
-
-def _added_cost(lane: Lane, turn: Turn, job: Job) -> float:
-    """What ``job`` adds to the cost of its lane's ``turn``."""
-    return turn.cost - lane.turn([other for group in turn.groups for other in group if other is not job]).cost
-
-
-# kv_aware's view of every rank, told by the very lanes that it plans with.
-
-
-def explain_lanes(
-    pending: Pending, job: Job, prefill: Sequence[Lane], decode: Sequence[Lane], snapshot: Snapshot
-) -> list[Option]:
-    """How ``pending``, whose ``job`` it is, stands at each place of ``snapshot``, of which these are the lanes.
-
-    Terms in seconds add up to the cost. ``taken_share``, the share of a decode rank's blocks that is spoken for, is no
-    part of that: it decides where a request is decoded that is prefilled elsewhere. A decode rank without obstacle and
-    without cost is one that would only decode it.
-    """
-    tally = Tally()
-    can_decode = {candidate.rank for candidate in decode_choices(snapshot.decode, pending, tally)}
-    options = []
-    for lane, candidate in zip(prefill, snapshot.prefill, strict=True):
-        is_able = job.num_missing[lane.number] is not None
-        obstacle = "" if is_able else prefill_obstacle(candidate, pending) or JUST_FAILED
-        options.append(_option(lane, job, pending, candidate, is_decode=False, obstacle=obstacle))
-    for lane, candidate in zip(decode, snapshot.decode, strict=True):
-        obstacle = "" if candidate.rank in can_decode else decode_obstacle(candidate, pending, tally) or JUST_FAILED
-        options.append(_option(lane, job, pending, candidate, is_decode=True, obstacle=obstacle))
-    return options
-
-
-def _option(lane: Lane, job: Job, pending: Pending, candidate: Candidate, *, is_decode: bool, obstacle: str) -> Option:
-    is_weighed = not obstacle and job.num_missing[lane.number] is not None
-    terms = lane.terms(job) if is_weighed else {}
-    if is_decode and not obstacle:
-        terms["taken_share"] = Tally().num_taken(candidate) / max(candidate.num_total_blocks, 1)
-    return Option(
-        rank=candidate.rank,
-        is_decode=is_decode,
-        num_cached_tokens=pending.num_cached_tokens.get(candidate.rank, 0),
-        cost=lane.turn([job]).cost if is_weighed else None,
-        cost_unit="s" if is_weighed else "",
-        terms=terms,
-        obstacle=obstacle,
-    )
-
-
-# Who is planned: those that find room, in the order of the queue, so that those that find none are not starved.
 
 
 @dataclass(frozen=True)
@@ -362,38 +286,30 @@ class Planned:
     Attributes:
         index: its position among those that wait.
         pending: what is known of it.
-        fenced: places that are kept for those ahead of it: it is not decoded there.
+        reserved: ranks that requests ahead of it have reserved: it is not decoded there.
     """
 
     index: int
     pending: Pending
-    fenced: frozenset[Rank]
+    reserved: frozenset[Rank]
 
 
 def choose_planned(waiting: Sequence[Pending], snapshot: Snapshot, limit: int) -> list[Planned]:
-    """The first ``limit`` of ``waiting`` that find room now, and all those further back that bind at once.
+    """The first ``limit`` of ``waiting`` that find room now, and all those behind them that bind at once.
 
-    Whoever finds none fences the rank with the most room, for all behind it: the room there only grows.
+    A request that finds no room reserves a rank (see ``router.policy.room.Backfill``).
     """
-    tally, fenced = Tally(), frozenset[Rank]()
+    tally, backfill = Tally(), Backfill()
     found: list[Planned] = []
     for index, pending in enumerate(waiting):
         if len(found) >= limit and not pending.binds_at_once:
             continue
-        if any(_can_go(rank, pending, fenced) and tally.has_room(rank, pending) for rank in snapshot.decode):
-            found.append(Planned(index, pending, fenced))
-            continue
-        eligible = [rank for rank in snapshot.decode if _can_go(rank, pending, fenced)]
-        if eligible:
-            fenced |= {max(eligible, key=tally.num_free).rank}
+        unreserved = backfill.unreserved(snapshot.decode)
+        if any(can_ever_hold(candidate, pending) and tally.has_room(candidate, pending) for candidate in unreserved):
+            found.append(Planned(index, pending, backfill.reserved))
+        else:
+            backfill.reserve(pending, unreserved, tally)
     return found
-
-
-def _can_go(candidate: Candidate, pending: Pending, fenced: frozenset[Rank]) -> bool:
-    return candidate.rank not in fenced and can_ever_hold(candidate, pending)
-
-
-# Of very many ranks, those worth planning for: forecasts for all of them would take longer than they gain.
 
 
 def shortlist(
@@ -403,62 +319,67 @@ def shortlist(
     length: int,
     first: int,
 ) -> list[int]:
-    """Numbers of ranks, ascending.
+    """The ranks worth planning for, of very many: forecasts for all of them would take longer than they gain.
 
     Args:
-        pendings: what is to be planned, each with whether it can go to a rank at all.
-        candidates: all of them; one is known by its position.
+        pendings: the requests to plan, each with whether it can go to a rank at all.
+        candidates: all ranks; their positions are their numbers.
         free_in_s: by rank, when it has computed what it was given.
-        length: for each request, so many of those that are free first are taken, and half as many of those that have
-            some of it and would have computed the rest first.
-        first: where to begin among places that are free together: always the same would be sent everything.
+        length: for each request, so many of the ranks that are free first are taken, and half as many of those that
+            have some of it cached and would have computed the rest first.
+        first: where to begin among ranks that are free at the same time; always the same one would get everything.
+
+    Returns:
+        The numbers of ranks, ascending.
     """
     by_freedom = sorted([*range(first, len(candidates)), *range(first)], key=free_in_s.__getitem__)
     numbers = {candidate.rank: number for number, candidate in enumerate(candidates)}
     chosen: set[int] = set()
     for pending, can_go in pendings:
         able = (number for number in by_freedom if can_go(number))
-        chosen.update(islice(_welcome(able, candidates, pending), length))
-        known = [numbers[candidate] for candidate in pending.num_cached_tokens if candidate in numbers]
+        chosen.update(islice(_not_avoided_numbers(able, candidates, pending), length))
+        known = [numbers[rank] for rank in pending.num_cached_tokens if rank in numbers]
         known = [number for number in known if number not in chosen and can_go(number)]
         ends_in_s = {number: free_in_s[number] + _prefill_s(candidates[number], pending) for number in known}
         chosen.update(nsmallest(length // 2, known, key=ends_in_s.__getitem__))
     return sorted(chosen)
 
 
-def _prefill_s(candidate: Candidate, pending: Pending) -> float:
-    return candidate.step_time.prefill_s(pending.num_missing_tokens(candidate.rank))
+class PeerWaits:
+    """For how long this router leaves each rank to the other routers.
 
-
-def _welcome(numbers: Iterator[int], candidates: Sequence[Candidate], pending: Pending) -> Iterator[int]:
-    """Those that did not just fail ``pending``; if there are none, all."""
-    if not pending.avoid:
-        return numbers
-    able = list(numbers)
-    return iter([number for number in able if candidates[number].rank.worker_id not in pending.avoid] or able)
-
-
-class Turns:
-    """For how long each rank is left to others."""
+    Routers see each other's placements only when workers report them. Without this, all of them would send to the same
+    free rank at once. So each rank is first one router's own, which uses it as if it were alone. Another router leaves
+    the rank to its own router, and then to the routers between the two in their order, for as long as it takes until
+    their placements are reported. A rank that is free then is free to take. A prompt that finds much more of itself on
+    a rank than elsewhere does not wait: computing it anew costs all requests more than meeting another router there.
+    """
 
     def __init__(
         self, candidates: Sequence[Candidate], everybody: Iterable[Candidate], peers: Peers, config: PeerConfig
     ) -> None:
-        """``ranks`` are known by their position from here on; whose each is follows from all names.
+        """``candidates`` are known by their position from here on.
 
-        These are ``peers.places``, or those of ``everybody`` where they are not given.
+        Which router a rank belongs to follows from the order of ``peers.ranks``, or of ``everybody`` if these are
+        not given.
         """
         self._config = config
         self._waits_s = [0.0] * len(candidates)
         if peers.num_routers > 1:
-            order = peers.ranks or sorted(candidate.rank for candidate in everybody)
-            positions = {candidate: position for position, candidate in enumerate(order)}
-            distances = [(peers.number - positions[candidate.rank]) % peers.num_routers for candidate in candidates]
+            in_order = peers.ranks or sorted(candidate.rank for candidate in everybody)
+            positions = {owned: position for position, owned in enumerate(in_order)}
+            distances = [(peers.number - positions[one.rank]) % peers.num_routers for one in candidates]
             self._waits_s = [distance * config.report_s for distance in distances]
         self._is_alone = not any(self._waits_s)
 
     def hold(self, num_missing: Sequence[int | None], age_s: float, least_s: float) -> Hold:
-        """How a prompt is kept from places that has waited for ``age_s`` and goes nowhere for another ``least_s``."""
+        """For how long a prompt is not sent to each rank.
+
+        Args:
+            num_missing: by rank, its tokens to compute there.
+            age_s: how long it has waited.
+            least_s: for how much longer it goes nowhere.
+        """
         if self._is_alone:
             return Hold([least_s] * len(num_missing), [least_s] * len(num_missing)) if least_s else AT_ONCE
         own = [count for count, wait_s in zip(num_missing, self._waits_s, strict=True) if count and not wait_s]
@@ -469,3 +390,61 @@ class Turns:
             until_s.append(least_s if is_free else max(wait_s - age_s, least_s))
             starts_in_s.append(until_s[-1] if is_free else until_s[-1] + self._config.doubt_s)
         return Hold(until_s, starts_in_s)
+
+
+def _routes(snapshot: Snapshot) -> list[_Route]:
+    prefill = [_Route(candidate, False) for candidate in snapshot.prefill]
+    return prefill + [_Route(candidate, True) for candidate in snapshot.decode]
+
+
+def _num_bound(candidate: Candidate, forecast: PrefillForecast, plan: Plan, margin_s: float) -> tuple[int, float]:
+    """How many groups of ``plan`` are bound now, and in how many seconds the next one may be."""
+    if not candidate.is_measured:
+        return len(plan.groups), math.inf  # when the rank runs out of prompts can't be foreseen
+    wait_s = max(forecast.free_in_s - margin_s, forecast.held_s(plan.groups[0]))
+    if wait_s > 0.0:
+        return 0, wait_s
+    return 1, plan.first_token_in_s[0] - margin_s if len(plan.groups) > 1 else math.inf
+
+
+def _added_cost(forecast: PrefillForecast, plan: Plan, job: Job) -> float:
+    """What ``job`` adds to the cost of ``plan``."""
+    return plan.cost - forecast.plan([other for group in plan.groups for other in group if other is not job]).cost
+
+
+def _option(forecast: PrefillForecast, job: Job, pending: Pending, route: _Route, obstacle: str) -> Option:
+    candidate = route.candidate
+    is_weighed = not obstacle and job.num_missing[forecast.number] is not None
+    terms = forecast.terms(job) if is_weighed else {}
+    if route.is_decode and not obstacle:
+        terms["taken_share"] = Tally().taken_share(candidate)
+    return Option(
+        rank=candidate.rank,
+        is_decode=route.is_decode,
+        num_cached_tokens=pending.num_cached_tokens.get(candidate.rank, 0),
+        cost=forecast.plan([job]).cost if is_weighed else None,
+        cost_unit="s" if is_weighed else "",
+        terms=terms,
+        obstacle=obstacle,
+    )
+
+
+def _free_in_s(candidate: Candidate, now: float) -> float:
+    """When the rank has computed what it was given, without the time that its steps spend on decoding."""
+    free_in_s = candidate.step_ends_at - now if candidate.step_ends_at > now else 0.0
+    if candidate.num_unbegun_tokens:
+        num_tokens, max_step_tokens = candidate.num_unbegun_tokens, candidate.max_step_tokens
+        free_in_s += candidate.step_time.prefill_in_steps_s(num_tokens, max_step_tokens, 0.0)
+    return free_in_s
+
+
+def _prefill_s(candidate: Candidate, pending: Pending) -> float:
+    return candidate.step_time.prefill_s(pending.num_missing_tokens(candidate.rank))
+
+
+def _not_avoided_numbers(numbers: Iterator[int], candidates: Sequence[Candidate], pending: Pending) -> Iterator[int]:
+    """As ``not_avoided``, lazily: of the ranks of ``numbers``."""
+    if not pending.avoid:
+        return numbers
+    able = list(numbers)
+    return iter([number for number in able if candidates[number].rank.worker_id not in pending.avoid] or able)

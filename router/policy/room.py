@@ -1,4 +1,9 @@
-"""Who fits where, and what one ``assign`` has given out so far."""
+"""Which rank can take which request: room, fit and media, what one ``assign`` has given out, backfill reservations.
+
+``Tally`` counts what an ``assign`` has given out on top of its snapshot, and ``Backfill`` keeps a rank for each request
+without room. The functions below them say whether a request fits a rank, and if not why. ``with_step_times`` lends step
+times to ranks that have not reported theirs.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,12 @@ from statistics import median_low
 from quartet.discovery.base import Rank
 from router.policy.base import Candidate, Pending, Snapshot
 
+#: The obstacle of a rank that could take a request, but just failed it while other ranks did not.
+JUST_FAILED = "just failed it"
+
+# Tokens of the prompt by which ``with_step_times`` compares ranks.
+_NUM_TOKENS = 1000
+
 
 class Tally:
     """What one ``assign`` has given out so far, on top of its snapshot."""
@@ -19,16 +30,20 @@ class Tally:
         self._num_tokens: Counter[Rank] = Counter()
 
     def num_free(self, candidate: Candidate) -> int:
-        """Blocks of a decode rank that are still to be had."""
-        return candidate.num_free_for_booking - self._num_blocks[candidate.rank]
+        """Blocks of a decode rank that are still free."""
+        return candidate.num_free_for_booking - self._num_blocks.get(candidate.rank, 0)
 
     def num_taken(self, candidate: Candidate) -> int:
-        """Blocks of a decode rank that are used or spoken for."""
+        """Blocks of a decode rank that are used or promised."""
         return candidate.num_total_blocks - self.num_free(candidate)
+
+    def taken_share(self, candidate: Candidate) -> float:
+        """Share of a decode rank's blocks that is used or promised."""
+        return self.num_taken(candidate) / max(candidate.num_total_blocks, 1)
 
     def num_queued_tokens(self, candidate: Candidate) -> int:
         """Prompt tokens that wait at a rank that prefills."""
-        return candidate.num_queued_tokens + self._num_tokens[candidate.rank]
+        return candidate.num_queued_tokens + self._num_tokens.get(candidate.rank, 0)
 
     def has_room(self, candidate: Candidate, pending: Pending) -> bool:
         """Whether ``pending`` fits a decode rank now."""
@@ -41,8 +56,34 @@ class Tally:
         self._num_tokens[rank] += pending.num_missing_tokens(rank)
 
 
+class Backfill:
+    """The backfill reservations of one ``assign``: a request without room reserves the emptiest rank.
+
+    Later requests may not use a reserved rank. So small requests may use what a large one can't, and still can't
+    starve it: the room on its rank only grows. If another rank gets more room, that one is reserved next time.
+
+    Attributes:
+        reserved: the ranks that are reserved so far.
+    """
+
+    def __init__(self) -> None:
+        self.reserved: frozenset[Rank] = frozenset()
+
+    def unreserved(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Those of ``candidates`` that no earlier request has reserved."""
+        if not self.reserved:
+            return candidates
+        return [candidate for candidate in candidates if candidate.rank not in self.reserved]
+
+    def reserve(self, pending: Pending, unreserved: Sequence[Candidate], tally: Tally) -> None:
+        """Reserve the emptiest of ``unreserved``, none of which has room now, that could ever hold ``pending``."""
+        eligible = [candidate for candidate in unreserved if can_ever_hold(candidate, pending)]
+        if eligible:
+            self.reserved |= {max(eligible, key=tally.num_free).rank}
+
+
 def can_ever_hold(candidate: Candidate, pending: Pending) -> bool:
-    """Whether ``pending`` can be decoded there, were it empty."""
+    """Whether ``pending`` could be decoded there if the rank were empty."""
     if pending.is_local and not can_prefill_here(candidate, pending):
         return False
     num_blocks = candidate.num_blocks(pending.num_most_tokens)
@@ -50,7 +91,7 @@ def can_ever_hold(candidate: Candidate, pending: Pending) -> bool:
 
 
 def can_prefill(candidate: Candidate, pending: Pending) -> bool:
-    """Whether ``pending`` can be prefilled there, were it empty."""
+    """Whether ``pending`` could be prefilled there if the rank were empty."""
     if pending.needs_media and not pending.needs_media <= candidate.media:
         return False
     return candidate.serves(pending.adapter) and candidate.num_blocks(pending.num_tokens) <= candidate.num_total_blocks
@@ -61,29 +102,29 @@ def can_prefill_here(candidate: Candidate, pending: Pending) -> bool:
     return not pending.needs_media or (pending.needs_media <= candidate.media and not pending.is_remote)
 
 
-def with_way(pending: Pending, snapshot: Snapshot) -> Pending:
-    """``pending`` with whether a rank that only prefills takes it with the media that it needs."""
-    if not pending.needs_media:
-        return pending
-    is_local = not any(can_prefill(rank, pending) for rank in snapshot.prefill)
-    return pending if is_local is pending.is_local else replace(pending, is_local=is_local)
-
-
-def welcome(candidates: Sequence[Candidate], pending: Pending) -> Sequence[Candidate]:
+def not_avoided(candidates: Sequence[Candidate], pending: Pending) -> Sequence[Candidate]:
     """Those that did not just fail ``pending``; if there are none, all."""
+    if not pending.avoid:
+        return candidates
     return [candidate for candidate in candidates if candidate.rank.worker_id not in pending.avoid] or candidates
 
 
 def decode_choices(candidates: Sequence[Candidate], pending: Pending, tally: Tally) -> Sequence[Candidate]:
-    """Those where ``pending`` can be decoded now, and that are welcome."""
-    able = [rank for rank in candidates if can_ever_hold(rank, pending) and tally.has_room(rank, pending)]
-    return welcome(able, pending)
+    """Those where ``pending`` can be decoded now, without those that it avoids if there are others."""
+    able = [
+        candidate
+        for candidate in candidates
+        if can_ever_hold(candidate, pending) and tally.has_room(candidate, pending)
+    ]
+    return not_avoided(able, pending)
 
 
-# Why a request can't go to a rank now, in words.
-
-#: Of a rank that could take it, while others can that did not.
-JUST_FAILED = "just failed it"
+def with_way(pending: Pending, snapshot: Snapshot) -> Pending:
+    """``pending``, whose ``is_local`` says whether some rank that only prefills takes the media that it needs."""
+    if not pending.needs_media:
+        return pending
+    is_local = not any(can_prefill(candidate, pending) for candidate in snapshot.prefill)
+    return pending if is_local is pending.is_local else replace(pending, is_local=is_local)
 
 
 def prefill_obstacle(candidate: Candidate, pending: Pending) -> str:
@@ -104,6 +145,22 @@ def decode_obstacle(candidate: Candidate, pending: Pending, tally: Tally) -> str
     return ""
 
 
+def with_step_times(candidates: Sequence[Candidate], others: Sequence[Candidate] = ()) -> Sequence[Candidate]:
+    """``candidates``, of which those without measured step times take the median of the measured ones.
+
+    A worker that just started is most likely as fast as its fellows. If none of ``candidates`` was measured, ``others``
+    stand in; if none of these was measured either, nothing changes.
+    """
+    if all(candidate.is_measured for candidate in candidates):
+        return candidates
+    measured = [one for one in candidates if one.is_measured] or [one for one in others if one.is_measured]
+    if not measured:
+        return candidates
+    times_s = [candidate.step_time.prefill_s(_NUM_TOKENS) for candidate in measured]
+    usual = measured[times_s.index(median_low(times_s))].step_time
+    return [one if one.is_measured else replace(one, step_time=usual, is_measured=True) for one in candidates]
+
+
 def _no_media(candidate: Candidate, pending: Pending) -> str:
     missing = sorted(pending.needs_media - candidate.media)
     return f"does not take media as {', '.join(missing)}" if missing else ""
@@ -113,29 +170,3 @@ def _misfit(candidate: Candidate, pending: Pending, num_tokens: int) -> str:
     if not candidate.serves(pending.adapter):
         return f"does not serve the adapter {pending.adapter}"
     return f"too small: {candidate.num_total_blocks} blocks of {candidate.num_blocks(num_tokens)} needed"
-
-
-# Step times for places that have not told theirs yet: a worker that just started is most likely like its fellows.
-
-# As a prompt to compare places by.
-_NUM_TOKENS = 1000
-
-
-def with_step_times(candidates: Sequence[Candidate], others: Sequence[Candidate] = ()) -> Sequence[Candidate]:
-    """``ranks``, of which those that were never measured take a measured one's times: the median of its own kind.
-
-    Where none of ``ranks`` was measured, one of ``others`` stands in; where none of these was either, nothing changes.
-    """
-    if all(candidate.is_measured for candidate in candidates):
-        return candidates
-    measured = [candidate for candidate in candidates if candidate.is_measured] or [
-        candidate for candidate in others if candidate.is_measured
-    ]
-    if not measured:
-        return candidates
-    times_s = [candidate.step_time.prefill_s(_NUM_TOKENS) for candidate in measured]
-    usual = measured[times_s.index(median_low(times_s))].step_time
-    return [
-        candidate if candidate.is_measured else replace(candidate, step_time=usual, is_measured=True)
-        for candidate in candidates
-    ]

@@ -1,8 +1,8 @@
-"""Requests of one session go to the same ranks, whatever the policy, while these are not overloaded.
+"""Requests of one session go to the same ranks, with any policy, while these ranks are not overloaded.
 
-No table of sessions is kept: where a session belongs follows from its key and the names of the ranks (``rendezvous``),
-so that all routers agree and a restart forgets nothing. That a rank is passed over that has more than its share is
-Mirrokni, Thorup and Zadimoghaddam, "Consistent hashing with bounded loads", 2016.
+No table of sessions is kept: a session's ranks follow from its key and the names of the ranks (``rendezvous_order``).
+So all routers agree, and a restart forgets nothing. Overloaded ranks are skipped as in Mirrokni, Thorup and
+Zadimoghaddam, "Consistent hashing with bounded loads", 2016.
 """
 
 from __future__ import annotations
@@ -15,47 +15,50 @@ from itertools import groupby
 
 from quartet.discovery.base import Rank
 from router.policy.base import Candidate, Decision, Option, Pending, Placement, Policy, Snapshot
-from router.policy.room import Tally, can_prefill, decode_choices, welcome
+from router.policy.room import Tally, can_prefill, decode_choices, not_avoided
 from router.policy.split import Remaining
 
-# A rank is never overloaded as long as less than this share of its blocks is spoken for.
+# A rank is never overloaded as long as less than this share of its blocks is used or promised.
 _FREE_SHARE = 0.5
+
+_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True)
 class _Home:
-    """Where a session belongs now; ``prefill`` is ``None`` where no rank only prefills."""
+    """Where a session belongs now; ``prefill`` is ``None`` if no rank only prefills."""
 
     prefill: Rank | None
     decode: Rank
 
 
 class SessionAffinityPolicy:
-    """Shows ``inner`` only a session's own places; requests without session, all of them."""
+    """Shows ``inner`` only a session's own ranks; for requests without a session, all ranks."""
 
     def __init__(self, inner: Policy, *, max_load_factor: float = 1.25) -> None:
-        """A rank with more than ``max_load_factor`` of the mean load is passed over for the next in a session's order.
+        """A rank with more than ``max_load_factor`` times the mean load is skipped for the next in a session's order.
 
-        Load is the share of blocks spoken for at ranks that decode, and the prompt tokens queued wherever something is
-        prefilled; what fits one step is no queue.
+        Load is the share of blocks used or promised on ranks that decode, and the prompt tokens queued on ranks that
+        prefill; tokens that fit one step are no queue.
         """
         self._inner = inner
         self._max_load_factor = max_load_factor
 
     @property
     def name(self) -> str:
-        """What its users know it by."""
+        """The name that users know."""
         return f"session_affinity({self._inner.name})"
 
     def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
-        """Choose places for ``waiting``; ``None`` keeps a request in the router's queue.
+        """Choose ranks for ``waiting``; ``None`` keeps a request in the router's queue.
 
-        Of one priority, those of each home are shown to the inner policy together, in the order of the first of them.
+        Requests of one priority that have the same home are shown to the inner policy together. Homes come in the order
+        of their first requests.
         """
         homes, tally = _Homes(snapshot, self._max_load_factor), Tally()
         remaining = Remaining(snapshot)
         placements: list[Placement | None] = [None] * len(waiting)
-        looks: list[float] = []
+        polls_s: list[float] = []
         for _, level in groupby(range(len(waiting)), key=lambda index: waiting[index].priority):
             for home, indices in _grouped((index, homes.find(waiting[index], tally)) for index in level):
                 group = [waiting[index] for index in indices]
@@ -64,12 +67,12 @@ class SessionAffinityPolicy:
                 remaining.decide(group, decision.placements)
                 for index, placement in zip(indices, decision.placements, strict=True):
                     placements[index] = placement
-                if decision.look_again_in_s is not None:
-                    looks.append(decision.look_again_in_s)
-        return Decision(placements, min(looks, default=None))
+                if decision.poll_again_in_s is not None:
+                    polls_s.append(decision.poll_again_in_s)
+        return Decision(placements, min(polls_s, default=None))
 
     def explain(self, pending: Pending, snapshot: Snapshot) -> Sequence[Option]:
-        """How ``pending`` stands at each rank, were it all that waits."""
+        """How each rank suits ``pending``, if nothing else waits."""
         home = _Homes(snapshot, self._max_load_factor).find(pending, Tally())
         everywhere = self._inner.explain(pending, snapshot)
         if home is None:
@@ -79,15 +82,25 @@ class SessionAffinityPolicy:
         return [own.get(option.rank) or _elsewhere(option, home) for option in everywhere]
 
 
+def rendezvous_order(key: str, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """``candidates`` in the order of ``key``, first where it belongs; every router orders them alike.
+
+    A candidate that comes or goes does not change the order of the others. This is highest random weight hashing:
+    Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.
+    """
+    seed = _hash(key)
+    return sorted(candidates, key=lambda candidate: _mix(seed ^ _hash_of(candidate.rank)), reverse=True)
+
+
 class _Homes:
-    """Finds where sessions belong, given what those before them are expected to take."""
+    """Finds where sessions belong, beside what the requests before them are expected to take."""
 
     def __init__(self, snapshot: Snapshot, max_load_factor: float) -> None:
         self._snapshot = snapshot
         self._max_load_factor = max_load_factor
 
     def find(self, pending: Pending, tally: Tally) -> _Home | None:
-        """The home of ``pending``, counted in; ``None``: the inner policy decides, it has no session or no room."""
+        """The home of ``pending``, which is counted in; ``None``: it has no session, or no rank has room."""
         if not pending.session_key:
             return None
         prefill = self._prefill(pending, tally)
@@ -100,21 +113,18 @@ class _Homes:
     def _prefill(self, pending: Pending, tally: Tally) -> Candidate | None:
         candidates = self._snapshot.prefill
         able = [candidate for candidate in candidates if can_prefill(candidate, pending)]
-        choices = [candidate for candidate in able if candidate.rank == pending.prefer_prefill] or welcome(
-            able, pending
-        )
+        preferred = [candidate for candidate in able if candidate.rank == pending.prefer_prefill]
         limit = self._max_load_factor * _mean_queue(candidates, tally)
+        choices = preferred or not_avoided(able, pending)
         return _first(pending, choices, lambda candidate: _has_queue(candidate, limit, tally))
 
     def _decode(self, pending: Pending, tally: Tally, *, is_queued: bool) -> Candidate | None:
-        """``is_queued``: the prompt waits there, too."""
+        """``is_queued``: the prompt is computed there too, and waits for that."""
         candidates = self._snapshot.decode
         choices = decode_choices(candidates, pending, tally)
         queue_limit = self._max_load_factor * _mean_queue(candidates, tally)
-        num_taken, num_total = (
-            sum(tally.num_taken(candidate) for candidate in candidates),
-            sum(candidate.num_total_blocks for candidate in candidates),
-        )
+        num_taken = sum(tally.num_taken(candidate) for candidate in candidates)
+        num_total = sum(candidate.num_total_blocks for candidate in candidates)
         share_limit = max(self._max_load_factor * num_taken / max(num_total, 1), _FREE_SHARE)
 
         def is_overloaded(candidate: Candidate) -> bool:
@@ -129,11 +139,11 @@ def _first(
 ) -> Candidate | None:
     """The first in the session's order that is not overloaded; if all are, the first."""
     order = rendezvous_order(pending.session_key, choices)
-    return next((rank for rank in order if not is_overloaded(rank)), order[0] if order else None)
+    return next((candidate for candidate in order if not is_overloaded(candidate)), order[0] if order else None)
 
 
 def _mean_queue(candidates: Sequence[Candidate], tally: Tally) -> float:
-    return sum(tally.num_queued_tokens(rank) for rank in candidates) / max(len(candidates), 1)
+    return sum(tally.num_queued_tokens(candidate) for candidate in candidates) / max(len(candidates), 1)
 
 
 def _has_queue(candidate: Candidate, limit: float, tally: Tally) -> bool:
@@ -154,19 +164,6 @@ def _elsewhere(option: Option, home: _Home) -> Option:
     return replace(option, cost=None, cost_unit="", terms={}, obstacle=f"its session belongs to {at}")
 
 
-# Highest random weight: a key's order of ranks, in which one that comes or goes moves no other.
-#
-# Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.
-
-_MASK = 2**64 - 1
-
-
-def rendezvous_order(key: str, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """``candidates``, the one first where ``key`` belongs; every router orders them alike."""
-    seed = _hash(key)
-    return sorted(candidates, key=lambda candidate: _mix(seed ^ _hash_of(candidate.rank)), reverse=True)
-
-
 @lru_cache(maxsize=4096)
 def _hash_of(rank: Rank) -> int:
     return _hash(str(rank))
@@ -177,7 +174,7 @@ def _hash(text: str) -> int:
 
 
 def _mix(value: int) -> int:
-    """The finalizer of splitmix64: a hundred places are mixed in less time than ten are hashed."""
+    """The finalizer of splitmix64: it mixes a hundred ranks in less time than hashing ten of them takes."""
     value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK
     return value ^ value >> 31

@@ -1,4 +1,4 @@
-"""DecodeService: one worker stream a caller, any number of requests on it."""
+"""DecodeService: one worker stream for each caller, with any number of requests."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         *,
         has_tls: bool = False,
     ) -> None:
-        """``limits`` bound each stream; ``verifier`` opens signed starts. With TLS, others are for peers alone."""
+        """``limits`` bound each stream; ``verifier`` opens signed starts. With TLS only peers may send other starts."""
         self._dispatcher = dispatcher
         self._limits = limits
         self._verifier = verifier
         self._has_tls = has_tls
 
-    async def Decode(  # type: ignore[override]  # the stubs know only generators, and this one reads and writes
+    async def Decode(  # type: ignore[override]  # stubs only know generators
         self, request_iterator: AsyncIterator[pb.DecodeRequest], context: _Context
     ) -> None:
         """As decode.proto says."""

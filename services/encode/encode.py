@@ -1,11 +1,13 @@
-"""Requests of encode streams: sized, encoded or found in the pool, and held for whoever pulls them."""
+"""What an Encode worker has: a vision tower, a pool of embeddings, and the dispatcher between them and the streams.
+
+The dispatcher sizes the items of a request, encodes them or finds them in the pool, and offers the results to other
+workers. ``PoolReports`` gives the pool's events in the form that ``Worker`` and ``KvEvents`` expect of an engine.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -14,9 +16,10 @@ from functools import partial
 
 from quartet.engine.base import EngineStats, StepOutput
 from quartet.engine.encoder import EncodeTimes, MediaEncoder
-from quartet.engine.step_engine import OutputQueue
+from quartet.engine.life_cycle import OutputQueue
+from quartet.engine.settings import Modality
 from quartet.errors import (
-    DrainingError,
+    ConfigError,
     EngineError,
     InvalidRequestError,
     MessageTooLargeError,
@@ -30,38 +33,118 @@ from quartet.kvcache.layout import EmbeddingsPayload, OpaquePayload, Payload
 from quartet.streams.encode_server import EncodeOutbox
 from quartet.streams.messages import EncodedItem, EncodeStart
 from quartet.telemetry.encode_metrics import EncodeMetrics
-from quartet.telemetry.logging import FinishedRequest, log_request
 from quartet.telemetry.metrics import WorkerMetrics
-from services.workers.dispatch import CountedStarts, Holds
-from services.workers.embedding_store import EmbeddingStore, Lease
+from quartet.transfer.base import PoolMemory
+from quartet.transfer.source import TransferSource
+from services.encode.servicer import encode_service
+from services.workers.embedding_store import EmbeddingStore, Hold
 from services.workers.files import FileEncoder, SizedItem
 from services.workers.media import MediaBacklog, WaitingMedia
-from services.workers.requests import NoPlacements, Progress
-
-logger = logging.getLogger(__name__)
+from services.workers.parts import Abilities, EncoderFactory, Serving, Surroundings
+from services.workers.requests import BookedRequest, Holds, Progress, RequestBook, named
 
 #: Items of one start, at most.
 MAX_ITEMS = 256
 
-# Those of a request's items are sent to prefill together, in one message.
+# The router sends the states of all items of a request to prefill in one message.
 _MAX_STATE_BYTES = 4096
 
 
-@dataclass(eq=False)
-class _Running:
-    """A request between its start and its end; ``times`` are of items that took the tower."""
+class EncodeParts:
+    """The ``Parts`` of one Encode worker; nothing is opened before ``start``."""
+
+    def __init__(self, surroundings: Surroundings, encoder_factory: EncoderFactory) -> None:
+        """Make an encoder with a pool of its own. Raises ``ConfigError``."""
+        self._surroundings = surroundings
+        if surroundings.config.engine.modality is Modality.TEXT:
+            raise ConfigError("engine.modality: an encode worker takes media files; text is for the others")
+        self._encoder = encoder_factory(surroundings.config, None)
+        self._dispatcher: EncodeDispatcher | None = None
+        self._reports: PoolReports | None = None
+
+    async def start(self) -> None:
+        """Load the vision tower."""
+        began = time.monotonic()
+        await self._encoder.start()
+        self._surroundings.metrics.set_load_time(time.monotonic() - began)
+
+    @property
+    def memory(self) -> PoolMemory:
+        """The pool of embeddings."""
+        return self._encoder.embeddings.memory
+
+    def serve(self, source: TransferSource) -> Serving:
+        """Wire all parts."""
+        config, metrics = self._surroundings.config, EncodeMetrics(self._surroundings.registry)
+        capabilities, layout = self._encoder.capabilities, self._encoder.embeddings.layout
+        pool = EmbeddingPool(self.memory.num_blocks, layout.block_size, has_events=True)
+        reports = self._reports = PoolReports(self._encoder, pool)
+        store = EmbeddingStore(pool, field="items", on_change=reports.changed)
+        files = FileEncoder(self._encoder, store, metrics, max_size_bytes=config.max_file_size_bytes)
+        dispatcher = self._dispatcher = EncodeDispatcher(
+            self._encoder,
+            files,
+            store,
+            source,
+            self._surroundings.metrics,
+            metrics,
+            engine_name=config.engine.kind,
+            backlog=MediaBacklog(
+                max_items=config.encoder.max_waiting_items, max_pixels=config.encoder.max_waiting_pixels
+            ),
+        )
+        metrics.watch_tower(self._encoder.stats)
+        metrics.watch_pool(lambda: pool.counts)
+        self._surroundings.metrics.watch_engine(dispatcher.stats)
+        return Serving(
+            computing=reports,
+            snapshots=reports,
+            requests=dispatcher,
+            service=encode_service(dispatcher, config.streams),
+            abilities=Abilities(
+                model_fingerprint=capabilities.model_fingerprint,
+                num_blocks=self.memory.num_blocks,
+                block_size=layout.block_size,
+                media=files.takes,
+                max_media_tokens=capabilities.max_item_tokens,
+            ),
+            watches=[files.watch],
+        )
+
+    def hand_off_ended(self, holder: int, *, was_taken: bool) -> None:
+        """Free an item's embeddings."""
+        if self._dispatcher is not None:
+            self._dispatcher.release(holder, was_taken=was_taken)
+
+    async def close(self) -> None:
+        """Free everything."""
+        if self._reports is not None:
+            self._reports.close()
+        await self._encoder.close()
+
+
+@dataclass(eq=False, kw_only=True)
+class _Running(BookedRequest):
+    """A request between its start and its end.
+
+    Attributes:
+        waiting: its items that are not handed off yet.
+        task: runs it.
+        is_cut: the drain took too long and cancelled ``task``.
+        sized: one entry an item, once all are sized.
+        times: of the items that were encoded for it, by index.
+    """
 
     start: EncodeStart
     outbox: EncodeOutbox
     waiting: WaitingMedia
     task: asyncio.Task[object] | None = field(default_factory=asyncio.current_task)
-    arrived_at: float = field(default_factory=time.monotonic)
     is_cut: bool = False
     sized: Sequence[SizedItem] = ()
     times: dict[int, EncodeTimes] = field(default_factory=dict)
 
 
-class EncodeDispatcher(NoPlacements):
+class EncodeDispatcher(RequestBook[_Running]):
     """Runs the requests of Encode streams. Lives on the event loop."""
 
     def __init__(
@@ -76,50 +159,33 @@ class EncodeDispatcher(NoPlacements):
         engine_name: str,
         backlog: MediaBacklog,
     ) -> None:
-        """Encode with ``files``, into ``store``, whose items ``holds`` gives to others; ``encoder`` is behind it all.
+        """Encode on ``encoder`` by way of ``files``, into ``store``, and offer the results in ``holds``.
 
-        ``engine_name`` goes into hand-offs of what the encoder keeps itself. ``backlog`` counts what is not encoded
-        yet, and bounds it.
+        Hand-offs of states that the encoder keeps carry ``engine_name``. ``backlog`` counts and bounds the items that
+        are not encoded yet.
         """
+        super().__init__(metrics)
         self._encoder = encoder
         self._files = files
         self._store = store
         self._holds = holds
-        self._metrics = metrics
         self._encode_metrics = encode_metrics
         self._engine_name = engine_name
         self._backlog = backlog
-        self._running: set[_Running] = set()
-        self._let_go: dict[int, Callable[[bool], None]] = {}  # what holders have, told whether it was taken
+        self._let_go: dict[int, Callable[[bool], None]] = {}  # by holder; called with whether a worker took it
         self._next_holder = itertools.count(1)
-        self._counted = CountedStarts()
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._is_draining = False
-
-    @property
-    def num_running(self) -> int:
-        """Requests of which something is still to come."""
-        return len(self._running)
 
     @property
     def progress(self) -> Progress:
-        """Batches of the tower, and items that are in it or wait for it: room is others' to give."""
+        """Batches of the vision tower, and items in it or waiting for it.
+
+        Items that wait for room in the pool are left out: other workers make that room.
+        """
         stats = self._encoder.stats()
         return Progress(stats.num_steps, stats.num_running + stats.num_waiting)
 
-    @property
-    def router_progress(self) -> dict[str, int]:
-        """By router, the last request number up to which the load counts everything in."""
-        return self._counted.watermarks()
-
-    @property
-    def router_arrivals(self) -> dict[str, int]:
-        """By router, the last request number that arrived."""
-        return self._counted.arrivals()
-
     def stats(self) -> Sequence[EngineStats]:
-        """Items and blocks of embeddings, in the words of an engine of one rank; batches are its steps."""
+        """Items and blocks of embeddings as the load of an engine with one rank; batches are its steps."""
         stats, counts = self._encoder.stats(), self._store.counts
         return (
             EngineStats(
@@ -138,53 +204,47 @@ class EncodeDispatcher(NoPlacements):
         """Bring what ``start`` asks for to ``outbox``; see ``quartet.streams.encode_server.EncodeWork``.
 
         Raises:
-            DrainingError: this worker takes nothing new.
-            QueueFullError: too much waits already.
+            DrainingError: this worker refuses new requests.
+            QueueFullError: too many items wait already.
             RequestTimeoutError, RequestCancelledError: its time ran out, or that of the drain.
             EngineError: the vision tower is dead.
-            ServingError: what is wrong with an item (``items[1].file``), or there is no room for it.
+            ServingError: an item is wrong (``items[1].file``), or there is no room for it.
         """
         context = start.context
         self._counted.arrive(context.router_id, context.router_request_number)
-        # The load shows its items from the first moment on.
+        # The load shows its items at once.
         self._counted.count_in(context.router_id, context.router_request_number)
         self._check_takes(start)
-        running = _Running(start, outbox, self._backlog.enter(len(start.items)))
-        self._running.add(running)
-        self._idle.clear()
-        async with self._ending(running), asyncio.timeout(context.timeout_s):
+        running = _Running(
+            context=named(context),
+            num_prompt_tokens=None,
+            start=start,
+            outbox=outbox,
+            waiting=self._backlog.enter(len(start.items)),
+        )
+        id = next(self._ids)
+        self._begin(id, running)
+        async with self._ending(id, running), asyncio.timeout(context.timeout_s):
             await self._run(running)
 
     def withdraw(self, holder: int) -> None:
-        """End the hand-off of ``holder``, of which nobody was told."""
+        """End the hand-off of ``holder``: its ticket was not sent."""
         self._holds.withdraw(holder)
 
     def release(self, holder: int, *, was_taken: bool) -> None:
-        """The hand-off of ``holder`` has ended: what it held may go."""
+        """The hand-off of ``holder`` has ended: free what it held."""
         let_go = self._let_go.pop(holder, None)
         if let_go is not None:
             let_go(was_taken)
 
-    def drain(self) -> None:
-        """Take nothing new from now on."""
-        self._is_draining = True
+    def route(self, step: StepOutput) -> None:
+        """Do nothing: steps carry the pool's events only, and results reach their streams directly."""
 
-    async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until nothing runs; False if something still does after ``timeout_s`` seconds."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    def cancel_all(self) -> int:
-        """End everything early, and say how many requests that was."""
-        for running in self._running:
-            running.is_cut = True
-            if running.task is not None:
-                running.task.cancel()
-        return len(self._running)
+    def _stop(self, id: int) -> None:
+        running = self._running[id]
+        running.is_cut = True
+        if running.task is not None:
+            running.task.cancel()
 
     async def _run(self, running: _Running) -> None:
         running.sized = await self._files.size(running.start.items, "items")
@@ -203,12 +263,12 @@ class EncodeDispatcher(NoPlacements):
             raise errors.exceptions[0] from None
 
     async def _fill_pool(self, running: _Running, indices: Sequence[int]) -> None:
-        """Have the items of ``indices`` in the pool, and hand them off."""
+        """Get the items of ``indices`` into the pool, and hand them off."""
         wants = [
             self._files.want(running.sized[index], running.arrived_at, partial(running.times.__setitem__, index))
             for index in indices
         ]
-        await self._store.obtain(wants, lambda nth, lease: self._hand_off_blocks(running, indices[nth], lease))
+        await self._store.obtain(wants, lambda nth, hold: self._hand_off_blocks(running, indices[nth], hold))
 
     async def _keep_state(self, running: _Running, index: int) -> None:
         """Have the encoder keep an item, and hand it off."""
@@ -223,16 +283,16 @@ class EncodeDispatcher(NoPlacements):
 
     def _release_state(self, holder: int, was_taken: bool) -> None:
         states = self._encoder.states
-        assert states is not None, "it keeps this one"
+        assert states is not None, "it keeps this state"
         states.release(holder, was_taken=was_taken)
 
-    def _hand_off_blocks(self, running: _Running, index: int, lease: Lease) -> None:
+    def _hand_off_blocks(self, running: _Running, index: int, hold: Hold) -> None:
         if index not in running.times:
             self._encode_metrics.count_item("cached")
         holder = next(self._next_holder)
-        self._let_go[holder] = lambda _was_taken: lease.release()
+        self._let_go[holder] = lambda _was_taken: hold.release()
         payload = EmbeddingsPayload(self._encoder.embeddings.layout, running.sized[index].size.num_tokens)
-        self._hand_off(running, index, holder, lease.block_ids, payload)
+        self._hand_off(running, index, holder, hold.block_ids, payload)
 
     def _hand_off(
         self, running: _Running, index: int, holder: int, block_ids: tuple[int, ...], payload: Payload
@@ -249,15 +309,14 @@ class EncodeDispatcher(NoPlacements):
         running.outbox.encoded(encoded, holder)
 
     def _check_takes(self, start: EncodeStart) -> None:
-        if self._is_draining:
-            raise DrainingError("this worker is draining and takes nothing new", retry_delay_s=1.0)
+        self._check_draining()
         if not self._encoder.is_alive:
             raise EngineError("the vision tower of this worker is dead")
         if len(start.items) > MAX_ITEMS:
             raise InvalidRequestError(f"a request has at most {MAX_ITEMS} items", field="items")
 
     @asynccontextmanager
-    async def _ending(self, running: _Running) -> AsyncIterator[None]:
+    async def _ending(self, id: int, running: _Running) -> AsyncIterator[None]:
         outcome = "encoded"
         try:
             yield
@@ -273,34 +332,15 @@ class EncodeDispatcher(NoPlacements):
             outcome = error.reason.lower()
             raise
         finally:
-            self._end(running, outcome)
-
-    def _end(self, running: _Running, outcome: str) -> None:
-        self._running.discard(running)
-        running.waiting.leave_all()
-        if not self._running:
-            self._idle.set()
-        self._metrics.count_request(outcome)
-        context = running.start.context
-        log_request(
-            logger,
-            FinishedRequest(
-                request_id=context.request_id or secrets.token_hex(16),
-                outcome=outcome,
-                tenant=context.tenant,
-                total_s=time.monotonic() - running.arrived_at,
-            ),
-        )
-
-
-# What a vision tower's worker tells of its pool, in the words of an engine: steps that carry events.
+            running.waiting.leave_all()
+            self._finish(id, outcome)
 
 
 class PoolReports:
-    """The outputs of an encoder, which has none: each item that can be found is a first block of rank 0."""
+    """The outputs of an Encode worker: steps that carry events only. Each cached item is a first block of rank 0."""
 
     def __init__(self, encoder: MediaEncoder, pool: EmbeddingPool) -> None:
-        """Report on ``pool``, which takes note of events."""
+        """Report on ``pool``, which records events."""
         self._encoder = encoder
         self._pool = pool
         self._outputs = OutputQueue()
@@ -311,7 +351,7 @@ class PoolReports:
         return self._encoder.is_alive
 
     def changed(self) -> None:
-        """The pool has changed: report what came and went. Also where nothing did, since the load is another one."""
+        """The pool has changed: put its events into an output. An output without events says that the load changed."""
         events = self._pool.take_events()
         self._outputs.put(StepOutput(kv_events=(RankEvents(0, events),) if events else ()))
 

@@ -1,4 +1,4 @@
-"""PrefillService: one worker stream a caller, any number of prompts on it."""
+"""PrefillService: one worker stream for each caller, with any number of prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._dispatcher = dispatcher
         self._limits = limits
 
-    async def Prefill(  # type: ignore[override]  # the stubs know only generators, and this one reads and writes
+    async def Prefill(  # type: ignore[override]  # stubs only know generators
         self, request_iterator: AsyncIterator[pb.PrefillRequest], context: _Context
     ) -> None:
         """As prefill.proto says."""

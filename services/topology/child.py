@@ -1,4 +1,8 @@
-"""A child process whose output is read line by line, and that never outlives us."""
+"""Child processes that never outlive their parent, with their output line by line.
+
+A child and everything that it starts inherit a mark in their environment. By the mark they are found and killed even in
+other process groups or sessions: an MPI launcher starts its ranks in sessions of their own.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,40 @@ _NUM_KEPT_LINES = 20
 
 _MAX_LINE_BYTES = 1 << 16
 
-# What a process wrote before it ended lies in the pipe; only somebody else who holds it could keep us longer.
+# An ended process's last output is in the pipe already. The pipe stays open longer only if another process holds it.
 _REST_TIMEOUT_S = 0.5
+
+#: The variable that carries the mark.
+MARK_VARIABLE = "QUARTET_PROCESS"
+
+_PROC = Path("/proc")
+
+# A process that starts another one during a scan is killed, and the new one is found by the next scan.
+_NUM_SCANS = 5
+
+
+async def start_child(
+    name: str, command: Sequence[str], env: Mapping[str, str], on_line: Callable[[str], None]
+) -> Child:
+    """Start ``command`` with the environment ``env`` and a mark; ``on_line`` is called for each line of its output.
+
+    Raises:
+        OSError: the Python interpreter can't be started. A missing program gives an exit code, as in a shell.
+    """
+    guard = [sys.executable, "-S", "-E", str(_GUARD), str(os.getpid())]
+    mark = new_mark()
+    loop = asyncio.get_running_loop()
+    transport, output = await loop.subprocess_exec(
+        lambda: _Output(on_line),
+        *guard,
+        *command,
+        env={**env, MARK_VARIABLE: mark},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    return Child(name, transport, output, mark)
 
 
 class Child:
@@ -51,29 +87,29 @@ class Child:
         return self._transport.get_returncode() is None
 
     async def wait(self) -> int:
-        """Its exit code, once it has ended and its output is read; negative: the number of the signal that did it."""
+        """Its exit code, once it has ended and its output is read; negative: the number of the signal that ended it."""
         return await asyncio.shield(self._ended)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to it and to whatever it started; nothing happens where it has ended."""
+        """Send a signal to it and its process group; nothing happens after it has ended."""
         if self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
     def kill_rest(self) -> None:
-        """SIGKILL what it started and did not end before it: such a one may hold a GPU's memory, or a port.
+        """After its end, SIGKILL the processes that it started: they may hold a GPU's memory or a port.
 
-        Of its process group, and on Linux all that came of it, in sessions of their own, too.
+        That is its process group, and on Linux also all its descendants in other sessions.
         """
         if not self.is_running:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                # Its id is free once its group is, too: then it may be somebody else's.
-                if not _exists(self.pid):
+                # Once its group has ended too, its id is free, and may be another process's already.
+                if not is_alive(self.pid):
                     os.killpg(self.pid, signal.SIGKILL)
             kill_marked(self._mark)
 
     def describe_end(self) -> str:
-        """How it ended, and the last that it said."""
+        """How it ended, and its last output."""
         code = self._transport.get_returncode()
         how = "is running" if code is None else f"ended with exit code {code}"
         if code is not None and code < 0:
@@ -92,10 +128,29 @@ class Child:
         return code
 
 
-class _Output(asyncio.SubprocessProtocol):
-    """Makes lines of what a process says.
+def new_mark() -> str:
+    """A new, unique mark."""
+    return secrets.token_hex(16)
 
-    asyncio's own ``Process.wait`` would also wait for whoever else holds the pipe, such as what the process started.
+
+def kill_marked(mark: str) -> int:
+    """SIGKILL every process of this user that was started with ``mark``; returns how many. Linux only.
+
+    No other process gets the signal, even if it was given the id of a marked process meanwhile.
+    """
+    killed: set[int] = set()
+    for _ in range(_NUM_SCANS):
+        found = {pid for pid in _marked(mark) if _kill(pid, mark)}
+        if found <= killed:
+            break
+        killed |= found
+    return len(killed)
+
+
+class _Output(asyncio.SubprocessProtocol):
+    """Splits a process's output into lines.
+
+    Unlike asyncio's ``Process.wait`` it does not wait for other holders of the pipe, such as the process's children.
     """
 
     def __init__(self, on_line: Callable[[str], None]) -> None:
@@ -106,11 +161,11 @@ class _Output(asyncio.SubprocessProtocol):
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")
-        # A line without an end is shown in pieces, so that memory stays bounded.
+        # A very long line is shown in pieces, so that memory stays bounded.
         if len(self._rest) >= _MAX_LINE_BYTES:
             lines, self._rest = [*lines, self._rest], b""
         for line in lines:
-            self._tell(line)
+            self._show(line)
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
         self.closed.set()
@@ -119,83 +174,30 @@ class _Output(asyncio.SubprocessProtocol):
         self.exited.set()
 
     def end(self) -> None:
-        """Tell a last line that has no end."""
+        """Show a last line without a newline."""
         if self._rest:
-            self._tell(self._rest)
+            self._show(self._rest)
         self._rest = b""
 
-    def _tell(self, line: bytes) -> None:
+    def _show(self, line: bytes) -> None:
         text = line.decode("utf-8", "replace").rstrip()
         self.last_lines.append(text)
         self._on_line(text)
 
 
-def _exists(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether a process has this id, of any user."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
+    except PermissionError:
+        return True
     return True
 
 
-async def start_child(
-    name: str, command: Sequence[str], env: Mapping[str, str], on_line: Callable[[str], None]
-) -> Child:
-    """Start ``command`` with the environment ``env`` and a mark; ``on_line`` is called for each line of its output.
-
-    Raises:
-        OSError: the Python interpreter can't be started. A missing program is an exit code, as a shell has it.
-    """
-    guard = [sys.executable, "-S", "-E", str(_GUARD), str(os.getpid())]
-    mark = new_mark()
-    loop = asyncio.get_running_loop()
-    transport, output = await loop.subprocess_exec(
-        lambda: _Output(on_line),
-        *guard,
-        *command,
-        env={**env, MARK_VARIABLE: mark},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    return Child(name, transport, output, mark)
-
-
-# Finds what a process started, however it was started: by a mark in the environment that all of it inherits.
-#
-# A process group, or a session, is left by whoever wants to: an MPI launcher's ranks are in sessions of their own.
-
-#: The variable that carries the mark.
-MARK_VARIABLE = "QUARTET_PROCESS"
-
-_PROC = Path("/proc")
-
-# One that is killed cannot start others, but who starts one while we look is seen only the next time.
-_NUM_LOOKS = 5
-
-
-def new_mark() -> str:
-    """One that nobody else has."""
-    return secrets.token_hex(16)
-
-
-def kill_marked(mark: str) -> int:
-    """SIGKILL every process of this user that was started with ``mark``; how many were sent it. Linux only.
-
-    Nothing else is touched: a process that is gone by then, or whose id is another's, is left alone.
-    """
-    killed: set[int] = set()
-    for _ in range(_NUM_LOOKS):
-        found = {pid for pid in _marked(mark) if _kill(pid, mark)}
-        if found <= killed:
-            break
-        killed |= found
-    return len(killed)
-
-
 def _marked(mark: str) -> Iterator[int]:
-    # Where there is no such directory, nothing is found.
+    # OSError: this system has no /proc.
     with contextlib.suppress(OSError):
         for entry in os.scandir(_PROC):
             if entry.name.isdigit() and int(entry.name) != os.getpid() and _has_mark(int(entry.name), mark):
@@ -208,12 +210,12 @@ def _has_mark(pid: int, mark: str) -> bool:
             return False
         variables = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
-        return False  # it has ended, or is not ours to see
+        return False  # it has ended, or may not be read
     return f"{MARK_VARIABLE}={mark}".encode() in variables
 
 
 def _kill(pid: int, mark: str) -> bool:
-    """Whether it was sent the signal. A descriptor is held meanwhile: the process that is looked at is the one."""
+    """Whether the signal was sent. The descriptor makes sure that the process checked is the process killed."""
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:

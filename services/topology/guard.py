@@ -1,8 +1,8 @@
-"""Runs a program that dies with the process that started it, however that one dies.
+"""Runs a program that is killed when its parent process ends, even if the parent is killed itself.
 
     python services/topology/guard.py PARENT_PID PROGRAM ARGUMENT...
 
-It runs before anything of ours is imported: the standard library only, and little of that.
+It starts before every child process, so it imports little, and only from the standard library.
 """
 
 import ctypes
@@ -14,10 +14,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Tie this process to its parent's life, then become the program."""
+    """Tie this process to its parent's life, then execute the program."""
     parent_pid, *command = sys.argv[1:]
     if sys.platform == "linux":
-        # Survives exec. Other systems have nothing like it: there, only an orderly end takes the program along.
+        # It survives exec. Other systems have no such call: there the program ends only if the parent ends it.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent_pid):
         sys.exit("the parent died before its child began")

@@ -1,4 +1,4 @@
-"""Keeps the processes of a topology running: whichever ends by itself is started again, or ends them all."""
+"""Keeps the processes of a topology running: a process that ends by itself is started again, or ends them all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.topology.launch import LaunchError, LaunchObserver
 
 
 class SupervisorObserver(LaunchObserver, Protocol):
-    """Is also told who ended."""
+    """Also shows which process ended."""
 
     def died(self, child: Child) -> None:
         """A process ended by itself; it is started again."""
@@ -28,20 +28,46 @@ class Restartable(Protocol):
 
     @property
     def children(self) -> Sequence[Child]:
-        """Those that were started last, each name once."""
+        """The newest process of each name."""
         ...
 
     async def restart(self, name: str) -> Child:
-        """Start the one that ended once more."""
+        """Start the ended process of that name again."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Time:
-    """The clock, and how to wait by it."""
+    """A clock, and a sleep by the same clock."""
 
     now_s: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartConfig:
+    """How long to wait before a restart, and how often to try.
+
+    Attributes:
+        first_delay_s: wait before the first restart; it doubles with each further restart.
+        max_delay_s: longest wait.
+        reset_after_s: after serving for so long, a process begins with ``first_delay_s`` again.
+        max_restarts: restarts within ``window_s``; after one more end the process is given up.
+    """
+
+    first_delay_s: float = 1.0
+    max_delay_s: float = 30.0
+    reset_after_s: float = 60.0
+    max_restarts: int = 10
+    window_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        for name in ("first_delay_s", "max_delay_s", "reset_after_s", "window_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}: must be above 0")
+        if self.max_restarts < 0:
+            raise ConfigError("max_restarts: must not be negative")
 
 
 class Supervisor:
@@ -56,7 +82,7 @@ class Supervisor:
         restarts: RestartConfig | None,
         clock: Time | None = None,
     ) -> None:
-        """``wait_serving`` returns once the process of that name serves; without ``restarts`` none is started again."""
+        """``wait_serving`` returns once the process of that name serves; ``restarts`` ``None``: never restart."""
         self._processes = processes
         self._observer = observer
         self._wait_serving = wait_serving
@@ -64,10 +90,10 @@ class Supervisor:
         self._clock = clock or Time()
 
     async def run(self) -> NoReturn:
-        """Keep all running until cancelled, which leaves them as they are.
+        """Keep all running until cancelled; processes go on after that.
 
         Raises:
-            LaunchError: one ended and is not started again; the message says which, why, and the last that it said.
+            LaunchError: a process ended and is not started again; the message says which, why, and its last output.
         """
         keeping = [
             asyncio.create_task(self._keep(child), name=f"keep-{child.name}") for child in self._processes.children
@@ -86,7 +112,7 @@ class Supervisor:
             raise LaunchError(child.describe_end())
         backoff, is_again = Backoff(self._restarts), False
         while True:
-            served_s = await self._served_until_end(child, tell=is_again)
+            served_s = await self._served_until_end(child, is_again=is_again)
             delay_s = backoff.next_delay_s(self._clock.now_s(), served_s)
             if delay_s is None:
                 restarts = self._restarts
@@ -97,9 +123,9 @@ class Supervisor:
             await self._clock.sleep(delay_s)
             child, is_again = await self._processes.restart(child.name), True
 
-    async def _served_until_end(self, child: Child, *, tell: bool) -> float:
-        """Wait for its end; seconds that it had served by then."""
-        serving = asyncio.create_task(self._serving_since(child.name, tell=tell), name=f"serving-{child.name}")
+    async def _served_until_end(self, child: Child, *, is_again: bool) -> float:
+        """Wait for its end; returns the seconds that it served."""
+        serving = asyncio.create_task(self._serving_since(child.name, is_again=is_again), name=f"serving-{child.name}")
         try:
             await child.wait()
             return self._clock.now_s() - serving.result() if serving.done() else 0.0
@@ -108,44 +134,15 @@ class Supervisor:
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
 
-    async def _serving_since(self, name: str, *, tell: bool) -> float:
+    async def _serving_since(self, name: str, *, is_again: bool) -> float:
         await self._wait_serving(name)
-        if tell:
+        if is_again:
             self._observer.progress(f"{name} serves again")
         return self._clock.now_s()
 
 
-# When a process that ended is started again: later each time, until it is given up.
-
-
-@dataclass(frozen=True, kw_only=True)
-class RestartConfig:
-    """How long to wait, and how often to try.
-
-    Attributes:
-        first_delay_s: before the first restart; it doubles with each further one.
-        max_delay_s: at most.
-        reset_after_s: a process that has served for so long begins with ``first_delay_s`` again.
-        max_restarts: within ``window_s``; who ends once more is given up.
-    """
-
-    first_delay_s: float = 1.0
-    max_delay_s: float = 30.0
-    reset_after_s: float = 60.0
-    max_restarts: int = 10
-    window_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        """Refuse impossible values, naming the field."""
-        for name in ("first_delay_s", "max_delay_s", "reset_after_s", "window_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}: must be above 0")
-        if self.max_restarts < 0:
-            raise ConfigError("max_restarts: must not be negative")
-
-
 class Backoff:
-    """Of one process. Pure: it is told the time."""
+    """The restarts of one process. Pure: the caller gives the time."""
 
     def __init__(self, config: RestartConfig) -> None:
         self._config = config
@@ -153,7 +150,7 @@ class Backoff:
         self._restarted_at_s: deque[float] = deque()
 
     def next_delay_s(self, now_s: float, served_s: float) -> float | None:
-        """How long to wait before it is started again; ``None``: not any more.
+        """How long to wait before the next restart; ``None``: give up.
 
         Args:
             now_s: when it ended.
@@ -166,7 +163,7 @@ class Backoff:
             return None
         if served_s >= config.reset_after_s:
             self._num_in_row = 0
-        # Bounded before it is used: two to the power of many restarts is no float.
+        # Bounded: two to the power of many restarts overflows a float.
         doublings = min(self._num_in_row, 32)
         self._num_in_row += 1
         restarts.append(now_s)

@@ -1,4 +1,8 @@
-"""A topology file: which model, how many workers of which role, and how each process differs from the defaults."""
+"""A topology: from its file, through the choices of a command line, to a plan of its processes.
+
+A file says which model is served, how many workers each role has, and how each process differs from the defaults.
+``choose`` puts another engine or model over a file; ``plan_workers`` and ``plan_router`` make each process's settings.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,10 @@ from quartet.errors import ConfigError
 from quartet.rpc.server import ServerConfig
 from services.workers.config import WorkerConfig
 
-#: The model that comes along; relative to the working directory, which is the repository.
+#: The model in the repository; relative to the working directory, which is the repository's root.
 DEFAULT_MODEL_PATH = Path("models/tiny/checkpoint")
 
-#: Where clients look for a router when they are told nothing else.
+#: Where clients look for a router by default.
 DEFAULT_ROUTER_PORT = 50050
 
 _WORKER_ROLES = (Role.ENCODE, Role.PREFILL, Role.DECODE)
@@ -30,6 +34,20 @@ _MAX_PORT = 2**16 - 1
 
 _GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
+_CPU = "cpu"
+
+_CHECKPOINT = "checkpoint"
+
+# Settings of workers and of the router that fit one model only.
+_OF_A_MODEL = ("model_path", "model_name", "custom_jinja_template", "custom_chat_template")
+
+_Settings: TypeAlias = dict[str, Any]
+
+#: The name of the router's process.
+ROUTER = "router"
+
+_LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
@@ -37,8 +55,8 @@ class ModelSource:
 
     Attributes:
         path: folder of a Hugging Face checkpoint, relative to the working directory; the mock engine needs no weights.
-            For engines that fetch models themselves also a repository, such as ``Qwen/Qwen3-0.6B``.
-        name: what requests call it by; empty: the folder's name.
+            Also a repository, such as ``Qwen/Qwen3-0.6B``, which workers fetch.
+        name: its name in requests; empty: the folder's name.
     """
 
     path: Path = DEFAULT_MODEL_PATH
@@ -67,13 +85,13 @@ class RouterGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerGroup:
-    """Equal workers.
+    """Workers with the same settings.
 
     Attributes:
         role: encode, prefill or decode.
-        name: begins their process names and worker ids, before a number; empty: the role.
+        name: their process names and worker ids are this and a number; empty: the role.
         replicas: how many.
-        gpus: the host's GPUs of each of them, as ``[[0], [1]]`` for two with one each; empty: they are told nothing.
+        gpus: GPUs of each worker, as ``[[0], [1]]`` for two workers with one each; empty: nothing restricts them.
         overrides: settings of ``WorkerConfig`` that differ from the topology's.
         environment: variables of their processes, over the topology's.
     """
@@ -115,14 +133,14 @@ class Topology:
     """What ``quartet up`` starts on one host, on loopback.
 
     Attributes:
-        namespace: separates it from others that share its discovery.
+        namespace: separates it from other topologies in the same discovery.
         engine: of every worker.
-        environment: variables of every process, over those that ``quartet up`` has.
-        share_gpus: several workers may be given one GPU. Those are started one after the other, in their order here,
-            as an engine takes a share of the memory that it finds free.
+        environment: variables of every process, over those of ``quartet up``.
+        share_gpus: several workers may have the same GPU. They are started one after the other, in their order here,
+            because an engine takes a share of the memory that it finds free.
         discovery: the topology's namespace replaces the one in it.
         signing_keys_file: keys for Place, for the router and the decode workers, unless their overrides say otherwise;
-            ``None``: one is drawn at each start.
+            ``None``: a new key is drawn at each start.
         drain_timeout_s: running requests get this long to end when the topology is stopped.
         start_timeout_s: everything must serve within it.
     """
@@ -168,15 +186,15 @@ class Topology:
         )
 
     def with_etcd(self, etcd: EtcdConfig) -> Topology:
-        """The same with another etcd."""
+        """A copy with another etcd."""
         return replace(self, discovery=replace(self.discovery, etcd=etcd))
 
     def with_signing_keys(self, file: Path) -> Topology:
-        """The same with these keys."""
+        """A copy with these keys."""
         return replace(self, signing_keys_file=file)
 
     def with_router_port(self, port: int) -> Topology:
-        """The same with the router at ``port``. Raises ``ConfigError``."""
+        """A copy with the router at ``port``. Raises ``ConfigError``."""
         return replace(self, router=replace(self.router, port=port))
 
 
@@ -184,41 +202,29 @@ def load_topology(path: Path, assignments: Sequence[str] = ()) -> Topology:
     """Read a topology file, with assignments (``router.port=0``) over it.
 
     Raises:
-        ConfigError: naming the setting. Overrides are checked by ``services.topology.topology``.
+        ConfigError: naming the setting. Overrides are checked by ``plan_workers`` and by the router.
     """
     return build(Topology, read_settings(path, assignments))
 
 
 def read_settings(path: Path, assignments: Sequence[str]) -> dict[str, object]:
-    """What ``load_topology`` reads, not checked yet."""
+    """The settings that ``load_topology`` reads, not checked yet."""
     settings = load_yaml(path)
     for assignment in assignments:
         settings = override(settings, assignment)
     return settings
 
 
-# What somebody chooses at the command line over a topology file: another engine, another model, what may be read.
-
-_CPU = "cpu"
-
-_CHECKPOINT = "checkpoint"
-
-# Of workers and of the router: what says or fits a model.
-_OF_A_MODEL = ("model_path", "model_name", "custom_jinja_template", "custom_chat_template")
-
-_Settings: TypeAlias = dict[str, Any]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What is chosen; ``None`` and empty: as the file says.
+    """What a command line changes in a topology file; ``None`` and empty: as the file says.
 
     Attributes:
-        engine: of every worker. What the file says that this engine does not have is left out.
-        model: folder of a checkpoint, one with such a folder named ``checkpoint`` in it, or a repository.
-        served_model_name: what requests call the model by; ``None`` beside ``model``: as its folder is called.
+        engine: of every worker. Settings of the file that this engine does not have are left out.
+        model: folder of a checkpoint, a folder with a checkpoint in ``checkpoint``, or a repository.
+        served_model_name: the model's name in requests; ``None`` with ``model`` set: the name of the folder.
         media_paths: directories whose files requests may name.
-        router_port: 0 takes a free one.
+        router_port: 0 takes a free port.
     """
 
     engine: EngineKind | None = None
@@ -230,10 +236,10 @@ class Choices:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A topology as it was chosen.
+    """A topology with choices applied.
 
     Attributes:
-        notes: a line for each thing of the file that was left out or changed on the way, beside what was chosen.
+        notes: one line for each setting of the file that was left out or changed as a consequence.
     """
 
     topology: Topology
@@ -241,7 +247,7 @@ class Chosen:
 
 
 def choose(settings: Mapping[str, object], choices: Choices) -> Chosen:
-    """The topology of ``settings``, which are a file's, with ``choices`` over them.
+    """Apply ``choices`` to the ``settings`` of a file.
 
     Raises:
         ConfigError: naming the setting.
@@ -259,6 +265,98 @@ def choose(settings: Mapping[str, object], choices: Choices) -> Chosen:
     if choices.router_port is not None:
         _below(changed, "router")["port"] = choices.router_port
     return Chosen(build(Topology, changed), notes)
+
+
+@dataclass(frozen=True, order=True)
+class ModelNeed:
+    """A model's folder that must exist, or a repository's name, and whether its weights are needed."""
+
+    path: str
+    has_weights: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessPlan:
+    """One process to start: ``python -m MODULE --config FILE`` with ``settings`` in the file.
+
+    Attributes:
+        name: unique in the topology; a worker's is its worker id.
+        num_threads: CPU threads of one operation; ``None``: the library's choice.
+        model: the model that it reads, if any.
+        gpus: the host's GPUs that it sees; empty: nothing restricts it.
+        environment: variables that the topology gives it, including those for ``gpus``.
+    """
+
+    name: str
+    role: Role
+    module: str
+    settings: Mapping[str, object]
+    num_threads: int | None = None
+    model: ModelNeed | None = None
+    gpus: tuple[int, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def plan_workers(topology: Topology, *, num_cores: int) -> list[ProcessPlan]:
+    """The workers to start. Engines on CPUs share ``num_cores`` unless their settings say otherwise.
+
+    Raises:
+        ConfigError: naming the override at fault (``workers[1].overrides.engine.num_blocks``), or a role that the
+            engine does not have.
+    """
+    configs = [_group_config(topology, number) for number in range(len(topology.workers))]
+    groups = list(zip(topology.workers, configs, strict=True))
+    num_sharing = sum(group.replicas for group, config in groups if config.engine.kind.shares_cores)
+    num_own_cores = max(1, num_cores // max(1, num_sharing))
+    num_of_name: Counter[str] = Counter()
+    plans = []
+    for group, config in groups:
+        for gpus in group.gpus or [()] * group.replicas:
+            name = f"{group.process_name}-{num_of_name[group.process_name]}"
+            num_of_name[group.process_name] += 1
+            variables = {**topology.environment, **group.environment, **_gpu_variables(gpus)}
+            plan = _plan_worker(name, group.role, config, num_own_cores)
+            plans.append(replace(plan, gpus=gpus, environment=variables))
+    return plans
+
+
+def plan_router(topology: Topology) -> ProcessPlan:
+    """The router to start. The router itself checks its overrides: only it knows ``RouterConfig``."""
+    base = {
+        "server": {"address": f"{_LOOPBACK}:{topology.router.port}", "namespace": topology.namespace},
+        "discovery": to_settings(topology.namespaced_discovery),
+        "signing_keys_file": to_settings(topology.signing_keys_file),
+        "drain_timeout_s": topology.drain_timeout_s,
+    }
+    return ProcessPlan(
+        name=ROUTER,
+        role=Role.ROUTER,
+        module="router",
+        settings=merge(base, topology.router.overrides),
+        environment={**topology.environment, **topology.router.environment},
+    )
+
+
+def to_settings(value: object) -> object:
+    """A configuration in the form that YAML holds and ``quartet.config.build`` reads."""
+    if is_dataclass(value):
+        return {item.name: to_settings(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_settings(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [to_settings(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
+
+
+def merge(base: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
+    """``base`` with the values of ``over``; mappings in both are merged in the same way."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
 
 
 def _switch_engine(settings: _Settings, kind: EngineKind) -> Iterator[str]:
@@ -302,7 +400,7 @@ def _without_encoders(settings: _Settings, kind: EngineKind) -> Iterator[str]:
 
 
 def _without_gpus(holder: _Settings, kind: EngineKind, where: str) -> Iterator[str]:
-    """Of a group, or of the whole topology: where nothing runs on a GPU, none is given."""
+    """Remove the GPUs of a group, or of the whole topology, if the engine runs on none."""
     begin = f"{where}." if where else ""
     if holder.pop("gpus", None):
         yield f"{begin}gpus: left out, as the engine {kind} runs on none here"
@@ -313,7 +411,7 @@ def _without_gpus(holder: _Settings, kind: EngineKind, where: str) -> Iterator[s
 def _switch_model(settings: _Settings, model: Path) -> Iterator[str]:
     inner = model / _CHECKPOINT
     folder = inner if not (model / "config.json").is_file() and (inner / "config.json").is_file() else model
-    # What a folder of that name holds is called by the one above it.
+    # A folder ``checkpoint`` gives no name: its parent does.
     name = folder.absolute().parent.name if folder.name == _CHECKPOINT else ""
     _below(settings, "model").update(path=str(folder), name=name)
     holders = [("router", _found(settings, "router")), *_groups(settings)]
@@ -330,7 +428,7 @@ def _groups(settings: _Settings) -> list[tuple[str, _Settings]]:
 
 
 def _below(settings: _Settings, *path: str) -> _Settings:
-    """The mapping at ``path``, made where there is none."""
+    """The mapping at ``path``, created if there is none."""
     for depth, name in enumerate(path):
         below = settings.setdefault(name, {})
         if not isinstance(below, dict):
@@ -340,7 +438,7 @@ def _below(settings: _Settings, *path: str) -> _Settings:
 
 
 def _found(settings: _Settings, *path: str) -> _Settings:
-    """The mapping at ``path``; one of nowhere if there is none: what is wrong there is told when it is built."""
+    """The mapping at ``path``, or a new one outside ``settings``: ``build`` reports what is wrong there."""
     found: Any = settings
     for name in path:
         found = found.get(name) if isinstance(found, dict) else None
@@ -348,110 +446,10 @@ def _found(settings: _Settings, *path: str) -> _Settings:
 
 
 def _copied(value: Any) -> Any:
-    """``value`` with mappings and lists of its own, to be changed."""
+    """A deep copy of ``value`` with mappings and lists that can be changed."""
     if isinstance(value, Mapping):
         return {key: _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-# From a topology to its processes: what each one runs, and the whole of its settings.
-
-#: The name of the router's process.
-ROUTER = "router"
-
-_LOOPBACK = "127.0.0.1"
-
-
-@dataclass(frozen=True, order=True)
-class ModelNeed:
-    """The folder of a model that has to be there, or a repository's name, and whether its weights have to."""
-
-    path: str
-    has_weights: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessPlan:
-    """One process to start: ``python -m MODULE --config FILE`` with ``settings`` in the file.
-
-    Attributes:
-        name: unique in the topology; a worker's is its worker id.
-        num_threads: CPU threads of one operation; ``None``: the library's choice.
-        model: that it reads, if any.
-        gpus: of the host, that it alone of all processes sees; empty: it is told nothing of them.
-        environment: variables that the topology gives it, those for ``gpus`` included.
-    """
-
-    name: str
-    role: Role
-    module: str
-    settings: Mapping[str, object]
-    num_threads: int | None = None
-    model: ModelNeed | None = None
-    gpus: tuple[int, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-
-def plan_workers(topology: Topology, *, num_cores: int) -> list[ProcessPlan]:
-    """The workers to start; engines that compute on CPUs share ``num_cores`` where they aren't told otherwise.
-
-    Raises:
-        ConfigError: naming the override at fault (``workers[1].overrides.engine.num_blocks``), or a role that the
-            engine does not have.
-    """
-    configs = [_group_config(topology, number) for number in range(len(topology.workers))]
-    groups = list(zip(topology.workers, configs, strict=True))
-    num_sharing = sum(group.replicas for group, config in groups if config.engine.kind.shares_cores)
-    num_own_cores = max(1, num_cores // max(1, num_sharing))
-    num_of_name: Counter[str] = Counter()
-    plans = []
-    for group, config in groups:
-        for gpus in group.gpus or [()] * group.replicas:
-            name = f"{group.process_name}-{num_of_name[group.process_name]}"
-            num_of_name[group.process_name] += 1
-            variables = {**topology.environment, **group.environment, **_gpu_variables(gpus)}
-            plan = _plan_worker(name, group.role, config, num_own_cores)
-            plans.append(replace(plan, gpus=gpus, environment=variables))
-    return plans
-
-
-def plan_router(topology: Topology) -> ProcessPlan:
-    """The router to start. Its overrides are ``RouterConfig``'s to check, which only the router knows."""
-    base = {
-        "server": {"address": f"{_LOOPBACK}:{topology.router.port}", "namespace": topology.namespace},
-        "discovery": to_settings(topology.namespaced_discovery),
-        "signing_keys_file": to_settings(topology.signing_keys_file),
-        "drain_timeout_s": topology.drain_timeout_s,
-    }
-    return ProcessPlan(
-        name=ROUTER,
-        role=Role.ROUTER,
-        module="router",
-        settings=merge(base, topology.router.overrides),
-        environment={**topology.environment, **topology.router.environment},
-    )
-
-
-def to_settings(value: object) -> object:
-    """``value``, a configuration, as YAML can hold it and ``quartet.config.build`` reads it."""
-    if is_dataclass(value):
-        return {item.name: to_settings(getattr(value, item.name)) for item in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: to_settings(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [to_settings(item) for item in value]
-    if isinstance(value, Enum):
-        return value.value
-    return str(value) if isinstance(value, Path) else value
-
-
-def merge(base: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
-    """``base`` with the values of ``over``; where both hold a mapping, those are merged likewise."""
-    merged = dict(base)
-    for key, value in over.items():
-        below = merged.get(key)
-        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
-    return merged
 
 
 def _group_config(topology: Topology, number: int) -> WorkerConfig:

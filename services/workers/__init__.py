@@ -1,1 +1,1 @@
-"""What Prefill and Decode workers have in common: everything but their own RPC."""
+"""What the workers of all roles have in common: configuration, dispatchers, media, life and process."""

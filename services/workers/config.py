@@ -1,4 +1,4 @@
-"""What one worker process is told: its model, engine, addresses and limits."""
+"""The configuration of one worker process: model, engine, addresses and limits."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class WorkerConfig:
 
     Attributes:
         worker_id: its name in discovery; empty: role, host name and process id.
-        model_name: what requests call the model by; empty: the name of the model's folder, or of its repository.
+        model_name: the model's name in requests; empty: the name of its folder or repository.
         model_path: folder with config.json, tokenizer and safetensors files (the engine ``mock`` needs no weights), or
             a repository of the Hugging Face Hub, ``org/name`` or ``org/name@revision``, which is fetched.
-        encoder: the vision tower, where there is one.
+        encoder: the vision tower, if there is one.
         server: where gRPC listens.
-        advertise_host: host that peers dial, for all ports that others than this host can reach; empty: the one that
-            ``server`` listens on.
+        advertise_host: host that peers dial, for all ports that other hosts can reach; empty: the host that ``server``
+            listens on.
         http_address: ``host:port`` of /metrics, /livez and /readyz, in the clear.
         events_address: ``host:port`` that the ZMQ PUB socket binds.
-        custom_jinja_template: a Jinja file that lays out chats in place of the model's own template. It is part of what
-            the model is: all workers of a pool have the same.
-        allowed_local_media_path: refused. Routers fetch media, and it is theirs: ``media.allowed_local_paths``.
-        max_file_size_mb: one media file, at most, in MB of 10**6 bytes.
-        events_key_file: the key that events are served with (see ``quartet.events.curve``); ``None``: in the clear,
-            which takes loopback, or ``server.insecure``.
+        custom_jinja_template: a Jinja file that lays out chats in place of the model's own template. It belongs to the
+            model's identity: all workers of a pool have the same.
+        allowed_local_media_path: refused. Routers fetch media; it is their setting ``media.allowed_local_paths``.
+        max_file_size_mb: largest media file, in MB of 10**6 bytes.
+        events_key_file: the key that encrypts events (see ``quartet.events.curve``); ``None``: not encrypted, which
+            needs loopback or ``server.insecure``.
         signing_keys_file: keys that verify signed starts, for decode workers (``quartet.streams.signed_start``);
-            ``None``: none is taken.
+            ``None``: signed starts are refused.
         drain_timeout_s: running requests get this long to end after SIGTERM.
-        stall_timeout_s: work in flight and no step for so long is NOT_SERVING.
+        stall_timeout_s: after so long without a step while work is in flight, health is NOT_SERVING.
     """
 
     worker_id: str = ""
@@ -79,17 +79,17 @@ class WorkerConfig:
 
     @property
     def engine_spec(self) -> EngineSpec:
-        """Of its engine or encoder."""
+        """The specification of its engine and encoder."""
         return EngineSpec(model_path=self.model_path, engine=self.engine, encoder=self.encoder)
 
     @property
     def max_file_size_bytes(self) -> int:
-        """Of one media file."""
+        """Largest media file, in bytes."""
         return int(self.max_file_size_mb * 1_000_000)
 
     @property
     def listening(self) -> Listening:
-        """What it listens on, and what peers are told. Raises ``ConfigError`` for what is refused."""
+        """The addresses that it listens on and advertises. Raises ``ConfigError`` for addresses that are refused."""
         return Listening(
             grpc=ListenAddress.parse(self.server.address, "server.address"),
             events=self._events_listening(),
@@ -104,7 +104,40 @@ class WorkerConfig:
         return address
 
 
-# What a worker tells others to dial: not always what it listens on.
+@dataclass(frozen=True, kw_only=True)
+class Listening:
+    """The configured addresses of a worker, and the host that peers dial.
+
+    Attributes:
+        host: that peers dial; empty: the host of ``grpc``.
+    """
+
+    grpc: ListenAddress
+    events: ListenAddress
+    http: ListenAddress
+    host: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises ``ConfigError`` if peers could not know what to dial."""
+        if not self.host and self.grpc.is_wildcard:
+            message = f"peers can't dial {self.grpc.host}, which server.address has: name the host that they can"
+            raise ConfigError(f"advertise_host: {message}")
+
+    def advertise(self, *, grpc_port: int, events_port: int, http_port: int) -> Advertised:
+        """The addresses to announce, with the ports that were opened."""
+        return Advertised(
+            grpc=f"{self.host or self.grpc.host}:{grpc_port}",
+            events=f"tcp://{self._host_of(self.events)}:{events_port}",
+            http=f"{self._host_of(self.http)}:{http_port}",
+        )
+
+    def _host_of(self, address: ListenAddress) -> str:
+        # A loopback address stays as it is: other hosts can't reach it under any name.
+        if address.is_loopback:
+            return address.host
+        if self.host:
+            return self.host
+        return self.grpc.host if address.is_wildcard else address.host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,39 +153,3 @@ class Advertised:
     grpc: str
     events: str
     http: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Listening:
-    """What a worker listens on, as it is configured, and what peers are told to dial.
-
-    Attributes:
-        host: that peers dial; empty: the one that is listened on.
-    """
-
-    grpc: ListenAddress
-    events: ListenAddress
-    http: ListenAddress
-    host: str = ""
-
-    def __post_init__(self) -> None:
-        """Raises ``ConfigError`` where peers could not know what to dial."""
-        if not self.host and self.grpc.is_wildcard:
-            message = f"peers can't dial {self.grpc.host}, which server.address has: name the host that they can"
-            raise ConfigError(f"advertise_host: {message}")
-
-    def advertise(self, *, grpc_port: int, events_port: int, http_port: int) -> Advertised:
-        """What to tell once the ports are known."""
-        return Advertised(
-            grpc=f"{self.host or self.grpc.host}:{grpc_port}",
-            events=f"tcp://{self._host_of(self.events)}:{events_port}",
-            http=f"{self._host_of(self.http)}:{http_port}",
-        )
-
-    def _host_of(self, address: ListenAddress) -> str:
-        # What only this host reaches stays so: under a name of the network others would knock there in vain.
-        if address.is_loopback:
-            return address.host
-        if self.host:
-            return self.host
-        return self.grpc.host if address.is_wildcard else address.host

@@ -1,4 +1,4 @@
-"""Media embeddings on a worker: each item is written once, however many want it at the same time."""
+"""Media embeddings on a worker: each item is written once, however many requests want it at the same time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from quartet.errors import InvalidRequestError, MediaTooLargeError, OutOfBlocksE
 from quartet.kvcache.block_pool import BlockCounts
 from quartet.kvcache.embedding_pool import EmbeddingPool, PooledItem
 
-# Of the first in line; less than what health takes for a standstill. Who holds embeddings uses them, or loses the
-# lease.
+#: How long the first in line waits for room; less than what health takes for a standstill. Meanwhile a request
+#: that holds embeddings uses them, or its hand-off expires.
 _ROOM_TIMEOUT_S = 10.0
 
 
@@ -29,7 +29,7 @@ class Want:
     make: Callable[[tuple[int, ...]], Awaitable[None]]
 
 
-class Lease:
+class Hold:
     """A hold on an item's embeddings."""
 
     def __init__(self, store: EmbeddingStore, media_id: bytes, item: PooledItem) -> None:
@@ -42,19 +42,19 @@ class Lease:
         """Let go: the embeddings may be overwritten. May be called twice."""
         store, self._store = self._store, None
         if store is not None:
-            store.let_go(self._media_id)
+            store.release(self._media_id)
 
 
 class EmbeddingStore:
-    """Has items in a pool for whoever wants them. Lives on the event loop.
+    """Brings items into a pool for the requests that want them. Lives on the event loop.
 
-    Whoever wants an item that is being written waits for it. Should its writer fail or be cancelled, the next one who
-    waits writes it, to the same blocks. A request all of whose items are there or being written needs no room, and goes
-    ahead at once.
+    A request that wants an item that is being written waits for it. Should the writer fail or be cancelled, the next
+    waiting request writes the item, to the same blocks. A request all of whose items are there or being written needs
+    no room, and goes ahead at once.
 
-    The others stand in line, and room for all that the first one lacks is taken at once. Of those in line only the
-    first holds what is there of its items: so whoever else holds anything needs no more room, and the first one gets
-    its own when they are done. Those that go ahead can keep it waiting, but no longer than until its time-out.
+    The other requests stand in line. The first one takes room for all that it lacks at once. Of those in line only the
+    first holds those of its items that are there: every other holder needs no more room, so the first one gets its own
+    when they are done. Requests that go ahead can keep it waiting, but no longer than its time-out.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class EmbeddingStore:
         on_change: Callable[[], None] = lambda: None,
         room_timeout_s: float = _ROOM_TIMEOUT_S,
     ) -> None:
-        """Have items in ``pool``, of which nobody else keeps the book.
+        """Bring items into ``pool``, which only this store uses.
 
         Args:
-            pool: the book.
+            pool: which item lies in which blocks.
             field: of a request, with its items; named where they are refused.
             on_change: called when something came, went, or changed hands; must not raise.
             room_timeout_s: how long a request that is first in line waits for others to let go.
@@ -90,19 +90,21 @@ class EmbeddingStore:
         """Whether the item is there, wholly written."""
         return self._pool.find(media_id) is not None
 
-    async def obtain(self, wants: Sequence[Want], on_lease: Callable[[int, Lease], None]) -> None:
-        """Have all ``wants`` here; each is given to ``on_lease`` with its position as soon as it is.
+    async def obtain(self, wants: Sequence[Want], on_hold: Callable[[int, Hold], None]) -> None:
+        """Have all ``wants`` here; each is given to ``on_hold`` with its position as soon as it is.
 
-        However this ends, leases that were given are whoever's they were given to, to be released; nothing else is
-        held then, and nothing of what this call began to write is still being written.
+        However this ends, the caller releases the holds that it was given. Nothing else is held then, and nothing that
+        this call began to write is still being written.
 
         Raises:
-            InvalidRequestError, MediaTooLargeError: naming ``field``: they never fit, or not what is here.
-            OutOfBlocksError: it was first in line, and others held too much of the pool for too long.
-            ServingError: what ``Want.make`` or ``on_lease`` raised; the others' are cancelled.
+            InvalidRequestError, MediaTooLargeError: naming ``field``: they never fit, or differ in length from
+                what is here.
+            OutOfBlocksError: it was first in line, and other requests held too much of the pool for too
+                long.
+            ServingError: what ``Want.make`` or ``on_hold`` raised; the others' are cancelled.
         """
         self._check_fit(wants)
-        pending = [_Pending(index, want, on_lease) for index, want in enumerate(wants)]
+        pending = [_Pending(index, want, on_hold) for index, want in enumerate(wants)]
         try:
             await self._take_room(pending)
             async with asyncio.TaskGroup() as group:
@@ -115,13 +117,13 @@ class EmbeddingStore:
             for one in pending:
                 self._leave(one)
 
-    def let_go(self, media_id: bytes) -> None:
-        """Of a lease: its hold ends."""
+    def release(self, media_id: bytes) -> None:
+        """End a hold: called by ``Hold.release``."""
         self._pool.release(media_id)
-        self._tell()
+        self._notify()
 
     async def _take_room(self, pending: Sequence[_Pending]) -> None:
-        """Give what is there, and take blocks for what nobody writes, once there is room for all of that."""
+        """Give what is there, and take blocks for what is not being written, once there is room for all of that."""
         if not self._absent(pending):
             self._line_up(pending)
             return
@@ -165,7 +167,7 @@ class EmbeddingStore:
         return sum(self._num_blocks(one.want) for one in self._absent(pending).values()) <= self._pool.num_available
 
     def _line_up(self, pending: Sequence[_Pending]) -> None:
-        """Give what is there; of the rest, be the one who writes it, or wait for who does."""
+        """Give what is there; write what is absent, and wait for the writers of the rest."""
         for one in pending:
             if not one.is_given:
                 self._give(one)
@@ -179,7 +181,7 @@ class EmbeddingStore:
                 self._check_size(one, writing.num_tokens)
                 writing.waiting.append(one)
         if absent:
-            self._tell()
+            self._notify()
 
     async def _have(self, one: _Pending) -> None:
         if not self._is_writer(one):
@@ -192,7 +194,7 @@ class EmbeddingStore:
         await one.want.make(self._writing[media_id].block_ids)
         self._pool.commit(media_id)
         writing = self._writing.pop(media_id)
-        # At once: by the time that they go on, the item might have gone.
+        # Give it to those that wait at once: by the time that they go on, it might have been evicted.
         for waiting in writing.waiting:
             try:
                 self._give(waiting)
@@ -200,7 +202,7 @@ class EmbeddingStore:
                 waiting.error = error
             waiting.turn.set()
         self._give(one)
-        self._tell()
+        self._notify()
 
     def _give(self, one: _Pending) -> bool:
         """Give what is there; whether it is."""
@@ -211,11 +213,11 @@ class EmbeddingStore:
         self._check_size(one, item.num_tokens)
         self._pool.hold(media_id)
         one.is_given = True
-        one.on_lease(one.index, Lease(self, media_id, item))
+        one.on_hold(one.index, Hold(self, media_id, item))
         return True
 
     def _leave(self, one: _Pending) -> None:
-        """A call has ended, and nothing of it writes: whoever waits for what it left unwritten is next."""
+        """A call has ended and writes nothing any more: the next one that waits writes what it left unwritten."""
         writing = self._writing.get(one.want.media_id)
         if writing is None:
             return
@@ -228,13 +230,13 @@ class EmbeddingStore:
         else:
             del self._writing[one.want.media_id]
             self._pool.discard(one.want.media_id)
-            self._tell()
+            self._notify()
 
     def _is_writer(self, one: _Pending) -> bool:
         writing = self._writing.get(one.want.media_id)
         return writing is not None and writing.writer is one
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._on_change()
 
@@ -263,7 +265,7 @@ class _Pending:
 
     index: int
     want: Want
-    on_lease: Callable[[int, Lease], None]
+    on_hold: Callable[[int, Hold], None]
     turn: asyncio.Event = field(default_factory=asyncio.Event)
     is_given: bool = False
     error: ServingError | None = None
@@ -271,7 +273,7 @@ class _Pending:
 
 @dataclass(eq=False)
 class _Writing:
-    """An item that is being written, and who waits for it, in order."""
+    """An item that is being written, and the wants that wait for it, in order."""
 
     block_ids: tuple[int, ...]
     num_tokens: int

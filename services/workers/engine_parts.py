@@ -36,7 +36,7 @@ from services.workers.parts import (
 
 
 class EngineParts:
-    """The parts of one Prefill or Decode worker; nothing is opened before ``start``."""
+    """The ``Parts`` of one Prefill or Decode worker; nothing is opened before ``start``."""
 
     def __init__(
         self, surroundings: Surroundings, engine_factory: EngineFactory, encoder_factory: EncoderFactory
@@ -44,7 +44,7 @@ class EngineParts:
         """Make an engine of the role's kind. Raises ``ConfigError``."""
         self._surroundings = surroundings
         self._config = config = surroundings.config
-        # What is wrong with the keys is told before a model is loaded.
+        # Keys are read first, so that an error in them is reported before a model is loaded.
         self._verifier = SignedStartVerifier(
             None if config.signing_keys_file is None else SigningKeys(config.signing_keys_file),
             worker_id=surroundings.worker_id,
@@ -58,7 +58,7 @@ class EngineParts:
         self._media: MediaParts | None = None
 
     async def start(self) -> None:
-        """Load the model, and its vision tower if the worker is to have it."""
+        """Load the model, and its vision tower if the worker needs one."""
         began = time.monotonic()
         await self._engine.start()
         metrics = self._surroundings.metrics
@@ -76,7 +76,7 @@ class EngineParts:
         return self._engine.memory
 
     def serve(self, source: TransferSource) -> Serving:
-        """Wire everything."""
+        """Wire all parts."""
         media = self._media
         assert media is not None, "it has started"
         dispatcher = self._dispatcher(source, media.stage)
@@ -101,8 +101,8 @@ class EngineParts:
         )
 
     def hand_off_ended(self, holder: int, *, was_taken: bool) -> None:
-        """The blocks of a prefill may go."""
-        del was_taken  # they are nobody's any more, either way
+        """Free the blocks of a prefill."""
+        del was_taken  # no worker needs the blocks any more, taken or not
         self._engine.release(holder)
 
     async def close(self) -> None:
@@ -125,11 +125,11 @@ class EngineParts:
         return decode_service(dispatcher, self._config.streams, self._verifier, has_tls=has_tls)
 
 
-# The media of a Prefill or Decode worker: its pool of embeddings, what fills it, and the stage of starts there.
-
-
 class MediaParts:
-    """Made once the engine has started; nothing is opened before ``start``."""
+    """A worker's pool of embeddings, what fills it, and the stage that prepares requests' media.
+
+    Made once the engine has started; nothing is opened before ``start``.
+    """
 
     def __init__(
         self,
@@ -138,10 +138,10 @@ class MediaParts:
         encoder_factory: EncoderFactory,
         sizer_factory: SizerFactory = create_media_sizer,
     ) -> None:
-        """For the media that ``engine``, which is started, takes. One that reads files by itself needs no encoder.
+        """For the media that ``engine``, which is started, takes. An engine that reads files itself needs no encoder.
 
         Raises:
-            ConfigError: it takes none, and the worker is to encode media.
+            ConfigError: the engine takes no media, and the worker is configured to encode them.
         """
         self._surroundings = surroundings
         self._config = surroundings.config
@@ -171,7 +171,7 @@ class MediaParts:
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """What the worker takes of media, as ``WorkerRecord`` has it."""
+        """The kinds of media that the worker takes, in the words of ``WorkerRecord``."""
         if self.stage is None:
             return ()
         files = self._files or self._read_files
@@ -179,13 +179,13 @@ class MediaParts:
 
     @property
     def max_item_tokens(self) -> int:
-        """Tokens that a file fills at most; 0: none is taken."""
+        """Most tokens that one file fills; 0: files are refused."""
         files = self._files or self._read_files
         return 0 if files is None else files.capabilities.max_item_tokens
 
     @property
     def watches(self) -> list[Callable[[], Coroutine[object, object, None]]]:
-        """Raise once the vision tower is dead."""
+        """Coroutines that raise once the vision tower is dead."""
         return [] if self._files is None else [self._files.watch]
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Media files on a worker with a vision tower: encoded into the worker's pool, or kept by the encoder itself."""
+"""Media files on a worker: named, sized from their headers, then encoded into the pool or kept by the encoder."""
 
 from __future__ import annotations
 
@@ -15,11 +15,27 @@ from quartet.media.media_id import media_id
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from services.workers.embedding_store import EmbeddingStore, Want
 
-_LOOK_INTERVAL_S = 1.0
+_POLL_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True)
+class SizedItem:
+    """A file whose header was read.
+
+    Attributes:
+        size: with 0 tokens if only the engine knows how many.
+        num_pixels: of the decoded picture.
+        field: its path in the request.
+    """
+
+    file: MediaFile
+    size: MediaSize
+    num_pixels: int
+    field: str
 
 
 class FileSizer:
-    """Says of files what a prompt needs to know of them. Lives on the event loop."""
+    """Names and sizes files, as a prompt needs it. Lives on the event loop."""
 
     def __init__(
         self,
@@ -29,7 +45,7 @@ class FileSizer:
         *,
         max_size_bytes: int,
     ) -> None:
-        """Ask ``sizer``, which is started already; ``is_cached`` says whether an item's embeddings are here.
+        """Size with ``sizer``, which is started; ``is_cached`` says whether an item's embeddings are in the pool.
 
         Files of more than ``max_size_bytes`` are refused unread.
         """
@@ -40,12 +56,12 @@ class FileSizer:
 
     @property
     def capabilities(self) -> EncoderCapabilities:
-        """What can be done with files."""
+        """The kinds of files, the largest item, and the fingerprints."""
         return self._sizer.capabilities
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """The kinds of files, as ``WorkerRecord`` has them."""
+        """The kinds of files, in the words of ``WorkerRecord``."""
         return tuple(kind.value for kind in MediaKind if kind in self.capabilities.kinds)
 
     async def size(self, items: Sequence[MediaItem], field: str) -> list[SizedItem]:
@@ -64,7 +80,7 @@ class FileSizer:
         if size_bytes > self._max_size_bytes:
             message = f"the file has {size_bytes} bytes, more than the {self._max_size_bytes} that this worker takes"
             raise self._named(MediaTooLargeError(message, field="file"), field)
-        # A large file takes as long as many decode steps.
+        # In a thread: hashing a large file takes as long as many decode steps.
         name = await asyncio.to_thread(media_id, item.file, self.capabilities.preprocessing_fingerprint)
         if item.media_id and item.media_id != name:
             raise InvalidRequestError("the media id is not that of the file", field=f"{field}.media_id")
@@ -83,12 +99,12 @@ class FileSizer:
 
 
 class FileEncoder(FileSizer):
-    """Does with files what a request needs of them. Lives on the event loop."""
+    """Also encodes files. Lives on the event loop."""
 
     def __init__(
         self, encoder: MediaEncoder, store: EmbeddingStore, metrics: EncodeMetrics, *, max_size_bytes: int
     ) -> None:
-        """Encode with ``encoder``, which is started already, into the pool of ``store``, which is its own.
+        """Encode with ``encoder``, which is started, into its pool, which ``store`` manages.
 
         Files of more than ``max_size_bytes`` are refused.
         """
@@ -101,23 +117,23 @@ class FileEncoder(FileSizer):
         return self._encoder.stats().num_steps
 
     def has_state(self, file: MediaFile) -> bool:
-        """Whether the encoder keeps what becomes of ``file``: ``encode_state`` is for it then, and else ``want``."""
+        """Whether the encoder keeps the result for ``file`` itself: then use ``encode_state``, else ``want``."""
         states = self._encoder.states
         return states is not None and file.kind in states.kinds
 
     def want(
         self, item: SizedItem, arrived_at: float, on_encoded: Callable[[EncodeTimes], None] = lambda _times: None
     ) -> Want:
-        """How ``item``, which came at ``arrived_at`` (monotonic), gets into the pool.
+        """A ``Want`` that encodes ``item``, which arrived at ``arrived_at`` (monotonic), into the pool.
 
-        ``on_encoded`` is told, if that took the vision tower, how long since then.
+        ``on_encoded`` is called with the times, counted from the arrival, if the vision tower had to run.
         """
         return Want(item.size.media_id, item.size.num_tokens, partial(self._encode, item, arrived_at, on_encoded))
 
     async def encode_state(self, item: SizedItem, arrived_at: float, holder: int) -> EncodedState:
-        """Have the encoder keep ``item``, which came at ``arrived_at`` (monotonic), for ``holder``.
+        """Have the encoder keep ``item``, which arrived at ``arrived_at`` (monotonic), for ``holder``.
 
-        Where this raises, by being cancelled too, nothing is kept.
+        If this raises or is cancelled, nothing is kept.
 
         Raises:
             ServingError: as ``StateEncoder.encode`` does, naming the item.
@@ -133,8 +149,8 @@ class FileEncoder(FileSizer):
 
     async def watch(self) -> None:
         """Runs until cancelled. Raises ``EngineError`` once the encoder is dead."""
-        while self._encoder.is_alive:  # noqa: ASYNC110 - it tells nobody of its death but who asks
-            await asyncio.sleep(_LOOK_INTERVAL_S)
+        while self._encoder.is_alive:  # noqa: ASYNC110 - encoders do not notify of their death
+            await asyncio.sleep(_POLL_INTERVAL_S)
         raise EngineError("the vision tower of this worker is dead")
 
     async def _encode(
@@ -156,22 +172,3 @@ class FileEncoder(FileSizer):
         times = replace(times, queue_s=waited_s + times.queue_s)
         self._metrics.observe_encoded(times.queue_s, times.compute_s)
         return times
-
-
-# Media files on a worker: named, and sized from their headers.
-
-
-@dataclass(frozen=True)
-class SizedItem:
-    """A file that was looked at.
-
-    Attributes:
-        size: with 0 tokens where the engine alone knows how many.
-        num_pixels: that it is decoded to.
-        field: its path in the request.
-    """
-
-    file: MediaFile
-    size: MediaSize
-    num_pixels: int
-    field: str

@@ -1,6 +1,6 @@
-"""The flags of a worker: each is a field of its configuration, by the name that users of TensorRT-LLM know.
+"""The flags of a worker: each sets a field of its configuration, under the name that users of TensorRT-LLM know.
 
-The file comes first, then the flags, then ``--set``: what comes later wins.
+The file is read first, then the flags, then ``--set``: later values win.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Flag:
     """One flag.
 
     Attributes:
-        names: how it may be written; the first one is what messages call it.
+        names: its spellings; messages use the first one.
         field: dotted path in ``WorkerConfig``.
         form: of its value.
-        help: what it says, in the words of ``--help``.
-        metavar: what the value is, there.
-        choices: the only values; empty: any.
+        help: its line in ``--help``.
+        metavar: name of the value in ``--help``.
+        choices: the allowed values; empty: any.
     """
 
     names: tuple[str, ...]
@@ -49,7 +49,7 @@ class Flag:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return self.names[0]
 
 
@@ -145,17 +145,17 @@ FLAGS = (
 
 
 class CommandLine:
-    """One worker's command line, read."""
+    """The parsed command line of one worker."""
 
     def __init__(self, program: str, description: str, arguments: Sequence[str]) -> None:
-        """Read ``arguments``; for ``--help``, or what is no flag, this ends the process, as programs do."""
+        """Parse ``arguments``; ``--help`` and unknown flags end the process, as argparse does."""
         self._given = _parser(program, description).parse_args(arguments)
 
     def settings(self) -> dict[str, Value]:
-        """What the configuration is built from.
+        """The settings to build the configuration from.
 
         Raises:
-            ConfigError: a file or value that can't be read, naming the flag and its field; or no model is named.
+            ConfigError: a file or value can't be read (names the flag and its field), or no model is named.
         """
         file: Path | None = self._given.config
         settings = {} if file is None else load_yaml(file)
@@ -168,9 +168,9 @@ class CommandLine:
         return settings
 
     def named(self, message: str) -> str:
-        """``message``, which begins with a field's name, with the flag that was given for the field before it."""
+        """``message``, which begins with a field's name, preceded by the flag that set this field."""
         for flag in self._flags():
-            # What is found wrong beyond the configuration calls the field by its own name alone.
+            # Errors from outside the configuration give the field's last name only.
             section, _, name = flag.field.rpartition(".")
             for field, where in ((flag.field, ""), (name, f"{section}." if section else "")):
                 if message.startswith((f"{field}:", f"{field}.", f"{field}[")):
@@ -178,7 +178,7 @@ class CommandLine:
         return message
 
     def _flags(self) -> dict[Flag, object]:
-        """Those that were given, with what was given."""
+        """The flags that were given, with their values."""
         values = {flag: getattr(self._given, flag.field) for flag in FLAGS}
         return {flag: value for flag, value in values.items() if value is not None}
 
@@ -187,7 +187,7 @@ def _parser(program: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program,
         description=f"{description} Flags are fields of the configuration; what is later wins: file, flags, --set.",
-        # A prefix that means one flag today would mean none once there are two.
+        # A prefix of one flag becomes ambiguous when a second flag with it is added.
         allow_abbrev=False,
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="the worker's YAML file")
@@ -204,7 +204,7 @@ def _parser(program: str, description: str) -> argparse.ArgumentParser:
 
 
 def _value(flag: Flag, given: object) -> Value:
-    """What was given for ``flag``, as YAML would have it. Raises ``ConfigError``."""
+    """The value of ``flag`` as YAML would read it. Raises ``ConfigError``."""
     if not isinstance(given, str):
         return given
     try:
@@ -215,7 +215,7 @@ def _value(flag: Flag, given: object) -> Value:
         if flag.form is Form.JSON:
             return _json_object(given)
     except ValueError as error:
-        # A JSON text is long, and its error says where in it.
+        # A JSON text is long; its error says where it is wrong.
         what = f": {error}" if flag.form is Form.JSON else f", not {given!r}"
         raise ConfigError(f"{flag.name}: {flag.field}: must be {flag.form.value}{what}") from error
     return given

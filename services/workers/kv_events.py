@@ -1,4 +1,4 @@
-"""A worker's KV events: published as its engine's steps bring them, and summed up for who joins late."""
+"""A worker's KV events: published as its engine's steps bring them, and snapshots for routers that join later."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from quartet.engine.base import StepOutput
 from quartet.errors import ServingError, WorkerUnavailableError
 from quartet.events.kv import KvSnapshot, RankEvents
 
-# A step takes far less; a longer one is an engine that stands still.
+# A step takes far less; an engine without an output for so long is stuck.
 _SNAPSHOT_TIMEOUT_S = 10.0
 
 
 class KvPublisher(Protocol):
-    """Tells everybody who listens (``quartet.events.publisher.EventPublisher``)."""
+    """Publishes to all subscribers (``quartet.events.publisher.EventPublisher``)."""
 
     @property
     def kv_number(self) -> int:
-        """Number of the last batch published; 0: none was."""
+        """Number of the last batch published; 0: none yet."""
         ...
 
     def publish_kv(self, changed: RankEvents) -> None:
-        """Tell what changed. Never blocks."""
+        """Publish what changed. Never blocks."""
         ...
 
 
 class SnapshotSource(Protocol):
-    """An engine, as far as it is needed here."""
+    """The part of an engine that gives snapshots."""
 
     def request_kv_snapshot(self) -> None:
         """Have one of the next outputs carry a ``kv_snapshot``."""
@@ -37,19 +37,19 @@ class SnapshotSource(Protocol):
 class KvEvents:
     """Publishes what one engine's outputs say of blocks. Lives on the event loop.
 
-    Batches are numbered as they are published, and a snapshot comes with an output, like any event: so its number is
-    that of the last batch before it, without anybody having to stop.
+    Batches are numbered as they are published, and a snapshot comes in an output, like an event. So the snapshot's
+    number is that of the last batch before it, and the engine need not stop for it.
     """
 
     def __init__(self, engine: SnapshotSource, publisher: KvPublisher) -> None:
-        """Publish to ``publisher``; whoever reads the outputs of ``engine`` calls ``take`` with each, in order."""
+        """Publish to ``publisher``. The reader of ``engine``'s outputs calls ``take`` with each, in order."""
         self._engine = engine
         self._publisher = publisher
         self._waiting: list[asyncio.Future[KvSnapshot]] = []
         self._is_closed = False
 
     def take(self, step: StepOutput) -> None:
-        """Publish what ``step`` changed, and answer those who wait for a snapshot if it brings one."""
+        """Publish the events of ``step``; if it carries a snapshot, answer the callers that wait for one."""
         for changed in step.kv_events:
             self._publisher.publish_kv(changed)
         if step.kv_snapshot is None:
@@ -61,7 +61,7 @@ class KvEvents:
                 future.set_result(snapshot)
 
     async def snapshot(self) -> KvSnapshot:
-        """All that could be shared at some moment between now and the answer. Those who wait together share one.
+        """All blocks that can be shared at a moment between now and the answer. Concurrent callers share one snapshot.
 
         Raises:
             WorkerUnavailableError: the engine is dead or closed, or takes no step in time.
@@ -83,7 +83,7 @@ class KvEvents:
                 self._waiting.remove(future)
 
     def close(self) -> None:
-        """The outputs have ended: fail those who wait, and who comes later. May be called twice."""
+        """The outputs have ended: fail waiting and later callers. May be called twice."""
         self._is_closed = True
         waiting, self._waiting = self._waiting, []
         for future in waiting:

@@ -1,7 +1,8 @@
-"""Media of Prefill and Decode starts: what the engine needs of them is here, and kept while a request runs.
+"""Media of Prefill and Decode requests: pulled or encoded into the worker's pool before the engine gets the request.
 
-They are pulled or encoded into the worker's pool. An engine that reads media by itself is given files, and what other
-workers of its kind hold: such a hand-off is kept alive while the request runs, and ends with it.
+``MediaGate`` holds each request until ``MediaStage`` has prepared its media, and keeps them until the request ends.
+An engine that reads media by itself is given files, or the states that encode workers of its kind keep: such a hand-off
+is kept alive while the request runs, and ends with it.
 """
 
 from __future__ import annotations
@@ -27,28 +28,32 @@ from quartet.errors import (
 from quartet.kvcache.layout import EmbeddingsPayload, HandOff, OpaquePayload
 from quartet.kvcache.media_spans import check_placeholders, expand_placeholders
 from quartet.media.items import MediaFile, MediaItem
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.rpc.errors import public_error
-from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES, WorkerStart
+from quartet.streams.messages import WorkerStart
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.transfer.base import Claim, PieceCopy, Puller
-from services.workers.embedding_store import EmbeddingStore, Lease, Want
+from services.workers.embedding_store import EmbeddingStore, Hold, Want
 from services.workers.files import FileEncoder, FileSizer, SizedItem
 
 _LOG = logging.getLogger(__name__)
 
-# A prompt that came with files is told back in one message, 4 bytes a token, with room for all else in it.
-_MAX_TOLD_TOKENS = (MAX_WORKER_MESSAGE_BYTES - (128 << 10)) // 4
+# The expanded prompt of a request with files is sent back in one message: 4 bytes a token, and room for other fields.
+_MAX_TOLD_TOKENS = (MAX_STREAM_MESSAGE_BYTES - (128 << 10)) // 4
+
+# Waiting items are encoded within a few seconds.
+_RETRY_DELAY_S = 1.0
 
 
 @dataclass(frozen=True)
 class ReadyMedia:
-    """What an engine needs of a request whose media are there.
+    """What an engine needs of a request whose media are ready.
 
     Attributes:
         generation: with the media's tokens in the prompt.
         media_blocks: blocks of the pool with each item; see ``EngineRequest``, as for ``media_inputs``.
-        is_expanded: the prompt is another one than came.
-        media_ids: of all items; the engine says where they lie if ``generation`` does not.
+        is_expanded: the prompt differs from the caller's.
+        media_ids: of all items; if ``generation`` has no spans, the engine says where the items lie.
     """
 
     generation: Generation
@@ -59,7 +64,7 @@ class ReadyMedia:
 
 
 class MediaStage:
-    """Where starts come by their media before the engine has them. Lives on the event loop."""
+    """Prepares the media of requests before the engine gets them. Lives on the event loop."""
 
     def __init__(
         self,
@@ -77,13 +82,13 @@ class MediaStage:
 
         Args:
             store: of the pool that the engine reads.
-            puller: fetches hand-offs into that pool; it stays the caller's to close, after this.
-            metrics: items.
-            files: encodes files into that pool; ``None``: they are refused.
-            placeholder_id: stands in a prompt for each of the files that came with it.
-            backlog: of files that wait for the vision tower.
-            read_files: sizes files that the engine reads by itself, in place of ``files``; ``None``: it does not.
-            read_states: name of the engine, whose opaque hand-offs it reads by itself; ``None``: it does not.
+            puller: fetches hand-offs into that pool. The caller closes it, after this stage.
+            metrics: counts items.
+            files: encodes files into that pool; ``None``: files are refused.
+            placeholder_id: the token that stands in a prompt for each file.
+            backlog: bounds the files that wait for the vision tower.
+            read_files: sizes files that the engine reads by itself, in place of ``files``; ``None``: it reads none.
+            read_states: name of the engine whose opaque hand-offs it reads by itself; ``None``: it reads none.
         """
         self.store = store
         self.puller = puller
@@ -98,15 +103,15 @@ class MediaStage:
 
     @property
     def num_steps(self) -> int:
-        """What moves here: batches encoded and items pulled, ever."""
+        """Progress: batches encoded and items pulled, ever."""
         return self.num_pulls + (0 if self.files is None else self.files.num_steps)
 
     def open(self, start: WorkerStart) -> MediaUse:
-        """Accept the media of ``start``: its hand-offs' leases are renewed from now on.
+        """Accept the media of ``start``: its hand-offs are renewed from now on.
 
         Raises:
             UnsupportedFieldError: it has files, and there is no vision tower.
-            InvalidRequestError: what it says of its media does not fit together.
+            InvalidRequestError: its fields about media contradict each other.
             LayoutMismatchError, TransferError: a hand-off can't be taken over here.
             QueueFullError: too many files wait already.
         """
@@ -124,14 +129,14 @@ class MediaStage:
         return use
 
     def end(self, claim: Claim, *, was_taken: bool) -> None:
-        """Have the source told that a hand-off was taken, by the engine itself, or that nobody will take it."""
-        ending = _tell_taken(claim) if was_taken else claim.abort()
+        """Tell the source that the engine took a hand-off itself, or that it is not needed any more."""
+        ending = _tell_taken(claim) if was_taken else claim.release()
         task = asyncio.get_running_loop().create_task(ending, name="end-media")
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
 
     async def close(self) -> None:
-        """Wait until all sources that are to be told have been, or can't be. No request has media any more."""
+        """Wait until every source was told that its hand-off ended, or can't be. No request has media any more."""
         while self._endings:
             await asyncio.wait(self._endings)
 
@@ -142,7 +147,7 @@ class MediaStage:
             raise InvalidRequestError("the media of a prompt whose KV is handed off are in it", field="media")
 
     def _checked_hand_off(self, start: WorkerStart, index: int) -> HandOff:
-        """That of an item, which says the same of it as the prompt's span. Raises ``ServingError``."""
+        """The hand-off of an item, checked against the prompt's span. Raises ``ServingError``."""
         item, span, field = start.media[index], start.generation.media[index], f"media[{index}]"
         payload = item.source.payload if isinstance(item.source, HandOff) else None
         if not isinstance(item.source, HandOff) or not isinstance(payload, EmbeddingsPayload | OpaquePayload):
@@ -164,26 +169,26 @@ class MediaUse:
     def __init__(
         self, stage: MediaStage, start: WorkerStart, claims: dict[int, Claim], waiting: WaitingMedia | None = None
     ) -> None:
-        """Made by ``MediaStage.open``: ``claims`` of hand-offs that are not taken over yet, ``waiting`` of files."""
+        """Made by ``MediaStage.open``: ``claims`` of hand-offs that are not taken over yet, or ``waiting`` files."""
         self.claims = claims
         self.num_prompt_tokens = len(start.generation.prompt_token_ids)
         self._stage = stage
         self._start = start
         self._waiting = waiting
         self._arrived_at = time.monotonic()
-        self._leases: dict[int, Lease] = {}
-        self._made: set[int] = set()  # positions of items that were not here
-        self._inputs: dict[int, MediaFile | bytes] = {}  # what the engine reads by itself
+        self._holds: dict[int, Hold] = {}
+        self._made: set[int] = set()  # indices of items that were not in the pool yet
+        self._inputs: dict[int, MediaFile | bytes] = {}  # items that the engine reads by itself
         self._media_ids = tuple(item.media_id for item in start.media)
 
     async def prepare(self) -> ReadyMedia:
-        """Have all of it in the pool that the engine does not read by itself.
+        """Get all items into the pool, except those that the engine reads by itself.
 
         Raises:
             InvalidRequestError, InvalidMediaError, MediaTooLargeError: naming the item (``media[1].file``).
-            PromptTooLongError: with its media, the prompt is too long to be told back.
-            TransferError, HandOffNotFoundError, StaleEpochError: what was handed off is lost.
-            OutOfBlocksError: there is no room for it.
+            PromptTooLongError: with its media, the prompt is too long to send back to the caller.
+            TransferError, HandOffNotFoundError, StaleEpochError: the embeddings of a hand-off are lost.
+            OutOfBlocksError: the pool has no room.
             QueueFullError: too many pixels wait to be decoded already.
             EngineError: the vision tower is dead.
         """
@@ -193,21 +198,21 @@ class MediaUse:
             generation = self._start.generation
             await self._have_hand_offs()
         indices = range(len(self._start.media))
-        blocks = tuple(self._leases[index].block_ids if index in self._leases else () for index in indices)
+        blocks = tuple(self._holds[index].block_ids if index in self._holds else () for index in indices)
         return ReadyMedia(
             generation,
-            blocks if self._leases else (),
+            blocks if self._holds else (),
             generation is not self._start.generation,
             tuple(self._inputs.get(index) for index in indices) if self._inputs else (),
             self._media_ids,
         )
 
     def release(self, *, has_ended_well: bool) -> None:
-        """The request has ended, or never began: let go of everything. May be called twice."""
+        """The request has ended, or never began: free all its media. May be called twice."""
         if self._waiting is not None:
             self._waiting.leave_all()
-        for lease in self._leases.values():
-            lease.release()
+        for hold in self._holds.values():
+            hold.release()
         claims, self.claims = list(self.claims.values()), {}
         for claim in claims:
             self._stage.end(claim, was_taken=has_ended_well)
@@ -221,12 +226,12 @@ class MediaUse:
             else:
                 wants[index] = Want(span.media_id, span.num_tokens, partial(self._pull, index))
         indices = list(wants)
-        await self._stage.store.obtain(list(wants.values()), lambda nth, lease: self._take(indices[nth], lease))
+        await self._stage.store.obtain(list(wants.values()), lambda nth, hold: self._take(indices[nth], hold))
 
     async def _encode_files(self) -> Generation:
         stage, start = self._stage, self._start
         sizer = stage.files or stage.read_files
-        assert sizer is not None and self._waiting is not None, "files were refused else"
+        assert sizer is not None and self._waiting is not None, "else files were refused"
         try:
             files = [(item.media_id, item.source) for item in start.media]
             items = [MediaItem(name, source) for name, source in files if isinstance(source, MediaFile)]
@@ -237,7 +242,7 @@ class MediaUse:
             token_ids = start.generation.prompt_token_ids
             if stage.files is None:
                 self._inputs.update((index, item.file) for index, item in enumerate(sized))
-                if not all(size.num_tokens for size in sizes):  # the engine says it, once it has read them
+                if not all(size.num_tokens for size in sizes):  # the engine reports sizes once it has read the files
                     check_placeholders(token_ids, stage.placeholder_id, len(sizes))
                     return start.generation
             expanded, spans = expand_placeholders(token_ids, stage.placeholder_id, sizes)
@@ -267,26 +272,23 @@ class MediaUse:
         self._stage.num_pulls += 1
         self._stage.metrics.count_item("pulled")
 
-    def _take(self, index: int, lease: Lease) -> None:
-        self._leases[index] = lease
+    def _take(self, index: int, hold: Hold) -> None:
+        self._holds[index] = hold
         if index not in self._made:
             self._stage.metrics.count_item("cached")
         claim = self.claims.pop(index, None)
-        if claim is not None:  # it was here, so its source may let go
+        if claim is not None:  # the item was in the pool already: its source may free it
             self._stage.end(claim, was_taken=False)
 
 
 async def _tell_taken(claim: Claim) -> None:
-    """The engine has read it by itself: nothing is left to move."""
+    """Tell the source that the engine has read the item by itself: nothing is left to move."""
     try:
         await claim.fetch(())
     except ServingError as error:
-        # Nothing of the request depends on it any more: its source lets go when the lease ends, at the latest.
+        # Nothing of the request depends on it any more: its source lets go when the hand-off expires, at the latest.
         _LOG.info("the source of a media item could not be told that it was taken: %s", error)
-        await claim.abort()
-
-
-# Requests whose media are not all here yet: nothing of them is in the engine, and all of them are counted.
+        await claim.release()
 
 
 @dataclass
@@ -298,7 +300,10 @@ class _Preparing:
 
 
 class MediaGate:
-    """Lets requests through to the engine once their media are here, and keeps those there until they have ended."""
+    """Holds requests until their media are ready, and keeps their media until they end.
+
+    The engine does not know the waiting requests; ``add_to`` adds them to its load.
+    """
 
     def __init__(
         self,
@@ -306,7 +311,7 @@ class MediaGate:
         on_ready: Callable[[int, ReadyMedia], None],
         on_failed: Callable[[int, ServingError], None],
     ) -> None:
-        """Exactly one of ``on_ready`` and ``on_failed`` follows each ``begin``; without a stage all are refused."""
+        """One call of ``on_ready`` or ``on_failed`` follows each ``begin``. Without a stage media are refused."""
         self._stage = stage
         self._on_ready = on_ready
         self._on_failed = on_failed
@@ -315,11 +320,11 @@ class MediaGate:
 
     @property
     def num_steps(self) -> int:
-        """What moves here: grows with every item that comes to be here."""
+        """Progress: grows with every batch encoded and item pulled."""
         return 0 if self._stage is None else self._stage.num_steps
 
     def begin(self, id: int, start: WorkerStart) -> None:
-        """Have the media of request ``id`` here; ``end`` is to follow. Raises as ``MediaStage.open`` does."""
+        """Prepare the media of request ``id``; call ``end`` when it has ended. Raises as ``MediaStage.open`` does."""
         if self._stage is None:
             raise UnsupportedFieldError("the engine of this worker takes no media", field="media")
         use = self._uses[id] = self._stage.open(start)
@@ -328,7 +333,7 @@ class MediaGate:
         task.add_done_callback(partial(self._prepared, id))
 
     def cancel(self, id: int) -> bool:
-        """End a request that is here still; ``on_failed`` follows. False: it is not here."""
+        """End a request that waits for its media; ``on_failed`` follows. False: it does not wait here."""
         preparing = self._preparing.get(id)
         if preparing is None:
             return False
@@ -337,13 +342,13 @@ class MediaGate:
         return True
 
     def end(self, id: int, *, has_ended_well: bool) -> None:
-        """A request has ended, in the engine or here: its media may go."""
+        """A request has ended, in the engine or here: free its media."""
         use = self._uses.pop(id, None)
         if use is not None:
             use.release(has_ended_well=has_ended_well)
 
     def add_to(self, stats: Sequence[EngineStats]) -> Sequence[EngineStats]:
-        """``stats`` of an engine with the requests here as such that wait."""
+        """``stats`` of an engine, plus the requests here as waiting requests."""
         if not self._preparing:
             return stats
         ranks = list(stats)
@@ -369,41 +374,35 @@ class MediaGate:
             self._on_ready(id, task.result())
 
 
-# How much of requests' media waits for the vision tower: what a worker accepts is bounded by it.
-
-# What waits is encoded in a second or few.
-_RETRY_DELAY_S = 1.0
-
-
 class MediaBacklog:
-    """Counts what waits, and refuses more of it. Lives on the event loop.
+    """Counts the items that wait for the vision tower, and refuses more than allowed. Lives on the event loop.
 
-    Pixels are bounded besides items, as a file of a kilobyte may take seconds to decode. A request that comes while
-    nothing waits is taken however large it is.
+    Pixels are bounded besides items, because a file of a kilobyte may take seconds to decode. While nothing waits, a
+    request of any size is accepted.
     """
 
     def __init__(self, *, max_items: int, max_pixels: int) -> None:
-        """Let so many items wait, and so many pixels that are to be decoded."""
+        """Bound the waiting items and the pixels that they are decoded to."""
         self._max_items = max_items
         self._max_pixels = max_pixels
         self.num_items = 0
         self.num_pixels = 0
 
     def enter(self, num_items: int) -> WaitingMedia:
-        """Count the items of a new request, to be left by it. Raises ``QueueFullError``: too many wait already."""
+        """Count the items of a new request, until it leaves. Raises ``QueueFullError``: too many wait already."""
         if self.num_items and self.num_items + num_items > self._max_items:
             raise _full("items")
         self.num_items += num_items
         return WaitingMedia(self, num_items)
 
     def check_pixels(self, num_pixels: int) -> None:
-        """Raise ``QueueFullError`` where those would be too many."""
+        """Raise ``QueueFullError`` if so many more would be too many."""
         if num_pixels and self.num_pixels and self.num_pixels + num_pixels > self._max_pixels:
             raise _full("pixels")
 
 
 class WaitingMedia:
-    """What waits of one request."""
+    """The waiting items of one request."""
 
     def __init__(self, backlog: MediaBacklog, num_items: int) -> None:
         """Made by ``MediaBacklog.enter``, which counts the items."""
@@ -411,19 +410,19 @@ class WaitingMedia:
         self._num_pixels = dict.fromkeys(range(num_items), 0)
 
     def add_pixels(self, num_pixels: Sequence[int]) -> None:
-        """Count what each of the items is decoded to. Raises ``QueueFullError``: too many wait already."""
+        """Count the decoded pixels of each item. Raises ``QueueFullError``: too many wait already."""
         self._backlog.check_pixels(sum(num_pixels))
         for index in self._num_pixels:
             self._num_pixels[index] = num_pixels[index]
             self._backlog.num_pixels += num_pixels[index]
 
     def leave(self, index: int) -> None:
-        """An item waits no more."""
+        """An item no longer waits."""
         self._backlog.num_items -= 1
         self._backlog.num_pixels -= self._num_pixels.pop(index)
 
     def leave_all(self) -> None:
-        """No item waits any more. May be called twice."""
+        """No item waits any longer. May be called twice."""
         for index in list(self._num_pixels):
             self.leave(index)
 

@@ -1,4 +1,4 @@
-"""The model that a worker serves: where its files lie, what requests call it, and how chats become its text."""
+"""The model that a worker serves: its files, its name in requests, and its chat template."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quartet.engine.fingerprint import fingerprint_with_template
+from quartet.engine.life_cycle import call_on_loop
 from quartet.engine.model_source import Repository, fetch_model, repository_of
 from quartet.errors import ConfigError, ModelFilesError
 from quartet.text.chat_template import read_template_file
@@ -18,12 +19,12 @@ from services.workers.config import WorkerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """A model whose files are here.
+    """A model whose files are on this machine.
 
     Attributes:
         path: its folder.
-        name: what requests call it by.
-        template: the chat template in place of its own, as it was when the worker started; ``None``: its own.
+        name: its name in requests.
+        template: a chat template in place of the model's own, as it was when the worker started; ``None``: its own.
     """
 
     path: Path
@@ -31,14 +32,14 @@ class ServedModel:
     template: bytes | None = field(default=None, repr=False)
 
     def text_files(self) -> dict[str, bytes]:
-        """What routers and clients make its text with. Raises ``ModelFilesError``; reads files."""
+        """The files that routers and clients tokenize with. Raises ``ModelFilesError``; reads files."""
         files: Mapping[str, bytes] = read_text_files(self.path)
         return {**files, **({} if self.template is None else {CHAT_TEMPLATE: self.template})}
 
     def fingerprint(self, engine_fingerprint: str) -> str:
-        """What to announce where the engine says ``engine_fingerprint``: another template is another model.
+        """The fingerprint to announce for the engine's: another template makes another model.
 
-        Blocks may still be exchanged wherever the engines' own fingerprints agree, as they hold tokens, not chats.
+        Workers whose engines' own fingerprints agree may still exchange blocks: blocks hold tokens, not chats.
         """
         if self.template is None:
             return engine_fingerprint
@@ -46,10 +47,10 @@ class ServedModel:
 
 
 async def find_model(config: WorkerConfig) -> ServedModel:
-    """The model that ``config`` names, fetched if it is a repository's that isn't here yet.
+    """The model that ``config`` names. A repository that is not on this machine yet is fetched.
 
     Raises:
-        ConfigError: naming ``model_path``, which can't be had, or ``custom_jinja_template``, which is none.
+        ConfigError: ``model_path`` can't be fetched, or ``custom_jinja_template`` is no template.
     """
     template = None if config.custom_jinja_template is None else _read_template(config.custom_jinja_template)
     repository = repository_of(config.model_path)
@@ -71,12 +72,12 @@ def _read_template(file: Path) -> bytes:
 
 
 async def _fetched(repository: Repository, *, needs_weights: bool) -> Path:
-    """``fetch_model`` in a thread that nobody has to wait for: a fetch may take an hour, and can't be broken off."""
+    """``fetch_model`` in a daemon thread: it may take an hour and can't be interrupted, and a stop must not wait."""
     loop = asyncio.get_running_loop()
     fetched: asyncio.Future[Path] = loop.create_future()
 
-    def tell(path: Path | None, error: ConfigError | None) -> None:
-        if fetched.done():  # the worker was stopped meanwhile
+    def settle(path: Path | None, error: ConfigError | None) -> None:
+        if fetched.done():  # the worker was stopped
             return
         if path is not None:
             fetched.set_result(path)
@@ -89,8 +90,7 @@ async def _fetched(repository: Repository, *, needs_weights: bool) -> Path:
             path = fetch_model(repository, needs_weights=needs_weights)
         except ConfigError as refused:
             error = refused
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(tell, path, error)
+        call_on_loop(loop, settle, path, error)
 
     threading.Thread(target=fetch, name="fetch-model", daemon=True).start()
     return await fetched

@@ -1,10 +1,13 @@
-"""What a role brings into its worker's process, and what it finds there."""
+"""The parts of a role: what its worker's process gives them (``Surroundings``) and asks of them (``Parts``).
+
+Factories make engines and encoders from a worker's configuration; tests pass others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from prometheus_client import CollectorRegistry
 
@@ -20,12 +23,21 @@ from quartet.transfer.grpc.puller import TransferPuller
 from quartet.transfer.source import TransferSource
 from services.workers.config import WorkerConfig
 from services.workers.kv_events import SnapshotSource
-from services.workers.requests import Computing, Requests
+from services.workers.requests import Computing, RequestBook
+
+#: Makes an engine, not started yet, that runs requests of one kind and pulls hand-offs by the puller.
+EngineFactory: TypeAlias = Callable[[WorkerConfig, RequestKind, Puller], Engine]
+
+#: Makes an encoder, not started yet, that writes to the given pool, or to one of its own.
+EncoderFactory: TypeAlias = Callable[[WorkerConfig, EmbeddingMemory | None], MediaEncoder]
+
+#: Makes the sizer of files that an engine reads by itself.
+SizerFactory: TypeAlias = Callable[[WorkerConfig], MediaSizer]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """The worker that parts are made for."""
+    """The worker around a role's parts."""
 
     config: WorkerConfig
     role: Role
@@ -36,7 +48,7 @@ class Surroundings:
     metrics: WorkerMetrics
 
     def puller(self) -> TransferPuller:
-        """A new one, of no pool yet."""
+        """A new puller, not attached to a pool yet."""
         tls = self.config.server.tls
         return TransferPuller(
             lambda address: create_channel(address, tls, is_bulk=True),
@@ -48,7 +60,7 @@ class Surroundings:
 
 @dataclass(frozen=True, kw_only=True)
 class Abilities:
-    """What a worker's record says of its model and pool, as ``WorkerRecord`` has it."""
+    """The fields of a ``WorkerRecord`` that describe its model and pool."""
 
     model_fingerprint: str
     num_blocks: int
@@ -66,22 +78,23 @@ class Serving:
     """A role's parts once they are wired.
 
     Attributes:
-        computing: the worker lives as long as it.
-        snapshots: all that it could share.
+        computing: the engine; the worker ends when it dies.
+        snapshots: gives all blocks that can be shared.
+        requests: the role's dispatcher.
         service: the role's own RPC.
-        watches: run as long as the worker does; what one of them raises ends it.
+        watches: run as long as the worker; an exception of one of them ends the worker.
     """
 
     computing: Computing
     snapshots: SnapshotSource
-    requests: Requests
+    requests: RequestBook[Any]
     service: Service
     abilities: Abilities
     watches: Sequence[Callable[[], Coroutine[object, object, None]]] = ()
 
 
 class Parts(Protocol):
-    """What does a role's work."""
+    """Does a role's work."""
 
     async def start(self) -> None:
         """Load and warm up. Raises ``ConfigError`` or ``ServingError`` naming what is wrong; ``close`` even then."""
@@ -93,28 +106,16 @@ class Parts(Protocol):
         ...
 
     def serve(self, source: TransferSource) -> Serving:
-        """Wire everything, once, after ``start``; what is handed off is held in ``source``."""
+        """Wire all parts, once, after ``start``; hand-offs are offered in ``source``."""
         ...
 
     def hand_off_ended(self, holder: int, *, was_taken: bool) -> None:
-        """What ``holder`` held in the source may go, pulled or not."""
+        """The hand-off of ``holder`` has ended, pulled or not: free what it held."""
         ...
 
     async def close(self) -> None:
         """Free everything, in bounded time. May be called twice."""
         ...
-
-
-# What a worker's configuration says of its engine and encoder, and how tests put others in their rank.
-
-#: Makes an engine, not started yet, that runs requests of one kind and pulls hand-offs by the puller.
-EngineFactory: TypeAlias = Callable[[WorkerConfig, RequestKind, Puller], Engine]
-
-#: Makes an encoder, not started yet, that writes to the given pool, or to one of its own.
-EncoderFactory: TypeAlias = Callable[[WorkerConfig, EmbeddingMemory | None], MediaEncoder]
-
-#: Makes what sizes the files that an engine reads by itself.
-SizerFactory: TypeAlias = Callable[[WorkerConfig], MediaSizer]
 
 
 def create_engine(config: WorkerConfig, kind: RequestKind, puller: Puller) -> Engine:
@@ -132,9 +133,9 @@ def create_media_encoder(config: WorkerConfig, embeddings: EmbeddingMemory | Non
 
 
 def create_media_sizer(config: WorkerConfig) -> MediaSizer:
-    """What sizes files for the engine that ``config`` names, where that reads media by itself.
+    """The sizer of files for the engine that ``config`` names, if that engine reads media by itself.
 
     Raises:
-        ConfigError, InvalidRequestError: the engine, or the model, is none of which that can be told.
+        ConfigError, InvalidRequestError: sizes are unknown for this engine or model.
     """
     return catalog.create_media_sizer(config.engine_spec)

@@ -1,4 +1,4 @@
-"""A worker process from its configuration to its end: every part is made, wired, run and taken down here."""
+"""A worker process, from its command line to its exit code: all parts are made, wired, run and closed here."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ from quartet.events.curve import read_events_key
 from quartet.events.load import WorkerLoad
 from quartet.events.publisher import EventPublisher, LoadPacer
 from quartet.kvcache.hand_off import HandOffState
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.rpc.server import RpcServer, Service
-from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES
-from quartet.telemetry.event_loop_lag import monitor_event_loop_lag
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.logging import configure
-from quartet.telemetry.metrics import ProcessMetrics, WorkerMetrics
+from quartet.telemetry.metrics import ProcessMetrics, WorkerMetrics, monitor_event_loop_lag
 from quartet.transfer.base import PoolMemory, TransferWay
 from quartet.transfer.grpc.messages import SERVICE as TRANSFER_SERVICE
 from quartet.transfer.grpc.servicer import TransferServicer, add_transfer_servicer
 from quartet.transfer.shm import ShmServer
 from quartet.transfer.source import TransferSource
-from services.encode.parts import EncodeParts
+from services.encode.encode import EncodeParts
 from services.workers.config import Advertised, WorkerConfig
 from services.workers.engine_parts import EngineParts
 from services.workers.flags import CommandLine
@@ -59,11 +58,31 @@ logger = logging.getLogger(__name__)
 
 _CONTRACT_VERSION = "quartet.v1"
 
-# Streams of routers never end by themselves; nothing runs on them any more when they are cut.
+# Streams of routers never end by themselves; no request runs on them any more when they are cut.
 _STREAMS_GRACE_S = 0.2
 
-# By then the engine's thread has let go and its statistics say so.
+# By then the engine's thread has freed the blocks and its statistics show it.
 _RELEASE_SEEN_S = 0.02
+
+_SWITCH_INTERVAL_S = 0.0005
+
+
+def main(role: Role, engine_factory: EngineFactory | None = None) -> None:
+    """Run one worker from the command line; exits with 1 and one line if it can't start or its engine died.
+
+    ``engine_factory`` makes another engine than the one that the configuration names.
+    """
+    command_line = CommandLine(f"python -m services.{role}", f"Serve the {role} phase.", sys.argv[1:])
+    try:
+        config = build(WorkerConfig, command_line.settings())
+        configure(config.log)
+        # The engine's thread runs Python too: with the default of 5 ms the event loop lags behind it.
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        uvloop.run(_run(config, role, engine_factory))
+    except (ConfigError, ServingError) as error:
+        logger.error("%s: %s", role, command_line.named(_with_field(error)))
+        _leave(1)
+    _leave(0)
 
 
 class WorkerProcess:
@@ -78,7 +97,7 @@ class WorkerProcess:
     ) -> None:
         """Nothing is opened before ``run``; ``role`` is encode, prefill or decode.
 
-        The factories put another engine or encoder in the place of the one that ``config`` names.
+        The factories make another engine or encoder than the one that ``config`` names.
         """
         self._config = config
         self._role = role
@@ -98,7 +117,7 @@ class WorkerProcess:
         self._worker: Worker | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until ``stop`` is set, at whatever point of it, then drain and take everything down.
+        """Serve until ``stop`` is set, which may be during the start, then drain and close everything.
 
         Raises:
             ConfigError, ServingError: it can't start; the message says why.
@@ -122,7 +141,7 @@ class WorkerProcess:
 
     @property
     def _served_model(self) -> ServedModel:
-        assert self._model is not None, "it is found before anything is served"
+        assert self._model is not None, "it is found before the worker serves"
         return self._model
 
     def _make_parts(self) -> Parts:
@@ -138,8 +157,8 @@ class WorkerProcess:
         serving = parts.serve(source)
         servicer = WorkerServicer(self._served_model.text_files)
         services = [serving.service, worker_service(servicer), self._transfer_service(source, shm)]
-        # A longer message would hold up everybody on a shared stream; it ends the stream that it came on.
-        server = RpcServer(replace(self._config.server, max_receive_message_bytes=MAX_WORKER_MESSAGE_BYTES), services)
+        # A longer message would delay all requests on a shared stream, so it ends its stream.
+        server = RpcServer(replace(self._config.server, max_receive_message_bytes=MAX_STREAM_MESSAGE_BYTES), services)
         grpc_port = await server.start()
         stack.push_async_callback(server.drain, _STREAMS_GRACE_S)
         publisher = self._publisher()
@@ -166,7 +185,7 @@ class WorkerProcess:
     ) -> None:
         def publish(load: WorkerLoad) -> None:
             publisher.publish_load(load)
-            worker.told()
+            worker.load_sent()
 
         pacer = LoadPacer(worker.next_load, publish, worker.prompt_queues)
         registry = create_registry(self._config.discovery)
@@ -180,7 +199,7 @@ class WorkerProcess:
         stopping = asyncio.create_task(stop.wait(), name="stop")
         try:
             await is_done_before(stop, self._announce(worker, registry))
-            # None of the tasks ends by itself but by raising: the engine's death, or a bug of ours.
+            # A task ends by itself only if it raises: the engine died, or there is a bug.
             done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
@@ -205,9 +224,9 @@ class WorkerProcess:
         loop = asyncio.get_running_loop()
 
         def ended(holder: int, state: HandOffState) -> None:
-            parts.hand_off_ended(holder, was_taken=state is HandOffState.RELEASED)
+            parts.hand_off_ended(holder, was_taken=state is HandOffState.TAKEN)
             self._surroundings.metrics.count_hand_off(state)
-            # No output comes of a release, and a router may wait for just this room.
+            # A release gives no output, and a router may wait for this room.
             loop.call_later(_RELEASE_SEEN_S, self._poke)
 
         return TransferSource(
@@ -267,48 +286,22 @@ class WorkerProcess:
         )
 
 
-# Work that a stop need not wait for.
-
-
 async def is_done_before(stop: asyncio.Event, work: Coroutine[object, object, None]) -> bool:
-    """Run ``work``; when ``stop`` is set first, cancel it, wait until it has ended, and return false.
+    """Run ``work``. If ``stop`` is set first, cancel it, wait until it has ended, and return false.
 
-    Raises whatever ``work`` raises by itself.
+    Raises what ``work`` raises, unless it was cancelled here.
     """
     working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         stopping.cancel()
-        working.cancel()  # does nothing to what is done
+        working.cancel()  # does nothing if it is done
         await asyncio.wait({working, stopping})
     if working.cancelled():
         return False
     working.result()
     return True
-
-
-# A worker's process from its command line to its exit code.
-
-_SWITCH_INTERVAL_S = 0.0005
-
-
-def main(role: Role, engine_factory: EngineFactory | None = None) -> None:
-    """Run one worker from the command line; exits with 1 and one line where it can't start or its engine died.
-
-    ``engine_factory`` puts another engine in the place of the one that the configuration names.
-    """
-    command_line = CommandLine(f"python -m services.{role}", f"Serve the {role} phase.", sys.argv[1:])
-    try:
-        config = build(WorkerConfig, command_line.settings())
-        configure(config.log)
-        # The engine's thread runs Python too: with the default of 5 ms the loop lags behind it.
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        uvloop.run(_run(config, role, engine_factory))
-    except (ConfigError, ServingError) as error:
-        logger.error("%s: %s", role, command_line.named(_with_field(error)))
-        _leave(1)
-    _leave(0)
 
 
 def _with_field(error: ConfigError | ServingError) -> str:
@@ -317,8 +310,8 @@ def _with_field(error: ConfigError | ServingError) -> str:
 
 
 def _leave(code: int) -> NoReturn:
-    # Everything of ours is closed. Unloading torch and a model, as an orderly exit does, takes a second of CPU. An
-    # engine that could not be closed in time has said so, and its processes are for whoever started this one to find.
+    # Everything is closed by now. An orderly exit would take a second of CPU to unload torch and a model. An engine
+    # that could not be closed in time has logged it; the parent of this process ends what is left of it.
     logging.shutdown()
     os._exit(code)
 

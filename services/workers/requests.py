@@ -1,13 +1,50 @@
-"""What a worker asks of whatever runs its requests, and of whatever computes them."""
+"""The request book of a worker: its running requests, and what its load tells routers about them.
+
+``RequestBook`` is what the dispatchers of all roles have in common: counting, draining, waiting until idle, one metric
+and one log line for each request's end. ``CountedStarts`` and ``CountedPlacements`` tell routers which of their starts
+the worker's load shows already. A router counts the others itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, Protocol, TypeVar
 
 from quartet.engine.base import EngineStats, StepOutput
+from quartet.errors import DrainingError
 from quartet.events.load import PlacementProgress
+from quartet.kvcache.layout import HandOff, Payload
+from quartet.streams.messages import RequestContext
+from quartet.telemetry.logging import FinishedRequest, log_request
+from quartet.telemetry.metrics import WorkerMetrics
+
+logger = logging.getLogger(__name__)
+
+# Bound of the routers remembered. A router that is forgotten only keeps its own bookings in full a little longer.
+_MAX_ROUTERS = 1024
+
+# After this long a live router has heard many times that its last start is counted in.
+_FORGET_AFTER_S = 600.0
+
+# Loads come once a second or more often, and some are lost.
+_REPEAT_FOR_S = 3.5
+
+# Under load they come 20 times a second. To repeat everything each time would cost router and worker more than the
+# starts themselves: what is older than this comes only with every recapitulation.
+_FRESH_S = 0.2
+
+_RECAP_INTERVAL_S = 0.5
+
+# Routers find out about the rest by their own clock. 10,000 numbers are 30 kB of a load.
+_MAX_REPEATED = 10_000
 
 
 class Computing(Protocol):
@@ -15,93 +52,294 @@ class Computing(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """False once it has died; nothing comes out any more."""
+        """False once it has died; there are no more outputs."""
         ...
 
     def outputs(self) -> AsyncIterator[StepOutput]:
-        """What it brings, in order, for one consumer. Ends when it is closed; raises ``EngineError`` when it died."""
+        """Its outputs, in order, for one consumer. Ends when it is closed; raises ``EngineError`` when it died."""
+        ...
+
+
+class Holds(Protocol):
+    """Holds results until another worker has pulled them (``quartet.transfer.source.TransferSource``)."""
+
+    def offer(self, holder: int, block_ids: tuple[int, ...], payload: Payload) -> HandOff:
+        """Hold ``holder``'s blocks under a ticket."""
+        ...
+
+    def withdraw(self, holder: int) -> None:
+        """End ``holder``'s hand-off; nothing happens if it has none."""
         ...
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Steps done, ever, and work that is to bring more of them."""
+    """Steps done since the start, and work in flight, which must bring more steps."""
 
     num_steps: int
     num_in_flight: int
 
 
-class Requests(Protocol):
-    """The requests of one worker's streams."""
+@dataclass(eq=False, kw_only=True)
+class BookedRequest:
+    """A request between its start and its end.
+
+    Attributes:
+        num_prompt_tokens: for the log; ``None``: the request has no prompt.
+        arrived_at: in monotonic seconds.
+    """
+
+    context: RequestContext
+    num_prompt_tokens: int | None
+    arrived_at: float = field(default_factory=time.monotonic)
+
+
+RequestT = TypeVar("RequestT", bound=BookedRequest)
+
+
+class RequestBook(ABC, Generic[RequestT]):
+    """The running requests of one worker, by an id that is drawn here. Lives on the event loop.
+
+    A dispatcher derives from it: it takes requests from streams and brings results back to them.
+    """
+
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        """Begin empty; ``metrics`` counts the requests that end."""
+        self._metrics = metrics
+        self._running: dict[int, RequestT] = {}
+        self._ids = itertools.count(1)
+        self._counted = CountedStarts()
+        self._placements = CountedPlacements()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._is_draining = False
 
     @property
     def num_running(self) -> int:
-        """Requests whose end is still to come."""
-        ...
+        """Requests that have not ended yet."""
+        return len(self._running)
 
     @property
+    @abstractmethod
     def progress(self) -> Progress:
-        """Whether something moves."""
-        ...
+        """What health watches: work in flight without a new step means that the worker is stuck."""
 
     @property
-    def router_progress(self) -> Mapping[str, int]:
+    def router_progress(self) -> dict[str, int]:
         """By router, the last request number up to which ``stats`` counts everything in."""
-        ...
+        return self._counted.watermarks()
 
     @property
-    def router_arrivals(self) -> Mapping[str, int]:
-        """By router, the last request number that arrived."""
-        ...
+    def router_arrivals(self) -> dict[str, int]:
+        """By router, the last request number that arrived: its tokens are in ``stats``."""
+        return self._counted.arrivals()
 
     @property
-    def placements(self) -> Mapping[str, PlacementProgress]:
-        """By router, what became lately of the starts that it placed for clients: all that is still known."""
-        ...
+    def placements(self) -> dict[str, PlacementProgress]:
+        """By router, what became of the starts that it placed for clients lately: all that is still known."""
+        return self._placements.progress()
 
-    def placement_news(self) -> Mapping[str, PlacementProgress]:
-        """As much of it as the next load is to tell; call ``placements_told`` once that is out."""
-        ...
+    def placement_news(self) -> dict[str, PlacementProgress]:
+        """The part of ``placements`` for the next load; call ``placements_sent`` once that load is sent."""
+        return self._placements.news()
 
-    def placements_told(self) -> None:
-        """The load with the last ``placement_news`` is out."""
-        ...
+    def placements_sent(self) -> None:
+        """The load with the last ``placement_news`` was sent."""
+        self._placements.sent()
 
+    @abstractmethod
     def stats(self) -> Sequence[EngineStats]:
-        """The load now, an entry a data-parallel rank. May be called on any thread, and does not block."""
-        ...
+        """The load now, one entry for each data-parallel rank. May be called on any thread, and does not block."""
 
+    @abstractmethod
     def route(self, step: StepOutput) -> None:
         """Bring one step's outputs to their streams."""
-        ...
 
     def drain(self) -> None:
-        """Take nothing new from now on."""
-        ...
+        """Refuse new requests from now on."""
+        self._is_draining = True
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until nothing runs; False if something still does after ``timeout_s`` seconds."""
-        ...
+        """Wait until no request runs; False if one still does after ``timeout_s`` seconds."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def cancel_all(self) -> int:
-        """End everything early, and say how many requests that was."""
-        ...
+        """End all requests early. Returns how many there are."""
+        for id in self._running:
+            self._stop(id)
+        return len(self._running)
+
+    @abstractmethod
+    def _stop(self, id: int) -> None:
+        """End a running request early; ``_finish`` follows."""
+
+    def _check_draining(self) -> None:
+        if self._is_draining:
+            raise DrainingError("this worker is draining and takes nothing new", retry_delay_s=1.0)
+
+    def _begin(self, id: int, request: RequestT) -> None:
+        self._running[id] = request
+        self._idle.clear()
+
+    def _finish(self, id: int, outcome: str) -> RequestT | None:
+        """Remove, count and log a request; ``None``: it does not run."""
+        request = self._running.pop(id, None)
+        if request is None:
+            return None
+        if not self._running:
+            self._idle.set()
+        self._metrics.count_request(outcome)
+        log_request(
+            logger,
+            FinishedRequest(
+                request_id=request.context.request_id,
+                outcome=outcome,
+                tenant=request.context.tenant,
+                num_prompt_tokens=request.num_prompt_tokens,
+                total_s=time.monotonic() - request.arrived_at,
+            ),
+        )
+        return request
 
 
-class NoPlacements:
-    """Of requests that no router places for clients, and whose outputs find their streams by themselves."""
+def named(context: RequestContext) -> RequestContext:
+    """``context``, with a new request id if it came without one."""
+    return context if context.request_id else replace(context, request_id=secrets.token_hex(16))
 
-    @property
-    def placements(self) -> Mapping[str, PlacementProgress]:
-        """None."""
-        return {}
 
-    def placement_news(self) -> Mapping[str, PlacementProgress]:
-        """None."""
-        return {}
+@dataclass
+class _Router:
+    highest: int = 0
+    heard_at: float = 0.0
+    outstanding: set[int] = field(default_factory=set)
 
-    def placements_told(self) -> None:
-        """Nothing was."""
 
-    def route(self, step: StepOutput) -> None:
-        """Nothing of it is a stream's."""
+class CountedStarts:
+    """Watermarks by router: the load counts in all starts up to this number.
+
+    Numbers rise, but some never arrive: a broken stream loses starts. So the watermark is the highest number that
+    arrived, held back by those that arrived and are not counted in yet.
+
+    Every load carries the watermarks, and a router that restarts has a new name. So a router is left out after ten
+    quiet minutes, unless one of its starts is not counted in yet.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Know no router; ``clock`` gives seconds."""
+        self._clock = clock
+        self._routers: OrderedDict[str, _Router] = OrderedDict()
+
+    def arrive(self, router_id: str, number: int) -> None:
+        """A start arrived and may still be refused; it holds the watermark back until ``count_in``.
+
+        Starts without a router or without a number are ignored.
+        """
+        if not (router_id and number):
+            return
+        router = self._routers.setdefault(router_id, _Router())
+        self._routers.move_to_end(router_id)
+        router.heard_at = self._clock()
+        router.highest = max(router.highest, number)
+        router.outstanding.add(number)
+        if len(self._routers) > _MAX_ROUTERS:
+            self._routers.popitem(last=False)
+
+    def count_in(self, router_id: str, number: int) -> None:
+        """The load shows that start, or it has ended. May be called twice."""
+        router = self._routers.get(router_id)
+        if router is not None:
+            router.heard_at = self._clock()
+            router.outstanding.discard(number)
+
+    def watermarks(self) -> dict[str, int]:
+        """By router, the last number up to which every start is counted in."""
+        self._forget_quiet()
+        return {
+            router_id: min(router.outstanding, default=router.highest + 1) - 1
+            for router_id, router in self._routers.items()
+        }
+
+    def arrivals(self) -> dict[str, int]:
+        """By router, the highest number that arrived."""
+        return {router_id: router.highest for router_id, router in self._routers.items()}
+
+    def _forget_quiet(self) -> None:
+        oldest = self._clock() - _FORGET_AFTER_S
+        for router_id, router in list(self._routers.items()):
+            if router.heard_at < oldest and not router.outstanding:
+                del self._routers[router_id]
+
+
+@dataclass(frozen=True)
+class _News:
+    router_id: str
+    number: int
+    at: float
+
+
+class CountedPlacements:
+    """Numbers of the starts that routers placed for clients: those counted in, and those that ended.
+
+    Such starts arrive in any order, or never, so there is no watermark: loads repeat each number for some seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Know of none; ``clock`` gives seconds."""
+        self._clock = clock
+        self._recap_at = -_RECAP_INTERVAL_S
+        self._recap_given_at: float | None = None
+        self._started: deque[_News] = deque()
+        self._ended: deque[_News] = deque()
+
+    def start(self, router_id: str, number: int) -> None:
+        """The next load counts it in."""
+        self._add(self._started, router_id, number)
+
+    def end(self, router_id: str, number: int) -> None:
+        """The next load no longer counts it; it may never have been counted in."""
+        self._add(self._ended, router_id, number)
+
+    def progress(self) -> dict[str, PlacementProgress]:
+        """All of the last seconds, by router. Does not change what ``news`` returns."""
+        return self._since(self._clock() - _REPEAT_FOR_S)
+
+    def news(self) -> dict[str, PlacementProgress]:
+        """For the next load, by router; call ``sent`` once that load is sent. Each number comes three times or more."""
+        now = self._clock()
+        is_recap = now - self._recap_at >= _RECAP_INTERVAL_S
+        self._recap_given_at = now if is_recap else None
+        return self._since(now - (_REPEAT_FOR_S if is_recap else _FRESH_S))
+
+    def sent(self) -> None:
+        """The load with the last ``news`` was sent. Some loads are made and not sent."""
+        if self._recap_given_at is not None:
+            self._recap_at = self._recap_given_at
+
+    def _since(self, since: float) -> dict[str, PlacementProgress]:
+        started, ended = _by_router(self._started, since), _by_router(self._ended, since)
+        return {
+            router_id: PlacementProgress(tuple(started.get(router_id, ())), tuple(ended.get(router_id, ())))
+            for router_id in {**started, **ended}
+        }
+
+    def _add(self, news: deque[_News], router_id: str, number: int) -> None:
+        if not (router_id and number):
+            return
+        now = self._clock()
+        news.append(_News(router_id, number, now))
+        while len(news) > _MAX_REPEATED or news[0].at <= now - _REPEAT_FOR_S:
+            news.popleft()
+
+
+def _by_router(news: deque[_News], since: float) -> dict[str, list[int]]:
+    numbers: dict[str, list[int]] = {}
+    for one in reversed(news):
+        if one.at <= since:
+            break
+        numbers.setdefault(one.router_id, []).append(one.number)
+    return numbers

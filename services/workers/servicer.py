@@ -1,4 +1,4 @@
-"""WorkerService: what every worker offers beside its own work."""
+"""WorkerService: the RPCs that every worker has besides its role's: information, model files, KV snapshot, drain."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from quartet.discovery.base import WorkerRecord
 from quartet.errors import InvalidRequestError, ModelMismatchError, WorkerUnavailableError
 from quartet.events.kv import KvSnapshot
 from quartet.events.load import WorkerLoad
+from quartet.events.wire import to_worker_load
 from quartet.rpc.errors import to_duration, to_non_negative_seconds
 from quartet.rpc.server import Service
-from quartet.streams import convert
 from quartet.streams.convert.hand_off import to_kv_snapshot_parts
+from quartet.streams.convert.workers import to_worker_record
 from quartet.v1 import worker_pb2 as pb
 from quartet.v1 import worker_pb2_grpc
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 
-# A message stays under 1 MiB with what is around the bytes.
+# With its other fields a message stays under 1 MiB.
 _PART_BYTES = 1 << 19
 
 
@@ -36,11 +37,11 @@ class DrainOutcome:
 
 
 class WorkerFace(Protocol):
-    """What the servicer asks of the worker behind it."""
+    """The worker, as far as the servicer needs it."""
 
     @property
     def record(self) -> WorkerRecord:
-        """What it announces."""
+        """The record that it announces."""
         ...
 
     @property
@@ -53,32 +54,32 @@ class WorkerFace(Protocol):
         ...
 
     async def kv_snapshot(self) -> KvSnapshot:
-        """All blocks that it could share at one moment. Raises ``WorkerUnavailableError``."""
+        """All blocks that can be shared at one moment. Raises ``WorkerUnavailableError``."""
         ...
 
     async def drain(self, timeout_s: float | None) -> DrainOutcome:
-        """Take nothing new, let running requests end within the time, cancel the rest."""
+        """Refuse new requests, let running ones end within the time, cancel the rest."""
         ...
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Translates; the work is the worker's."""
+    """Translates between messages and the worker."""
 
     def __init__(self, read_files: Callable[[], Mapping[str, bytes]]) -> None:
-        """``read_files`` gives the small files of the model by name; it may block."""
+        """``read_files`` returns the small files of the model by name; it may block."""
         self._read_files = read_files
         self._worker: WorkerFace | None = None
 
     def serve(self, worker: WorkerFace) -> None:
-        """Answer for ``worker``: it knows its address only once the server listens."""
+        """Answer for ``worker``, which is made after the server: its record has the server's port."""
         self._worker = worker
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: _Context) -> pb.GetInfoResponse:
         """As worker.proto says."""
         worker = self._required()
         return pb.GetInfoResponse(
-            record=convert.to_worker_record(worker.record),
-            load=convert.to_worker_load(worker.sample_load()),
+            record=to_worker_record(worker.record),
+            load=to_worker_load(worker.sample_load()),
             uptime=to_duration(worker.uptime_s),
         )
 

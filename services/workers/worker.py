@@ -1,4 +1,4 @@
-"""A worker's life: serving, telling how it is, and leaving without losing anything."""
+"""A worker's life: it serves, reports load and health, and drains without losing a request."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from quartet.discovery.base import Registration, WorkerRecord
 from quartet.events.kv import KvSnapshot
 from quartet.events.load import PlacementProgress, WorkerLoad
 from quartet.events.publisher import PromptQueue
 from quartet.rpc.server import RpcServer
-from quartet.streams import convert
+from quartet.streams.convert.workers import rank_load
 from quartet.transfer.source import TransferSource
 from services.workers.kv_events import KvEvents
-from services.workers.requests import Computing, Requests
+from services.workers.requests import Computing, RequestBook
 from services.workers.servicer import DrainOutcome
 
 logger = logging.getLogger(__name__)
 
-_HAND_OFF_LOOK_INTERVAL_S = 0.02
+_HAND_OFF_POLL_INTERVAL_S = 0.02
 
-# After cancelling what is left, this long for its terminal outputs to reach their readers.
+# After the last requests are cancelled, wait this long for their terminal outputs to reach their readers.
 _LAST_OUTPUTS_S = 1.0
 
 
 class Pacer(Protocol):
-    """Tells the load when it is due (``quartet.events.publisher.LoadPacer``)."""
+    """Sends the load when it is due (``quartet.events.publisher.LoadPacer``)."""
 
     def poke(self) -> None:
-        """Something may have changed."""
+        """The load may have changed."""
         ...
 
 
@@ -43,16 +43,16 @@ class Worker:
         self,
         record: WorkerRecord,
         engine: Computing,
-        requests: Requests,
+        requests: RequestBook[Any],
         source: TransferSource,
         server: RpcServer,
         kv_events: KvEvents,
         *,
         drain_timeout_s: float,
         stall_timeout_s: float,
-        look_interval_s: float = 1.0,
+        poll_interval_s: float = 1.0,
     ) -> None:
-        """All parts are started; nothing is announced yet. Health is looked at every ``look_interval_s``."""
+        """All parts are started; nothing is announced yet. Health is checked every ``poll_interval_s``."""
         self.record = record
         self._engine = engine
         self._requests = requests
@@ -61,7 +61,7 @@ class Worker:
         self._kv_events = kv_events
         self._drain_timeout_s = drain_timeout_s
         self._progress = ProgressWatch(stall_timeout_s)
-        self._look_interval_s = look_interval_s
+        self._poll_interval_s = poll_interval_s
         self._started_at = time.monotonic()
         self._registration: Registration | None = None
         self._pacer: Pacer | None = None
@@ -70,38 +70,38 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        """Whether new requests are welcome."""
+        """Whether it takes new requests."""
         return self._is_healthy and self._draining is None and self._registration is not None
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine lives: when not, only a restart helps."""
+        """Whether the engine lives; if not, only a restart helps."""
         return self._engine.is_alive
 
     async def announce(self, registration: Registration) -> None:
-        """Serve from now on: ``registration`` was just made, and health says so unless nothing moves."""
+        """The worker is registered: set its health to SERVING, unless it is stuck."""
         self._registration = registration
         await self._server.set_serving(None, self._is_healthy)
 
     async def consume(self, pacer: Pacer) -> None:
-        """Bring the engine's outputs to their streams until it is closed. Raises ``EngineError`` when it dies."""
+        """Bring the engine's outputs to their streams until the engine is closed. Raises ``EngineError`` if it dies."""
         self._pacer = pacer
         try:
             async for step in self._engine.outputs():
                 self._requests.route(step)
-                # Before the load is sampled: it names the last batch before it.
+                # Before the load is sampled: the load names the last batch of events before it.
                 self._kv_events.take(step)
                 pacer.poke()
         finally:
             self._kv_events.close()
 
     def poke(self) -> None:
-        """Something of what the load tells may have changed without an output of the engine."""
+        """The load may have changed without an output of the engine."""
         if self._pacer is not None:
             self._pacer.poke()
 
     async def watch_health(self) -> None:
-        """Health by progress, at every interval. Runs until cancelled."""
+        """Update health from progress, at every interval. Runs until cancelled."""
         while True:
             progress = self._requests.progress
             await self._set_healthy(
@@ -110,37 +110,37 @@ class Worker:
                     num_steps=progress.num_steps, num_in_flight=progress.num_in_flight, now=time.monotonic()
                 )
             )
-            await asyncio.sleep(self._look_interval_s)
+            await asyncio.sleep(self._poll_interval_s)
 
     def prompt_queues(self) -> list[PromptQueue]:
-        """That of the load alone which is looked at after every step, by rank."""
+        """The part of the load that the pacer compares after every step, by rank."""
         return [
             PromptQueue(rank.num_queued_prefill_tokens, rank.num_unbegun_prefill_tokens, rank.num_prompt_steps)
             for rank in self._requests.stats()
         ]
 
     def sample_load(self) -> WorkerLoad:
-        """The load now, for one who asks."""
+        """The load now, for a caller that asks for it."""
         return self._load(self._requests.placements)
 
     async def kv_snapshot(self) -> KvSnapshot:
-        """All blocks that could be shared at one moment, with the number of the last batch of events before it."""
+        """All blocks that can be shared at one moment, with the number of the last batch of events before it."""
         return await self._kv_events.snapshot()
 
     def next_load(self) -> WorkerLoad:
-        """The load now, for those who listen: ``told`` is called if it goes out."""
+        """The load now, to publish; call ``load_sent`` once it is sent."""
         return self._load(self._requests.placement_news())
 
-    def told(self) -> None:
-        """The last ``next_load`` is out."""
-        self._requests.placements_told()
+    def load_sent(self) -> None:
+        """The last ``next_load`` was sent."""
+        self._requests.placements_sent()
 
     def _load(self, placements: Mapping[str, PlacementProgress]) -> WorkerLoad:
         now = time.monotonic()
         return WorkerLoad(
             worker_id=self.record.worker_id,
             epoch=self.record.epoch,
-            ranks=tuple(convert.rank_load(stats, now) for stats in self._requests.stats()),
+            ranks=tuple(rank_load(stats, now) for stats in self._requests.stats()),
             router_progress=self._requests.router_progress,
             router_arrivals=self._requests.router_arrivals,
             placements=placements,
@@ -154,7 +154,7 @@ class Worker:
         return time.monotonic() - self._started_at
 
     async def drain(self, timeout_s: float | None = None) -> DrainOutcome:
-        """Leave discovery, take nothing new, let requests end for ``timeout_s``, cancel the rest. Later calls join."""
+        """Leave discovery, refuse new requests, let others end in ``timeout_s``, cancel the rest. Later calls join."""
         if self._draining is None:
             limit_s = self._drain_timeout_s if timeout_s is None else min(timeout_s, self._drain_timeout_s)
             self._draining = asyncio.create_task(self._drain(limit_s), name="drain")
@@ -173,7 +173,7 @@ class Worker:
         if not await self._requests.wait_idle(deadline - time.monotonic()):
             num_cancelled = self._requests.cancel_all()
             await self._requests.wait_idle(_LAST_OUTPUTS_S)
-        # What was prefilled here is still to be fetched; nobody else has it.
+        # Decode workers still fetch what was prefilled here; there is no other copy.
         await self._wait_hand_offs(deadline)
         return DrainOutcome(num_completed=max(num_running - num_cancelled, 0), num_cancelled=num_cancelled)
 
@@ -182,7 +182,7 @@ class Worker:
             counts = self._source.counts
             if not counts.held + counts.pulling:
                 return
-            await asyncio.sleep(_HAND_OFF_LOOK_INTERVAL_S)
+            await asyncio.sleep(_HAND_OFF_POLL_INTERVAL_S)
 
     async def _set_healthy(self, is_healthy: bool) -> None:
         if is_healthy == self._is_healthy:
@@ -194,14 +194,11 @@ class Worker:
             await self._server.set_serving(None, is_healthy)
 
 
-# Whether a worker makes progress: health that tells the truth.
-
-
 @dataclass
 class ProgressWatch:
-    """Work in flight and no step for ``stall_timeout_s`` seconds means that the worker is stuck.
+    """A worker with work in flight and no step for ``stall_timeout_s`` seconds is stuck.
 
-    Pure: the caller brings the clock's reading.
+    Pure: the caller gives the time.
     """
 
     stall_timeout_s: float
@@ -209,7 +206,7 @@ class ProgressWatch:
     _moved_at: float = 0.0
 
     def is_moving(self, *, num_steps: int, num_in_flight: int, now: float) -> bool:
-        """Look once: False while work is in flight and no step was done for too long."""
+        """Check once: False while work is in flight and no step was done for too long."""
         if num_steps != self._num_steps or num_in_flight == 0:
             self._num_steps = num_steps
             self._moved_at = now

@@ -10,7 +10,7 @@ from quartet.api.convert.answer import from_place_request, from_place_response, 
 from quartet.api.placement import PlacedChoice, PlacedRequest
 from quartet.api.request import GenerateStart, Resume
 from quartet.errors import InvalidRequestError, ProtocolError
-from quartet.streams.convert.inner import to_signed_decode_start
+from quartet.streams.convert.messages import to_signed_decode_start
 from quartet.streams.messages import SignedPlacement
 from quartet.v1 import router_pb2
 from tests.api.strategies import FINISHED, GENERATE_STARTS, PLACEMENTS, SECONDS

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from quartet.api.request import Accepted, ChoiceFinished, ChoicePlacement, SessionLimits, TimeBreakdown, Usage
 from quartet.api.session_columns import Entry, SessionBacklog
-from quartet.api.session_server import MAX_SESSION_MESSAGE_BYTES, SessionOutbox
+from quartet.api.session_server import SessionOutbox
 from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import ConfigError, InvalidRequestError, ServingError, SlowReaderError
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.v1 import router_pb2 as pb
 
 PLACEMENT = ChoicePlacement(choice=1, prefill=None, decode=Rank("decode-0", 0))
@@ -39,13 +40,13 @@ class Owed:
 
     def add(self, *entry: object) -> None:
         self.outbox.entries.append(entry)  # type: ignore[arg-type]
-        if len(self.outbox.entries) >= self.outbox.notify_at:
-            self.outbox.notify()
+        if len(self.outbox.entries) >= self.outbox.poll_at:
+            self.outbox.poll()
 
     def take(self) -> pb.SessionResponse:
         message = self.outbox.take()
         assert message is not None
-        assert message.ByteSize() <= MAX_SESSION_MESSAGE_BYTES
+        assert message.ByteSize() <= MAX_STREAM_MESSAGE_BYTES
         return message
 
     def take_all(self) -> list[pb.SessionResponse]:
@@ -138,7 +139,7 @@ def test_choices_and_text_have_columns_where_any_request_has_them() -> None:
 
 def test_a_long_text_goes_out_in_bounded_messages_and_its_end_behind_it() -> None:
     owed, taken = Owed(), Streams()
-    text = "äb" * MAX_SESSION_MESSAGE_BYTES
+    text = "äb" * MAX_STREAM_MESSAGE_BYTES
     owed.outbox.accept(1, ACCEPTED)
     owed.add(1, 0, 0, list(range(1000)), text, ())
     owed.outbox.finish(1, make_finished(), is_last=True)
@@ -205,18 +206,6 @@ def test_text_is_bounded_by_its_bytes() -> None:
     for _step in range(10):
         owed.add(1, 0, 0, [], "ä" * 60, ())
     assert owed.overflowed == [1]
-
-
-async def test_there_is_no_room_for_more_requests_while_too_many_ends_wait() -> None:
-    owed = Owed(max_requests=3)
-    for slot in range(4):
-        await asyncio.wait_for(owed.outbox.room(), 5)
-        owed.outbox.fail(slot, InvalidRequestError("no"))
-    waiting = asyncio.create_task(owed.outbox.room())
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    owed.take()
-    await asyncio.wait_for(waiting, 5)
 
 
 async def test_the_first_after_a_pause_wakes_at_once_and_later_ones_wait_for_the_tick() -> None:

@@ -11,9 +11,10 @@ import pytest
 
 from quartet.api.answer import AnswerSink
 from quartet.api.request import ChoiceFinished, SessionLimits, SessionStart, TimeBreakdown, Usage
-from quartet.api.session_server import MAX_SESSION_MESSAGE_BYTES, SessionStream
+from quartet.api.session_server import SessionStream
 from quartet.engine.base import FinishReason
 from quartet.errors import InvalidRequestError, ServingError, StalledStreamError
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.rpc.server import RpcServer, ServerConfig, StalledCalls
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import types_pb2
@@ -93,11 +94,10 @@ class Sessions:
         return run
 
     async def serve(self, _requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        stream = SessionStream(self.begin, self.limits)
+        stream = SessionStream(self.begin, self.limits, self.stalled)
         self.streams.append(stream)
         try:
-            with self.stalled.watch() as watched:
-                await stream.serve(context, watched)
+            await stream.serve(context)
         except BaseException as error:
             self.ended.put_nowait(error)
             raise
@@ -131,7 +131,7 @@ class Client:
     async def read(self) -> pb.SessionResponse:
         response = await asyncio.wait_for(self.call.read(), _TIMEOUT_S)
         assert response is not grpc.aio.EOF
-        assert response.ByteSize() <= MAX_SESSION_MESSAGE_BYTES
+        assert response.ByteSize() <= MAX_STREAM_MESSAGE_BYTES
         self.seen.append(response)
         self.has_seen.set()
         return response
@@ -200,7 +200,7 @@ class Served:
 async def make_served() -> AsyncIterator[Any]:
     """Makes ``Served`` of limits."""
     servers: list[RpcServer] = []
-    others: list[Any] = []
+    channels: list[grpc.aio.Channel] = []
 
     async def make(**limits: Any) -> Served:
         sessions = Sessions(**limits)
@@ -212,13 +212,12 @@ async def make_served() -> AsyncIterator[Any]:
         port = await server.start()
         # Small windows: what the reader has not taken waits at the sender.
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", [("grpc.http2.bdp_probe", 0)])
-        others.extend([channel, asyncio.create_task(sessions.stalled.run())])
+        channels.append(channel)
         return Served(sessions, channel)
 
     yield make
-    for channel, watch in zip(others[::2], others[1::2], strict=True):
+    for channel in channels:
         await channel.close()
-        watch.cancel()
     for server in servers:
         await server.drain(0)
 
@@ -403,14 +402,14 @@ async def test_a_client_that_vanishes_drops_all_its_requests(make_served: Any) -
 @pytest.mark.parametrize("num_turns", range(8))
 async def test_a_call_that_is_cancelled_twice_leaves_no_request_running(num_turns: int) -> None:
     sessions, call = Sessions(), OpenCall(3)
-    with sessions.stalled.watch() as watched:
-        serving = asyncio.create_task(SessionStream(sessions.begin, sessions.limits).serve(call, watched))  # type: ignore[arg-type]
-        runs = [await sessions.wait_for(slot) for slot in range(3)]
-        serving.cancel()
-        for _ in range(num_turns):
-            await asyncio.sleep(0)
-        serving.cancel()
-        await asyncio.wait([serving], timeout=_TIMEOUT_S)
+    stream = SessionStream(sessions.begin, sessions.limits, sessions.stalled)
+    serving = asyncio.create_task(stream.serve(call))  # type: ignore[arg-type]
+    runs = [await sessions.wait_for(slot) for slot in range(3)]
+    serving.cancel()
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    serving.cancel()
+    await asyncio.wait([serving], timeout=_TIMEOUT_S)
     assert serving.cancelled()
     await asyncio.sleep(0)  # in which those that were told end
     assert all(run.has_ended for run in runs)

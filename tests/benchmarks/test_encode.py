@@ -1,24 +1,39 @@
-"""What the benchmark of images makes of what it is told, and that its images are new ones."""
+"""What the benchmark of images makes of what it is told, that its images are new, and each part on real servers."""
 
 from __future__ import annotations
 
+import asyncio
 import io
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from benchmarks.disagg_client import Answered
-from benchmarks.encode_images import noise_image, photo
-from benchmarks.encode_rate import Sample
-from benchmarks.encode_rate import summarize as summarize_rate
-from benchmarks.encode_ttft import NUM_PROMPT_TOKENS, Prompt, checked, split
-from benchmarks.encode_ttft import summarize as summarize_ttft
-from benchmarks.tables.encode import encode_tables
+from benchmarks.encode import (
+    ENCODE,
+    NUM_PROMPT_TOKENS,
+    Load,
+    Prompt,
+    Sample,
+    checked,
+    make_stack,
+    measure_rate,
+    measure_ttft,
+    noise_image,
+    photo,
+    split,
+    summarize_rate,
+    summarize_ttft,
+)
+from benchmarks.processes import Metrics
+from benchmarks.stack import Stack
+from benchmarks.table import encode_tables
 from benchmarks.transfer import CpuPerGb, Figures, Run
 from quartet.kvcache.layout import EmbeddingLayout, EmbeddingsPayload, HandOff
 from quartet.streams.messages import EncodedItem
@@ -30,7 +45,7 @@ HAND_OFF = HandOff(
     worker_id="encode-0",
     epoch=1,
     address="127.0.0.1:1",
-    lease=timedelta(seconds=30),
+    time_to_live=timedelta(seconds=30),
     payload=EmbeddingsPayload(LAYOUT, 64),
 )
 ANSWERED = Answered(
@@ -138,3 +153,37 @@ def test_the_tables_show_every_load_and_prompt() -> None:
     assert sum(line.endswith("| 4 | 125.0 | 8.0 | 2.0 | 8.0 | 0.25 |") for line in lines) == 2
     assert sum(line.endswith("| 30.0, 30.0 | 16.0 | 1.0 | 11.0 | 2.0 |") for line in lines) == len(Prompt)
     assert "| 22.5 MiB | 256 KiB | warm | 5.0 | 0.50 | 10.0 | 0.50 | 0.50, 0.25 | 0.50, 0.25 |" in lines
+
+
+async def encode_metrics(stack: Stack) -> Metrics:
+    return (await stack.metrics())[ENCODE]
+
+
+async def assert_nothing_stays_held(stack: Stack) -> None:
+    """Every item is handed off, and taken or let go."""
+    num_items = (await encode_metrics(stack)).total("quartet_encode_items_total")
+    assert num_items > 0
+    async with asyncio.timeout(10):
+        outcomes: Mapping[str, float] = {}
+        while sum(outcomes.values()) < num_items:
+            outcomes = (await encode_metrics(stack)).by_label("quartet_worker_hand_offs_total", "outcome")
+    assert not outcomes.get("expired")
+    assert sum(outcomes.values()) == num_items
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(180)
+async def test_images_are_measured_on_real_servers_and_none_stays_held(tmp_path: Path) -> None:
+    rounds: list[int] = []
+    async with make_stack(tmp_path / "workers", lambda _: None, log=tmp_path / "log") as stack:
+        rates = await measure_rate(stack, 1, rounds.append)
+        assert rates.keys() == set(Load)
+        assert all(figures.images_per_s > 0 < figures.cpu_ms_per_image for figures in rates.values())
+        assert all(figures.before_tower_ms > 0 < figures.tower_ms for figures in rates.values())
+        assert rates[Load.BATCH_1].mean_batch_size == 1 < rates[Load.BATCH_8].mean_batch_size <= 8
+        ttft = await measure_ttft(stack, 2, rounds.append)
+        assert ttft.ttft_ms.keys() == set(Prompt)
+        assert all(0 < quantiles.p50 <= quantiles.p90 for quantiles in ttft.ttft_ms.values())
+        assert {prompt for prompt, parts in ttft.parts_ms.items() if not parts["media"]} == {Prompt.TEXT}
+        await assert_nothing_stays_held(stack)
+    assert rounds == [0, 1, 0, 1, 2, 3]

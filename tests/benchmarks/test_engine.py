@@ -11,10 +11,19 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.engine import count_ties, rounds_of
-from benchmarks.engine_floor import Floor
-from benchmarks.engine_sides import GenerateSide, QuartetSide, write_checkpoint
-from benchmarks.engine_work import VOCAB_SIZE, WORKLOADS, Job, Workload, ragged_32, shared_prefix_32
-from benchmarks.tables.engine import engine_tables
+from benchmarks.engine_sides import (
+    VOCAB_SIZE,
+    WORKLOADS,
+    GenerateSide,
+    Job,
+    QuartetSide,
+    Workload,
+    ragged_32,
+    shared_prefix_32,
+    write_checkpoint,
+)
+from benchmarks.floors.engine_floor import Floor
+from benchmarks.table import engine_tables
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,8 @@ from itertools import pairwise
 import pytest
 
 from benchmarks.index import measure_hashing
-from benchmarks.index_case import measure_case, percentiles
+from benchmarks.index_case import PROMPT_BLOCKS, Workload, measure_case, percentiles
 from benchmarks.index_rebuild import measure_rebuild
-from benchmarks.index_work import PROMPT_BLOCKS, Workload
 from quartet.discovery.base import Rank
 from quartet.events.kv import Tier
 from router.kv_index.index import PrefixIndex

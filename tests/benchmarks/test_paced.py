@@ -14,7 +14,9 @@ from quartet.engine.sampling import Sampling
 
 @pytest.fixture
 def clock(tmp_path: Path) -> PacedClock:
-    return PacedClock(tmp_path / "clock", create=True)
+    made = PacedClock(tmp_path / "clock", create=True)
+    made.set_period(PERIOD)
+    return made
 
 
 @pytest.fixture

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.bare_processes import bare_relay
-from benchmarks.many_streams import run as run_many_streams
-from benchmarks.paced_clock import MAX_STREAMS, PacedClock
-from benchmarks.progress import LiveLine
-from benchmarks.relay_clients import Clients, LoadFailedError
-from benchmarks.relay_floor import measure_floor
-from benchmarks.relay_job import Job, Load, Way, Window, decode_job, encode_job
-from benchmarks.relay_measure import Case, Figures, Measurer, Windows, medians, stream_jobs
-from benchmarks.relay_messages import make_start
-from benchmarks.relay_stack import RelayStack
-from benchmarks.relay_tally import Tally
-from benchmarks.request_floor import measure_request_floor
-from benchmarks.request_floor_messages import (
+from benchmarks.floors.bare_processes import bare_relay
+from benchmarks.floors.relay_floor import open_floor
+from benchmarks.floors.request_floor import (
     ACCEPTED,
     DELTA,
     FINISHED,
     make_place_response,
     make_start_bytes,
+    open_request_floor,
 )
-from benchmarks.tables.relay import relay_tables
+from benchmarks.many_streams import run as run_many_streams
+from benchmarks.paced_clock import MAX_STREAMS, PacedClock
+from benchmarks.progress import LiveLine
+from benchmarks.relay import Spread, spreads
+from benchmarks.relay_clients import Clients, LoadFailedError
+from benchmarks.relay_load import Job, Load, Tally, Way, Window, decode_job, encode_job, make_start
+from benchmarks.relay_measure import Case, Figures, Measurer, Windows, medians, stream_jobs
+from benchmarks.relay_stack import RelayStack
+from benchmarks.table import relay_tables
 from quartet.rpc.channels import create_channel
 from quartet.v1 import router_pb2, router_pb2_grpc
 
+TWO_WINDOWS = Windows(warm_up_s=0.1, window_s=0.5, round_size=2, num_rounds=1)
 TINY = Windows(warm_up_s=0.1, window_s=0.5, round_size=1, num_rounds=1)
 
 
@@ -78,15 +80,12 @@ def test_medians_are_taken_figure_by_figure() -> None:
     assert medians([figures(3.0), figures(1.0), figures(2.0)]) == figures(2.0)
 
 
-async def test_clients_of_one_load_share_no_seed(tmp_path: Path) -> None:
-    stack = RelayStack(tmp_path / "log", lambda _: None)
-    try:
-        for way in Way:
-            jobs = stream_jobs(stack, Case(way=way, num_streams=1024, with_text=False))
-            seeds = [seed for job in jobs for seed in range(job.first_seed, job.first_seed + job.count)]
-            assert sorted(seeds) == list(range(1024))
-    finally:
-        await stack.__aexit__(None, None, None)  # it never ran, but has a directory
+def test_clients_of_one_load_share_no_seed() -> None:
+    stack = SimpleNamespace(router_address="127.0.0.1:1", clock_path="/c")
+    for way in Way:
+        jobs = stream_jobs(stack, Case(way=way, num_streams=1024, with_text=False))
+        seeds = [seed for job in jobs for seed in range(job.first_seed, job.first_seed + job.count)]
+        assert sorted(seeds) == list(range(1024))
 
 
 def test_the_table_sets_what_was_measured_against_what_is_wanted_and_names_gaps() -> None:
@@ -104,6 +103,11 @@ def test_the_table_sets_what_was_measured_against_what_is_wanted_and_names_gaps(
         "request_floor": {"session": {"router_cpu_ms_per_request": 0.37, "requests_per_s": 1000.0}},
         "floor": {"generate_256": {"router_cpu_us_per_token": 25.5, "decode_cpu_us_per_token": 2.0}},
         "idle": {"router_share": 0.01, "decode_share": 0.02},
+        "ratio_to_grpc": {"generate_256": 1.25, "request_session": 3.0},
+        "ratio_to_grpc_spread": {
+            "generate_256": {"runs": [1.25, 1.0, 1.5], "lowest": 0.5, "highest": 2.25},
+            "request_session": {"runs": [3.0], "lowest": 2.0, "highest": 4.0},
+        },
         "absent": {"session": "UNIMPLEMENTED: not here"},
         "failed": {},
     }
@@ -115,7 +119,9 @@ def test_the_table_sets_what_was_measured_against_what_is_wanted_and_names_gaps(
     assert "| place_per_request, 256 streams, ids: Decode us a token | 52.07 | stated |  |  |  |" in tables
     assert "| session, a request of one token: Router ms | 0.74 | <= 0.4 | 0.2 | 0.37 | 2.00 |" in tables
     assert "- session was not measured: UNIMPLEMENTED: not here" in tables
-    del report["request_floor"]  # as reports were before it was measured
+    assert "| generate, 256 streams: a token | 1.25 | <= 1.35 |  | 1.00, 1.50 | 0.50, 2.25 |" in tables
+    assert "| session, a request of one token | 3.00 | <= 3.2 | 2.5 | 3.00, 3.00 | 2.00, 4.00 |" in tables
+    del report["ratio_to_grpc"], report["request_floor"]  # as reports were before it was measured
     older = f"| session, a request of one token: Router ms | 0.74 | <= 0.4 | 0.2 | {missing} | {missing} |"
     assert older in relay_tables(report)
 
@@ -139,20 +145,61 @@ async def test_every_way_is_measured_on_real_servers(tmp_path: Path) -> None:
                 assert request.requests_per_s > 0 < request.router_cpu_ms_per_request
 
 
+class BareLoad:
+    """Looks, in its windows, at how many tokens the real engine gives out."""
+
+    def __init__(self, clock: PacedClock) -> None:
+        self.num_tokens: list[int] = []
+        self._clock = clock
+
+    async def window(self) -> None:
+        await asyncio.sleep(0.1)  # what was on its way when the load was paused
+        before = self._clock.num_tokens
+        await asyncio.sleep(0.3)
+        self.num_tokens.append(self._clock.num_tokens - before)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(60)
+async def test_the_router_rests_while_the_bare_relay_has_its_window(tmp_path: Path) -> None:
+    with LiveLine() as line:
+        async with RelayStack(tmp_path / "log", line.say) as stack:
+            measurer, bare = Measurer(stack, line, TWO_WINDOWS), BareLoad(stack.clock)
+            case = Case(way=Way.GENERATE, num_streams=10, with_text=False)
+            assert all(found.tokens_per_s > 0 for found in await measurer.streams(case, bare))
+            assert all(found.requests_per_s > 0 for found in await measurer.requests(Way.SESSION, 2, 128, bare))
+    assert bare.num_tokens == [0, 0, 0, 0]
+
+
+def test_the_ratio_to_grpc_is_the_median_of_the_runs_and_keeps_its_spread() -> None:
+    runs = [{"generate_256": [1.0, 9.0, 2.0]}, {"generate_256": [3.0], "session_256": [4.0]}, {"generate_256": [1.5]}]
+    found = spreads(runs)
+    assert found["generate_256"] == Spread(runs=[2.0, 3.0, 1.5], lowest=1.0, highest=9.0)
+    assert found["session_256"] == Spread(runs=[4.0], lowest=4.0, highest=4.0)
+
+
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
 async def test_a_bare_relay_is_measured_by_either_way() -> None:
     for way in (Way.GENERATE, Way.SESSION):
-        floor = await measure_floor(way, 20, TINY)
-        assert floor.router_cpu_us_per_token > 0 < floor.decode_cpu_us_per_token
+        async with open_floor(way, 20, TINY) as bare:
+            for _ in range(2):
+                await bare.window()
+        for floor in bare.found:
+            assert floor.router_cpu_us_per_token > 0 < floor.decode_cpu_us_per_token
+        assert len(bare.found) == 2
 
 
 @pytest.mark.e2e
 @pytest.mark.timeout(120)
 async def test_a_bare_relay_of_requests_is_measured_by_every_way() -> None:
     for way in (Way.GENERATE, Way.SESSION, Way.PLACE_PER_CLIENT):
-        floor = await measure_request_floor(way, 2, 128, TINY)
-        assert floor.router_cpu_ms_per_request > 0 < floor.requests_per_s
+        async with open_request_floor(way, 2, 128, TINY) as bare:
+            for _ in range(2):
+                await bare.window()
+        for floor in bare.found:
+            assert floor.router_cpu_ms_per_request > 0 < floor.requests_per_s
+        assert len(bare.found) == 2
 
 
 @pytest.mark.e2e

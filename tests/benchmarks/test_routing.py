@@ -12,11 +12,10 @@ from benchmarks.report import Report
 from benchmarks.routing import Job, Results, find_jobs, read_runs, replay, replay_all
 from benchmarks.routing_bars import Bar, Run, bars_of, rows_of
 from benchmarks.routing_cases import CASES, OTHERS, OURS
-from benchmarks.tables.routing import routing_tables
+from benchmarks.table import routing_tables
 from cli.replay.results import PolicyResult, Spread
-from cli.traces.arrivals import ArrivalKind, Arrivals
 from cli.traces.format import read_trace, write_trace
-from cli.traces.generate import TraceConfig, generate
+from cli.traces.generate import ArrivalKind, Arrivals, TraceConfig, generate
 from quartet.telemetry.provenance import write_report
 
 

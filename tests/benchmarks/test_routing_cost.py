@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from benchmarks import routing_cost
-from benchmarks.tables.routing_cost import routing_cost_tables
+from benchmarks.table import routing_cost_tables
 
 
 async def test_every_policy_routes_every_request_and_its_parts_make_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from quartet.discovery.base import Registry, WorkerKey, WorkerRecord, to_json
 from quartet.discovery.etcd import EtcdRegistry
 from quartet.discovery.etcd_client import EtcdClient, EtcdConfig
 from quartet.discovery.file import FileConfig, FileRegistry
-from quartet.discovery.memory import MemoryRegistry, MemoryStore
 from tests.discovery.records import TIMEOUT_S
+from tests.fakes.memory_registry import MemoryRegistry, MemoryStore
 
 # etcd grants no lease shorter than this with its usual election timeout.
 LEASE_S = 2

@@ -11,10 +11,10 @@ from quartet.discovery.etcd import BackOff
 from quartet.discovery.etcd_client import EtcdConfig
 from quartet.discovery.file import FileConfig
 from quartet.discovery.host import host_identity, new_epoch
-from quartet.discovery.memory import MemoryRegistry
 from quartet.discovery.watch import LiveWatch
 from quartet.errors import DiscoveryError
 from tests.discovery.records import make_record, next_event
+from tests.fakes.memory_registry import MemoryRegistry
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a b", "ä", "x" * 129])

@@ -1,4 +1,4 @@
-"""Stacks shared by tests: starting one costs seconds of imports, so those that do no harm use one together."""
+"""Stacks shared by tests that do no harm, and what forks the workers of all stacks: imports cost seconds of CPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from quartet.client import QuartetClient
+from tests.e2e.fork_server import ForkServer
 from tests.e2e.stack import LOCAL_PREFILL, REMOTE_PREFILL, Stack, StackConfig
 
 StartStack = Callable[[StackConfig], Stack]
@@ -31,8 +32,18 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 @pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """What starts workers that share one import of torch."""
+    with ForkServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def stack(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, etcd_binary: Path
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    etcd_binary: Path,
+    fork_server: ForkServer,
 ) -> Iterator[Stack]:
     """One prefill, one decode, and two routers, for tests that kill nothing and leave nothing behind.
 
@@ -40,19 +51,23 @@ def stack(
     """
     routers = {"router": REMOTE_PREFILL, "router-local": LOCAL_PREFILL}
     config = StackConfig(routers=routers)
-    with _running(request.config, Stack(config, tmp_path_factory.mktemp("stack"), etcd_binary)) as running:
+    stack = Stack(config, tmp_path_factory.mktemp("stack"), etcd_binary, fork_server)
+    with _running(request.config, stack) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def start_stack(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, etcd_binary: Path
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    etcd_binary: Path,
+    fork_server: ForkServer,
 ) -> Iterator[StartStack]:
     """A function that starts a stack, which ends with the module."""
     with ExitStack() as stacks:
 
         def start(config: StackConfig) -> Stack:
-            stack = Stack(config, tmp_path_factory.mktemp("stack"), etcd_binary)
+            stack = Stack(config, tmp_path_factory.mktemp("stack"), etcd_binary, fork_server)
             return stacks.enter_context(_running(request.config, stack))
 
         yield start

@@ -16,8 +16,10 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.e2e.fork_server import ForkedProcess, ForkServer
+
 _REPOSITORY = Path(__file__).resolve().parents[2]
-_GUARD = _REPOSITORY / "services" / "guard.py"
+_GUARD = _REPOSITORY / "services" / "topology" / "guard.py"
 _POLL_S = 0.05
 _SCRAPE_TIMEOUT_S = 5.0
 _LOG_TAIL_CHARS = 4000
@@ -59,16 +61,21 @@ class ServiceProcess:
         http_address: str,
         launcher: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
-        """It runs with ``environment`` beside ours; a ``launcher`` is a module that runs the module that it is told."""
+        """It runs with ``environment`` beside ours; a ``launcher`` is a module that runs the module that it is told.
+
+        With a ``fork_server`` it is forked there, and dies with that.
+        """
         self.name = name
         self.grpc_address = grpc_address
         self.http_address = http_address
         self.log = config.with_suffix(".log")
         self.config = config
-        self._command: Sequence[str] = (sys.executable, "-m", *launcher, module, "--config", str(config))
+        self._arguments: Sequence[str] = (*launcher, module, "--config", str(config))
         self._environment = dict(environment or {})
-        self._process: subprocess.Popen[bytes] | None = None
+        self._fork_server = fork_server
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     @property
     def pid(self) -> int:
@@ -87,10 +94,13 @@ class ServiceProcess:
         env = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
         env |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "GRPC_VERBOSITY": "ERROR"}
         env |= self._environment
+        if self._fork_server is not None:
+            self._process = self._fork_server.spawn(self._arguments, env, self.log)
+            return
         guard = [sys.executable, "-S", "-E", str(_GUARD), str(os.getpid())]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*guard, *self._command],
+                [*guard, sys.executable, "-m", *self._arguments],
                 cwd=_REPOSITORY,
                 env=env,
                 stdin=subprocess.DEVNULL,

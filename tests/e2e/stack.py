@@ -21,6 +21,7 @@ from quartet.rpc.channels import TlsConfig, channel_credentials
 from quartet.v1 import kv_events_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.topology.launch import draw_signing_key, free_port
 from tests import tiny
+from tests.e2e.fork_server import ForkServer
 from tests.e2e.process import Metrics, ServiceProcess, wait_until
 from tests.etcd_server import EtcdServer
 
@@ -93,8 +94,8 @@ class BlockCounts:
 class Stack:
     """Started by ``start`` or ``with``; ``close`` leaves no process."""
 
-    def __init__(self, config: StackConfig, directory: Path, etcd_binary: Path) -> None:
-        """Files of all processes go to ``directory``."""
+    def __init__(self, config: StackConfig, directory: Path, etcd_binary: Path, fork_server: ForkServer) -> None:
+        """Files of all processes go to ``directory``; ``fork_server`` forks the workers, and routers start alone."""
         self.config = config
         self.etcd = EtcdServer(etcd_binary, directory / "etcd")
         self.processes: dict[str, ServiceProcess] = {}
@@ -102,8 +103,7 @@ class Stack:
         self._signing_keys_file = draw_signing_key(directory)
         for name in config.worker_names:
             module = f"services.{name.partition('-')[0]}"
-            process = self._process(name, module, self._worker_settings(name), config.launcher, config.environment)
-            self.processes[name] = process
+            self.processes[name] = self._process(name, module, self._worker_settings(name), fork_server)
         for name in config.routers:
             self.processes[name] = self._process(name, "router", self._router_settings(name))
 
@@ -256,8 +256,7 @@ class Stack:
         name: str,
         module: str,
         settings: dict[str, Any],
-        launcher: tuple[str, ...] = (),
-        environment: Mapping[str, str] | None = None,
+        fork_server: ForkServer | None = None,
     ) -> ServiceProcess:
         path = self._directory / f"{name}.yaml"
         path.write_text(yaml.safe_dump(settings))
@@ -267,8 +266,9 @@ class Stack:
             path,
             grpc_address=settings["server"]["address"],
             http_address=settings["http_address"],
-            launcher=launcher,
-            environment=environment,
+            launcher=self.config.launcher if fork_server else (),
+            environment=self.config.environment if fork_server else None,
+            fork_server=fork_server,
         )
 
     def _worker_settings(self, name: str) -> dict[str, Any]:

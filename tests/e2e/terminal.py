@@ -69,9 +69,9 @@ class Terminal:
         assert self._process.stdin is not None
         self._process.stdin.write(key)
 
-    async def wait_end(self, timeout_s: float) -> None:
+    async def wait_end(self) -> None:
         """Wait until the command has ended, and read what it still showed."""
         assert self._process.stdout is not None
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(START_TIMEOUT_S):
             self._text += (await self._process.stdout.read()).decode("utf-8", "replace")
             await self._process.wait()

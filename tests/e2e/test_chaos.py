@@ -18,9 +18,9 @@ from tests.e2e.stack import REMOTE_PREFILL, Settings, Stack, StackConfig
 
 pytestmark = pytest.mark.timeout(150)
 
-LEASE_S = 3.0
-# Blocks come back within a lease; metrics look once a second.
-RETURN_S = LEASE_S + 2.0
+HAND_OFF_TTL_S = 3.0
+# Blocks come back within a hand-off's time to live; metrics look once a second.
+RETURN_S = HAND_OFF_TTL_S + 2.0
 LEASE_TTL_S = 2
 HEARTBEAT_TIMEOUT_S = 3.0
 NUM_STREAMS = 32
@@ -43,7 +43,7 @@ def chaos_stack(start_stack: StartStack) -> Stack:
     config = StackConfig(
         num_prefill=2,
         num_decode=2,
-        worker={"transfer.lease_s": LEASE_S, **etcd},
+        worker={"transfer.hand_off_ttl_s": HAND_OFF_TTL_S, **etcd},
         routers={"router": {**router, **etcd}},
     )
     return start_stack(config)

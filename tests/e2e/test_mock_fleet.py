@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from cli.traces.format import BLOCK_SIZE, read_trace, write_trace
-from cli.traces.generate import TraceConfig, generate
-from cli.traces.sessions import SessionConfig
+from cli.traces.generate import SessionConfig, TraceConfig, generate
 from quartet.client import QuartetClient, Sampling
 from tests import tiny
 from tests.e2e.up import CONFIGS, QUARTET, Up

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from safetensors.torch import save
 
 from quartet.client import ChatMessage, Completion, MediaUrl, QuartetClient, Sampling, read_media
@@ -17,7 +18,11 @@ from tests.e2e.oracle import one_oracle
 from tests.e2e.up import CONFIGS, Up
 from tests.pictures import Look, make_look
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("etcd_binary")]
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("etcd_binary"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 ROOT = CONFIGS.parent
 CHECKPOINT = ROOT / "models/tiny/checkpoint"
@@ -49,10 +54,10 @@ def expected(looks: list[Look]) -> list[tuple[Look, tuple[int, ...]]]:
     return sure[:NUM_LOOKS]
 
 
-@pytest.fixture(params=TOPOLOGIES)
-async def running(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Up]:
-    """A topology, as a person starts it and ends it."""
-    async with Up(tmp_path, *arguments_of(request.param)) as up:
+@pytest_asyncio.fixture(params=TOPOLOGIES, scope="module", loop_scope="module")
+async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Up]:
+    """A topology, as a person starts it and ends it: once for all tests that ask it."""
+    async with Up(tmp_path_factory.mktemp("up"), *arguments_of(request.param)) as up:
         await up.wait_ready()
         yield up
         assert await up.end(signal.SIGINT) < ALL_GONE_WITHIN_S
@@ -97,18 +102,16 @@ async def test_embeddings_of_a_picture_computed_elsewhere_say_what_it_says(topol
         assert await up.end(signal.SIGINT) < ALL_GONE_WITHIN_S
 
 
-async def test_the_line_of_quartet_that_is_printed_sends_a_picture_and_gets_its_caption(tmp_path: Path) -> None:
-    async with Up(tmp_path, *arguments_of("epd_multimodal_image")) as up:
-        await up.wait_ready()
-        generated = await up.paste("quartet generate --chat --image ")
+@pytest.mark.parametrize("running", ["epd_multimodal_image"], indirect=True)
+async def test_the_line_of_quartet_that_is_printed_sends_a_picture_and_gets_its_caption(running: Up) -> None:
+    generated = await running.paste("quartet generate --chat --image ")
     assert generated.out.strip() == CAPTION, generated.err
 
 
 @pytest.mark.grpcurl
-async def test_the_line_of_grpcurl_that_is_printed_sends_a_picture_and_gets_its_caption(tmp_path: Path) -> None:
-    async with Up(tmp_path, *arguments_of("epd_multimodal_image")) as up:
-        await up.wait_ready()
-        streamed = await up.paste("grpcurl ", "base64")
+@pytest.mark.parametrize("running", ["epd_multimodal_image"], indirect=True)
+async def test_the_line_of_grpcurl_that_is_printed_sends_a_picture_and_gets_its_caption(running: Up) -> None:
+    streamed = await running.paste("grpcurl ", "base64")
     messages = parse_messages(streamed.out)
     assert "".join(message["delta"].get("text", "") for message in messages if "delta" in message) == CAPTION
     assert messages[0]["accepted"]["encode"] == {"worker_id": "encode-0"}

@@ -43,12 +43,13 @@ from tests.e2e.picture_site import PictureSite, picture_site
 from tests.e2e.process import wait_until
 from tests.e2e.stack import REMOTE_PREFILL, Settings, Stack, StackConfig
 from tests.engine.torch.vision_checkpoints import Reference
+from tests.stopwatch import Stopwatch
 
 pytestmark = pytest.mark.timeout(120)
 
-LEASE_S = 3.0
-# Blocks come back within a lease.
-RETURN_S = LEASE_S + 2.0
+HAND_OFF_TTL_S = 3.0
+# Blocks come back within a hand-off's time to live.
+RETURN_S = HAND_OFF_TTL_S + 2.0
 WAIT_S = 30.0
 ENCODES, PREFILLS, DECODES = ("encode-0", "encode-1"), ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 # Room for four pictures.
@@ -79,20 +80,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def picture_stack(start_stack: StartStack, site: PictureSite, folder: Path) -> Stack:
     """Two of each role, with pools of embeddings that are soon full, and a router that follows some URLs."""
-    etcd: Settings = {"discovery.etcd.lease_ttl_s": 2}
+    # Workers are killed or frozen here, and none is waited for until it is given up: a busy machine may take its time.
+    etcd: Settings = {"discovery.etcd.lease_ttl_s": 6}
     router: Settings = {
         **REMOTE_PREFILL,
         "attempts.encode_timeout_s": 30.0,
         "attempts.prefill_timeout_s": 30.0,
-        "attempts.decode_stall_timeout_s": 3.0,
-        "heartbeat_timeout_s": 3.0,
+        "attempts.decode_stall_timeout_s": WAIT_S,
+        "heartbeat_timeout_s": WAIT_S,
         "media.allowed_local_paths": [str(folder / "allowed")],
         "media.allowed_schemes": ["http"],
         "media.allowed_hosts": [site.host, f"127.0.0.2:{site.server_port}"],
         "media.allowed_private_networks": ["127.0.0.1/32"],
         "media.fetch_timeout_s": FETCH_TIMEOUT_S,
     }
-    worker: Settings = {"transfer.lease_s": LEASE_S, "engine.num_embedding_blocks": NUM_EMBEDDING_BLOCKS}
+    worker: Settings = {"transfer.hand_off_ttl_s": HAND_OFF_TTL_S, "engine.num_embedding_blocks": NUM_EMBEDDING_BLOCKS}
     encode: Settings = {"engine.num_blocks": NUM_EMBEDDING_BLOCKS}
     config = StackConfig(
         num_encode=2,
@@ -373,9 +375,10 @@ async def test_a_site_that_never_answers_is_waited_for_no_longer_than_was_said(
     whole: Stack, client: QuartetClient, site: PictureSite
 ) -> None:
     ask = picture_ask([FILE, MediaUrl(f"http://{site.host}/never")])
-    began = time.monotonic()
+    began, stopwatch = time.monotonic(), Stopwatch()
     errors = await asyncio.gather(*(refusal(client, ask, path) for path in RequestPath))
-    assert FETCH_TIMEOUT_S <= time.monotonic() - began < FETCH_TIMEOUT_S + 3
+    assert time.monotonic() - began >= FETCH_TIMEOUT_S
+    assert stopwatch.seconds < FETCH_TIMEOUT_S + 3
     assert {(type(error), error.field) for error in errors} == {(MediaFetchError, "media[1].url")}
     assert await left(site, len(errors))
     assert all(site.asked.acquire(blocking=False) for _ in errors)

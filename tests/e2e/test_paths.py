@@ -77,7 +77,7 @@ def paths_stack(start_stack: StartStack) -> Stack:
     }
     config = StackConfig(
         num_decode=2,
-        worker={"transfer.lease_s": 5.0},
+        worker={"transfer.hand_off_ttl_s": 5.0},
         routers={"router": REMOTE_PREFILL, "router-local": LOCAL_PREFILL, "router-full": full},
     )
     return start_stack(config)

@@ -7,13 +7,13 @@ from dataclasses import asdict
 import pytest
 
 from benchmarks import prefixes
-from benchmarks.tables.prefixes import prefixes_tables
+from benchmarks.table import prefixes_tables
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("etcd_binary")]
 
 
 async def test_both_policies_answer_everything_and_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    workload = prefixes.Workload(prefix_tokens=256, rate=20.0, warm_up_s=0.5, seconds=1.5)
+    workload = prefixes.Workload(prefix_tokens=512, rate=20.0, warm_up_s=0.5, seconds=1.5)
     results = await prefixes.measure(workload, ["round_robin", "kv_aware"])
     for found in results.policies.values():
         assert found.requests_failed == 0

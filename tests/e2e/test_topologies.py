@@ -8,7 +8,6 @@ import random
 import re
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from tests.e2e.grpcurl import parse_messages
 from tests.e2e.oracle import Oracle, one_oracle
 from tests.e2e.up import CONFIGS, Up
 from tests.etcd_server import EtcdServer
+from tests.stopwatch import Stopwatch
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("etcd_binary")]
 
@@ -41,6 +41,8 @@ FREE_PORT = ("--set", "router.port=0")
 ENDLESS = Sampling(ignore_eos=True, max_tokens=3000)
 NUM_TOKENS = 32  # asked for by the lines to paste
 NUM_PASTES = 3
+#: Of tokens alone where every process waits for a CPU; an answer that is kept until its end has 1 / NUM_TOKENS.
+MIN_SHARE_OVERLOADED = 0.2
 #: They differ from others by their workers alone: what is printed for them is what is printed for those.
 LIKE_OTHERS = ("agg_router", "disagg_router", "gpt_oss_disagg")
 NUM_GREEDY_TOKENS = 24
@@ -102,9 +104,7 @@ async def check_it_serves(up: Up, name: str, grpcurl: Path | None) -> None:
     if name != "mock_fleet":
         await check_it_answers(up.router_address)
     if grpcurl is not None:
-        # Where the machine stalls, tokens that wait come together: not each time, then.
-        shares = [await share_of_tokens_alone(up) for _ in range(NUM_PASTES)]
-        assert max(shares) >= 0.9, shares
+        await check_tokens_come_one_by_one(up)
 
 
 async def check_it_answers(router_address: str) -> None:
@@ -120,6 +120,17 @@ def check_it_places(router_address: str) -> None:
         choice, expected = placed.place(router), placed.generate(router)
     with grpc.insecure_channel(choice.stream.address) as worker:
         assert [*choice.token_ids, *placed.decode(worker, placed.signed_start(choice.stream)).token_ids] == expected
+
+
+async def check_tokens_come_one_by_one(up: Up) -> None:
+    """Tokens that wait come together where the machine stalls: not each time, then, unless it always does."""
+    shares, stalled_shares = [], []
+    for _ in range(NUM_PASTES):
+        stopwatch = Stopwatch()
+        shares.append(await share_of_tokens_alone(up))
+        stalled_shares.append(stopwatch.stalled_share)
+    is_overloaded = min(stalled_shares) > 0.5
+    assert max(shares) >= (MIN_SHARE_OVERLOADED if is_overloaded else 0.9), (shares, stalled_shares)
 
 
 async def share_of_tokens_alone(up: Up) -> float:
@@ -186,17 +197,17 @@ async def test_an_etcd_that_runs_already_is_used_and_left_alone_and_answers_do_n
 
 async def test_ctrl_c_ends_what_streams_and_a_second_one_at_once(directory: Path) -> None:
     held: list[object] = []
-    async with Up(directory, config("disagg"), *FREE_PORT) as up:
+    async with Up(directory, config("disagg"), "--engine", "mock", *FREE_PORT) as up:
         await up.wait_ready()
         async with QuartetClient(up.router_address) as client:
             await begin_endless(client, held)
-            began = time.monotonic()
+            stopwatch = Stopwatch()
             up.send(signal.SIGINT)
             await up.wait_logged("stopping")
             up.send(signal.SIGINT)
             await up.exit_code()
             # Sooner than the drain's end.
-            assert time.monotonic() - began < 2.5
+            assert stopwatch.seconds < 2.5
             assert up.processes() == {}
 
 
@@ -220,8 +231,9 @@ async def test_whoever_dies_is_started_again_and_a_dead_up_takes_all_along(direc
         descriptors = [os.pidfd_open(pid) for pid in up.processes()]
         up.send(signal.SIGKILL)
         await up.exit_code()
-        async with asyncio.timeout(ALL_GONE_WITHIN_S):
-            await asyncio.gather(*(readable(descriptor) for descriptor in descriptors))
+        stopwatch = Stopwatch()
+        await asyncio.gather(*(readable(descriptor) for descriptor in descriptors))
+        assert stopwatch.seconds < ALL_GONE_WITHIN_S
         assert up.processes() == {}
 
 

@@ -52,7 +52,12 @@ def trtllm_stack(start_stack: StartStack, tmp_path_factory: pytest.TempPathFacto
         num_encode=1,
         num_prefill=2,
         num_decode=2,
-        worker={"engine.kind": "trtllm", "engine.num_threads": None, "transfer.lease_s": TRANSFER_TIMEOUT_S, **etcd},
+        worker={
+            "engine.kind": "trtllm",
+            "engine.num_threads": None,
+            "transfer.hand_off_ttl_s": TRANSFER_TIMEOUT_S,
+            **etcd,
+        },
         roles={"prefill": role, "decode": role},
         routers={"router": {**router, **etcd}},
         launcher=("tests.e2e.stand_in_worker",),

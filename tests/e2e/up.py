@@ -7,7 +7,6 @@ import os
 import secrets
 import signal
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from services.topology.launch import TOOLS_DIR
+from tests.stopwatch import Stopwatch
 
 QUARTET = Path(sys.executable).with_name("quartet")
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -137,11 +137,11 @@ class Up:
             return await self._process.wait()
 
     async def end(self, number: signal.Signals) -> float:
-        """Signal it, wait for its end, and return the seconds that it took; all must be gone then."""
-        began = time.monotonic()
+        """Signal it, wait for its end, and return what a ``Stopwatch`` made of that; all must be gone then."""
+        stopwatch = Stopwatch()
         self.send(number)
         assert await self.exit_code() == 0, self.log
-        took_s = time.monotonic() - began
+        took_s = stopwatch.seconds
         assert self.processes() == {}, self.log
         return took_s
 

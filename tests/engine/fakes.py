@@ -195,7 +195,7 @@ class FakeClaim:
     puller: FakePuller
     hand_off: HandOff
     copies: tuple[PieceCopy, ...] | None = None
-    num_aborts: int = 0
+    num_releases: int = 0
     is_writing: bool = False
     has_fetched: bool = False
 
@@ -212,8 +212,8 @@ class FakeClaim:
             await self.puller.copy_stopped.wait()  # a copy on its way cannot be called back
             self.is_writing = False
 
-    async def abort(self) -> None:
-        self.num_aborts += 1
+    async def release(self) -> None:
+        self.num_releases += 1
 
     def _copy(self) -> FetchResult:
         source_memory, source_blocks = self.puller.sources[self.hand_off.hand_off_id]
@@ -279,7 +279,7 @@ class FakePuller:
             worker_id="fake",
             epoch=1,
             address="127.0.0.1:1",
-            lease=timedelta(seconds=30),
+            time_to_live=timedelta(seconds=30),
             payload=BlocksPayload(layout, num_tokens),
         )
 

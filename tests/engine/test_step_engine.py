@@ -86,7 +86,7 @@ async def test_a_hand_off_goes_from_pool_to_pool(start_engine: StartEngine) -> N
     assert sink_consumer.tokens[decode.id] == expected_output(decode.generation)[1:]
     started = sink_consumer.started[decode.id]
     assert (started.transfer_bytes, started.transfer_s) == (3 * 64, 0.001)
-    assert puller.claims[0].num_aborts == 0
+    assert puller.claims[0].num_releases == 0
 
 
 async def test_logprobs_come_with_their_tokens_where_asked_for(start_engine: StartEngine) -> None:

@@ -82,7 +82,7 @@ async def test_a_fetch_that_fails_fails_its_request_only(
     engine.submit(other)
     assert type(_error(await consumer.wait_terminal(pulling))) is expected
     assert isinstance(await consumer.wait_terminal(other), Finished)
-    assert puller.claims[0].num_aborts == 1, "the source need not wait for the lease to end"
+    assert puller.claims[0].num_releases == 1, "the source need not wait for the hand-off to expire"
     assert consumer.tokens[pulling.id] == []
     _check_free(engine)
 
@@ -96,7 +96,7 @@ async def test_whose_hand_off_lacks_some_of_its_media_fails_and_the_source_is_to
     engine.submit(lost)
     assert type(_error(await consumer.wait_terminal(lost))) is MediaLostError
     await engine.close()
-    assert [(claim.copies, claim.num_aborts) for claim in puller.claims] == [(None, 1)]
+    assert [(claim.copies, claim.num_releases) for claim in puller.claims] == [(None, 1)]
     _check_free(engine)
 
 
@@ -132,7 +132,7 @@ async def test_blocks_of_a_cancelled_pull_stay_until_the_copy_has_stopped(start_
     assert isinstance(_error(await consumer.wait_terminal(request)), RequestCancelledError)
     assert puller.num_writing() == 0
     _check_free(engine)
-    assert puller.claims[0].num_aborts == 1
+    assert puller.claims[0].num_releases == 1
 
 
 async def test_a_cancel_in_the_same_turn_as_the_submit_ends_the_hand_off(start_engine: StartEngine) -> None:
@@ -146,7 +146,7 @@ async def test_a_cancel_in_the_same_turn_as_the_submit_ends_the_hand_off(start_e
     assert isinstance(_error(terminal), RequestCancelledError)
     _check_free(engine)
     await engine.close()
-    assert puller.claims[0].num_aborts == 1
+    assert puller.claims[0].num_releases == 1
 
 
 async def test_a_claim_is_open_while_its_request_waits_and_aborted_by_a_cancel(start_engine: StartEngine) -> None:
@@ -158,12 +158,12 @@ async def test_a_claim_is_open_while_its_request_waits_and_aborted_by_a_cancel(s
     engine.submit(request)
     await consumer.wait_tokens(first, 1)
     [claim] = puller.claims
-    assert (claim.copies, claim.num_aborts) == (None, 0)
+    assert (claim.copies, claim.num_releases) == (None, 0)
     engine.cancel(request.id)
     gate.release(20)
     assert isinstance(_error(await consumer.wait_terminal(request)), RequestCancelledError)
     await consumer.wait_terminal(first)
-    assert (claim.copies, claim.num_aborts) == (None, 1)
+    assert (claim.copies, claim.num_releases) == (None, 1)
 
 
 async def test_a_hand_off_of_another_layout_or_kind_is_refused(start_engine: StartEngine) -> None:
@@ -178,7 +178,7 @@ async def test_a_hand_off_of_another_layout_or_kind_is_refused(start_engine: Sta
         worker_id="w",
         epoch=1,
         address="a:1",
-        lease=blocks.lease,
+        time_to_live=blocks.time_to_live,
         payload=OpaquePayload("other", b""),
     )
     for hand_off in (blocks, opaque):
@@ -195,7 +195,7 @@ async def test_a_refused_request_lets_go_of_its_hand_off(start_engine: StartEngi
     engine.submit(request)
     assert _error(await consumer.wait_terminal(request)).field == "hand_off"
     await engine.close()
-    assert puller.claims[0].num_aborts == 1
+    assert puller.claims[0].num_releases == 1
 
 
 async def test_close_while_pulling_waits_for_the_copy_before_the_pool_goes(start_engine: StartEngine) -> None:
@@ -235,7 +235,7 @@ async def test_the_end_of_the_engine_stops_pulls_and_aborts_claims(start_engine:
     with pytest.raises(EngineError):
         await consumer.wait_end()
     await engine.close()
-    assert [claim.num_aborts for claim in puller.claims] == [1, 1]
+    assert [claim.num_releases for claim in puller.claims] == [1, 1]
     assert puller.num_writing() == 0
 
 
@@ -260,4 +260,4 @@ async def test_many_hand_offs_with_failures_and_cancels_all_end(start_engine: St
             assert isinstance(_error(terminal), TransferError | RequestCancelledError)
     _check_free(engine)
     await engine.close()
-    assert all(claim.has_fetched or claim.num_aborts for claim in puller.claims)
+    assert all(claim.has_fetched or claim.num_releases for claim in puller.claims)

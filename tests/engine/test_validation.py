@@ -8,9 +8,8 @@ from datetime import timedelta
 import pytest
 
 from quartet.engine.base import EngineRequest, Generation, RequestKind
-from quartet.engine.media_config import MediaLimits
 from quartet.engine.sampling import GrammarKind, GuidedDecoding, Sampling
-from quartet.engine.validation import EngineLimits, check_request, limits_of
+from quartet.engine.validation import EngineLimits, MediaLimits, check_request, limits_of
 from quartet.errors import InvalidRequestError, LayoutMismatchError, PromptTooLongError, UnsupportedFieldError
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload
@@ -28,7 +27,7 @@ def _hand_off(payload: BlocksPayload | OpaquePayload) -> HandOff:
         worker_id="p",
         epoch=1,
         address="a:1",
-        lease=timedelta(seconds=1),
+        time_to_live=timedelta(seconds=1),
         payload=payload,
     )
 

@@ -1,4 +1,4 @@
-"""What somebody knows who hears only a pool's events."""
+"""What a receiver of a pool's events knows, from these events alone."""
 
 from __future__ import annotations
 

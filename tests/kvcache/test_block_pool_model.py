@@ -221,7 +221,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.last_used[name] = self.now
 
     def idle_names(self) -> list[Content]:
-        """Names that nobody uses or holds: the next to be evicted first."""
+        """Names that are neither used nor held: the next to be evicted first."""
         alive = {name for having in (*self.running, *self.holders.values()) for name in having.names}
         idle = [name for name in self.last_used if name not in alive]
         return sorted(idle, key=lambda name: (self.last_used[name], -len(name[1])))

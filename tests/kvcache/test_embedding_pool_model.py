@@ -1,7 +1,7 @@
 """The book of embeddings against a naive model, in any order of calls.
 
 The model writes the item's name into each of its blocks: so a block in two places, or one that is handed out while
-somebody still reads it, shows as wrong content, whatever the book believes.
+a holder still reads it, shows as wrong content, whatever the book believes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a pool tells, and in how few words."""
+"""Which events a pool gives, and how few."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HASHES = sequence_hashes(TOKENS, 2)
 
 
 def computed(pool: BlockManager, tokens: tuple[int, ...] = TOKENS, num_tokens: int | None = None) -> Sequence:
-    """A sequence in ``pool`` of which ``num_tokens`` are computed and named."""
+    """A sequence in ``pool`` whose first ``num_tokens`` are computed and named."""
     seq = Sequence(tokens, block_size=2)
     pool.allocate(seq)
     go_on(pool, seq, len(tokens) if num_tokens is None else num_tokens)

@@ -12,13 +12,13 @@ from tokenizers import Tokenizer
 from models.tiny import looking, stories
 from models.tiny.batches import BatchMaker, BatchShape, encode
 from models.tiny.conversation import Conversation, Skill, Turn
-from models.tiny.render import COLOUR_VALUES, IMAGE_SIZE, NUM_PATCHES, PATCH_SIZE, SHAPES, patch_shapes, render
-from models.tiny.scenes import COLOURS, Placed, Scene, draw_scene
+from models.tiny.render import COLOUR_VALUES, IMAGE_SIZE, NUM_PATCHES, PATCH_SIZE, patch_shapes, render
+from models.tiny.scenes import COLOURS, SHAPES, Placed, Scene, draw_scene
 from models.tiny.split import Split
 from models.tiny.tokenizer import ASSISTANT, CHAT_TEMPLATE, EOS, IMAGE, SPECIAL_TOKENS, special_id, train_tokenizer
 from quartet.text.chat_message import ChatMessage
 from quartet.text.chat_template import ChatTemplate
-from quartet.text.special_tokens import SpecialTokens
+from quartet.text.tokenizer import SpecialTokens
 
 SHAPE = BatchShape(num_tokens=4_096, num_images=4, max_conversations=63)
 

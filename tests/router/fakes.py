@@ -106,7 +106,7 @@ class FakeHops:
         calls: everything that was started.
         num_open: calls that neither ended nor were cancelled.
         held: hand-offs that nobody took, dropped or ended, those of embeddings included.
-        kept: those whose lease is renewed.
+        kept: those that are renewed.
         tokens_per_step: tokens of each progress.
         eos_at: output position at which the model ends.
     """
@@ -217,7 +217,7 @@ class FakePrefill:
                 worker_id=self._place.worker_id,
                 epoch=1,
                 address="127.0.0.1:1",
-                lease=timedelta(seconds=30),
+                time_to_live=timedelta(seconds=30),
                 payload=OpaquePayload("fake", b""),
             )
             self._hops.held.add(hand_off.hand_off_id)

@@ -134,6 +134,6 @@ class FakeEncode:
             worker_id=self._place.worker_id,
             epoch=1,
             address="127.0.0.1:1",
-            lease=timedelta(seconds=30),
+            time_to_live=timedelta(seconds=30),
             payload=EmbeddingsPayload(_LAYOUT, num_tokens),
         )

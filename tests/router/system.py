@@ -112,7 +112,11 @@ class System:
             )
             return runner
 
-        engine = StepEngine(load, SchedulerConfig(), puller=puller, kinds=frozenset({kind}))
+        # One whose gate is closed cannot end before it is killed.
+        close_timeout_s = 0.2 if config.worker_id in self.gates else 10.0
+        engine = StepEngine(
+            load, SchedulerConfig(), puller=puller, kinds=frozenset({kind}), close_timeout_s=close_timeout_s
+        )
         self.engines[config.worker_id] = engine
         return engine
 
@@ -183,9 +187,9 @@ class System:
     async def close(self) -> None:
         for gate in self.gates.values():
             gate.release(10_000)
-        for running in [self.router, *self.workers.values()]:
-            if running is not None and not running.task.done():
-                await running.end()
+        if self.router is not None and not self.router.task.done():
+            await self.router.end()
+        await asyncio.gather(*(worker.end() for worker in self.workers.values() if not worker.task.done()))
 
 
 @asynccontextmanager

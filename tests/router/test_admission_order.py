@@ -86,7 +86,7 @@ class PatientPolicy(RoundRobinPolicy):
         self.seen += [dict(pending.num_cached_tokens) for pending in waiting]
         self.num_looks_left -= 1
         if self.num_looks_left >= 0:
-            return Decision([None] * len(waiting), look_again_in_s=0.001)
+            return Decision([None] * len(waiting), poll_again_in_s=0.001)
         return super().assign(waiting, snapshot)
 
 

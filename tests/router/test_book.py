@@ -14,80 +14,80 @@ from tests.router.records import make_load, make_record
 
 def test_a_booking_counts_in_full_until_a_report_names_it() -> None:
     book = WorkerBook(1, block_size=10)
-    booking = book.book(0, num_reserved_tokens=95, num_queued_tokens=40)
-    assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (10, 40)
+    booking = book.reserve(0, num_reserved_tokens=95, num_queued_tokens=40)
+    assert (book.accounts[0].num_promised_blocks, book.accounts[0].num_unreported_tokens) == (10, 40)
     number = booking.send()
-    book.reported(number - 1)
-    assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (10, 40)
+    book.on_report(number - 1)
+    assert (book.accounts[0].num_promised_blocks, book.accounts[0].num_unreported_tokens) == (10, 40)
     booking.hold(41)
-    book.reported(number - 1)
-    book.reported(number - 1)
-    assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (10, 0)
-    book.reported(number)
-    assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (5, 0)
+    book.on_report(number - 1)
+    book.on_report(number - 1)
+    assert (book.accounts[0].num_promised_blocks, book.accounts[0].num_unreported_tokens) == (10, 0)
+    book.on_report(number)
+    assert (book.accounts[0].num_promised_blocks, book.accounts[0].num_unreported_tokens) == (5, 0)
 
 
 def test_tokens_to_prefill_count_until_their_request_has_arrived() -> None:
     book = WorkerBook(1, block_size=10)
-    first, second = (book.book(0, num_reserved_tokens=20, num_queued_tokens=20) for _ in range(2))
+    first, second = (book.reserve(0, num_reserved_tokens=20, num_queued_tokens=20) for _ in range(2))
     first.send()
     second.send()
-    book.reported(0, arrived_number=1)  # it waits there for the running batch
-    assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (4, 20)
+    book.on_report(0, arrived_number=1)  # it waits there for the running batch
+    assert (book.accounts[0].num_promised_blocks, book.accounts[0].num_unreported_tokens) == (4, 20)
     second.release()
-    assert (book.account(0).num_promised_blocks, book.account(0).num_unreported_tokens) == (2, 0)
+    assert (book.accounts[0].num_promised_blocks, book.accounts[0].num_unreported_tokens) == (2, 0)
 
 
 def test_who_decodes_waits_for_no_prefill_whatever_reports_say() -> None:
     book = WorkerBook(1, block_size=10)
-    booking = book.book(0, num_reserved_tokens=100, num_queued_tokens=90)
+    booking = book.reserve(0, num_reserved_tokens=100, num_queued_tokens=90)
     booking.send()
     booking.hold(91)
-    assert book.account(0).num_unreported_tokens == 0
+    assert book.accounts[0].num_unreported_tokens == 0
 
 
 def test_what_a_request_holds_leaves_its_promise_one_report_late() -> None:
     book = WorkerBook(1, block_size=10)
-    booking = book.book(0, num_reserved_tokens=100)
-    book.reported(booking.send())
+    booking = book.reserve(0, num_reserved_tokens=100)
+    book.on_report(booking.send())
     booking.hold(30)
-    assert book.account(0).num_promised_blocks == 10
-    book.reported(1)  # it may have been sent before those tokens were sampled
+    assert book.accounts[0].num_promised_blocks == 10
+    book.on_report(1)  # it may have been sent before those tokens were sampled
     booking.hold(50)
-    assert book.account(0).num_promised_blocks == 10
-    book.reported(1)
-    assert book.account(0).num_promised_blocks == 7
-    book.reported(1)
-    assert book.account(0).num_promised_blocks == 5
+    assert book.accounts[0].num_promised_blocks == 10
+    book.on_report(1)
+    assert book.accounts[0].num_promised_blocks == 7
+    book.on_report(1)
+    assert book.accounts[0].num_promised_blocks == 5
 
 
 def test_what_a_request_takes_is_promised_no_more() -> None:
     book = WorkerBook(1, block_size=10)
-    booking = book.book(0, num_reserved_tokens=40)
-    book.reported(booking.send())
+    booking = book.reserve(0, num_reserved_tokens=40)
+    book.on_report(booking.send())
     promised = []
     for num_tokens in (10, 11, 39, 40, 41, 95):
         booking.hold(num_tokens)
-        book.reported(1)
-        book.reported(1)
-        promised.append(book.account(0).num_promised_blocks)
+        book.on_report(1)
+        book.on_report(1)
+        promised.append(book.accounts[0].num_promised_blocks)
     assert promised == [3, 2, 0, 0, 0, 0]
 
 
 def test_a_placement_that_is_never_sent_counts_until_released() -> None:
     book = WorkerBook(1, block_size=10)
-    booking = book.book(0, num_reserved_tokens=40)
-    book.reported(99)
-    assert book.account(0).num_promised_blocks == 4
+    booking = book.reserve(0, num_reserved_tokens=40)
+    book.on_report(99)
+    assert book.accounts[0].num_promised_blocks == 4
     booking.release()
     booking.release()
-    assert book.account(0).num_promised_blocks == 0
+    assert book.accounts[0].num_promised_blocks == 0
     assert book.num_requests == 0
 
 
 def test_numbers_count_starts_to_one_worker() -> None:
     book = WorkerBook(2, block_size=10)
-    assert [book.book(rank).send() for rank in (0, 1, 0)] == [1, 2, 3]
+    assert [book.reserve(rank).send() for rank in (0, 1, 0)] == [1, 2, 3]
 
 
 class Naive:
@@ -110,18 +110,18 @@ def test_the_sums_are_those_of_the_bookings(data: st.DataObject) -> None:
     book = WorkerBook(1, block_size=10)
     bookings: list[Naive] = []
     for _ in range(data.draw(st.integers(1, 40))):
-        step = data.draw(st.sampled_from(["book", "send", "report", "hold", "release"]))
+        step = data.draw(st.sampled_from(["reserve", "send", "report", "hold", "release"]))
         chosen = data.draw(st.sampled_from(bookings)) if bookings else None
-        if step == "book" or chosen is None:
+        if step == "reserve" or chosen is None:
             tokens, queued = data.draw(st.integers(0, 100)), data.draw(st.integers(0, 100))
-            booking = book.book(0, num_reserved_tokens=tokens, num_queued_tokens=queued)
+            booking = book.reserve(0, num_reserved_tokens=tokens, num_queued_tokens=queued)
             bookings.append(Naive(booking, -(-tokens // 10), queued))
         elif step == "send" and not chosen.booking.number:
             chosen.booking.send()
         elif step == "report":
             number = data.draw(st.integers(0, len(bookings)))
             arrived = data.draw(st.integers(0, len(bookings)))
-            book.reported(number, arrived_number=arrived)
+            book.on_report(number, arrived_number=arrived)
             for naive in bookings:
                 naive.settled, naive.held_at_report = naive.held_at_report, naive.held
                 naive.is_reported |= 0 < naive.booking.number <= number
@@ -133,7 +133,7 @@ def test_the_sums_are_those_of_the_bookings(data: st.DataObject) -> None:
         elif step == "release":
             chosen.booking.release()
             chosen.is_released = True
-        account = book.account(0)
+        account = book.accounts[0]
         assert account.num_promised_blocks == sum(naive.promised for naive in bookings)
         assert account.num_unreported_tokens == sum(
             naive.queued for naive in bookings if not naive.has_arrived and not naive.is_released
@@ -148,7 +148,7 @@ def test_a_remote_prefill_counts_at_both_places_each_in_its_own_way() -> None:
         table.put(record, 0)
         table.connected(record.key, make_load(record), 0)
     pending = Pending(num_tokens=100, num_reserved_tokens=150, num_most_tokens=150)
-    reservation = table.book(Placement(Rank("prefill-0"), Rank("decode-0")), pending)
+    reservation = table.reserve(Placement(Rank("prefill-0"), Rank("decode-0")), pending)
     snapshot = table.snapshot(table.pools(0)[0].key, 0)
     assert (snapshot.prefill[0].num_queued_tokens, snapshot.prefill[0].num_promised_blocks) == (100, 0)
     assert (snapshot.decode[0].num_queued_tokens, snapshot.decode[0].num_promised_blocks) == (0, 15)

@@ -12,7 +12,6 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from quartet.discovery.memory import MemoryRegistry
 from quartet.errors import ServingError
 from quartet.events.wire import LOAD_TOPIC
 from quartet.rpc.errors import from_rpc_error
@@ -22,6 +21,7 @@ from quartet.v1 import types_pb2
 from router.config import AttemptConfig
 from router.fleet import Fleet
 from router.workers import PoolKey, WorkerTable
+from tests.fakes.memory_registry import MemoryRegistry
 from tests.router.records import make_record
 from tests.router.system import TIMEOUT_S, Stub, System, expected, running_system
 from tests.router.test_servicer import PROMPT, generate, make_start, read_all, token_ids_of

@@ -193,11 +193,11 @@ async def test_bad_input_is_refused_by_its_field(
     assert (await fails(served[1], request_)).field == field
 
 
-async def test_a_placement_that_nobody_takes_up_ends_with_its_lease(
+async def test_a_placement_that_nobody_takes_up_ends_with_its_hand_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.signing._MARGIN_S", 0.1)
-    settings = {"transfer": TransferConfig(lease_s=1.0)}
+    settings = {"transfer": TransferConfig(hand_off_ttl_s=1.0)}
     async with running_system(
         tmp_path, monkeypatch, "prefill-0", "decode-0", worker=settings, signed_start_ttl_s=20.0
     ) as (
@@ -250,7 +250,7 @@ async def test_keys_rotate_while_starts_are_placed_and_taken_up(
     system, stub = served
     # The router sees a change at once, so the worker sees it late: only for the name that it does not know.
     monkeypatch.setattr(SigningKeys, "signing_key", property(lambda keys: next(iter(keys._current(0.0).values()))))
-    monkeypatch.setattr("quartet.streams.signed_start._UNKNOWN_LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("quartet.streams.signed_start._UNKNOWN_POLL_INTERVAL_S", 0.0)
     old, new = f"test {'5e' * 32}\n", f"new {'6f' * 32}\n"
     [held] = (await place(stub)).choices
     for content, key_id in ((old + new, "test"), (new + old, "new"), (new, "new")):

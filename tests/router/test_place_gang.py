@@ -22,7 +22,7 @@ from tests.router.test_place import PROMPT, make_request, take_up
 from tests.router.test_place import place as place_over_the_wire
 from tests.router.test_place_failures import GONE, num_booked, place
 
-LEASE_S = 1.0
+HAND_OFF_TTL_S = 1.0
 
 
 async def settle(placing: asyncio.Task[PlacedRequest]) -> PlacedRequest:
@@ -126,10 +126,10 @@ async def test_when_one_fails_for_good_what_was_kept_is_dropped(error: errors.Se
     fleet.assert_nothing_left()
 
 
-async def test_choices_whose_prefills_end_further_apart_than_a_lease_lasts_are_all_good(
+async def test_choices_whose_prefills_end_further_apart_than_a_hand_off_lives_are_all_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"transfer": TransferConfig(lease_s=LEASE_S)}
+    settings = {"transfer": TransferConfig(hand_off_ttl_s=HAND_OFF_TTL_S)}
     workers = ("prefill-0", "prefill-1", "decode-0")
     async with running_system(tmp_path, monkeypatch, *workers, gated=("prefill-1",), worker=settings) as (system, stub):
         tokens = await _place_apart(system, stub)
@@ -141,8 +141,8 @@ async def _place_apart(system: System, stub: Stub) -> list[list[int]]:
     sampling = types_pb2.Sampling(max_tokens=12)
     placing = asyncio.create_task(place_over_the_wire(stub, make_request(num_choices=2, sampling=sampling)))
     await system.wait_workers(lambda known: known["prefill-0"].load.ranks[0].num_held_blocks > 0)
-    # Real time has to pass: the lease is the source's.
-    await asyncio.sleep(1.5 * LEASE_S)
+    # Real time has to pass: the time to live is the source's.
+    await asyncio.sleep(1.5 * HAND_OFF_TTL_S)
     assert not placing.done()
     system.gates["prefill-1"].release(100)
     placed = await placing

@@ -1,4 +1,4 @@
-"""What stays booked for clients that were sent to a worker, and may never come."""
+"""What stays booked for clients that were sent to a worker and may never come."""
 
 from __future__ import annotations
 
@@ -18,74 +18,74 @@ def make_book() -> WorkerBook:
 
 def place(book: WorkerBook, *, num_reserved_tokens: int = 95, num_queued_tokens: int = 0) -> PlacedBooking:
     """Book as a placement does: for the attempt, then for the client, then the attempt is over."""
-    booking = book.book(0, num_reserved_tokens=num_reserved_tokens, num_queued_tokens=num_queued_tokens)
-    placed = booking.place("ab" * 16, 0, num_first_tokens=41, lapses_at=LAPSES_AT, ends_at=ENDS_AT)
+    booking = book.reserve(0, num_reserved_tokens=num_reserved_tokens, num_queued_tokens=num_queued_tokens)
+    placed = booking.commit("ab" * 16, 0, num_first_tokens=41, lapses_at=LAPSES_AT, ends_at=ENDS_AT)
     booking.release()
     return placed
 
 
 def promised(book: WorkerBook) -> tuple[int, int, int]:
-    account = book.account(0)
+    account = book.accounts[0]
     return account.num_promised_blocks, account.num_placed_tokens, book.num_requests
 
 
 def test_it_counts_in_full_until_a_report_says_that_it_started() -> None:
     book = make_book()
     placed = place(book, num_queued_tokens=40)
-    book.reported(99)
+    book.on_report(99)
     assert promised(book) == (10, 40, 1)
-    book.reported(99, PlacementProgress(started=(placed.number + 1,)))
+    book.on_report(99, PlacementProgress(started=(placed.number + 1,)))
     assert promised(book) == (10, 40, 1)
-    for _ in range(3):  # told several times
-        book.reported(99, PlacementProgress(started=(placed.number,)))
+    for _ in range(3):  # reported several times
+        book.on_report(99, PlacementProgress(started=(placed.number,)))
         # Its first five blocks are in the worker's own figures from now on.
         assert promised(book) == (5, 0, 1)
-    book.reported(99, PlacementProgress(started=(placed.number,), ended=(placed.number,)))
+    book.on_report(99, PlacementProgress(started=(placed.number,), ended=(placed.number,)))
     assert promised(book) == (0, 0, 0)
-    book.reported(99, PlacementProgress(started=(placed.number,), ended=(placed.number,)))
+    book.on_report(99, PlacementProgress(started=(placed.number,), ended=(placed.number,)))
     assert promised(book) == (0, 0, 0)
 
 
 def test_one_that_was_refused_is_booked_no_more() -> None:
     book = make_book()
-    book.reported(0, PlacementProgress(ended=(place(book).number,)))
+    book.on_report(0, PlacementProgress(ended=(place(book).number,)))
     assert promised(book) == (0, 0, 0)
 
 
 def test_placements_have_numbers_of_their_own() -> None:
     book = make_book()
-    started = book.book(0, num_reserved_tokens=20)
+    started = book.reserve(0, num_reserved_tokens=20)
     assert (started.send(), place(book).number, place(book).number) == (1, 1, 2)
-    book.reported(1)
+    book.on_report(1)
     assert promised(book) == (22, 0, 3)
-    book.reported(1, PlacementProgress(ended=(2,)))
+    book.on_report(1, PlacementProgress(ended=(2,)))
     assert promised(book) == (12, 0, 2)
 
 
 def test_one_that_nobody_brings_lapses_with_its_seal() -> None:
     book = make_book()
     place(book, num_queued_tokens=40)
-    book.placed.look(LAPSES_AT - 0.1)
+    book.placed.poll(LAPSES_AT - 0.1)
     assert promised(book) == (10, 40, 1)
-    book.placed.look(LAPSES_AT)
+    book.placed.poll(LAPSES_AT)
     assert promised(book) == (0, 0, 0)
 
 
 def test_one_that_waited_long_at_the_worker_counts_again_when_it_starts() -> None:
     book = make_book()
     placed = place(book)
-    book.placed.look(LAPSES_AT)
-    book.reported(0, PlacementProgress(started=(placed.number,)))
+    book.placed.poll(LAPSES_AT)
+    book.on_report(0, PlacementProgress(started=(placed.number,)))
     assert promised(book) == (5, 0, 1)
-    book.placed.look(LAPSES_AT + 1)
+    book.placed.poll(LAPSES_AT + 1)
     assert promised(book) == (5, 0, 1)
 
 
 def test_one_whose_end_was_never_told_ends_with_its_request() -> None:
     book = make_book()
     placed = place(book)
-    book.reported(0, PlacementProgress(started=(placed.number,)))
-    book.placed.look(ENDS_AT)
+    book.on_report(0, PlacementProgress(started=(placed.number,)))
+    book.placed.poll(ENDS_AT)
     assert promised(book) == (0, 0, 0)
     assert placed.state is PlacedState.ENDED
 
@@ -96,14 +96,14 @@ def test_one_that_is_let_go_of_is_gone_at_once() -> None:
     placed.release()
     placed.release()
     assert promised(book) == (0, 0, 0)
-    book.reported(0, PlacementProgress(started=(placed.number,)))
+    book.on_report(0, PlacementProgress(started=(placed.number,)))
     assert promised(book) == (0, 0, 0)
 
 
 def test_one_that_takes_less_than_its_first_blocks_promises_nothing_below_zero() -> None:
     book = make_book()
     placed = place(book, num_reserved_tokens=30)
-    book.reported(0, PlacementProgress(started=(placed.number,)))
+    book.on_report(0, PlacementProgress(started=(placed.number,)))
     assert promised(book) == (0, 0, 1)
 
 
@@ -111,12 +111,12 @@ def test_time_that_passes_is_looked_at_only_where_it_changes_something(monkeypat
     book = make_book()
     for _ in range(100):
         place(book)
-    looks: list[int] = []
-    look = PlacedBooking.look
-    monkeypatch.setattr(PlacedBooking, "look", lambda self, now: looks.append(self.number) or look(self, now))
+    polls: list[int] = []
+    poll = PlacedBooking.poll
+    monkeypatch.setattr(PlacedBooking, "poll", lambda self, now: polls.append(self.number) or poll(self, now))
     for now in (0.0, LAPSES_AT - 1, LAPSES_AT, LAPSES_AT + 1, ENDS_AT - 1, ENDS_AT, ENDS_AT + 1):
-        book.placed.look(now)
-    assert len(looks) == 200
+        book.placed.poll(now)
+    assert len(polls) == 200
     assert promised(book) == (0, 0, 0)
 
 
@@ -131,13 +131,13 @@ def test_sums_are_those_of_what_is_booked_whatever_comes_in_whatever_order(event
             placed.append(place(book, num_queued_tokens=7))
         elif event == "time":
             now += 10.0 * index
-            book.placed.look(now)
+            book.placed.poll(now)
         elif index < len(placed) and event == "release":
             placed[index].release()
         elif index < len(placed):
-            book.reported(0, PlacementProgress(**{event: (placed[index].number,)}))
+            book.on_report(0, PlacementProgress(**{event: (placed[index].number,)}))
         states = [booking.state for booking in placed]
         waiting, started = states.count(PlacedState.WAITING), states.count(PlacedState.STARTED)
         assert promised(book) == (10 * waiting + 5 * started, 7 * waiting, waiting + started)
-    book.placed.look(ENDS_AT)
+    book.placed.poll(ENDS_AT)
     assert promised(book) == (0, 0, 0)

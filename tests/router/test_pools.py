@@ -1,4 +1,4 @@
-"""What a pool is said to take of media."""
+"""Which media a pool takes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_was_sent_to_an_encode_worker_counts_until_it_is_reported_or_releas
         [candidate] = table.encode_candidates(pool, frozenset(), 0.0)
         return candidate.num_items
 
-    first, second = (table.book_encode(table.encode_candidates(pool, frozenset(), 0.0)[0].rank, 3) for _ in range(2))
+    first, second = (table.reserve_encode(table.encode_candidates(pool, frozenset(), 0.0)[0].rank, 3) for _ in range(2))
     number = first.send()
     assert num_items() == 6
     table.report(make_load(record, router_progress={"router-a.1": number}, num_running=2, num_waiting=1), 0.0)

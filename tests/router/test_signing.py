@@ -34,10 +34,10 @@ class Scene:
         self.signer = Signer(OneKey(), self.table, ttl_s=TTL_S, clock=lambda: NOW)
         self.num_starts = 0
 
-    def sign(self, *, lease_s: float | None, left_s: float, num_tokens: int = 5, is_kept: bool = False) -> SignedRun:
+    def sign(self, *, ttl_s: float | None, left_s: float, num_tokens: int = 5, is_kept: bool = False) -> SignedRun:
         pending = Pending(num_tokens=50, num_reserved_tokens=100, num_most_tokens=100)
-        reservation = self.table.book(Placement(None, Rank("decode-0", 0)), pending)
-        hand_off = None if lease_s is None else replace(make_hand_off(1), lease=timedelta(seconds=lease_s))
+        reservation = self.table.reserve(Placement(None, Rank("decode-0", 0)), pending)
+        hand_off = None if ttl_s is None else replace(make_hand_off(1), time_to_live=timedelta(seconds=ttl_s))
         terms = SigningTerms(
             request_id="ab" * 16,
             choice=0,
@@ -62,7 +62,7 @@ class Scene:
 
 
 @pytest.mark.parametrize(
-    ("lease_s", "is_kept", "left_s", "expected_s"),
+    ("ttl_s", "is_kept", "left_s", "expected_s"),
     [
         (None, False, 600, TTL_S),
         (30.0, False, 600, TTL_S),
@@ -75,12 +75,12 @@ class Scene:
         (30.0, False, -1, 0.0),
     ],
 )
-def test_a_seal_ends_before_the_lease_and_with_the_request(
-    lease_s: float | None, is_kept: bool, left_s: float, expected_s: float
+def test_a_seal_ends_before_the_hand_off_and_with_the_request(
+    ttl_s: float | None, is_kept: bool, left_s: float, expected_s: float
 ) -> None:
     scene = Scene()
     before = time.time()
-    run = scene.sign(lease_s=lease_s, left_s=left_s, is_kept=is_kept)
+    run = scene.sign(ttl_s=ttl_s, left_s=left_s, is_kept=is_kept)
     signed = decode_pb2.SignedStart.FromString(run.signed.signed_start)
     assert before - 0.001 <= signed.expires_at_unix_ms / 1000 - expected_s <= time.time() + 0.001
     assert (signed.worker_id, signed.epoch) == ("decode-0", scene.record.epoch)
@@ -88,7 +88,7 @@ def test_a_seal_ends_before_the_lease_and_with_the_request(
 
 def test_its_room_is_booked_a_little_longer_than_the_seal_is_good_for() -> None:
     scene = Scene()
-    run = scene.sign(lease_s=10.0, left_s=600)
+    run = scene.sign(ttl_s=10.0, left_s=600)
     assert run.signed.address == scene.record.grpc_address
     scene.table.tick(NOW + 8)
     assert scene.num_promised_blocks() == 10
@@ -100,12 +100,12 @@ def test_a_worker_that_is_not_ready_is_not_sealed_for() -> None:
     scene = Scene()
     scene.table.broken(scene.record.key, scene.record.epoch)
     with pytest.raises(WorkerUnavailableError):
-        scene.sign(lease_s=None, left_s=600)
+        scene.sign(ttl_s=None, left_s=600)
     assert scene.num_starts == 0
 
 
 def test_what_is_too_long_after_all_is_booked_no_more() -> None:
     scene = Scene()
     with pytest.raises(MessageTooLargeError):
-        scene.sign(lease_s=None, left_s=600, num_tokens=1 << 18)
+        scene.sign(ttl_s=None, left_s=600, num_tokens=1 << 18)
     assert scene.num_promised_blocks() == 0

@@ -17,8 +17,7 @@ _RECORD = make_record(data_parallel_size=2)
 
 
 def take(worker: KnownWorker, now: float, **rank: object) -> None:
-    worker.load, worker.load_at = make_load(_RECORD, **rank), now
-    worker.look(now)
+    worker.on_load(make_load(_RECORD, **rank), now)
 
 
 def test_a_forecast_stands_on_the_last_report() -> None:
@@ -35,7 +34,7 @@ def test_a_forecast_stands_on_the_last_report() -> None:
         max_step_tokens=4096,
         step_time=step_time,
     )
-    worker.book.book(1, num_queued_tokens=30).send()
+    worker.book.reserve(1, num_queued_tokens=30).send()
     first, second = worker.candidates()
     assert (first.step_ends_at, first.num_unbegun_tokens, second.num_unbegun_tokens) == (200.25, 70, 100)
     assert (second.num_decoding, second.num_context_tokens, second.max_step_tokens) == (3, 900, 4096)
@@ -45,9 +44,9 @@ def test_a_forecast_stands_on_the_last_report() -> None:
 def test_what_was_said_of_waiting_prompts_is_over_when_reports_have_stopped() -> None:
     worker = KnownWorker(_RECORD, 100.0)
     take(worker, 200.0, num_unbegun_prefill_tokens=70)
-    worker.look(202.0)
+    worker.poll(202.0)
     assert worker.candidates()[0].num_unbegun_tokens == 70
-    worker.look(204.0)
+    worker.poll(204.0)
     assert worker.candidates()[0].num_unbegun_tokens == 0
     take(worker, 205.0, num_unbegun_prefill_tokens=50)
     assert worker.candidates()[0].num_unbegun_tokens == 50
@@ -59,17 +58,17 @@ def test_what_is_kept_of_places_is_what_they_are(data: st.DataObject) -> None:
     bookings: list[Booking] = []
     for _ in range(data.draw(st.integers(1, 20))):
         now += data.draw(st.sampled_from([0.0, 1.0, 5.0]))
-        match data.draw(st.sampled_from(["report", "book", "release", "look", "describe"])):
+        match data.draw(st.sampled_from(["report", "book", "release", "poll", "describe"])):
             case "report":
                 take(kept, now, num_unbegun_prefill_tokens=data.draw(st.integers(0, 9)))
-                kept.book.reported(0)
+                kept.book.on_report(0)
             case "book":
                 rank, tokens = data.draw(st.integers(0, 1)), data.draw(st.integers(0, 50))
-                bookings.append(kept.book.book(rank, num_reserved_tokens=tokens, num_queued_tokens=tokens))
+                bookings.append(kept.book.reserve(rank, num_reserved_tokens=tokens, num_queued_tokens=tokens))
             case "release" if bookings:
                 data.draw(st.sampled_from(bookings)).release()
-            case "look":
-                kept.look(now)
+            case "poll":
+                kept.poll(now)
             case "describe":
                 kept.describe(replace(_RECORD, num_blocks=data.draw(st.integers(1, 99))))
         shown = list(kept.candidates())

@@ -1,4 +1,4 @@
-"""What the router makes of what it is told about workers."""
+"""What the router concludes from discovery, connections and load reports."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def test_a_placement_lapses_as_time_goes_by(scene: Scene) -> None:
     record = make_record()
     scene.join(record)
     pending = Pending(num_tokens=50, num_reserved_tokens=100, num_most_tokens=100)
-    reservation = scene.table.book(Placement(None, Rank("decode-0", 0)), pending)
-    placed = reservation.decode.place(
+    reservation = scene.table.reserve(Placement(None, Rank("decode-0", 0)), pending)
+    placed = reservation.decode.commit(
         "ab" * 16, 0, num_first_tokens=50, lapses_at=scene.now + 5, ends_at=scene.now + 60
     )
     reservation.release()
@@ -199,7 +199,7 @@ def test_draining_and_unwell_workers_get_nothing(scene: Scene) -> None:
 def test_a_new_epoch_is_a_new_life(scene: Scene) -> None:
     old, new = make_record(epoch=1), make_record(epoch=2)
     scene.join(old)
-    reservation = scene.table.book(Placement(None, Rank("decode-0")), _pending(100))
+    reservation = scene.table.reserve(Placement(None, Rank("decode-0")), _pending(100))
     assert scene.table.put(new, scene.now)
     assert scene.state() is WorkerState.JOINING
     # What the old life still says changes nothing.
@@ -217,7 +217,7 @@ def test_a_start_placed_at_an_old_life_counts_nothing_in_at_the_new_one(scene: S
     old, new = make_record(epoch=10), make_record(epoch=11)
     scene.join(old)
     scene.join(new)
-    reservation = scene.table.book(Placement(None, Rank("decode-0")), _pending(100))
+    reservation = scene.table.reserve(Placement(None, Rank("decode-0")), _pending(100))
     reservation.decode.send()
     # What was placed at the old life reached the new one, which counts it in under its old number.
     scene.table.report(make_load(new, router_progress={numbering("router-a", 10): 1000}), scene.now)
@@ -261,7 +261,7 @@ def test_a_pool_can_what_all_its_workers_can(scene: Scene) -> None:
     )
     pool = scene.table.pool("tiny", scene.now)
     assert pool.sampling_fields == {"temperature"}
-    assert (pool.max_model_len, pool.num_place_tokens) == (400, 1000)
+    assert (pool.max_model_len, pool.num_rank_tokens) == (400, 1000)
     assert pool.adapters == {"a"}
     assert (pool.num_ready_prefill, pool.num_ready_decode) == (1, 2)
 
@@ -296,7 +296,7 @@ def test_a_status_names_load_age_and_requests(scene: Scene) -> None:
     record = make_record()
     scene.join(record)
     scene.now += 2
-    reservation = scene.table.book(Placement(None, Rank("decode-0")), _pending(100))
+    reservation = scene.table.reserve(Placement(None, Rank("decode-0")), _pending(100))
     [status] = scene.table.statuses(scene.now)
     assert (status.load_age_s, status.num_requests) == (2, 1)
     reservation.release()

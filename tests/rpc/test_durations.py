@@ -32,5 +32,5 @@ def test_a_negative_duration_is_refused_by_its_field() -> None:
 
 def test_a_duration_longer_than_a_timedelta_is_refused_by_its_field() -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        to_timedelta(Duration(seconds=2**62), "hand_off.lease")
-    assert caught.value.field == "hand_off.lease"
+        to_timedelta(Duration(seconds=2**62), "hand_off.time_to_live")
+    assert caught.value.field == "hand_off.time_to_live"

@@ -28,11 +28,9 @@ class Chatter:
     async def talk(self, _request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """The handler."""
         try:
-            with self._stalled.watch() as watched:
+            with self._stalled.watch(context) as call:
                 while True:
-                    watched.began()
-                    await context.write(_PART)
-                    watched.ended()
+                    await call.write(_PART)
         except BaseException as error:
             self.ended.put_nowait(error)
             raise
@@ -45,10 +43,8 @@ async def chatter() -> AsyncIterator[tuple[Chatter, grpc.aio.Channel]]:
     handler = grpc.unary_stream_rpc_method_handler(chatter.talk)
     server = RpcServer(ServerConfig(), [generic_service("test.Chatter", {"Talk": handler})])
     port = await server.start()
-    watch = asyncio.create_task(stalled.run())
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield chatter, channel
-    watch.cancel()
     await server.drain(0)
 
 

@@ -15,12 +15,12 @@ from quartet.kvcache.embedding_pool import EmbeddingPool
 from quartet.kvcache.hand_off import HandOffState
 from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile, MediaItem
-from quartet.rpc.channels import create_channel
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES, create_channel
 from quartet.rpc.errors import from_rpc_error
 from quartet.rpc.server import RpcServer, ServerConfig, Service
-from quartet.streams.convert.inner import from_encoded_item, to_encode_start
 from quartet.streams.convert.media import from_media_size
-from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES, EncodedItem, EncodeStart, RequestContext
+from quartet.streams.convert.messages import from_encoded_item, to_encode_start
+from quartet.streams.messages import EncodedItem, EncodeStart, RequestContext
 from quartet.streams.server import StreamLimits
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.telemetry.metrics import WorkerMetrics
@@ -113,7 +113,7 @@ async def encode_worker(
     encoder: FakeEncoder | None = None,
     *,
     limits: StreamLimits | None = None,
-    lease_s: float = 10.0,
+    hand_off_ttl_s: float = 10.0,
     max_waiting_items: int = 64,
     max_waiting_pixels: int = 10_000,
     max_size_bytes: int = 2_000_000,
@@ -128,9 +128,9 @@ async def encode_worker(
     desks: list[EncodeDispatcher] = []
 
     def ended(holder: int, state: HandOffState) -> None:
-        desks[0].release(holder, was_taken=state is HandOffState.RELEASED)
+        desks[0].release(holder, was_taken=state is HandOffState.TAKEN)
 
-    transfer = TransferConfig(lease_s=lease_s)
+    transfer = TransferConfig(hand_off_ttl_s=hand_off_ttl_s)
     source = TransferSource(worker_id="encoder", epoch=EPOCH, config=transfer, on_end=ended, memory=memory)
     registry = CollectorRegistry()
     metrics = EncodeMetrics(registry)
@@ -145,7 +145,7 @@ async def encode_worker(
     pulls = TransferServicer(source, host=host_identity(), config=transfer, shm=shm)
     transfers = Service("quartet.v1.TransferService", lambda server: add_transfer_servicer(pulls, server))
     services = [encode_service(dispatcher, limits or StreamLimits()), transfers]
-    server = RpcServer(ServerConfig(max_receive_message_bytes=MAX_WORKER_MESSAGE_BYTES), services)
+    server = RpcServer(ServerConfig(max_receive_message_bytes=MAX_STREAM_MESSAGE_BYTES), services)
     address = f"127.0.0.1:{await server.start()}"
     source.advertise(address)
     channel = create_channel(address, None)

@@ -110,7 +110,7 @@ async def media_worker(
 
     ``sizer`` is of files that the engine reads by itself, ``read_states`` of which engine's hand-offs it does.
     """
-    registry, config = CollectorRegistry(), TransferConfig(lease_s=10.0)
+    registry, config = CollectorRegistry(), TransferConfig(hand_off_ttl_s=10.0)
     embeddings = encoder.embeddings if encoder is not None else embedding_memory(model_fingerprint=model_fingerprint)
     engine = StubEngine(embeddings=embeddings)
     puller = TransferPuller(lambda address: create_channel(address, None), host=host_identity(), config=config)

@@ -19,10 +19,10 @@ from quartet.engine.scheduler import SchedulerConfig
 from quartet.engine.step_engine import StepEngine
 from quartet.errors import ServingError
 from quartet.kvcache.layout import HandOff
-from quartet.rpc.channels import create_channel
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES, create_channel
 from quartet.rpc.server import RpcServer, ServerConfig, Service
 from quartet.streams.client import DecodeClient, PrefillClient
-from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES, RequestContext, WorkerStart
+from quartet.streams.messages import RequestContext, WorkerStart
 from quartet.streams.server import StreamLimits
 from quartet.telemetry.metrics import WorkerMetrics
 from quartet.transfer.base import TransferWay
@@ -110,7 +110,7 @@ async def stream_worker(
 ) -> AsyncIterator[StreamWorker]:
     """A worker of ``kind`` on loopback; everything is taken down in the end."""
     runner = runner or FakeRunner()
-    transfer = transfer or TransferConfig(lease_s=10.0)
+    transfer = transfer or TransferConfig(hand_off_ttl_s=10.0)
     host, memory = host_identity(), runner.memory
     assert memory is not None
     puller = TransferPuller(lambda address: create_channel(address, None), host=host, config=transfer)
@@ -132,7 +132,7 @@ async def stream_worker(
     pulls.may_serve = asyncio.Event()
     pulls.may_serve.set()
     transfers = Service("quartet.v1.TransferService", lambda server: add_transfer_servicer(pulls, server))
-    server = RpcServer(ServerConfig(max_receive_message_bytes=MAX_WORKER_MESSAGE_BYTES), [service, transfers])
+    server = RpcServer(ServerConfig(max_receive_message_bytes=MAX_STREAM_MESSAGE_BYTES), [service, transfers])
     address = f"127.0.0.1:{await server.start()}"
     source.advertise(address)
     channel = create_channel(address, None)
@@ -169,10 +169,10 @@ async def prefill_and_decode(
     ways: tuple[TransferWay, ...] = (TransferWay.SHM, TransferWay.GRPC),
     prefill_runner: FakeRunner | None = None,
     decode_runner: FakeRunner | None = None,
-    lease_s: float = 10.0,
+    hand_off_ttl_s: float = 10.0,
 ) -> AsyncIterator[tuple[StreamWorker, StreamWorker]]:
     """One worker of each kind."""
-    transfer = TransferConfig(ways=ways, lease_s=lease_s)
+    transfer = TransferConfig(ways=ways, hand_off_ttl_s=hand_off_ttl_s)
     async with (
         stream_worker(RequestKind.PREFILL, prefill_runner, transfer=transfer) as prefill,
         stream_worker(RequestKind.DECODE, decode_runner, transfer=transfer) as decode,

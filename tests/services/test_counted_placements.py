@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quartet.events.load import PlacementProgress
-from services.workers import dispatch
-from services.workers.dispatch import CountedPlacements
+from services.workers import requests
+from services.workers.requests import CountedPlacements
 
 
 class Clock:
@@ -40,7 +40,7 @@ def test_however_often_loads_come_each_is_told_several_times_and_not_in_all_of_t
         counted.end("a", number)
         clock.now += interval_s
         num_told += counted.news().get("a", PlacementProgress()).ended
-        counted.told()
+        counted.sent()
     times = [num_told.count(number) for number in range(1, 101)][: -int(4 / interval_s)]
     assert times
     assert 2 < min(times) <= max(times) <= 12
@@ -50,16 +50,16 @@ def test_what_is_asked_for_or_never_goes_out_takes_nothing_from_those_who_listen
     clock = Clock()
     counted = CountedPlacements(clock)
     counted.news()
-    counted.told()
+    counted.sent()
     counted.end("a", 5)
     clock.now += 0.3  # it is no longer fresh: only a recapitulation has it
     whole = {"a": PlacementProgress((), (5,))}
     assert counted.news() == {}
-    counted.told()
+    counted.sent()
     assert counted.progress() == whole
     clock.now += 0.3
     assert [counted.progress(), counted.news(), counted.progress(), counted.news()] == [whole] * 4
-    counted.told()
+    counted.sent()
     assert counted.news() == {}
     assert counted.progress() == whole
 
@@ -73,7 +73,7 @@ def test_what_no_router_placed_is_told_to_nobody() -> None:
 
 def test_memory_is_bounded() -> None:
     counted = CountedPlacements(Clock())
-    for number in range(1, dispatch._MAX_TOLD + 11):
+    for number in range(1, requests._MAX_REPEATED + 11):
         counted.end("a", number)
     told = counted.progress()["a"].ended
-    assert (told[-1], told[0], len(told)) == (11, dispatch._MAX_TOLD + 10, dispatch._MAX_TOLD)
+    assert (told[-1], told[0], len(told)) == (11, requests._MAX_REPEATED + 10, requests._MAX_REPEATED)

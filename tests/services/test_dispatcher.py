@@ -49,7 +49,7 @@ async def test_what_a_prefill_computed_a_decode_continues(ways: tuple[TransferWa
         assert [outcome.token_id, *whole.token_ids] == expected(start)
         await prefill.wait_clean()
         await decode.wait_clean()
-        assert prefill.source.counts.released == 1
+        assert prefill.source.counts.taken == 1
 
 
 async def test_many_requests_share_one_stream() -> None:

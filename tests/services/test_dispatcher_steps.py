@@ -13,7 +13,8 @@ from quartet.events.load import PlacementProgress
 from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload
 from quartet.streams.messages import MAX_OPAQUE_STATE_BYTES, WorkerStart
 from quartet.telemetry.metrics import WorkerMetrics
-from services.workers.dispatch import CountedStarts, DecodeDispatcher, PrefillDispatcher
+from services.workers.dispatch import DecodeDispatcher, PrefillDispatcher
+from services.workers.requests import CountedStarts
 from tests.services.stream_workers import make_start
 from tests.services.stub_engine import StubEngine
 from tests.streams.test_outbox import make_hand_off

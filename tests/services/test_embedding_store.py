@@ -16,7 +16,7 @@ from quartet.errors import (
     TransferError,
 )
 from quartet.kvcache.embedding_pool import EmbeddingPool
-from services.workers.embedding_store import EmbeddingStore, Lease, Want
+from services.workers.embedding_store import EmbeddingStore, Hold, Want
 from tests.services.stream_workers import WAIT_S, until
 
 BLOCK_SIZE = 4
@@ -53,22 +53,22 @@ def ready(error: Exception | None = None) -> Maker:
 
 @dataclass
 class User:
-    """Somebody who wants items: what it was given, and how that goes on."""
+    """A request that wants items: what it was given, and how that goes on."""
 
     store: EmbeddingStore
     wants: Sequence[Want]
-    leases: dict[int, Lease] = field(default_factory=dict)
+    holds: dict[int, Hold] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.obtaining = asyncio.create_task(self.store.obtain(self.wants, self.leases.__setitem__))
+        self.obtaining = asyncio.create_task(self.store.obtain(self.wants, self.holds.__setitem__))
 
     async def obtained(self) -> None:
         async with asyncio.timeout(WAIT_S):
             await asyncio.shield(self.obtaining)
 
     def release(self) -> None:
-        for lease in self.leases.values():
-            lease.release()
+        for hold in self.holds.values():
+            hold.release()
 
 
 class Stores:
@@ -102,7 +102,7 @@ async def test_an_item_is_made_once_for_all_who_want_it(stores: Stores) -> None:
     third = User(store, [Want(A, 5, other)])
     await third.obtained()
     assert (maker.num_calls, other.num_calls) == (1, 0)
-    assert first.leases[0].block_ids == second.leases[0].block_ids == third.leases[0].block_ids
+    assert first.holds[0].block_ids == second.holds[0].block_ids == third.holds[0].block_ids
     for user in (first, second, second, third):  # twice is once
         assert store.counts.held == 2
         user.release()
@@ -114,7 +114,7 @@ async def test_an_item_that_a_request_names_twice_is_made_once_and_held_twice(st
     user = User(store, [Want(A, 4, maker), Want(B, 4, ready()), Want(A, 4, other)])
     await user.obtained()
     assert (maker.num_calls, other.num_calls) == (1, 0)
-    user.leases[0].release()
+    user.holds[0].release()
     assert store.counts.held == 2
     user.release()
 
@@ -128,7 +128,7 @@ async def test_who_waits_may_go_and_the_others_still_get_it(stores: Stores) -> N
     maker.gate.set()
     await first.obtained()
     await third.obtained()
-    assert (maker.num_calls, maker.was_cancelled, second.leases) == (1, False, {})
+    assert (maker.num_calls, maker.was_cancelled, second.holds) == (1, False, {})
     first.release()
     third.release()
 
@@ -169,7 +169,7 @@ async def test_a_request_waits_until_others_let_go(stores: Stores) -> None:
     holder, waiting = User(store, [Want(A, 8, ready())]), User(store, [Want(B, 4, ready()), Want(C, 4, ready())])
     await holder.obtained()
     await asyncio.wait([waiting.obtaining], timeout=0.02)  # it does not get them
-    assert waiting.leases == {}
+    assert waiting.holds == {}
     holder.release()
     await waiting.obtained()
     assert not store.has(A)
@@ -228,7 +228,7 @@ async def test_what_is_there_or_being_written_is_had_while_others_wait_for_room(
     await users[0].obtained()
     maker.gate.set()
     await users[1].obtained()
-    assert waiting.leases == {}
+    assert waiting.holds == {}
     for user in (holder, writer, *users):
         user.release()
     await waiting.obtained()
@@ -247,7 +247,7 @@ async def test_who_waits_in_line_goes_ahead_once_others_have_made_all_of_it(stor
     holders[0].release()
     await first.obtained()
     await third.obtained()
-    assert second.leases == {}
+    assert second.holds == {}
     for user in (first, third):
         user.release()
     await second.obtained()
@@ -261,8 +261,8 @@ async def test_only_the_first_in_line_holds_what_is_there_of_its_items(stores: S
     holder = User(store, [Want(name, num_tokens, ready()) for name, num_tokens in ((A, 4), (B, 4), (C, 8))])
     await holder.obtained()
     users = [User(store, [Want(there, 4, ready()), Want(there * 2, 12, ready())]) for there in (A, B)]
-    await until(lambda: 0 in users[0].leases)
-    assert users[1].leases == {}
+    await until(lambda: 0 in users[0].holds)
+    assert users[1].holds == {}
     holder.release()
     for user in users:
         await user.obtained()
@@ -270,7 +270,7 @@ async def test_only_the_first_in_line_holds_what_is_there_of_its_items(stores: S
 
 
 async def test_the_time_of_who_waits_for_room_begins_when_it_is_first_in_line(stores: Stores) -> None:
-    """Else whoever came soon after one that waits in vain would fail with it, though there is room for them."""
+    """Else a request that came soon after one that waits in vain would fail with it, though there is room for it."""
     store = stores(2, room_timeout_s=0.05)
     holder = User(store, [Want(A, 4, ready())])
     await holder.obtained()

@@ -1,6 +1,6 @@
 """Many requests for few items in a pool that has room for few of them; some fail, some are cancelled at any moment.
 
-Every block has what was last written to it, so an item that is written over while somebody reads it shows at once.
+Every block has what was last written to it, so an item that is written over while a request reads it shows at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 from quartet.errors import TransferError
 from quartet.kvcache.embedding_pool import EmbeddingPool
-from services.workers.embedding_store import EmbeddingStore, Lease, Want
+from services.workers.embedding_store import EmbeddingStore, Hold, Want
 from tests.services.stream_workers import WAIT_S
 
 NUM_BLOCKS = 6
@@ -24,7 +24,7 @@ ITEMS = {bytes([number]) * 32: 1 + number * 3 % 12 for number in range(8)}
 
 
 class Crowd:
-    """A pool and all who use it; every choice is the seed's."""
+    """A pool and all its users; the seed decides every choice."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -42,26 +42,26 @@ class Crowd:
         if sum(-(-ITEMS[name] // BLOCK_SIZE) for name in set(names)) > NUM_BLOCKS:
             names = names[:1]
         await self.turns(20)
-        leases: dict[int, Lease] = {}
+        holds: dict[int, Hold] = {}
         try:
             wants = [Want(name, ITEMS[name], partial(self.make, name)) for name in names]
             if all(map(self.store.has, names)):
-                asyncio.get_running_loop().call_soon(self.check_has_all, leases, len(names))
-            await self.store.obtain(wants, leases.__setitem__)
-            assert sorted(leases) == list(range(len(names)))
+                asyncio.get_running_loop().call_soon(self.check_has_all, holds, len(names))
+            await self.store.obtain(wants, holds.__setitem__)
+            assert sorted(holds) == list(range(len(names)))
             for _ in range(self.rng.randint(0, 3)):
                 for index, name in enumerate(names):
-                    assert {self.blocks[block_id] for block_id in leases[index].block_ids} == {name}
+                    assert {self.blocks[block_id] for block_id in holds[index].block_ids} == {name}
                 await self.turns(3)
             self.num_served += 1
         except TransferError:
             return
         finally:
-            for lease in leases.values():
-                lease.release()
+            for hold in holds.values():
+                hold.release()
 
-    def check_has_all(self, leases: dict[int, Lease], num_wanted: int) -> None:
-        self.num_kept_waiting += len(leases) < num_wanted
+    def check_has_all(self, holds: dict[int, Hold], num_wanted: int) -> None:
+        self.num_kept_waiting += len(holds) < num_wanted
 
     async def make(self, name: bytes, block_ids: tuple[int, ...]) -> None:
         assert not self.being_written.intersection(block_ids), "two write to one block"

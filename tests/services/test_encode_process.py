@@ -20,7 +20,7 @@ from quartet.events.kv import KvBatch
 from quartet.events.load import NumberedLoad
 from quartet.events.subscriber import EventSubscriber
 from quartet.media.media_id import media_hash
-from quartet.streams.convert.inner import to_encode_start
+from quartet.streams.convert.messages import to_encode_start
 from quartet.streams.worker_client import WorkerClient
 from quartet.v1 import encode_pb2, encode_pb2_grpc
 from tests.kvcache.replica import Replica
@@ -121,7 +121,7 @@ async def test_a_drain_lets_encode_what_it_has_and_waits_until_it_is_pulled(tmp_
         tmp_path,
         Role.ENCODE,
         encoder_factory=lambda _config, _pool: encoder,
-        transfer={"lease_s": 0.5},
+        transfer={"hand_off_ttl_s": 0.5},
         drain_timeout_s=WAIT_S,
     ) as worker:
         waiting = asyncio.create_task(encode(worker, CAT))
@@ -130,7 +130,7 @@ async def test_a_drain_lets_encode_what_it_has_and_waits_until_it_is_pulled(tmp_
         await until_draining(worker)
         encoder.may_encode.set()
         assert len((await waiting).hand_offs) == 1
-        # Nobody comes for it: its lease ends the wait.
+        # Nobody comes for it: its expiry ends the wait.
         async with asyncio.timeout(WAIT_S):
             await asyncio.wait([worker.running])
 

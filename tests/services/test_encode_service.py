@@ -25,7 +25,7 @@ from quartet.kvcache.layout import EmbeddingsPayload, HandOff
 from quartet.media.items import MediaFile, MediaKind
 from quartet.rpc.errors import from_rpc_error
 from quartet.streams.chunks import take_chunks
-from quartet.streams.convert.inner import to_encode_start
+from quartet.streams.convert.messages import to_encode_start
 from quartet.streams.server import StreamLimits
 from quartet.transfer.source import HandOffTicket
 from quartet.v1 import encode_pb2, types_pb2
@@ -231,8 +231,8 @@ async def test_a_cancel_ends_it_and_frees_everything() -> None:
         await until(worker.is_clean)
 
 
-async def test_a_hand_off_that_was_sent_outlives_its_stream_and_then_its_lease_ends_it() -> None:
-    async with encode_worker(lease_s=0.3) as worker:
+async def test_a_hand_off_that_was_sent_outlives_its_stream_and_then_expires() -> None:
+    async with encode_worker(hand_off_ttl_s=0.3) as worker:
         worker.encoder.may_encode.clear()
         stream = worker.stream()
         await stream.write(encode_pb2.EncodeRequest(start=to_encode_start(make_encode_start([CAT, DOG]))))

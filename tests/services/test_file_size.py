@@ -11,7 +11,7 @@ from quartet.discovery.base import Role
 from quartet.engine.base import RequestKind
 from quartet.errors import MediaTooLargeError
 from quartet.streams.client import PrefillClient
-from quartet.streams.convert.inner import to_encode_start
+from quartet.streams.convert.messages import to_encode_start
 from quartet.v1 import encode_pb2, encode_pb2_grpc
 from services.workers.config import WorkerConfig
 from tests.services.encode_workers import encode_worker, make_encode_start

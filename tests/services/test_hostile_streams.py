@@ -17,11 +17,10 @@ from quartet.engine.base import RequestKind, StepLogprobs, StepOutput
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import MessageTooLargeError, ServingError
 from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload
-from quartet.rpc.channels import create_channel
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES, create_channel
 from quartet.rpc.server import RpcServer, ServerConfig
-from quartet.streams import convert
 from quartet.streams.client import DecodeClient
-from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES
+from quartet.streams.convert.messages import to_decode_start
 from quartet.streams.server import StreamLimits
 from quartet.telemetry.metrics import WorkerMetrics
 from quartet.v1 import decode_pb2, types_pb2
@@ -48,7 +47,7 @@ RawCall = grpc.aio.StreamStreamCall[bytes, bytes]
 
 
 def decode_request(slot: int, *, chunked: bool = False) -> bytes:
-    start = convert.to_decode_start(slot, make_start(PROMPT))
+    start = to_decode_start(slot, make_start(PROMPT))
     start.chunked = chunked
     return decode_pb2.DecodeRequest(start=start).SerializeToString()
 
@@ -173,7 +172,7 @@ async def test_nonsense_ends_its_own_stream_only(
     async with beside_a_good_stream() as worker:
         call = worker.raw(DECODE_METHOD)
         for slot in (1000, 1001):
-            start = convert.to_decode_start(slot, make_start(PROMPT, max_tokens=200))
+            start = to_decode_start(slot, make_start(PROMPT, max_tokens=200))
             await call.write(decode_pb2.DecodeRequest(start=start).SerializeToString())
         await write(call)
         assert await status(call) is code
@@ -233,7 +232,7 @@ async def test_hand_offs_from_impossible_places_fail_in_their_slots(address: str
             worker_id="w",
             epoch=1,
             address=address,
-            lease=timedelta(seconds=1),
+            time_to_live=timedelta(seconds=1),
             payload=BlocksPayload(fake_layout(), len(PROMPT)),
         )
         call = worker.decodes().start(make_start(PROMPT, generated=[1], hand_off=hand_off))
@@ -251,8 +250,8 @@ async def test_a_start_too_long_for_any_message_fails_before_it_is_sent() -> Non
             worker_id="w",
             epoch=1,
             address="127.0.0.1:1",
-            lease=timedelta(seconds=1),
-            payload=OpaquePayload("trtllm", bytes(MAX_WORKER_MESSAGE_BYTES)),
+            time_to_live=timedelta(seconds=1),
+            payload=OpaquePayload("trtllm", bytes(MAX_STREAM_MESSAGE_BYTES)),
         )
         client = worker.decodes()
         with pytest.raises(MessageTooLargeError):

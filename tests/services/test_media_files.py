@@ -14,7 +14,7 @@ from quartet.errors import ConfigError, InvalidRequestError, QueueFullError, Uns
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff, OpaquePayload
 from quartet.media.items import MediaFile, MediaKind
-from quartet.streams import convert
+from quartet.streams.convert.messages import from_prefill_result, from_slot_started
 from quartet.streams.messages import WorkerStart
 from quartet.v1 import decode_pb2, prefill_pb2
 from router.media.config import MediaConfig
@@ -50,7 +50,7 @@ async def test_a_prefill_tells_the_prompt_with_its_medias_tokens() -> None:
         worker.finish(id)
         message = worker.outbox.take()
         assert isinstance(message, prefill_pb2.PrefillResponse)
-        outcome = convert.from_prefill_result(message.outputs[0].result)
+        outcome = from_prefill_result(message.outputs[0].result)
         assert (list(outcome.prompt_token_ids), outcome.media) == (EXPANDED, SPANS)
         assert outcome.queue_s > 0.0, "the wait for media counts"
 
@@ -62,7 +62,7 @@ async def test_a_decode_tells_how_long_the_prompt_has_become() -> None:
         worker.finish(id)
         message = worker.outbox.take()
         assert isinstance(message, decode_pb2.DecodeResponse)
-        assert convert.from_slot_started(message.started[0]).num_prompt_tokens == len(EXPANDED)
+        assert from_slot_started(message.started[0]).num_prompt_tokens == len(EXPANDED)
 
 
 async def test_a_repeated_picture_is_encoded_once() -> None:
@@ -85,7 +85,7 @@ def with_hand_off(start: WorkerStart) -> WorkerStart:
         worker_id="w",
         epoch=1,
         address="a:1",
-        lease=timedelta(1),
+        time_to_live=timedelta(1),
         payload=payload,
     )
     return replace(start, hand_off=hand_off)

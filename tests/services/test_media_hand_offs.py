@@ -50,7 +50,7 @@ async def test_what_was_encoded_elsewhere_is_here_when_the_engine_gets_the_reque
         await worker.submitted(id)
         check_content(worker, id, CAT, DOG)
         assert worker.engine.requests[id].generation == start.generation
-        await until(lambda: source.source.counts.released == 2)
+        await until(lambda: source.source.counts.taken == 2)
         await until(source.is_clean)
         assert worker.pool.counts.held == 5
         worker.finish(id)
@@ -67,7 +67,7 @@ async def test_a_repeated_picture_moves_nothing() -> None:
             await until(source.is_clean)
             while worker.outbox.take() is not None:
                 pass
-        assert (source.source.counts.released, source.source.counts.cancelled) == (1, 1)
+        assert (source.source.counts.taken, source.source.counts.cancelled) == (1, 1)
         assert worker.stage is not None
         assert worker.stage.num_pulls == 1
 
@@ -79,7 +79,7 @@ async def test_one_picture_twice_in_a_request_is_pulled_once() -> None:
         check_content(worker, id, CAT, CAT)
         worker.finish(id)
         await until(source.is_clean)
-        assert (source.source.counts.released, source.source.counts.cancelled) == (1, 1)
+        assert (source.source.counts.taken, source.source.counts.cancelled) == (1, 1)
 
 
 async def test_two_requests_for_one_picture_at_the_same_time_pull_it_once() -> None:
@@ -93,7 +93,7 @@ async def test_two_requests_for_one_picture_at_the_same_time_pull_it_once() -> N
         assert worker.pool.counts.held == 2
         worker.finish(ids[1])
         await until(source.is_clean)
-        assert (source.source.counts.released, source.source.counts.cancelled) == (1, 1)
+        assert (source.source.counts.taken, source.source.counts.cancelled) == (1, 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,7 +21,7 @@ from quartet.errors import (
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import EmbeddingsPayload, OpaquePayload
 from quartet.media.items import MediaFile, MediaKind
-from quartet.streams.convert.inner import from_prefill_result, to_encode_start
+from quartet.streams.convert.messages import from_prefill_result, to_encode_start
 from quartet.v1 import decode_pb2, encode_pb2, prefill_pb2, types_pb2
 from tests.services.encode_workers import EncodeWorker, encode_worker, make_encode_start
 from tests.services.fake_encoder import FakeEncoder, name_of, picture, read, written
@@ -85,8 +85,8 @@ async def test_a_kept_item_is_no_block_that_others_could_find() -> None:
 
 async def test_nothing_of_a_request_that_fails_is_kept() -> None:
     encoder, states = keeper()
-    # What was told before the other item failed is the caller's, who says nothing here: its lease ends it.
-    async with encode_worker(encoder, lease_s=0.2) as worker:
+    # What was told before the other item failed is the caller's, who says nothing here: it expires.
+    async with encode_worker(encoder, hand_off_ttl_s=0.2) as worker:
         for name, error in (("broken", InvalidMediaError), ("other", EngineError)):
             with pytest.raises(error) as caught:
                 await worker.encode(make_encode_start([CAT, picture(name), ROWS]))
@@ -110,9 +110,9 @@ async def test_a_cancel_or_a_timeout_leaves_nothing_behind() -> None:
         assert states.held == {}
 
 
-async def test_what_nobody_asks_for_ends_with_its_lease() -> None:
+async def test_what_nobody_asks_for_expires() -> None:
     encoder, states = keeper()
-    async with encode_worker(encoder, lease_s=0.2) as worker:
+    async with encode_worker(encoder, hand_off_ttl_s=0.2) as worker:
         await worker.encode(make_encode_start([CAT]))
         assert len(states.held) == 1
         await until(lambda: not states.held)
@@ -143,7 +143,7 @@ async def test_an_engine_that_reads_states_is_given_them_and_they_are_taken_when
         assert request.media_inputs == (state_of(CAT), None, state_of(DOG))
         assert [len(blocks) for blocks in request.media_blocks] == [0, 1, 0]
         assert request.generation == start.generation
-        await until(lambda: source.source.counts.released == 1)  # what was pulled
+        await until(lambda: source.source.counts.taken == 1)  # what was pulled
         assert len(states.held) == 2, "the engine may still have to take them"
         worker.finish(id)
         await until(lambda: not states.held)
@@ -179,9 +179,9 @@ async def test_states_of_a_request_that_never_gets_to_the_engine_are_let_go_of()
         assert held
 
 
-async def test_a_lease_is_renewed_as_long_as_the_engine_needs_the_state() -> None:
+async def test_a_hand_off_is_renewed_as_long_as_the_engine_needs_the_state() -> None:
     encoder, states = keeper()
-    async with encode_worker(encoder, lease_s=0.3) as source, media_worker(read_states="fake") as worker:
+    async with encode_worker(encoder, hand_off_ttl_s=0.3) as source, media_worker(read_states="fake") as worker:
         [cat] = await opaque(source, CAT)
         id = worker.submit(start_with_hand_offs([CAT], [cat]))
         [other] = await opaque(source, DOG)  # of whom nobody speaks

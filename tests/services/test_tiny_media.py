@@ -20,7 +20,7 @@ from quartet.kvcache.media_spans import expand_placeholders
 from quartet.media.items import MediaFile, MediaKind, MediaSize
 from quartet.media.media_id import MEDIA_ID_SIZE_BYTES, media_id, preprocessing_fingerprint
 from quartet.streams.client import DecodeClient, PrefillClient
-from quartet.streams.convert.inner import to_encode_start
+from quartet.streams.convert.messages import to_encode_start
 from quartet.streams.messages import MediaInput, RequestContext, WorkerStart
 from quartet.text.model_files import read_text_files
 from quartet.v1 import encode_pb2, encode_pb2_grpc

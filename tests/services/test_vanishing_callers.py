@@ -11,7 +11,7 @@ import pytest
 from quartet.engine.base import RequestKind
 from quartet.errors import WorkerUnavailableError
 from quartet.kvcache.layout import HandOff
-from quartet.streams import convert
+from quartet.streams.convert.messages import to_prefill_start
 from quartet.streams.server import StreamLimits, WorkerStream
 from quartet.v1 import prefill_pb2, types_pb2
 from services.workers.dispatch import PrefillDispatcher
@@ -107,7 +107,7 @@ async def test_before_a_decode_had_room_to_pull() -> None:
 
 
 async def test_with_a_hand_off_that_it_got_and_never_used() -> None:
-    async with prefill_and_decode(lease_s=0.3) as (prefill, _decode):
+    async with prefill_and_decode(hand_off_ttl_s=0.3) as (prefill, _decode):
         client = prefill.prefills()
         await client.start(make_start(PROMPT)).outcome()
         await client.close()
@@ -138,7 +138,7 @@ class StuckContext:
 
 
 def prefill_request(slot: int) -> prefill_pb2.PrefillRequest:
-    return prefill_pb2.PrefillRequest(start=convert.to_prefill_start(slot, make_start([slot, *PROMPT])))
+    return prefill_pb2.PrefillRequest(start=to_prefill_start(slot, make_start([slot, *PROMPT])))
 
 
 async def test_with_hand_offs_that_were_not_sent_yet() -> None:

@@ -50,7 +50,7 @@ def make_worker(inner: StreamWorker, role: Role, *, stall_timeout_s: float = 5.0
         KvEvents(inner.engine, FakeKvPublisher()),
         drain_timeout_s=5.0,
         stall_timeout_s=stall_timeout_s,
-        look_interval_s=0.01,
+        poll_interval_s=0.01,
     )
 
 

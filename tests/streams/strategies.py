@@ -109,7 +109,7 @@ def hand_offs(payloads: st.SearchStrategy[Payload]) -> st.SearchStrategy[HandOff
         worker_id=NAME,
         epoch=U64,
         address=NAME,
-        lease=st.integers(0, 10**12).map(lambda micros: timedelta(microseconds=micros)),
+        time_to_live=st.integers(0, 10**12).map(lambda micros: timedelta(microseconds=micros)),
         payload=payloads,
     )
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from quartet.errors import MediaTooLargeError, ProtocolError, ServingError
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.streams.chunks import ChunkedStarts, StartRest, take_chunks
-from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES
 from quartet.v1 import decode_pb2, encode_pb2, prefill_pb2, types_pb2
 
 SIZES = (3, 2_500_000, 0, 1_048_576)
@@ -45,7 +45,7 @@ class Receiver(ChunkedStarts[object]):  # type: ignore[type-var]
     def take(self, start: object, rest: Sequence[StartRest]) -> object:
         self.begin(start)
         for part in rest[:-1]:
-            assert isinstance(part, types_pb2.StartChunk) and part.ByteSize() < MAX_WORKER_MESSAGE_BYTES
+            assert isinstance(part, types_pb2.StartChunk) and part.ByteSize() < MAX_STREAM_MESSAGE_BYTES
             self.append(part)
         assert isinstance(rest[-1], types_pb2.StartDone)
         return self.complete(rest[-1].slot)

@@ -17,8 +17,8 @@ from quartet.kvcache.layout import HandOff, OpaquePayload
 from quartet.media.items import MediaFile, MediaKind
 from quartet.rpc.channels import create_channel
 from quartet.rpc.errors import to_failure
-from quartet.streams import convert
 from quartet.streams.client import DecodeCall, DecodeClient, PrefillCall
+from quartet.streams.convert.messages import unpack_token_ids
 from quartet.streams.messages import DecodeFinished, MediaInput, PrefillOutcome, RequestContext, WorkerStart
 from quartet.v1 import decode_pb2, types_pb2
 from tests.rpc.conftest import StartServer
@@ -33,7 +33,7 @@ HAND_OFF = HandOff(
     worker_id="w",
     epoch=1,
     address="h:1",
-    lease=timedelta(seconds=1),
+    time_to_live=timedelta(seconds=1),
     payload=OpaquePayload("trtllm", b"state"),
 )
 OUTCOME = PrefillOutcome(
@@ -230,9 +230,9 @@ async def test_a_long_start_goes_in_chunks_and_arrives_whole(
         buffer = prompt if is_prompt else generated
         buffer += request.chunk.data
     assert request.WhichOneof("message") == "start_done"
-    whole = convert.unpack_token_ids(bytes(prompt), "prompt")
+    whole = unpack_token_ids(bytes(prompt), "prompt")
     assert list(whole) == list(range(600_000))
-    assert list(convert.unpack_token_ids(bytes(generated), "generated")) == list(range(10))
+    assert list(unpack_token_ids(bytes(generated), "generated")) == list(range(10))
 
 
 MEDIA_START = replace(START, media=(MediaInput(bytes(32), MediaFile(MediaKind.IMAGE, b"png")),))

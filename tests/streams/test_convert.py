@@ -18,8 +18,43 @@ from quartet.engine.base import EngineStats, FinishReason, Generation, Prefilled
 from quartet.engine.sampling import GrammarKind, GuidedDecoding, OutputOptions, Sampling, TokenLogprobs
 from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.kvcache.layout import BlocksPayload, HandOff, KvLayout
-from quartet.streams import convert
+from quartet.streams.convert.hand_off import from_hand_off, from_kv_layout, to_hand_off, to_kv_layout
+from quartet.streams.convert.messages import (
+    from_decode_start,
+    from_engine_finish_reason,
+    from_finish_reason,
+    from_generation,
+    from_output_options,
+    from_prefill_result,
+    from_prefill_start,
+    from_request_context,
+    from_sampling,
+    from_slot_started,
+    from_token_logprobs,
+    to_decode_start,
+    to_engine_request,
+    to_finish_reason,
+    to_generation,
+    to_output_options,
+    to_prefill_result,
+    to_prefill_start,
+    to_request_context,
+    to_sampling,
+    to_slot_logprobs,
+    to_slot_started,
+    to_token_logprobs,
+)
+from quartet.streams.convert.workers import (
+    from_transfer_ways,
+    from_worker_record,
+    from_worker_role,
+    rank_load,
+    to_transfer_ways,
+    to_worker_record,
+    to_worker_role,
+)
 from quartet.streams.messages import MediaInput, RequestContext, WorkerStart
+from quartet.transfer.grpc.messages import host_from_pb, host_to_pb
 from quartet.v1 import decode_pb2, prefill_pb2, types_pb2, worker_pb2
 from tests.streams import strategies
 
@@ -29,45 +64,45 @@ PACKED = array("I", [1, 2, 3]).tobytes()
 
 @given(strategies.SAMPLINGS)
 def test_sampling_survives(sampling: Sampling) -> None:
-    assert convert.from_sampling(over_the_wire(convert.to_sampling(sampling))) == sampling
+    assert from_sampling(over_the_wire(to_sampling(sampling))) == sampling
 
 
 def test_absent_fields_have_their_defaults() -> None:
-    assert convert.from_sampling(types_pb2.Sampling()) == Sampling()
-    assert convert.to_sampling(Sampling()) == types_pb2.Sampling()
-    assert convert.from_output_options(types_pb2.OutputOptions()) == OutputOptions()
+    assert from_sampling(types_pb2.Sampling()) == Sampling()
+    assert to_sampling(Sampling()) == types_pb2.Sampling()
+    assert from_output_options(types_pb2.OutputOptions()) == OutputOptions()
 
 
 @given(strategies.OUTPUTS)
 def test_output_options_survive(output: OutputOptions) -> None:
-    assert convert.from_output_options(over_the_wire(convert.to_output_options(output))) == output
+    assert from_output_options(over_the_wire(to_output_options(output))) == output
 
 
 @given(strategies.GENERATIONS)
 def test_a_generation_survives(generation: Generation) -> None:
-    message = over_the_wire(convert.to_generation(generation))
-    assert convert.from_generation(message, choice=generation.choice) == generation
+    message = over_the_wire(to_generation(generation))
+    assert from_generation(message, choice=generation.choice) == generation
 
 
 @given(strategies.CONTEXTS)
 def test_a_context_survives(context: RequestContext) -> None:
-    assert_context(convert.from_request_context(over_the_wire(convert.to_request_context(context))), context)
+    assert_context(from_request_context(over_the_wire(to_request_context(context))), context)
 
 
 @given(strategies.HAND_OFFS | strategies.EMBEDDING_HAND_OFFS)
 def test_a_hand_off_survives(hand_off: HandOff) -> None:
-    assert_hand_off(convert.from_hand_off(over_the_wire(convert.to_hand_off(hand_off))), hand_off)
+    assert_hand_off(from_hand_off(over_the_wire(to_hand_off(hand_off))), hand_off)
 
 
 @given(strategies.LAYOUTS)
 def test_a_layout_survives(layout: KvLayout) -> None:
-    assert convert.from_kv_layout(over_the_wire(convert.to_kv_layout(layout))) == layout
+    assert from_kv_layout(over_the_wire(to_kv_layout(layout))) == layout
 
 
 @given(strategies.WORKER_STARTS, st.integers(0, 2**32 - 1))
 def test_a_decode_start_survives(start: WorkerStart, slot: int) -> None:
-    message = over_the_wire(convert.to_decode_start(slot, start))
-    rebuilt = convert.from_decode_start(message)
+    message = over_the_wire(to_decode_start(slot, start))
+    rebuilt = from_decode_start(message)
     assert message.slot == slot
     assert rebuilt.generation == start.generation
     assert_context(rebuilt.context, start.context)
@@ -77,8 +112,8 @@ def test_a_decode_start_survives(start: WorkerStart, slot: int) -> None:
 
 @given(strategies.WORKER_STARTS, st.integers(0, 2**32 - 1))
 def test_a_prefill_start_survives(start: WorkerStart, slot: int) -> None:
-    message = over_the_wire(convert.to_prefill_start(slot, start))
-    rebuilt = convert.from_prefill_start(message)
+    message = over_the_wire(to_prefill_start(slot, start))
+    rebuilt = from_prefill_start(message)
     assert (message.slot, rebuilt.generation, rebuilt.hand_off) == (slot, start.generation, None)
     assert_context(rebuilt.context, start.context)
     assert_media(rebuilt.media, start.media)
@@ -86,13 +121,13 @@ def test_a_prefill_start_survives(start: WorkerStart, slot: int) -> None:
 
 @given(strategies.LOGPROBS)
 def test_log_probabilities_survive(logprobs: TokenLogprobs) -> None:
-    assert convert.from_token_logprobs(over_the_wire(convert.to_token_logprobs(logprobs))) == logprobs
+    assert from_token_logprobs(over_the_wire(to_token_logprobs(logprobs))) == logprobs
 
 
 @given(strategies.STARTED)
 def test_what_a_decode_tells_when_it_starts_survives(started: Started) -> None:
-    message = over_the_wire(convert.to_slot_started(5, started))
-    rebuilt = convert.from_slot_started(message)
+    message = over_the_wire(to_slot_started(5, started))
+    rebuilt = from_slot_started(message)
     assert message.slot == 5
     assert (rebuilt.num_cached_tokens, rebuilt.transfer_bytes) == (started.num_cached_tokens, started.transfer_bytes)
     assert rebuilt.queue_s == pytest.approx(started.queue_s)
@@ -101,7 +136,7 @@ def test_what_a_decode_tells_when_it_starts_survives(started: Started) -> None:
 
 @given(strategies.PREFILLED, st.none() | strategies.HAND_OFFS)
 def test_a_prefills_outcome_survives(prefilled: Prefilled, hand_off: HandOff | None) -> None:
-    rebuilt = convert.from_prefill_result(over_the_wire(convert.to_prefill_result(prefilled, hand_off)))
+    rebuilt = from_prefill_result(over_the_wire(to_prefill_result(prefilled, hand_off)))
     assert (rebuilt.token_id, rebuilt.logprobs, rebuilt.finish_reason, rebuilt.num_cached_tokens) == (
         prefilled.token_id,
         prefilled.logprobs,
@@ -115,35 +150,35 @@ def test_a_prefills_outcome_survives(prefilled: Prefilled, hand_off: HandOff | N
 
 @given(strategies.WORKER_RECORDS)
 def test_a_worker_record_survives(record: WorkerRecord) -> None:
-    assert convert.from_worker_record(over_the_wire(convert.to_worker_record(record))) == record
+    assert from_worker_record(over_the_wire(to_worker_record(record))) == record
 
 
 @pytest.mark.parametrize("reason", FinishReason)
 def test_every_finish_reason_survives(reason: FinishReason) -> None:
-    assert convert.from_finish_reason(convert.to_finish_reason(reason)) is reason
+    assert from_finish_reason(to_finish_reason(reason)) is reason
 
 
 def test_slot_logprobs_keep_their_order() -> None:
     entries = [TokenLogprobs(1, -0.5), TokenLogprobs(2, -1.5, (7,), (-0.25,))]
-    message = convert.to_slot_logprobs(9, entries)
-    assert (message.slot, [convert.from_token_logprobs(entry) for entry in message.tokens]) == (9, entries)
+    message = to_slot_logprobs(9, entries)
+    assert (message.slot, [from_token_logprobs(entry) for entry in message.tokens]) == (9, entries)
 
 
 def test_a_ranks_load_is_the_engines_own_figures() -> None:
     stats = EngineStats(num_running=1, num_held_blocks=2, num_in_use_blocks=3, num_steps=9, max_step_tokens=64)
-    load = convert.rank_load(stats, 5.0)
+    load = rank_load(stats, 5.0)
     assert (load.num_running, load.num_used_blocks, load.num_steps, load.max_step_tokens) == (1, 5, 9, 64)
 
 
 @pytest.mark.parametrize(("ends_at", "ends_in_s"), [(0.0, 0.0), (1000.25, 0.25), (999.0, 0.0)])
 def test_a_steps_end_is_told_in_seconds_from_now(ends_at: float, ends_in_s: float) -> None:
-    assert convert.rank_load(EngineStats(step_ends_at=ends_at), 1000.0).step_ends_in_s == ends_in_s
+    assert rank_load(EngineStats(step_ends_at=ends_at), 1000.0).step_ends_in_s == ends_in_s
 
 
 def test_the_engine_is_asked_for_what_the_start_says() -> None:
     generation = Generation(prompt_token_ids=[1])
     start = WorkerStart(context=RequestContext(priority=4), generation=generation)
-    request = convert.to_engine_request(7, RequestKind.DECODE, start)
+    request = to_engine_request(7, RequestKind.DECODE, start)
     assert (request.id, request.kind, request.priority) == (7, RequestKind.DECODE, 4)
     assert request.generation is generation
 
@@ -167,30 +202,30 @@ def test_an_impossible_generation_is_refused_by_its_field(message: types_pb2.Gen
     for start in (decode_pb2.DecodeStart(generation=message), prefill_pb2.PrefillStart(generation=message)):
         with pytest.raises(InvalidRequestError) as caught:
             if isinstance(start, decode_pb2.DecodeStart):
-                convert.from_decode_start(start)
+                from_decode_start(start)
             else:
-                convert.from_prefill_start(start)
+                from_prefill_start(start)
         assert caught.value.field == field
 
 
 def test_a_start_without_a_generation_is_refused() -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        convert.from_decode_start(decode_pb2.DecodeStart())
+        from_decode_start(decode_pb2.DecodeStart())
     assert caught.value.field == "generation"
 
 
 @pytest.mark.parametrize("kind", list(GrammarKind))
 def test_a_grammar_comes_back_as_it_was(kind: GrammarKind) -> None:
     sampling = Sampling(guided=GuidedDecoding(kind, "a*"))
-    message = convert.to_sampling(sampling)
+    message = to_sampling(sampling)
     assert getattr(message.guided, kind.value) == "a*"
-    assert convert.from_sampling(message) == sampling
+    assert from_sampling(message) == sampling
 
 
 @pytest.mark.parametrize("guided", [types_pb2.GuidedDecoding(), types_pb2.GuidedDecoding(regex="a" * 65_537)])
 def test_a_grammar_that_is_none_is_refused_by_its_field(guided: types_pb2.GuidedDecoding) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        convert.from_sampling(types_pb2.Sampling(guided=guided))
+        from_sampling(types_pb2.Sampling(guided=guided))
     assert caught.value.field == "sampling.guided"
 
 
@@ -205,18 +240,18 @@ def test_a_grammar_that_is_none_is_refused_by_its_field(guided: types_pb2.Guided
 )
 def test_an_impossible_context_is_refused_by_its_field(message: types_pb2.RequestContext, field: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        convert.from_request_context(message)
+        from_request_context(message)
     assert caught.value.field == field
 
 
 def some_hand_off() -> types_pb2.HandOff:
     layout = KvLayout(model_fingerprint="f", dtype="float32", num_layers=1, num_kv_heads=1, head_dim=1, block_size=4)
-    blocks = types_pb2.BlocksPayload(layout=convert.to_kv_layout(layout), num_tokens=9)
+    blocks = types_pb2.BlocksPayload(layout=to_kv_layout(layout), num_tokens=9)
     return types_pb2.HandOff(hand_off_id=b"i" * 16, secret=b"s" * 16, worker_id="w", address="a:1", blocks=blocks)
 
 
 def test_a_hand_off_of_blocks_knows_its_pieces() -> None:
-    payload = convert.from_hand_off(some_hand_off()).payload
+    payload = from_hand_off(some_hand_off()).payload
     assert isinstance(payload, BlocksPayload)
     assert payload.num_pieces == 3
 
@@ -226,7 +261,7 @@ def test_a_hand_off_of_blocks_knows_its_pieces() -> None:
     [
         (types_pb2.HandOff(hand_off_id=b"short"), "hand_off.hand_off_id"),
         (types_pb2.HandOff(secret=b"s" * 17), "hand_off.secret"),
-        (types_pb2.HandOff(lease=Duration(seconds=-1)), "hand_off.lease"),
+        (types_pb2.HandOff(time_to_live=Duration(seconds=-1)), "hand_off.time_to_live"),
         (
             types_pb2.HandOff(blocks=types_pb2.BlocksPayload(layout=types_pb2.KvLayout(dtype="int3"))),
             "hand_off.blocks.layout.dtype",
@@ -237,7 +272,7 @@ def test_an_impossible_hand_off_is_refused_by_its_field(change: types_pb2.HandOf
     message = some_hand_off()
     message.MergeFrom(change)
     with pytest.raises(InvalidRequestError) as caught:
-        convert.from_hand_off(message)
+        from_hand_off(message)
     assert caught.value.field == field
 
 
@@ -249,7 +284,7 @@ def test_a_hand_off_that_lacks_something_is_refused_by_its_field(name: str, fiel
     message = some_hand_off()
     message.ClearField(name)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError) as caught:
-        convert.from_hand_off(message)
+        from_hand_off(message)
     assert caught.value.field == field
 
 
@@ -257,35 +292,35 @@ def test_zeros_in_a_layout_are_refused() -> None:
     message = some_hand_off()
     message.blocks.layout.head_dim = 0
     with pytest.raises(InvalidRequestError) as caught:
-        convert.from_hand_off(message)
+        from_hand_off(message)
     assert caught.value.field == "hand_off.blocks.layout.head_dim"
 
 
 def test_values_that_say_nothing_are_a_peers_fault() -> None:
     with pytest.raises(ProtocolError):
-        convert.from_finish_reason(types_pb2.FINISH_REASON_UNSPECIFIED)
+        from_finish_reason(types_pb2.FINISH_REASON_UNSPECIFIED)
     with pytest.raises(ProtocolError):
-        convert.from_engine_finish_reason(types_pb2.FINISH_REASON_CANCELLED)
+        from_engine_finish_reason(types_pb2.FINISH_REASON_CANCELLED)
     with pytest.raises(ProtocolError):
-        convert.from_worker_role(worker_pb2.WORKER_ROLE_UNSPECIFIED)
+        from_worker_role(worker_pb2.WORKER_ROLE_UNSPECIFIED)
     with pytest.raises(ProtocolError):
-        convert.from_token_logprobs(types_pb2.TokenLogprobs(top_token_ids=[1]))
+        from_token_logprobs(types_pb2.TokenLogprobs(top_token_ids=[1]))
     with pytest.raises(ProtocolError):
-        convert.from_worker_record(worker_pb2.WorkerRecord(role=worker_pb2.WORKER_ROLE_DECODE, worker_id="/"))
+        from_worker_record(worker_pb2.WorkerRecord(role=worker_pb2.WORKER_ROLE_DECODE, worker_id="/"))
 
 
 def test_ways_of_a_newer_version_are_left_out() -> None:
-    assert convert.from_transfer_ways([2, 99, 1]) == ("shm", "grpc")  # type: ignore[list-item]
-    assert len(convert.to_transfer_ways(["teleport", "grpc"])) == 1
+    assert from_transfer_ways([2, 99, 1]) == ("shm", "grpc")  # type: ignore[list-item]
+    assert len(to_transfer_ways(["teleport", "grpc"])) == 1
 
 
 def test_a_router_has_no_worker_role() -> None:
-    assert convert.to_worker_role(Role.ROUTER) == worker_pb2.WORKER_ROLE_UNSPECIFIED
+    assert to_worker_role(Role.ROUTER) == worker_pb2.WORKER_ROLE_UNSPECIFIED
 
 
 def test_a_host_survives() -> None:
     host = HostIdentity(boot_id="b", ipc_namespace="ipc:[1]")
-    assert convert.from_host_identity(convert.to_host_identity(host)) == host
+    assert host_from_pb(host_to_pb(host)) == host
 
 
 def test_secrets_do_not_show_in_reprs() -> None:
@@ -293,7 +328,7 @@ def test_secrets_do_not_show_in_reprs() -> None:
         context=RequestContext(session_key="hush"), generation=Generation(prompt_token_ids=[77777], cache_salt="hush")
     )
     assert "hush" not in repr(start) and "77777" not in repr(start)
-    assert "ssss" not in repr(convert.from_hand_off(some_hand_off()))
+    assert "ssss" not in repr(from_hand_off(some_hand_off()))
 
 
 def over_the_wire(message: MessageT) -> MessageT:
@@ -306,8 +341,8 @@ def assert_context(rebuilt: RequestContext, context: RequestContext) -> None:
 
 
 def assert_hand_off(rebuilt: HandOff, hand_off: HandOff) -> None:
-    assert rebuilt.lease.total_seconds() == pytest.approx(hand_off.lease.total_seconds(), abs=1e-5)
-    assert replace(rebuilt, lease=hand_off.lease) == hand_off
+    assert rebuilt.time_to_live.total_seconds() == pytest.approx(hand_off.time_to_live.total_seconds(), abs=1e-5)
+    assert replace(rebuilt, time_to_live=hand_off.time_to_live) == hand_off
 
 
 def assert_media(rebuilt: Sequence[MediaInput], media: Sequence[MediaInput]) -> None:

@@ -18,7 +18,7 @@ from quartet.kvcache.layout import (
 )
 from quartet.media.items import MediaFile, MediaGrid, MediaItem, MediaKind, MediaSize
 from quartet.streams.convert.hand_off import to_hand_off
-from quartet.streams.convert.inner import (
+from quartet.streams.convert.messages import (
     from_encode_sized,
     from_encode_start,
     from_encoded_item,
@@ -36,7 +36,7 @@ HAND_OFF = HandOff(
     worker_id="encode-0",
     epoch=1,
     address="h:1",
-    lease=timedelta(seconds=30),
+    time_to_live=timedelta(seconds=30),
     payload=EmbeddingsPayload(LAYOUT, 64, (1, 2, 3, 4)),
 )
 START = EncodeStart(

@@ -15,7 +15,7 @@ from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaSize
 from quartet.rpc.channels import create_channel
 from quartet.rpc.errors import abort
-from quartet.streams.convert.inner import to_encode_sized, to_encoded_item
+from quartet.streams.convert.messages import to_encode_sized, to_encoded_item
 from quartet.streams.encode_client import EncodeClient
 from quartet.streams.messages import EncodedItem, EncodeStart, RequestContext
 from quartet.v1 import encode_pb2

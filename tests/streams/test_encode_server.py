@@ -14,7 +14,7 @@ from quartet.errors import InvalidMediaError, RequestCancelledError, ServingErro
 from quartet.kvcache.layout import EmbeddingLayout, EmbeddingsPayload, HandOff
 from quartet.media.items import MediaFile, MediaItem, MediaKind, MediaSize
 from quartet.rpc.errors import public_error
-from quartet.streams.convert.inner import from_encode_start, to_encode_start
+from quartet.streams.convert.messages import from_encode_start, to_encode_start
 from quartet.streams.encode_server import EncodeOutbox, EncodeStream
 from quartet.streams.messages import EncodedItem, EncodeStart, RequestContext
 from quartet.streams.server import StreamLimits
@@ -33,7 +33,7 @@ def encoded(item: int) -> EncodedItem:
         worker_id="w",
         epoch=1,
         address="a:1",
-        lease=timedelta(seconds=1),
+        time_to_live=timedelta(seconds=1),
         payload=EmbeddingsPayload(layout, 5),
     )
     return EncodedItem(item=item, hand_off=hand_off)

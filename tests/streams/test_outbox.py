@@ -12,7 +12,8 @@ from quartet.engine.base import Finished, FinishReason, Prefilled, Started
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import EngineError
 from quartet.kvcache.layout import HandOff, OpaquePayload
-from quartet.streams.messages import MAX_OPAQUE_STATE_BYTES, MAX_WORKER_MESSAGE_BYTES
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
+from quartet.streams.messages import MAX_OPAQUE_STATE_BYTES
 from quartet.streams.outbox import DecodeOutbox, PrefillOutbox
 from quartet.v1 import decode_pb2, prefill_pb2
 
@@ -27,7 +28,7 @@ def long_logprobs(num_alternatives: int) -> TokenLogprobs:
 def take_all(outbox: DecodeOutbox) -> list[decode_pb2.DecodeResponse]:
     messages = []
     while (message := outbox.take()) is not None:
-        assert len(message.SerializeToString()) <= MAX_WORKER_MESSAGE_BYTES
+        assert len(message.SerializeToString()) <= MAX_STREAM_MESSAGE_BYTES
         messages.append(message)
     assert not outbox.ready.is_set()
     return messages
@@ -101,7 +102,7 @@ def test_tokens_arrive_whole_in_order_before_the_end_in_messages_of_at_most_one_
         if is_taken:
             message = outbox.take()
             assert message is not None
-            assert message.ByteSize() <= MAX_WORKER_MESSAGE_BYTES
+            assert message.ByteSize() <= MAX_STREAM_MESSAGE_BYTES
             received.take(message)
     for message in take_all(outbox):
         received.take(message)
@@ -130,7 +131,7 @@ def test_a_message_is_used_well_when_much_waits() -> None:
     outbox = DecodeOutbox()
     for slot in range(100):
         outbox.tokens(slot, 0, [BIG] * 20_000, ())
-    assert len(take_all(outbox)) <= 100 * 20_000 * 5 // MAX_WORKER_MESSAGE_BYTES + 2
+    assert len(take_all(outbox)) <= 100 * 20_000 * 5 // MAX_STREAM_MESSAGE_BYTES + 2
 
 
 def test_what_gathers_is_merged() -> None:
@@ -159,7 +160,7 @@ def make_hand_off(num_bytes: int) -> HandOff:
         worker_id="w" * 200,
         epoch=2**64 - 1,
         address="h" * 200,
-        lease=timedelta(seconds=30),
+        time_to_live=timedelta(seconds=30),
         payload=OpaquePayload("trtllm", bytes(num_bytes)),
     )
 
@@ -176,7 +177,7 @@ def test_opaque_hand_offs_share_messages_as_far_as_they_fit(num_bytes: int) -> N
         outbox.prefilled(slot, prefilled(slot), make_hand_off(num_bytes))
     slots = []
     while (message := outbox.take()) is not None:
-        assert len(message.SerializeToString()) <= MAX_WORKER_MESSAGE_BYTES
+        assert len(message.SerializeToString()) <= MAX_STREAM_MESSAGE_BYTES
         slots += [output.slot for output in message.outputs]
     assert slots == list(range(20))
 
@@ -187,7 +188,7 @@ def test_a_thousand_long_failures_of_prefills_are_spread_over_messages() -> None
         outbox.failed(slot, LONG_ERROR)
     messages: list[prefill_pb2.PrefillResponse] = []
     while (message := outbox.take()) is not None:
-        assert len(message.SerializeToString()) <= MAX_WORKER_MESSAGE_BYTES
+        assert len(message.SerializeToString()) <= MAX_STREAM_MESSAGE_BYTES
         messages.append(message)
     assert sum(len(message.outputs) for message in messages) == 3000
 
@@ -267,6 +268,6 @@ def test_a_step_that_is_too_long_for_a_message_is_split() -> None:
     outbox.step(range(num_slots), [num_tokens] * num_slots, [0] * num_slots, [2**31] * (num_slots * num_tokens))
     total = 0
     while (message := outbox.take()) is not None:
-        assert message.ByteSize() <= MAX_WORKER_MESSAGE_BYTES
+        assert message.ByteSize() <= MAX_STREAM_MESSAGE_BYTES
         total += len(message.token_ids)
     assert total == num_slots * num_tokens

@@ -22,9 +22,9 @@ from quartet.errors import (
     SignedStartUsedError,
     SigningKeyUnknownError,
 )
-from quartet.streams import convert
-from quartet.streams.convert.inner import to_signed_decode_start
-from quartet.streams.messages import MAX_WORKER_MESSAGE_BYTES, RequestContext, SignedPlacement, WorkerStart
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
+from quartet.streams.convert.messages import to_decode_start, to_signed_decode_start
+from quartet.streams.messages import RequestContext, SignedPlacement, WorkerStart
 from quartet.streams.signed_start import SignedStartVerifier, SigningKey, sign
 from quartet.v1 import decode_pb2
 from tests.streams.strategies import WORKER_STARTS
@@ -96,7 +96,7 @@ def test_what_was_sealed_is_opened_in_the_callers_slot(start: WorkerStart) -> No
     opened = worker.open(worker.sign(start), slot=5)
     assert opened.slot == 5
     opened.slot = 0
-    assert opened == convert.to_decode_start(0, start)
+    assert opened == to_decode_start(0, start)
     assert worker.outcomes == ["opened"]
 
 
@@ -222,7 +222,7 @@ def test_bytes_that_a_key_sealed_and_that_are_no_start_are_refused(worker: Worke
 
 
 def test_a_start_too_long_for_an_inner_message_is_not_sealed(worker: Worker) -> None:
-    longest = MAX_WORKER_MESSAGE_BYTES // 4
+    longest = MAX_STREAM_MESSAGE_BYTES // 4
     with pytest.raises(MessageTooLargeError, match="Generate"):
         worker.sign(replace(START, generation=Generation(prompt_token_ids=[1] * longest)))
     message = decode_pb2.DecodeRequest(
@@ -230,7 +230,7 @@ def test_a_start_too_long_for_an_inner_message_is_not_sealed(worker: Worker) -> 
             2**32 - 1, worker.sign(replace(START, generation=Generation(prompt_token_ids=[1] * (longest - 200))))
         )
     )
-    assert MAX_WORKER_MESSAGE_BYTES - 1024 < message.ByteSize() <= MAX_WORKER_MESSAGE_BYTES
+    assert MAX_STREAM_MESSAGE_BYTES - 1024 < message.ByteSize() <= MAX_STREAM_MESSAGE_BYTES
 
 
 def test_nothing_shows_what_is_sealed(worker: Worker) -> None:

@@ -82,7 +82,7 @@ def test_an_unknown_name_has_the_file_looked_at_sooner_but_not_each_time(
     keys = file.keys()
     looks = []
     monkeypatch.setattr(
-        signed_start, "_look", lambda path: looks.append(path) or signed_start._signature_of(path.stat())
+        signed_start, "_poll", lambda path: looks.append(path) or signed_start._signature_of(path.stat())
     )
     for file.now in (0.01, 0.04, 0.06, 0.07, 0.1, 0.12):
         for _ in range(100):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 
-from quartet.telemetry.fast_histogram import FastHistogram
+from quartet.telemetry.metrics import FastHistogram
 
 # As in every process of ours.
 disable_created_metrics()  # type: ignore[no-untyped-call]

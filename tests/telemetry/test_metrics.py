@@ -10,8 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from quartet.engine.base import EngineStats
-from quartet.telemetry.event_loop_lag import monitor_event_loop_lag
-from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, WorkerMetrics
+from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, WorkerMetrics, monitor_event_loop_lag
 
 UNITS = "seconds|tokens|requests|blocks|bytes|steps|events|preemptions|attempts|hand_offs|workers|starts"
 

@@ -8,8 +8,7 @@ import json
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from quartet.text.special_tokens import SpecialTokens
-from quartet.text.tokenizer import Tokenizer
+from quartet.text.tokenizer import SpecialTokens, Tokenizer
 
 BOS, EOS = "<s>", "</s>"
 SPECIAL_TOKENS = SpecialTokens(named={"bos_token": BOS, "eos_token": EOS}, additional=("<|turn|>",))

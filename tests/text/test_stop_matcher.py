@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.errors import InvalidRequestError
-from quartet.text.stop_matcher import StopMatcher
+from quartet.text.text_stream import StopMatcher
 
 # Few letters, so that stop strings overlap with themselves and with each other.
 letters = st.text(alphabet="ab☃", max_size=30)

@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from quartet.errors import InvalidRequestError, ModelFilesError
 from quartet.text.model_files import read_text_files
-from quartet.text.special_tokens import SpecialTokens
-from quartet.text.tokenizer import Tokenizer
+from quartet.text.tokenizer import SpecialTokens, Tokenizer
 from tests.text import builders
 
 

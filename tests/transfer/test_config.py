@@ -14,7 +14,7 @@ from quartet.transfer.config import TransferConfig
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("lease_s", 0.0),
+        ("hand_off_ttl_s", 0.0),
         ("max_pull_s", -1.0),
         ("stall_timeout_s", float("nan")),
         ("ways", (TransferWay.SHM,)),

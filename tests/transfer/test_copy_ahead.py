@@ -14,15 +14,14 @@ import grpc
 import pytest
 
 from quartet.errors import HandOffNotFoundError, TransferError
-from quartet.kvcache.hand_off import HandOffEntry, HandOffState
+from quartet.kvcache.hand_off import HandOffState, HandOffTicket, Offer
 from quartet.kvcache.layout import BlocksPayload, HandOff
-from quartet.rpc.errors import to_error
+from quartet.rpc.errors import from_pull_error
 from quartet.transfer.base import PieceCopy, TransferWay
 from quartet.transfer.grpc.messages import PullMessage
 from quartet.transfer.grpc.streams import PullStream
-from quartet.transfer.source import HandOffTicket
 from quartet.v1 import transfer_pb2 as pb
-from tests.transfer.test_hostile_source import FINISHED, GRANTED, HEAR, granted, scripted
+from tests.transfer.test_hostile_source import FINISHED, GRANTED, RECEIVE, granted, scripted
 from tests.transfer.workers import (
     CONFIG,
     LAYOUT,
@@ -42,7 +41,7 @@ async def mapped_workers() -> AsyncIterator[tuple[SourceWorker, PullerWorker]]:
     """A puller that has fetched from the source before."""
     async with source_worker() as source, puller_worker() as here:
         await here.puller.claim(source.offer(1, (0,))).fetch([PieceCopy(0, 0)])
-        assert await source.end() == Ended(1, HandOffState.RELEASED)
+        assert await source.end() == Ended(1, HandOffState.TAKEN)
         yield source, here
 
 
@@ -85,7 +84,7 @@ async def test_what_was_read_and_granted_does_not_count_when_the_source_let_go_b
     async with mapped_workers() as (source, here):
         begin = source.source.begin
 
-        def begin_and_let_go(ticket: HandOffTicket, pieces: Sequence[int]) -> HandOffEntry:
+        def begin_and_let_go(ticket: HandOffTicket, pieces: Sequence[int]) -> Offer:
             entry = begin(ticket, pieces)
             source.source.withdraw(2)
             return entry
@@ -100,8 +99,8 @@ async def test_the_source_hears_the_end_before_it_has_granted_where_all_was_read
         hand_off = source.offer(2, (3, 7))
         offsets = [block * LAYOUT.piece_size_bytes for block in (3, 7)]
         grant = granted(way=pb.TRANSFER_WAY_SHM, shm=pb.ShmDescriptor(offsets=offsets))
-        # It answers nothing until it was told both.
-        async with scripted(HEAR, HEAR, grant, FINISHED) as (_scripted, elsewhere):
+        # It answers nothing until it has received both.
+        async with scripted(RECEIVE, RECEIVE, grant, FINISHED) as (_scripted, elsewhere):
             result = await here.puller.claim(replace(hand_off, address=elsewhere.address)).fetch(COPIES)
         assert result.way is TransferWay.SHM
         assert here.memory.piece(5) == source.memory.piece(3)
@@ -110,7 +109,7 @@ async def test_the_source_hears_the_end_before_it_has_granted_where_all_was_read
 @pytest.mark.parametrize("answers", [(), (FINISHED,), (GRANTED,)], ids=["none", "no grant", "a grant alone"])
 async def test_of_two_answers_each_has_to_come(answers: tuple[pb.PullResponse, ...]) -> None:
     config = replace(CONFIG, stall_timeout_s=0.2)
-    async with scripted(HEAR, HEAR, *answers) as (source, hand_off), puller_worker(config=config) as here:
+    async with scripted(RECEIVE, RECEIVE, *answers) as (source, hand_off), puller_worker(config=config) as here:
         with pytest.raises(TransferError):
             await here.puller.claim(hand_off).fetch(())
         async with asyncio.timeout(5):
@@ -123,7 +122,7 @@ async def test_block_ids_outside_the_pool_are_a_transfer_error() -> None:
         claim = here.puller.claim(hand_off)
         with pytest.raises(TransferError):
             await claim.fetch(COPIES)
-        await claim.abort()
+        await claim.release()
         assert await source.end() == Ended(2, HandOffState.CANCELLED)
 
 
@@ -140,7 +139,7 @@ async def test_a_refusal_that_grpc_hides_behind_a_status_of_its_own_is_asked_for
         nonlocal num_asked
         num_asked += 1
         if num_asked <= num_hidden:
-            raise to_error(hidden)
+            raise from_pull_error(hidden)
         return await receive(stream)
 
     async with mapped_workers() as (source, here):

@@ -10,7 +10,7 @@ import pytest
 
 _PROGRAM = """
 import resource
-from quartet.transfer.grpc.streams import keep_freed_memory
+from quartet.transfer.grpc.messages import keep_freed_memory
 
 def num_page_faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -14,7 +14,7 @@ import pytest
 from quartet.errors import LayoutMismatchError, TransferError, TransferTimeoutError
 from quartet.kvcache.hand_off import HandOffState
 from quartet.kvcache.layout import BlocksPayload, HandOff
-from quartet.rpc.errors import to_error
+from quartet.rpc.errors import from_pull_error
 from quartet.transfer.base import PieceCopy
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.servicer import TransferServicer
@@ -24,8 +24,8 @@ from tests.transfer.workers import CONFIG, LAYOUT, Ended, puller_worker, source_
 
 SIZE = LAYOUT.piece_size_bytes
 GRANTED = pb.PullResponse(granted=pb.PullGranted(way=pb.TRANSFER_WAY_GRPC, piece_size_bytes=SIZE))
-#: In a script: wait for the puller to say something.
-HEAR = pb.PullResponse()
+#: In a script: wait for the puller's next message.
+RECEIVE = pb.PullResponse()
 FINISHED = pb.PullResponse(finished=pb.PullFinished())
 COPIES = (PieceCopy(0, 2), PieceCopy(1, 5))
 
@@ -39,7 +39,7 @@ def granted(**fields: object) -> pb.PullResponse:
 
 
 class ScriptedSource(TransferServiceServicer):
-    """Says its lines whatever it is told, then waits for the puller to leave."""
+    """Sends its script whatever the puller sends, then waits for the puller to leave."""
 
     def __init__(self, *script: pb.PullResponse) -> None:
         self.script = script
@@ -49,7 +49,7 @@ class ScriptedSource(TransferServiceServicer):
     async def Pull(self, request_iterator, context) -> AsyncIterator[pb.PullResponse]:  # type: ignore[override]
         try:
             for response in self.script:
-                if response is HEAR:
+                if response is RECEIVE:
                     await anext(request_iterator)
                 else:
                     yield response
@@ -76,7 +76,7 @@ async def scripted(*script: pb.PullResponse) -> AsyncIterator[tuple[ScriptedSour
                 worker_id="liar",
                 epoch=1,
                 address=f"127.0.0.1:{port}",
-                lease=timedelta(seconds=10),
+                time_to_live=timedelta(seconds=10),
                 payload=BlocksPayload(LAYOUT, 2 * LAYOUT.block_size),
             ),
         )
@@ -87,7 +87,7 @@ async def scripted(*script: pb.PullResponse) -> AsyncIterator[tuple[ScriptedSour
 async def test_an_ordinary_generated_server_is_pulled_from() -> None:
     halves = [piece(1, b"\1" * (SIZE // 2)), piece(1, b"\2" * (SIZE // 2), SIZE // 2)]
     async with (
-        scripted(GRANTED, halves[0], piece(0), halves[1], HEAR, HEAR, FINISHED) as (_source, hand_off),
+        scripted(GRANTED, halves[0], piece(0), halves[1], RECEIVE, RECEIVE, FINISHED) as (_source, hand_off),
         puller_worker() as here,
     ):
         result = await here.puller.claim(hand_off).fetch(COPIES)
@@ -123,7 +123,7 @@ LIES: dict[str, tuple[pb.PullResponse, ...]] = {
 
 @pytest.mark.parametrize("lie", LIES)
 async def test_lies_are_transfer_errors_and_the_source_is_left(lie: str) -> None:
-    async with scripted(HEAR, *LIES[lie]) as (source, hand_off), puller_worker() as here:
+    async with scripted(RECEIVE, *LIES[lie]) as (source, hand_off), puller_worker() as here:
         with pytest.raises(TransferError):
             await here.puller.claim(hand_off).fetch(COPIES)
         async with asyncio.timeout(5):
@@ -174,12 +174,12 @@ async def test_closing_the_puller_ends_a_fetch_with_an_error_not_with_a_cancella
             await fetch
         with pytest.raises(TransferError):
             await waiting.fetch(COPIES)
-        await waiting.abort()
+        await waiting.release()
         with pytest.raises(TransferError):
             here.puller.claim(hand_off)
 
 
-async def test_a_renewal_that_is_left_unanswered_does_not_lose_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_renewal_that_is_left_unanswered_does_not_lose_the_hand_off(monkeypatch: pytest.MonkeyPatch) -> None:
     was_swallowed = asyncio.Event()
     pull = TransferServicer.Pull
 
@@ -190,9 +190,9 @@ async def test_a_renewal_that_is_left_unanswered_does_not_lose_the_lease(monkeyp
         await pull(self, requests, context)
 
     monkeypatch.setattr(TransferServicer, "Pull", pull_but_the_first)
-    async with source_worker(config=TransferConfig(lease_s=0.9)) as source, puller_worker() as here:
+    async with source_worker(config=TransferConfig(hand_off_ttl_s=0.9)) as source, puller_worker() as here:
         claim = here.puller.claim(source.offer(1, (3, 4)))
-        source.offer(2, ())  # nobody renews this one: it ends when the lease of the other would have
+        source.offer(2, ())  # not renewed: it expires when the other would have
         assert await source.end() == Ended(2, HandOffState.EXPIRED)
         assert was_swallowed.is_set()
         await claim.fetch([PieceCopy(0, 0)])
@@ -200,18 +200,18 @@ async def test_a_renewal_that_is_left_unanswered_does_not_lose_the_lease(monkeyp
 
 async def test_a_renewal_that_fails_is_tried_again_and_abort_is_bounded() -> None:
     async with scripted() as (source, hand_off), puller_worker() as here:
-        claim = here.puller.claim(dataclasses.replace(hand_off, lease=timedelta(seconds=0.3)))
+        claim = here.puller.claim(dataclasses.replace(hand_off, time_to_live=timedelta(seconds=0.3)))
         for _ in range(2):  # each renewal is left unanswered
             async with asyncio.timeout(5):
                 await source.was_left.wait()
             source.was_left.clear()
         async with asyncio.timeout(3):
-            await claim.abort()
+            await claim.release()
 
 
 def test_a_status_that_says_nothing_known_is_a_transfer_error() -> None:
     error = grpc.aio.AioRpcError(grpc.StatusCode.PERMISSION_DENIED, grpc.aio.Metadata(), grpc.aio.Metadata(), "no")
-    assert type(to_error(error)) is TransferError
+    assert type(from_pull_error(error)) is TransferError
     garbled = grpc.aio.Metadata(("grpc-status-details-bin", b"\xff\xff"))
     error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), garbled, "no")
-    assert type(to_error(error)) is TransferError
+    assert type(from_pull_error(error)) is TransferError

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.transfer.grpc.messages import (
-    MAX_MESSAGE_SIZE_BYTES,
     PiecePart,
     frame_piece,
     parse_piece,
@@ -54,11 +54,11 @@ def test_other_messages_are_parsed_as_generated() -> None:
     assert parse_response(response.SerializeToString()) == response
 
 
-@pytest.mark.parametrize("size", [1, 1000, MAX_MESSAGE_SIZE_BYTES, MAX_MESSAGE_SIZE_BYTES * 5 // 2])
+@pytest.mark.parametrize("size", [1, 1000, MAX_STREAM_MESSAGE_BYTES, MAX_STREAM_MESSAGE_BYTES * 5 // 2])
 def test_a_piece_is_split_into_messages_of_one_mebibyte_at_most(size: int) -> None:
     piece = bytes(range(256)) * (size // 256) + bytes(size % 256)
     parts = list(split_piece(memoryview(piece)))
     assert b"".join(data for _offset, data in parts) == piece
     assert [offset for offset, _data in parts] == [sum(len(d) for _o, d in parts[:i]) for i in range(len(parts))]
     # The largest index and offset take the most room.
-    assert max(len(frame_piece(2**32 - 1, 2**64 - 1, data)) for _o, data in parts) <= MAX_MESSAGE_SIZE_BYTES
+    assert max(len(frame_piece(2**32 - 1, 2**64 - 1, data)) for _o, data in parts) <= MAX_STREAM_MESSAGE_BYTES

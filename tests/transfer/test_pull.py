@@ -30,6 +30,8 @@ from tests.transfer.workers import (
 
 ELSEWHERE = HostIdentity(boot_id="another machine", ipc_namespace="ipc:[1]")
 BLOCKS = (3, 4, 9, 0)
+#: Long enough for three tries of a renewal on a busy machine, where an answer takes a tenth of a second.
+TTL_S = 0.9
 
 
 @pytest.mark.parametrize("way", [TransferWay.GRPC, TransferWay.SHM])
@@ -45,8 +47,8 @@ async def test_only_the_pieces_asked_for_move_and_their_bytes_are_equal(way: Tra
             piece = next((copy.piece for copy in copies if copy.block_id == block_id), None)
             expected = bytes(layout.piece_size_bytes) if piece is None else source.memory.piece(BLOCKS[piece])
             assert here.memory.piece(block_id) == expected
-        assert await source.end() == Ended(1, HandOffState.RELEASED)
-        assert source.source.counts.released == 1
+        assert await source.end() == Ended(1, HandOffState.TAKEN)
+        assert source.source.counts.taken == 1
 
 
 async def test_shared_memory_is_taken_only_on_the_same_host() -> None:
@@ -65,52 +67,52 @@ async def test_a_source_that_speaks_only_grpc_is_pulled_from_by_grpc() -> None:
 async def test_a_fetch_of_nothing_lets_the_source_go() -> None:
     async with source_worker() as source, puller_worker() as here:
         assert (await here.puller.claim(source.offer(1, BLOCKS)).fetch(())).size_bytes == 0
-        assert await source.end() == Ended(1, HandOffState.RELEASED)
+        assert await source.end() == Ended(1, HandOffState.TAKEN)
 
 
 async def test_opaque_hand_offs_are_finished_and_aborted_like_others() -> None:
     async with source_worker() as source, puller_worker() as here:
         await here.puller.claim(source.offer_opaque(1)).fetch(())
-        assert await source.end() == Ended(1, HandOffState.RELEASED)
-        await here.puller.claim(source.offer_opaque(2)).abort()
+        assert await source.end() == Ended(1, HandOffState.TAKEN)
+        await here.puller.claim(source.offer_opaque(2)).release()
         assert await source.end() == Ended(2, HandOffState.CANCELLED)
 
 
 async def test_abort_frees_at_once_and_may_be_repeated() -> None:
     async with source_worker() as source, puller_worker() as here:
         claim = here.puller.claim(source.offer(1, BLOCKS))
-        await claim.abort()
-        await claim.abort()
+        await claim.release()
+        await claim.release()
         assert await source.end() == Ended(1, HandOffState.CANCELLED)
         with pytest.raises(HandOffStateError):
             await claim.fetch(())
 
 
-async def test_a_lease_is_renewed_for_as_long_as_the_claim_is_open() -> None:
-    config = TransferConfig(lease_s=0.3)
+async def test_a_hand_off_is_renewed_for_as_long_as_the_claim_is_open() -> None:
+    config = TransferConfig(hand_off_ttl_s=TTL_S)
     async with source_worker(config=config) as source, puller_worker() as here:
         claimed, forgotten = source.offer(1, BLOCKS), source.offer(2, BLOCKS)
         claim = here.puller.claim(claimed)
         assert await source.end() == Ended(2, HandOffState.EXPIRED)
-        # Three leases of others later the claim is still good.
+        # Three others expired, and the claim is still good.
         for holder in (3, 4, 5):
             source.offer(holder, BLOCKS)
             assert await source.end() == Ended(holder, HandOffState.EXPIRED)
         await claim.fetch([PieceCopy(0, 0)])
-        assert await source.end() == Ended(1, HandOffState.RELEASED)
+        assert await source.end() == Ended(1, HandOffState.TAKEN)
         with pytest.raises(HandOffNotFoundError):
             await here.puller.claim(forgotten).fetch(())
 
 
-async def test_keeping_alive_for_somebody_else_needs_no_pool_and_ends_without_an_abort() -> None:
-    config = TransferConfig(lease_s=0.3)
+async def test_a_claim_for_another_needs_no_pool_and_stops_without_an_abort() -> None:
+    config = TransferConfig(hand_off_ttl_s=TTL_S)
     async with source_worker(config=config) as source, puller_worker() as here:
-        lease = here.puller.keep(source.offer(1, BLOCKS))
+        claim = here.puller.claim_for_another(source.offer(1, BLOCKS))
         source.offer(2, BLOCKS)
         assert await source.end() == Ended(2, HandOffState.EXPIRED)
         source.offer(3, BLOCKS)
         assert await source.end() == Ended(3, HandOffState.EXPIRED)
-        lease.stop()
+        claim.stop()
         assert await source.end() == Ended(1, HandOffState.EXPIRED)
 
 
@@ -169,7 +171,7 @@ async def test_a_source_that_is_not_there_is_a_failed_transfer_and_abort_does_no
         # Not WorkerUnavailableError: over the wire that would be said of the worker that wanted to pull.
         assert raised.type is TransferError
         async with asyncio.timeout(2):
-            await claim.abort()
+            await claim.release()
 
 
 async def test_a_peer_whose_pool_cannot_be_mapped_is_pulled_from_by_grpc_the_next_time() -> None:

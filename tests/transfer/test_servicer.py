@@ -72,7 +72,7 @@ async def test_a_generated_client_gets_granted_pieces_finished() -> None:
             assert data == source.memory.piece(BLOCKS[piece])
         assert max(part.ByteSize() for part in parts) <= 1 << 20
         assert finished.HasField("finished")
-        assert await source.end() == Ended(1, HandOffState.RELEASED)
+        assert await source.end() == Ended(1, HandOffState.TAKEN)
 
 
 async def test_shm_tells_where_the_pieces_are_and_sends_none() -> None:
@@ -148,11 +148,11 @@ async def test_blocks_of_a_hand_off_that_somebody_else_aborted_are_sent_no_furth
         assert source.ends.empty()
 
 
-async def test_renewals_say_how_long_the_lease_is_before_and_after_begin() -> None:
-    async with source_worker(config=TransferConfig(lease_s=2.5)) as source:
+async def test_renewals_say_the_time_to_live_before_and_after_begin() -> None:
+    async with source_worker(config=TransferConfig(hand_off_ttl_s=2.5)) as source:
         hand_off = source.offer(1, BLOCKS)
         responses = await say(source, renew(hand_off), begin(hand_off), renew(), renew(hand_off), FINISH)
-        renewed = [r.renewed.lease.ToMilliseconds() for r in responses if r.HasField("renewed")]
+        renewed = [r.renewed.time_to_live.ToMilliseconds() for r in responses if r.HasField("renewed")]
         assert renewed == [2500, 2500, 2500]
         assert responses[-1].HasField("finished")
 
@@ -218,8 +218,8 @@ async def test_a_puller_that_reads_nothing_is_ended_in_bounded_time() -> None:
                 pass
 
 
-async def test_a_stream_that_says_nothing_for_a_lease_is_ended() -> None:
-    async with source_worker(config=TransferConfig(lease_s=0.2)) as source, pull(source) as call:
+async def test_a_stream_that_says_nothing_for_a_time_to_live_is_ended() -> None:
+    async with source_worker(config=TransferConfig(hand_off_ttl_s=0.2)) as source, pull(source) as call:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
         assert reason_of(caught.value) == "TRANSFER_TIMEOUT"

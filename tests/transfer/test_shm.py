@@ -1,4 +1,4 @@
-"""Passing a pool to another process: to whom, for how long, and never to write."""
+"""Passing a pool to another process: to which one, for how long, and never to write."""
 
 from __future__ import annotations
 

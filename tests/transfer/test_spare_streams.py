@@ -1,4 +1,4 @@
-"""A stream that is open before it is needed saves time, and must cost nobody anything when it is not needed."""
+"""A stream that is open before it is needed saves time, and must cost nothing when it is not needed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ COPIES = (PieceCopy(0, 5), PieceCopy(1, 2))
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - of another part, which tells nobody
+        while not condition():  # noqa: ASYNC110 - of another part, which has no event for it
             await asyncio.sleep(0.001)
 
 
 async def fetch(here: PullerWorker, source: SourceWorker, holder: int) -> None:
     await here.puller.claim(source.offer(holder, (3, 7))).fetch(COPIES)
-    assert await source.end() == Ended(holder, HandOffState.RELEASED)
+    assert await source.end() == Ended(holder, HandOffState.TAKEN)
     assert here.memory.piece(5) == source.memory.piece(3)
 
 
@@ -54,13 +54,13 @@ async def test_claims_that_wait_share_one_spare_stream_and_each_gets_its_blocks(
 
 async def test_an_aborted_claim_leaves_the_spare_to_the_next_one() -> None:
     async with source_worker() as source, puller_worker() as here:
-        await here.puller.claim(source.offer(1, (3, 7))).abort()
+        await here.puller.claim(source.offer(1, (3, 7))).release()
         assert await source.end() == Ended(1, HandOffState.CANCELLED)
         await fetch(here, source, 2)
 
 
 async def test_a_spare_that_nobody_takes_is_given_up_before_the_source_ends_it() -> None:
-    config = replace(CONFIG, lease_s=0.3)
+    config = replace(CONFIG, hand_off_ttl_s=0.3)
     async with source_worker(config=config) as source, puller_worker(config=config) as here:
         await fetch(here, source, 1)
         await until(lambda: source.server.num_active_calls == 1)

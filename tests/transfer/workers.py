@@ -31,7 +31,7 @@ LAYOUT = KvLayout(model_fingerprint="f" * 64, dtype="float32", num_layers=2, num
 LARGE_LAYOUT = KvLayout(
     model_fingerprint="f" * 64, dtype="float32", num_layers=5, num_kv_heads=8, head_dim=256, block_size=32
 )
-CONFIG = TransferConfig(lease_s=10.0, max_pull_s=10.0, stall_timeout_s=5.0)
+CONFIG = TransferConfig(hand_off_ttl_s=10.0, max_pull_s=10.0, stall_timeout_s=5.0)
 
 
 @dataclass(frozen=True)

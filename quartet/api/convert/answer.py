@@ -25,7 +25,12 @@ from quartet.discovery.base import Rank
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.rpc.errors import put_duration, to_duration, to_failure, to_seconds
-from quartet.streams.convert.inner import from_finish_reason, from_token_logprobs, to_finish_reason, to_token_logprobs
+from quartet.streams.convert.messages import (
+    from_finish_reason,
+    from_token_logprobs,
+    to_finish_reason,
+    to_token_logprobs,
+)
 from quartet.streams.messages import SignedPlacement
 from quartet.v1 import router_pb2, types_pb2
 from quartet.v1 import router_pb2 as pb

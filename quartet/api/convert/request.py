@@ -9,8 +9,8 @@ from quartet.engine.sampling import Sampling
 from quartet.errors import InvalidRequestError, UnsupportedFieldError
 from quartet.media.items import MediaPart
 from quartet.rpc.errors import to_duration, to_seconds
-from quartet.streams.convert.inner import from_output_options, from_sampling, to_output_options, to_sampling
 from quartet.streams.convert.media import from_media_part, to_media_part
+from quartet.streams.convert.messages import from_output_options, from_sampling, to_output_options, to_sampling
 from quartet.text.chat_message import ChatMessage
 from quartet.v1 import router_pb2, types_pb2
 

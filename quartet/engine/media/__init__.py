@@ -1,4 +1,4 @@
-"""What engines of several kinds share of media: the pool of embeddings as tensors, and files of embeddings.
+"""Media code that several engines share: the pool of embeddings as tensors, and files of embeddings.
 
-Importing a module that reads files imports no torch; those that hold tensors do.
+``rows_encoder`` imports torch late, in the threads that need it; the other modules import it at once.
 """

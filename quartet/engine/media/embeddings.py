@@ -1,4 +1,4 @@
-"""The pool of media embeddings as tensors: what encoders and pullers write, and steps read."""
+"""The pool of media embeddings as tensors: encoders and pullers write it, steps read it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from quartet.transfer.base import EmbeddingMemory
 class EmbeddingPoolView:
     """``[num_blocks, block_size, hidden_size]`` over an ``EmbeddingMemory``, in host memory.
 
-    Any number of views may lie over one memory. Whoever keeps the pool's book sees to it that no blocks are written
-    that others read.
+    One memory may have several views. The owner of the pool makes sure that no block is written while it is read.
     """
 
     def __init__(self, memory: EmbeddingMemory) -> None:
-        """Look at ``memory``; nothing is copied."""
+        """View ``memory`` without a copy."""
         self.layout = memory.layout
         dtype: torch.dtype = getattr(torch, memory.layout.dtype)
         rows = torch.frombuffer(memory.memory.view, dtype=dtype)

@@ -1,4 +1,7 @@
-"""A ``MediaEncoder`` of embeddings that clients computed themselves: no vision tower, and no GPU."""
+"""A ``MediaEncoder`` for embeddings that clients computed themselves: it needs no vision tower and no GPU.
+
+The threads that read files import torch, which takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -17,32 +20,30 @@ from quartet.transfer.base import EmbeddingMemory
 if TYPE_CHECKING:
     import torch
 
-# Torch is imported by the threads that read files: it takes seconds.
-
 
 @dataclass(frozen=True)
 class RowsReader:
     """Reads files of embeddings. May be called on any thread.
 
     Attributes:
-        max_item_tokens: tokens that one item fills at most.
+        max_item_tokens: most tokens of one item.
     """
 
     hidden_size: int
     max_item_tokens: int
 
     def size(self, file: MediaFile) -> ItemSize:
-        """What ``file`` fills. Raises ``InvalidMediaError`` or ``MediaTooLargeError``, field ``file``."""
+        """The tokens that ``file`` fills. Raises ``InvalidMediaError`` or ``MediaTooLargeError``, field ``file``."""
         from quartet.engine.media.rows_file import read_rows_header
 
         header = read_rows_header(file.data, hidden_size=self.hidden_size, max_item_tokens=self.max_item_tokens)
         return ItemSize(header.num_tokens, None)
 
     def write(self, file: MediaFile, embeddings: EmbeddingMemory, block_ids: Sequence[int]) -> None:
-        """Put ``file`` into those blocks.
+        """Write ``file`` to those blocks.
 
         Raises:
-            InvalidMediaError: field ``file``; it is none, or does not fill as many blocks.
+            InvalidMediaError: field ``file``; it is malformed, or fills another number of blocks.
             MediaTooLargeError: field ``file``.
         """
         from quartet.engine.media.embeddings import EmbeddingPoolView
@@ -63,7 +64,7 @@ class RowsReader:
 
 @dataclass(frozen=True)
 class RowsParts:
-    """What embeddings are written to, and what is promised of them."""
+    """The pool that embeddings are written to, and the encoder's capabilities."""
 
     capabilities: EncoderCapabilities
     embeddings: EmbeddingMemory
@@ -73,7 +74,7 @@ class RowsEncoder:
     """See ``MediaEncoder``."""
 
     def __init__(self, make: Callable[[], RowsParts]) -> None:
-        """Do nothing yet; ``make`` is called on a thread, and the pool that it makes is closed with this."""
+        """Does nothing yet; ``start`` calls ``make`` on a thread, and ``close`` closes the pool that it makes."""
         self._make = make
         self._parts: RowsParts | None = None
         self._stats = EncoderStats()
@@ -95,11 +96,11 @@ class RowsEncoder:
 
     @property
     def is_alive(self) -> bool:
-        """Always: there is nothing that could die."""
+        """Always true: it has no thread that could die."""
         return True
 
     async def start(self) -> None:
-        """Make the pool, and read what is needed, for the first item not to wait for it. Raises what ``make`` does."""
+        """Make the pool, and import torch, so that the first item does not wait for it. Raises what ``make`` does."""
         self._parts = await asyncio.to_thread(self._make)
         await asyncio.to_thread(_import_torch)
 
@@ -111,7 +112,7 @@ class RowsEncoder:
         """See ``MediaEncoder``."""
         if self._is_closed:
             raise WorkerUnavailableError("the encoder is closed")
-        assert file.kind is MediaKind.EMBEDDINGS, "it was asked what it takes"
+        assert file.kind is MediaKind.EMBEDDINGS, "its capabilities say so"
         began = time.monotonic()
         self._count(num_running=1)
         is_written = False
@@ -120,7 +121,7 @@ class RowsEncoder:
             is_written = True
         except ServingError:
             raise
-        except Exception as error:  # whatever reading what strangers send raises: it is this file's fault alone
+        except Exception as error:  # reading a client's bytes may raise anything; other files are not affected
             raise EngineError(f"the file could not be read: {type(error).__name__}") from error
         finally:
             self._count(num_running=-1, num_items=is_written, num_failed=not is_written)
@@ -157,7 +158,7 @@ class RowsEncoder:
 
 
 async def _to_its_end(call: partial[None]) -> None:
-    """Run ``call`` on a thread; also who cancels waits until it writes no more."""
+    """Run ``call`` on a thread; a cancelled caller also waits until it writes nothing more."""
     writing = asyncio.ensure_future(asyncio.to_thread(call))
     try:
         await asyncio.shield(writing)
@@ -166,9 +167,9 @@ async def _to_its_end(call: partial[None]) -> None:
             try:
                 await asyncio.wait([writing])
             except asyncio.CancelledError:
-                continue  # who cancels again waits as well: the blocks are somebody else's by then
+                continue  # a second cancel waits too: afterwards another item gets the blocks
         if not writing.cancelled():
-            writing.exception()  # seen, else somebody would log that nobody did
+            writing.exception()  # retrieved, else asyncio logs that nothing did
         raise
 
 

@@ -1,7 +1,7 @@
 """Embeddings that a client computed itself: a safetensors file with one tensor ``[num_tokens, hidden_size]``.
 
-Read by hand: the format is a header of JSON and raw bytes, a library would map or copy more than is needed, and what
-strangers send is to be refused in one sentence.
+It is read without a library: the format is a JSON header and raw bytes, a library would map or copy more than needed,
+and a client's wrong file must be refused in one sentence.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from quartet.errors import InvalidMediaError, MediaTooLargeError
 from quartet.kvcache.layout import DTYPE_SIZE_BYTES
 
 _LENGTH = struct.Struct("<Q")
-_MAX_HEADER_SIZE_BYTES = 1 << 16  # one tensor takes a hundred
+_MAX_HEADER_SIZE_BYTES = 1 << 16  # the header of one tensor takes about 100
 _METADATA = "__metadata__"
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True)
 class RowsHeader:
-    """Where a file's one tensor lies.
+    """The position and type of a file's one tensor.
 
     Attributes:
         dtype: by its PyTorch name.
-        offset: of its first byte in the file; it ends with the file.
+        offset: of its first byte in the file; its last byte is the file's.
     """
 
     num_tokens: int
@@ -39,11 +39,11 @@ class RowsHeader:
 
 
 def read_rows_header(data: bytes, *, hidden_size: int, max_item_tokens: int) -> RowsHeader:
-    """Look at the header, and at the file's length, alone.
+    """Read only the header, and check the file's length.
 
     Raises:
-        InvalidMediaError: field ``file``; it is no such file, or not one of embeddings for this model.
-        MediaTooLargeError: field ``file``; it has more tokens than one item may.
+        InvalidMediaError: field ``file``; it has another format, or does not hold embeddings for this model.
+        MediaTooLargeError: field ``file``; it has more tokens than one item may have.
     """
     offset, entry = _one_tensor(data)
     name = entry.get("dtype")
@@ -63,7 +63,7 @@ def read_rows(data: bytes, header: RowsHeader, dtype: str) -> torch.Tensor:
     """The tensor, converted to the dtype of that PyTorch name.
 
     Raises:
-        InvalidMediaError: field ``file``; not all numbers are finite, as they are or once converted.
+        InvalidMediaError: field ``file``; not all numbers are finite after the conversion.
     """
     raw = torch.from_numpy(np.frombuffer(data, np.uint8, offset=header.offset).copy())  # aligned, and writable
     rows = raw.view(getattr(torch, header.dtype)).view(header.num_tokens, header.hidden_size)
@@ -74,7 +74,7 @@ def read_rows(data: bytes, header: RowsHeader, dtype: str) -> torch.Tensor:
 
 
 def _one_tensor(data: bytes) -> tuple[int, dict[str, Any]]:
-    """Where the header ends, and what it says of the one tensor."""
+    """The end of the header, and its entry for the one tensor."""
     if len(data) < _LENGTH.size:
         raise _complaint("it is too short")
     (size_bytes,) = _LENGTH.unpack_from(data)
@@ -94,7 +94,7 @@ def _one_tensor(data: bytes) -> tuple[int, dict[str, Any]]:
 
 
 def _num_rows(shape: object, hidden_size: int) -> int:
-    # By type, as JSON's `true` is an int to isinstance.
+    # Compare types: isinstance takes JSON's ``true`` for an int.
     if isinstance(shape, list) and [type(size) for size in shape] == [int, int]:
         num_rows: int = shape[0]
         if num_rows >= 1 and shape[1] == hidden_size:

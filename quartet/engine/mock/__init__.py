@@ -1,4 +1,4 @@
-"""An engine that takes a real one's time and computes nothing: scheduler, block pool and events are the real ones."""
+"""An engine whose steps take a real model's time and compute nothing; scheduler, block pool and events are real."""
 
 from __future__ import annotations
 

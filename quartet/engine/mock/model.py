@@ -1,4 +1,4 @@
-"""What the mock engine takes from a model's directory: everything but the weights."""
+"""The mock engine's configuration, its timing model, and what it reads of a model: all files but the weights."""
 
 from __future__ import annotations
 
@@ -15,8 +15,105 @@ from quartet.text.model_files import CONFIG, parse_json_file, read_text_files
 from quartet.text.model_text import ModelText
 from quartet.text.tokenizer import Tokenizer
 
-# Vocabularies begin with what is most frequent; more words would only take time to find.
+# Vocabularies begin with the most frequent words; more words would only take time to find.
 _MAX_NUM_WORDS = 4096
+
+#: Context tokens that ``StepTiming``'s ``decode_*`` refer to: they are coefficients of a polynomial of the share.
+FULL_CONTEXT_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTiming:
+    """Milliseconds of a step: one part for the prompt tokens that it computes, one for the requests that decode.
+
+    With ``n`` new prompt tokens the first part is ``prefill_base + prefill_linear n + prefill_square n^2``. With ``p``,
+    the sum of the contexts of all requests that decode over 1,048,576, the second part is ``decode_base +
+    decode_linear p + decode_square p^2``. A part without work takes no time.
+
+    The defaults are the public model of the mock engine of ai-dynamo/dynamo (``lib/mocker/src/common/perf_model.rs``),
+    so that results of both can be compared.
+    """
+
+    prefill_base: float = 16.50142
+    prefill_linear: float = 0.01518344
+    prefill_square: float = 4.209989e-7
+    decode_base: float = 5.74
+    decode_linear: float = 54.01
+    decode_square: float = -25.74
+
+    def __post_init__(self) -> None:
+        """Refuse negative coefficients, except of ``decode_square``."""
+        for name in ("prefill_base", "prefill_linear", "prefill_square", "decode_base", "decode_linear"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: must not be negative")
+
+    def prefill_ms(self, num_tokens: int) -> float:
+        """The first part, for ``num_tokens`` new prompt tokens."""
+        if not num_tokens:
+            return 0.0
+        return self.prefill_base + num_tokens * (self.prefill_linear + num_tokens * self.prefill_square)
+
+    def decode_ms(self, num_context_tokens: int) -> float:
+        """The second part, for requests that decode with ``num_context_tokens`` tokens together."""
+        if not num_context_tokens:
+            return 0.0
+        share = num_context_tokens / FULL_CONTEXT_TOKENS
+        return self.decode_base + share * (self.decode_linear + share * self.decode_square)
+
+    def step_ms(self, num_prompt_tokens: int, num_context_tokens: int) -> float:
+        """The whole step."""
+        return self.prefill_ms(num_prompt_tokens) + self.decode_ms(num_context_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MockSettings:
+    """How fast the mock engine is.
+
+    Attributes:
+        timing: of a step.
+        speed_up: divides the time of ``timing``; below 1 steps take longer.
+    """
+
+    timing: StepTiming = field(default_factory=StepTiming)
+    speed_up: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        if not (self.speed_up > 0 and math.isfinite(self.speed_up)):
+            raise ConfigError(f"speed_up: must be above 0, not {self.speed_up:g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MockEngineConfig:
+    """One model, whose weights are not needed.
+
+    Attributes:
+        model_path: directory with tokenizer.json; config.json and the other files that ``quartet.text`` reads may be
+            missing, and weights are not read.
+        num_blocks: blocks of each rank's pool.
+        data_parallel_size: ranks, each with a scheduler, a pool and steps of its own.
+        block_size: tokens of a block.
+        max_model_len: tokens of prompt and output together, also more than the model was made for; ``None``: what
+            config.json says.
+        settings: how fast it is.
+
+    Raises:
+        ConfigError: a value out of range; begins with the field's name.
+    """
+
+    model_path: str
+    num_blocks: int
+    data_parallel_size: int = 1
+    block_size: int = 32
+    max_model_len: int | None = None
+    settings: MockSettings = field(default_factory=MockSettings)
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, naming the field."""
+        for name in ("num_blocks", "data_parallel_size", "block_size", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}: must be at least 1, not {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +121,11 @@ class MockModel:
     """A model without weights.
 
     Attributes:
-        fingerprint: of its text files. No engine with weights has the same: its blocks hold something else.
+        fingerprint: of its text files. It differs from that of an engine with weights, whose blocks hold real KV.
         vocab_size: token ids are below it.
         eos_token_ids: tokens that end an output.
-        word_ids: tokens to make answers of: none is special, and each by itself is text.
-        max_model_len: tokens of prompt and output together; ``None`` where config.json doesn't say.
+        word_ids: tokens to make answers of: none is special, and each is text by itself.
+        max_model_len: tokens of prompt and output together; ``None``: config.json does not say.
     """
 
     fingerprint: str
@@ -70,7 +167,7 @@ def _word_ids(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[in
 
 
 def _is_text(piece: bytes) -> bool:
-    """Whether it is whole characters: a part of one would be held back until the rest comes."""
+    """Whether it is whole characters: detokenizing holds back a part of a character until the rest comes."""
     try:
         return bool(piece.decode())
     except UnicodeDecodeError:
@@ -89,106 +186,3 @@ def _fingerprint(files: Mapping[str, bytes]) -> str:
     for name, content in sorted(files.items()):
         digest.update(f"{name}\0{hashlib.sha256(content).hexdigest()}\n".encode())
     return digest.hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTiming:
-    """Milliseconds of a step: a part for the prompt tokens that it computes, one for the requests that decode.
-
-    With ``n`` new prompt tokens the first part is ``prefill_base + prefill_linear n + prefill_square n^2``; with ``p``
-    the sum of the contexts of all requests that decode, over 1,048,576, the second one is ``decode_base +
-    decode_linear p + decode_square p^2``. A part that has nothing to do takes no time.
-
-    The defaults are the public model of the mock engine of ai-dynamo/dynamo (``lib/mocker/src/common/perf_model.rs``),
-    so that results can be compared with its.
-    """
-
-    prefill_base: float = 16.50142
-    prefill_linear: float = 0.01518344
-    prefill_square: float = 4.209989e-7
-    decode_base: float = 5.74
-    decode_linear: float = 54.01
-    decode_square: float = -25.74
-
-    def __post_init__(self) -> None:
-        """Refuse timings under which an empty step takes less than no time."""
-        for name in ("prefill_base", "prefill_linear", "prefill_square", "decode_base", "decode_linear"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}: must not be negative")
-
-    def prefill_ms(self, num_tokens: int) -> float:
-        """The first part, for ``num_tokens`` new prompt tokens."""
-        if not num_tokens:
-            return 0.0
-        return self.prefill_base + num_tokens * (self.prefill_linear + num_tokens * self.prefill_square)
-
-    def decode_ms(self, num_context_tokens: int) -> float:
-        """The second part, where the requests that decode have ``num_context_tokens`` tokens together."""
-        if not num_context_tokens:
-            return 0.0
-        share = num_context_tokens / FULL_CONTEXT_TOKENS
-        return self.decode_base + share * (self.decode_linear + share * self.decode_square)
-
-    def step_ms(self, num_prompt_tokens: int, num_context_tokens: int) -> float:
-        """The whole step."""
-        return self.prefill_ms(num_prompt_tokens) + self.decode_ms(num_context_tokens)
-
-
-# What the mock engine is told about its model, its speed and its block pool.
-
-
-@dataclass(frozen=True, kw_only=True)
-class MockSettings:
-    """How fast the mock engine is.
-
-    Attributes:
-        timing: of a step.
-        speed_up: steps take so many times less than ``timing`` says; below 1 they take longer.
-    """
-
-    timing: StepTiming = field(default_factory=StepTiming)
-    speed_up: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Refuse impossible values, naming the field."""
-        if not (self.speed_up > 0 and math.isfinite(self.speed_up)):
-            raise ConfigError(f"speed_up: must be above 0, not {self.speed_up:g}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MockEngineConfig:
-    """One model that is not there.
-
-    Attributes:
-        model_path: directory with tokenizer.json; config.json and the other files that ``quartet.text`` reads may be
-            missing, and weights are not looked at.
-        num_blocks: blocks of each rank's pool.
-        data_parallel_size: ranks, each with a scheduler, a pool and steps of its own.
-        block_size: tokens of a block.
-        max_model_len: tokens of prompt and output together, also more than the model was made for; ``None``: what
-            config.json says.
-        settings: how fast it is.
-
-    Raises:
-        ConfigError: a value out of range; begins with the field's name.
-    """
-
-    model_path: str
-    num_blocks: int
-    data_parallel_size: int = 1
-    block_size: int = 32
-    max_model_len: int | None = None
-    settings: MockSettings = field(default_factory=MockSettings)
-
-    def __post_init__(self) -> None:
-        """Refuse impossible values, naming the field."""
-        for name in ("num_blocks", "data_parallel_size", "block_size", "max_model_len"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}: must be at least 1, not {value}")
-
-
-# How long a step takes, as a function of what it computes.
-
-#: Context tokens at which the cost of decoding is given: ``StepTiming``'s ``decode_*`` are polynomials of the share.
-FULL_CONTEXT_TOKENS = 1 << 20

@@ -1,4 +1,9 @@
-"""A ``ModelRunner`` whose steps take the time of a model, over a real pool of tiny blocks."""
+"""A ``ModelRunner`` whose steps take the time of a model, over a real pool of tiny blocks.
+
+``StepPacer`` makes steps last as long as they should, ``MockTokens`` chooses their tokens, and ``BlockStamps`` marks
+blocks, so that a block that was mixed up or damaged by a transfer is found. ``num_quiet_steps`` and
+``take_quiet_steps`` skip many steps at once, for replays in virtual time.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,7 @@ from quartet.kvcache.block_pool import BlockManager
 from quartet.kvcache.layout import KvLayout
 from quartet.transfer.base import EmbeddingMemory, PoolMemory
 
-#: What requests may ask for: all but log probabilities, which tokens that nobody computed don't have.
+#: What requests may ask for: all but log probabilities, as no logits are computed.
 SAMPLING_FIELDS = ALL_SAMPLING_FIELDS - {"logprobs"}
 
 _MS_PER_S = 1e3
@@ -31,40 +36,19 @@ _MS_PER_S = 1e3
 # Bytes of K, and of V, of one token: enough for the stamps, whatever the block size.
 _TOKEN_BYTES = 4
 
+# Two steps without a pause have only this code between them; after a longer gap there was nothing to do.
+_MAX_GAP_S = 0.001
 
-def mock_layout(fingerprint: str, block_size: int) -> KvLayout:
-    """Blocks of 8 bytes a token."""
-    return KvLayout(
-        model_fingerprint=fingerprint,
-        dtype="uint8",
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=_TOKEN_BYTES,
-        block_size=block_size,
-    )
+# Most of a delay that later steps make up for: a process stopped for a minute must not rush through a minute's steps.
+_MAX_LATENESS_S = 0.1
 
+_NUM_PROMPT_TOKENS = 32
 
-class SharedByRanks:
-    """What the ranks of one mock engine have in common: the model, and one memory with each rank's blocks in turn."""
-
-    def __init__(self, config: MockEngineConfig) -> None:
-        """Read the model's text files, reserve the pools.
-
-        Raises:
-            ModelFilesError: the files are missing or malformed, or say nothing of a length that ``config`` leaves open.
-        """
-        self.config = config
-        self.model = MockModel.load(Path(config.model_path))
-        max_model_len = config.max_model_len or self.model.max_model_len
-        if max_model_len is None:
-            raise ModelFilesError("set max_model_len: config.json has no max_position_embeddings")
-        self.max_model_len = max_model_len
-        self.layout = mock_layout(self.model.fingerprint, config.block_size)
-        self.memory = PoolMemory(config.data_parallel_size * config.num_blocks, self.layout.piece_size_bytes)
+_WORD_BYTES = 8
 
 
 def rank_loader(config: MockEngineConfig) -> Callable[[int], MockRunner]:
-    """Makes the runner of a rank; the first call, which has to end before the next, loads what they share.
+    """A function that makes a rank's runner; its first call, which must end before the next, loads what ranks share.
 
     It raises ``ModelFilesError`` as ``SharedByRanks`` does.
     """
@@ -75,13 +59,13 @@ def rank_loader(config: MockEngineConfig) -> Callable[[int], MockRunner]:
 class MockRunner:
     """Gives out tokens of ``MockTokens`` in the time of ``StepTiming``. Needs neither torch nor weights.
 
-    What it writes to blocks are ``BlockStamps``, so a block that was mixed up or came wrong ends the engine.
+    It writes ``BlockStamps`` to blocks, so a block that was mixed up or damaged by a transfer ends the engine.
 
     Attributes:
         layout: of one block.
         memory: the bytes of all ranks' pools.
-        num_blocks: of this rank's.
-        eos_token_ids: tokens that end an output; they come only where a request's ``logit_bias`` wants them.
+        num_blocks: of this rank's pool.
+        eos_token_ids: tokens that end an output; they are chosen only if a request's ``logit_bias`` favours them.
         vocab_size: token ids are below it.
         max_model_len: tokens of prompt and output together.
     """
@@ -90,7 +74,7 @@ class MockRunner:
     placeholder_id: int | None = None
 
     def __init__(self, shared: SharedByRanks, rank: int = 0, pacer: StepPacer | None = None) -> None:
-        """Compute for ``rank``; that of rank 0 closes what is shared."""
+        """Compute for ``rank``; the runner of rank 0 closes what is shared."""
         config, model = shared.config, shared.model
         self.layout = shared.layout
         self.num_blocks = config.num_blocks
@@ -109,7 +93,7 @@ class MockRunner:
         """Stamp the blocks that the chunks fill, choose a token for each that samples, take a step's time.
 
         Raises:
-            WrongBlocksError: a block does not hold what its request's tokens give.
+            WrongBlocksError: a block's stamp is not that of its request's tokens.
         """
         ids = frozenset(chunk.running.id for chunk in chunks)
         self._pacer.begin(is_continued=not ids.isdisjoint(self._last_ids))
@@ -126,25 +110,46 @@ class MockRunner:
         return max(0.0, step_ms) / _MS_PER_S / self._settings.speed_up
 
     def close(self) -> None:
-        """Give the pools back, where they are its to give."""
+        """Give the pools back, if this is the runner of rank 0."""
         if self._is_owner and self.memory is not None:
             self.memory.close()
 
 
-# Makes steps last as long as they should.
+class SharedByRanks:
+    """What the ranks of one mock engine share: the model, and one memory with the blocks of all ranks in turn."""
 
-# Between two steps of work that waited lies only this code; after a longer pause there was nothing to do.
-_MAX_GAP_S = 0.001
+    def __init__(self, config: MockEngineConfig) -> None:
+        """Read the model's text files, reserve the pools.
 
-# What is made up for of a delay: a process that was stopped for a minute does not rush through a minute's steps.
-_MAX_LATENESS_S = 0.1
+        Raises:
+            ModelFilesError: files are missing or malformed, or neither they nor ``config`` give the longest sequence.
+        """
+        self.config = config
+        self.model = MockModel.load(Path(config.model_path))
+        max_model_len = config.max_model_len or self.model.max_model_len
+        if max_model_len is None:
+            raise ModelFilesError("set max_model_len: config.json has no max_position_embeddings")
+        self.max_model_len = max_model_len
+        self.layout = mock_layout(self.model.fingerprint, config.block_size)
+        self.memory = PoolMemory(config.data_parallel_size * config.num_blocks, self.layout.piece_size_bytes)
+
+
+def mock_layout(fingerprint: str, block_size: int) -> KvLayout:
+    """Blocks of 8 bytes a token."""
+    return KvLayout(
+        model_fingerprint=fingerprint,
+        dtype="uint8",
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=_TOKEN_BYTES,
+        block_size=block_size,
+    )
 
 
 class StepPacer:
-    """Ends each step when it is due, and has one that follows at once begin then, however late it really was.
+    """Ends each step when it is due; a step that follows at once counts from the due time, not from the real one.
 
-    So neither the time that sleeping takes too long nor that spent between steps adds up, as long as the machine keeps
-    up on the whole.
+    So neither late wake-ups nor the time between steps add up, as long as the machine keeps up on the whole.
     """
 
     def __init__(
@@ -156,7 +161,7 @@ class StepPacer:
         self._began_at = -math.inf
 
     def begin(self, *, is_continued: bool) -> None:
-        """A step begins; ``is_continued``: some of its requests were in the last one, so nothing lay between."""
+        """A step begins; ``is_continued``: some of its requests were in the last one, so there was no pause."""
         now = self._clock()
         if is_continued or now - self._due_at <= _MAX_GAP_S:
             self._began_at = max(self._due_at, now - _MAX_LATENESS_S)
@@ -164,24 +169,89 @@ class StepPacer:
             self._began_at = now
 
     def end(self, duration_s: float) -> None:
-        """Return when the step, which takes ``duration_s``, is over."""
+        """Sleep until the step, which takes ``duration_s``, is over."""
         self._due_at = self._began_at + duration_s
         remaining_s = self._due_at - self._clock()
         if remaining_s > 0:
             self._sleep(remaining_s)
 
 
-# Steps that can be told beforehand, all at once: each gives every running request one token and does nothing else.
-#
-# For a replay in virtual time, where most steps are like that. What the scheduler and the block pool hold afterwards
-# is
-# what as many calls of ``schedule`` and ``update`` would have left.
+class MockTokens:
+    """Chooses tokens from a list of words, as a function of request and position only. Lives in the engine thread.
+
+    So any attempt on any worker gives the same tokens. An answer walks through the words by a stride. Its begin and its
+    stride are a hash of the prompt's last tokens and, unless it is greedy, of the seed and the choice. Of the other
+    sampling parameters two count: with ``logit_bias``, the token with the highest bias above 0 is always chosen, and
+    tokens with a bias below 0 never are; and before ``min_tokens`` no stop id is chosen. Temperature, filters and
+    penalties change nothing.
+    """
+
+    def __init__(self, word_ids: Sequence[int]) -> None:
+        self._word_ids = word_ids
+        self._walks: dict[int, _Walk] = {}
+
+    def next(self, requests: Sequence[RunningRequest]) -> list[int]:
+        """The token that follows the ``seq`` of each of one step's ``requests``."""
+        # Keep only the walks of this step: other requests have ended, or their walk can be made again.
+        known = self._walks
+        self._walks = {running.id: known.get(running.id) or _Walk(running, self._word_ids) for running in requests}
+        return [self._walks[running.id].token_at(len(running.seq.token_ids)) for running in requests]
+
+
+class BlockStamps:
+    """Stamps each full block with a digest of its tokens, and checks the stamps of the blocks of new requests.
+
+    The stamp is in the first and in the last word of a block, so that a block that was moved only in part is found too.
+    """
+
+    def __init__(self, memory: PoolMemory, block_size: int, first_block: int = 0) -> None:
+        """``memory``: of blocks of ``block_size`` tokens, whose bytes are whole words of 4, two at least.
+
+        The rank's block 0 is block ``first_block`` of ``memory``.
+        """
+        pool = np.frombuffer(memory.view, np.uint32).reshape(memory.num_blocks, -1)[first_block:]
+        self._first_words, self._last_words = pool[:, 0], pool[:, -1]
+        self._block_size = block_size
+        self._last_ids: frozenset[int] = frozenset()
+
+    def take(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """Stamp the blocks that one step's ``chunks`` fill; of new requests, first check the blocks before the chunk.
+
+        Raises:
+            WrongBlocksError: a block's stamp is not that of its request's tokens, whichever worker computed it.
+        """
+        last_ids, self._last_ids = self._last_ids, frozenset(chunk.running.id for chunk in chunks)
+        for chunk in chunks:
+            if chunk.running.id not in last_ids:
+                self._check(chunk.running, chunk.first_position // self._block_size)
+            self._stamp(chunk)
+
+    def _stamp(self, chunk: ScheduledChunk) -> None:
+        size, seq = self._block_size, chunk.running.seq
+        first, end = chunk.first_position // size, (chunk.first_position + chunk.num_tokens) // size
+        if first < end:
+            blocks = seq.block_table[first:end]
+            self._first_words[blocks] = self._last_words[blocks] = _stamps(
+                seq.token_ids[first * size : end * size], size
+            )
+
+    def _check(self, running: RunningRequest, num_full: int) -> None:
+        blocks = running.seq.block_table[:num_full]
+        expected = _stamps(running.seq.token_ids[: num_full * self._block_size], self._block_size)
+        wrong = (self._first_words[blocks] != expected) | (self._last_words[blocks] != expected)
+        if wrong.any():
+            raise WrongBlocksError(f"blocks {np.flatnonzero(wrong).tolist()} of the sequence hold something else")
+
+
+class WrongBlocksError(Exception):
+    """Blocks do not hold the tokens of the request that has them."""
 
 
 def num_quiet_steps(scheduler: Scheduler, block_size: int) -> int:
-    """How many of the next steps are quiet, as far as no token ends an output; 0 where something else comes first.
+    """How many of the next steps are quiet: each gives every running request one token and does nothing else.
 
-    Something else: somebody waits, pulls or prefills, ends, or needs a block.
+    A step is not quiet if a request waits, pulls, prefills, ends or needs a block. Tokens that end an output are the
+    caller's to check. In a replay in virtual time most steps are quiet.
     """
     if scheduler.waiting or not scheduler.running or scheduler.num_running > len(scheduler.running):
         return 0
@@ -189,7 +259,10 @@ def num_quiet_steps(scheduler: Scheduler, block_size: int) -> int:
 
 
 def take_quiet_steps(scheduler: Scheduler, blocks: BlockManager, num_steps: int, token_id: int) -> None:
-    """Take as many quiet steps, each of which samples ``token_id`` for everybody."""
+    """Take so many quiet steps at once, each of which samples ``token_id`` for every request.
+
+    Scheduler and block pool are left as so many calls of ``schedule`` and ``update`` would leave them.
+    """
     for running in scheduler.running:
         seq = running.seq
         seq.token_ids.extend([token_id] * num_steps)
@@ -203,34 +276,6 @@ def _num_quiet_tokens(running: RunningRequest, block_size: int) -> int:
     num_left = running.max_output_tokens - running.num_output_tokens - 1
     # A step needs room for the tokens that the sequence has when it begins.
     return min(num_left, len(running.seq.block_table) * block_size - len(running.seq) + 1)
-
-
-# Which token comes next, as a function of the request and the position: any attempt on any worker gives the same.
-
-_NUM_PROMPT_TOKENS = 32
-
-_WORD_BYTES = 8
-
-
-class MockTokens:
-    """Chooses tokens of a list of words. Lives in the engine thread.
-
-    An answer walks through the words by a stride. Where it begins and how far it steps come of the prompt's last
-    tokens and, unless it is greedy, of the seed and the choice. Of the other sampling parameters these count:
-    ``logit_bias``, by which the token with the highest one above 0 always comes, and those below 0 never do; and
-    ``min_tokens``, before which no stop id comes. Temperature, filters and penalties change nothing.
-    """
-
-    def __init__(self, word_ids: Sequence[int]) -> None:
-        self._word_ids = word_ids
-        self._walks: dict[int, _Walk] = {}
-
-    def next(self, requests: Sequence[RunningRequest]) -> list[int]:
-        """The token that follows the ``seq`` of each of one step's ``requests``."""
-        # Those of the last step are kept: the rest have ended, or can be made again.
-        known = self._walks
-        self._walks = {running.id: known.get(running.id) or _Walk(running, self._word_ids) for running in requests}
-        return [self._walks[running.id].token_at(len(running.seq.token_ids)) for running in requests]
 
 
 class _Walk:
@@ -256,14 +301,14 @@ class _Walk:
         token_id = words[index % len(words)]
         if token_id not in refused:
             return token_id
-        # Where all are refused, one comes all the same: something has to.
+        # If all words are refused, choose one all the same.
         others = (words[(index + step) % len(words)] for step in range(1, len(words)))
         return next((other for other in others if other not in refused), token_id)
 
 
 def _key(running: RunningRequest) -> tuple[int, int]:
     generation = running.request.generation
-    # Greedy answers don't depend on the seed, as an engine's don't.
+    # Greedy answers do not depend on the seed, as with a real engine.
     seed, choice = (0, 0) if running.sampling.is_greedy else (generation.seed, generation.choice)
     prompt = generation.prompt_token_ids
     digest = hashlib.blake2b(pack_token_ids(tuple(prompt[-_NUM_PROMPT_TOKENS:])), digest_size=2 * _WORD_BYTES)
@@ -272,59 +317,7 @@ def _key(running: RunningRequest) -> tuple[int, int]:
     return int.from_bytes(key[:_WORD_BYTES], "little"), int.from_bytes(key[_WORD_BYTES:], "little")
 
 
-# Marks in the blocks of a pool without KV, by which bytes that came wrong over a transfer are found.
-
-
-class WrongBlocksError(Exception):
-    """Blocks do not hold the tokens of the request that they were given to."""
-
-
-class BlockStamps:
-    """Stamps each full block with a digest of its tokens, and looks at the stamps of blocks that a request was given.
-
-    A block has the stamp in its first and its last word, so that one that came half is found, too.
-    """
-
-    def __init__(self, memory: PoolMemory, block_size: int, first_block: int = 0) -> None:
-        """``memory``: of blocks of ``block_size`` tokens, whose bytes are whole words of 4, two at least.
-
-        Block 0 of who asks is its block ``first_block``.
-        """
-        pool = np.frombuffer(memory.view, np.uint32).reshape(memory.num_blocks, -1)[first_block:]
-        self._first_words, self._last_words = pool[:, 0], pool[:, -1]
-        self._block_size = block_size
-        self._last_ids: frozenset[int] = frozenset()
-
-    def take(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """Stamp the blocks that one step's ``chunks`` fill, after a look at those before, where a request is new.
-
-        Raises:
-            WrongBlocksError: a block does not hold what its request's tokens give, whoever computed it.
-        """
-        last_ids, self._last_ids = self._last_ids, frozenset(chunk.running.id for chunk in chunks)
-        for chunk in chunks:
-            if chunk.running.id not in last_ids:
-                self._check(chunk.running, chunk.first_position // self._block_size)
-            self._stamp(chunk)
-
-    def _stamp(self, chunk: ScheduledChunk) -> None:
-        size, seq = self._block_size, chunk.running.seq
-        first, end = chunk.first_position // size, (chunk.first_position + chunk.num_tokens) // size
-        if first < end:
-            blocks = seq.block_table[first:end]
-            self._first_words[blocks] = self._last_words[blocks] = _stamps(
-                seq.token_ids[first * size : end * size], size
-            )
-
-    def _check(self, running: RunningRequest, num_full: int) -> None:
-        blocks = running.seq.block_table[:num_full]
-        expected = _stamps(running.seq.token_ids[: num_full * self._block_size], self._block_size)
-        wrong = (self._first_words[blocks] != expected) | (self._last_words[blocks] != expected)
-        if wrong.any():
-            raise WrongBlocksError(f"blocks {np.flatnonzero(wrong).tolist()} of the sequence hold something else")
-
-
 def _stamps(token_ids: Sequence[int], block_size: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
-    """One digest a block, never 0: a block that nobody wrote is."""
+    """One digest a block, never 0: unwritten blocks hold 0."""
     tokens = np.asarray(token_ids, np.uint32).reshape(-1, block_size)
     return np.array([zlib.crc32(block.data) or 1 for block in tokens], np.uint32)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from quartet.engine.late_import import importing
 from quartet.engine.torch.config import TorchEngineConfig
 from quartet.engine.torch.encoder_config import TorchEncoderConfig
 from quartet.media.items import MediaKind
@@ -29,7 +30,8 @@ def create_runner(config: TorchEngineConfig) -> TorchRunner:
             or ``device``, ``max_model_len``, ``free_gpu_memory_fraction``: it is not possible here.
         EngineError: the checkpoint is damaged or incomplete.
     """
-    from quartet.engine.torch.runner import TorchRunner
+    with importing("torch"):
+        from quartet.engine.torch.runner import TorchRunner
 
     return TorchRunner(config)
 

@@ -1,7 +1,7 @@
-"""Paged attention, as a function that transformers' models call in place of their own.
+"""Paged attention: a function that transformers' models call in place of their own.
 
 The whole step is one flat batch without padding. New keys and values go to the pool first, then each segment attends to
-what its block tables name. No mask function is registered under this name: models then build no mask at all (with one,
+the blocks of its block tables. No mask function is registered under this name, so models build no mask (with one,
 transformers takes decode rows at positions 7, 8, 9 for one packed sequence).
 """
 
@@ -20,13 +20,13 @@ from quartet.engine.torch.pool import KeysValues, KvPool
 #: The name it is registered under in transformers' ``AttentionInterface``.
 PAGED_ATTENTION = "quartet_paged"
 
-# Scores of this many elements exist at once where they are computed by hand.
+# Most elements of scores that exist at once, if they are computed by hand.
 _MAX_SCORES = 1 << 25
 
 
 @dataclass(frozen=True, eq=False)
 class LayerAttention:
-    """What distinguishes one layer's attention from another's."""
+    """How one layer attends."""
 
     index: int
     scale: float
@@ -42,7 +42,7 @@ class LayerAttention:
 
 @dataclass(frozen=True)
 class PagedStep:
-    """What reaches every layer's attention as keyword ``paged``.
+    """The step, which every layer's attention gets as keyword ``paged``.
 
     Attributes:
         layers: how the layers called attention, in the order in which they did; filled by ``paged_attention``.
@@ -67,7 +67,7 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Store the step's keys and values, attend. Named and called as transformers' ``AttentionInterface`` wants it.
+    """Store the step's keys and values, then attend. The signature is that of transformers' ``AttentionInterface``.
 
     ``query`` is ``[1, H, T, D]``, ``key`` and ``value`` are ``[1, Hkv, T, D]``.
 
@@ -138,7 +138,7 @@ def _cut(cached: KeysValues, span: KvSpan) -> KeysValues:
 def _attend_decode(
     layer: LayerAttention, queries: torch.Tensor, cached: KeysValues, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    # The query heads of one KV head become its queries: measured 2 to 7 times faster on a CPU than enable_gqa.
+    # The query heads of one KV head become its queries: 2 to 7 times faster on a CPU than enable_gqa, as measured.
     num_seqs, num_heads, _, head_dim = queries.shape
     num_kv_heads = cached.keys.shape[1]
     grouped = queries.reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -151,7 +151,7 @@ def _attend_decode(
 def _attend_by_scores(
     layer: LayerAttention, queries: torch.Tensor, cached: KeysValues, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """With soft-capped scores (Gemma 2) or sinks, written out; queries in slices, so that scores stay small."""
+    """Attention with soft-capped scores (Gemma 2) or sinks, written out; in slices of queries, to keep scores small."""
     num_seqs, num_heads, num_queries, _ = queries.shape
     step = max(1, _MAX_SCORES // (num_seqs * num_heads * cached.keys.shape[2]))
     slices = [slice(first, first + step) for first in range(0, num_queries, step)]

@@ -1,4 +1,4 @@
-"""Lays out one step: all chunks' tokens as one flat batch, and the groups of them that attend together."""
+"""Lays out one step: the tokens of all chunks as one flat batch, the groups that attend together, and the media."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 
 from quartet.engine.media.embeddings import EmbeddingPoolView
 from quartet.engine.runner import ScheduledChunk
-from quartet.engine.torch.media_rows import MediaRows, media_rows
 from quartet.kvcache.layout import KvLayout
 
 _Ids = npt.NDArray[np.int64]
@@ -28,8 +27,8 @@ class KvSpan:
 
     Attributes:
         rows: for each layer, ``[2 * num_seqs * num_blocks]`` int64: pool rows to read (``KvPool.gather``), padded.
-        first_token: tokens to cut off at the begin of what those blocks hold.
-        end_token: where to cut them off at the end.
+        first_token: tokens to cut off at the begin of those blocks.
+        end_token: where to cut off the tokens at the end.
         mask: ``[num_seqs, 1, num_queries, num_tokens]`` of the model's dtype, to be added to scores: 0 where a query
             attends, else minus infinity; ``None``: it attends to all.
     """
@@ -75,7 +74,7 @@ class Segment:
         return is_first and (window is None or self.num_queries <= window)
 
     def span(self, window: int | None) -> KvSpan:
-        """What it attends to in layers with this window: the same for all of them in a step."""
+        """The part of the cache that it attends to in layers with this window, made once for all of them."""
         if window not in self._spans:
             self._spans[window] = self._make_span(window)
         return self._spans[window]
@@ -90,7 +89,7 @@ class Segment:
         rows = np.empty((self.num_seqs, num_blocks.max()), dtype=np.int64)
         for row, table, first, num in zip(rows, self.block_tables, first_blocks, num_blocks, strict=True):
             row[:num] = table[first : first + num]
-            row[num:] = row[num - 1]  # padding repeats a block of its own: nobody else's bytes are touched
+            row[num:] = row[num - 1]  # padding repeats a block of the sequence: other requests' blocks are not read
         pool_rows = self._pool_rows(rows)
         starts = first_blocks * block_size
         if self.num_seqs > 1:
@@ -118,7 +117,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class SampledRows:
-    """The rows whose logits are wanted, as a batch of their own: the last layer owes the others only keys and values.
+    """The rows whose logits are wanted, as a batch of their own: for others the last layer makes keys and values only.
 
     Attributes:
         rows: ``[S]`` int64: which rows of the whole step they are, from the shortest sequence on.
@@ -132,6 +131,23 @@ class SampledRows:
 
 
 @dataclass(frozen=True)
+class MediaRows:
+    """The media of one step.
+
+    Attributes:
+        rows: ``[M]`` int64: rows of the flat batch.
+        embeddings: ``[M, hidden_size]``, of the model's dtype and on its device.
+    """
+
+    rows: torch.Tensor
+    embeddings: torch.Tensor
+
+    def put_into(self, hidden: torch.Tensor) -> None:
+        """Replace these rows of ``hidden``, the embeddings of all tokens of the step, ``[T, hidden_size]``."""
+        hidden.index_copy_(0, self.rows, self.embeddings)
+
+
+@dataclass(frozen=True)
 class FlatBatch:
     """One step's tokens.
 
@@ -140,8 +156,8 @@ class FlatBatch:
         positions: ``[1, T]`` int64.
         slots: for each layer, ``[2, T]`` int64: where each token's keys go, and its values (``KvPool.write``).
         last_rows: ``[S]`` int64: row of the last token of each chunk that samples, in the order of the chunks.
-        sampled: the same rows by themselves; ``None`` where they are all there are.
-        media: what replaces the embeddings of some tokens; ``None`` where all is text.
+        sampled: the same rows as a batch of their own; ``None``: they are all rows.
+        media: replaces the embeddings of some tokens; ``None``: all is text.
     """
 
     token_ids: torch.Tensor
@@ -161,7 +177,7 @@ def build_batch(
 ) -> FlatBatch:
     """Lay out a step: single tokens first, from the shortest sequence on, then the longer chunks.
 
-    ``embeddings``: where those of the chunks' media are; ``None`` where no chunk can have any.
+    ``embeddings``: the pool with the chunks' media; ``None``: the model takes none.
     """
     order = sorted(range(len(chunks)), key=lambda i: (chunks[i].num_tokens > 1, chunks[i].first_position))
     ordered = [chunks[i] for i in order]
@@ -189,12 +205,12 @@ def build_batch(
             for first, end in _group(first_positions, sizes, layout.block_size)
         ),
         sampled=None if len(last_rows) == ends[-1] else _sampled(ordered, tables, ends - 1, last_rows, layout, device),
-        media=None if embeddings is None else media_rows(ordered, (ends - sizes).tolist(), embeddings, device),
+        media=None if embeddings is None else _media_rows(ordered, (ends - sizes).tolist(), embeddings, device),
     )
 
 
 def probe_batch(layout: KvLayout, vocab_size: int, device: torch.device) -> FlatBatch:
-    """A few tokens of one sequence in block 0, all of whose logits are wanted: to try a model out."""
+    """A few tokens of one sequence in block 0, with the logits of all of them: to try a model out."""
     positions = np.arange(min(_NUM_PROBE_TOKENS, layout.block_size))
     block_0, first = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
     return FlatBatch(
@@ -263,6 +279,35 @@ def _sampled(
     )
     order = np.array([index_of[row] for row in last_rows.tolist()], dtype=np.int64)
     return SampledRows(_tensor(rows, device), segments, _tensor(order, device))
+
+
+def _media_rows(
+    chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], pool: EmbeddingPoolView, device: torch.device
+) -> MediaRows | None:
+    """Copy the embeddings that the chunks need out of the pool; ``None``: they are all text.
+
+    Args:
+        chunks: each may hold any part of an item's tokens.
+        first_rows: where each of them begins in the flat batch.
+        pool: has the items in their requests' ``media_blocks``.
+        device: the model's.
+    """
+    rows: list[_Ids] = []
+    embeddings: list[torch.Tensor] = []
+    for chunk, first_row in zip(chunks, first_rows, strict=True):
+        begin, end = chunk.first_position, chunk.first_position + chunk.num_tokens
+        if begin >= chunk.running.media_end:
+            continue
+        request = chunk.running.request
+        for span, block_ids in zip(request.generation.media, request.media_blocks, strict=True):
+            first = max(span.first_position, begin)
+            num_tokens = min(span.first_position + span.num_tokens, end) - first
+            if num_tokens > 0:
+                rows.append(np.arange(num_tokens) + (first_row + first - begin))
+                embeddings.append(pool.read(block_ids, first - span.first_position, num_tokens))
+    if not rows:
+        return None
+    return MediaRows(torch.from_numpy(np.concatenate(rows)).to(device), torch.cat(embeddings).to(device))
 
 
 def _group(first_positions: _Ids, sizes: _Ids, block_size: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""What the torch engine is told about its model, device and block pool."""
+"""The configuration of the torch engine: model, device and block pool."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class TorchEngineConfig:
         model_path: directory with config.json, tokenizer and safetensors files.
         dtype: of weights, activations and KV cache, by its PyTorch name; ``auto``: the checkpoint's.
         device: ``cpu``, or ``cuda:N``.
-        num_blocks: KV blocks of the pool; ``None``: ``free_gpu_memory_fraction`` says it.
-        free_gpu_memory_fraction: share of the memory that is free on a CUDA device, once the weights are there, that
-            the pool takes, in (0, 1).
+        num_blocks: KV blocks of the pool; ``None``: ``free_gpu_memory_fraction`` decides.
+        free_gpu_memory_fraction: the pool's share of the memory that is free on a CUDA device after the weights are
+            loaded, in (0, 1).
         block_size: tokens of a block.
         max_model_len: tokens of prompt and output together; ``None``: what the model was made for.
         num_threads: CPU threads of one operation; ``None`` leaves PyTorch's choice.
         num_embedding_blocks: blocks of the pool of media embeddings, of ``block_size`` tokens each, in host memory;
-            there is none for a model that takes text only.
-        takes_media: whether a model that can does.
+            a model that takes text only has no such pool.
+        takes_media: whether a model that can take media does.
 
     Raises:
         ConfigError: a value out of range; begins with the field's name.

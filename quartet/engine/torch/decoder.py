@@ -5,6 +5,9 @@ RMS norm, attention with rotary embedding, RMS norm, gated SiLU. Queries, keys a
 and up projection from another; residuals are added by the products themselves; wide intermediate results are made for a
 few rows at a time, which then are still in the processor's cache; and past its keys and values, the last layer computes
 only the rows whose logits are wanted.
+
+``fuse`` checks whether it knows a model to the letter, and makes a ``Decoder`` of it; the ``Linear`` classes multiply
+with its weights in the order that is fastest on this device.
 """
 
 from __future__ import annotations
@@ -24,54 +27,58 @@ from quartet.engine.torch.batch import Segment
 from quartet.engine.torch.pool import Buffers, KeysValues, KvPool
 from quartet.kvcache.layout import KvLayout
 
+# The code of these decoder layers was read; another class may compute something else with modules of the same names.
+_KNOWN = (
+    transformers.LlamaForCausalLM,
+    transformers.MistralForCausalLM,
+    transformers.Qwen2ForCausalLM,
+    transformers.Qwen3ForCausalLM,
+)
 
-class Norm:
-    """RMS norm over the last dimension: ``x / sqrt(mean(x**2) + epsilon) * weight``."""
+_MODEL = {"model", "lm_head"}
 
-    def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
-        self._weight = weight
-        self._epsilon = epsilon
-        # The mean's divisor goes into weight and epsilon: four operations instead of seven.
-        self._scaled_weight = weight * math.sqrt(weight.numel())
-        self._scaled_epsilon = weight.new_tensor(math.sqrt(epsilon * weight.numel()))
+_DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of each row, as new memory."""
-        if rows.dtype == torch.float64:  # transformers computes it in float32 even then
-            normed = functional.rms_norm(rows.float(), self._weight.shape, eps=self._epsilon)
-            return normed.double().mul_(self._weight)
-        if rows.dtype == torch.float32 and rows.device.type == "cpu":
-            length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-            return (rows / torch.hypot(length, self._scaled_epsilon)).mul_(self._scaled_weight)
-        return functional.rms_norm(rows, self._weight.shape, self._weight, self._epsilon)
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+_HEAD_NORMS = {"q_norm", "k_norm"}
+
+_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+#: Rows of a step that a CPU takes through a layer's products at once: their results stay in its L2 cache.
+ROWS_ON_CPU = 256
 
 
-@dataclass(frozen=True, eq=False)
-class DecoderLayer:
-    """One layer's weights, and how it attends.
+def fuse(model: transformers.PreTrainedModel, attentions: Sequence[LayerAttention], layout: KvLayout) -> Decoder | None:
+    """Run ``model`` by hand; ``None``, with the model unchanged, if some part of it is unknown.
 
-    Attributes:
-        query_norm, key_norm: over each head (Qwen3); ``None`` in models without.
+    Weights that are used together become one tensor, and the model's parameters become views of it, so that no weight
+    exists twice. Only reordered weights (``best_order``) are copies: drop the model then.
+
+    Args:
+        model: with its weights, and not in training.
+        attentions: how each layer calls attention, in order.
+        layout: of the block pool.
     """
-
-    attention: LayerAttention
-    input_norm: Norm
-    query_key_value: Linear
-    query_norm: Norm | None
-    key_norm: Norm | None
-    output: Linear
-    mlp_norm: Norm
-    gate_up: Linear
-    down: Linear
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """Heads of every layer."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    whole: Any = model  # whose modules have no types
+    if type(model) not in _KNOWN or not _has_exactly(model, _MODEL) or not _has_exactly(whole.model, _DECODER):
+        return None
+    base = whole.model
+    num_heads = base.layers[0].self_attn.q_proj.out_features // layout.head_dim
+    shape = HeadShape(num_heads, layout.num_kv_heads, layout.head_dim)
+    if not _is_known(whole, attentions, shape):
+        return None
+    layers = [_take_layer(layer, attention) for layer, attention in zip(base.layers, attentions, strict=True)]
+    return Decoder(
+        embedding=base.embed_tokens.weight,
+        layers=layers,
+        norm=_norm(base.norm),
+        head=_linear(whole.lm_head, is_shared=whole.lm_head.weight is base.embed_tokens.weight),
+        rotary=base.rotary_emb,
+        shape=shape,
+    )
 
 
 class Decoder:
@@ -126,7 +133,7 @@ class Decoder:
     def _project(
         self, layer: DecoderLayer, hidden: torch.Tensor, rope: _Rope, step: PagedStep, slices: Sequence[slice]
     ) -> tuple[torch.Tensor, KeysValues]:
-        """Queries, keys and values of all rows, ``[T, H + 2 * Hkv, D]``; the latter two are in the pool then."""
+        """Queries, keys and values of all rows, ``[T, H + 2 * Hkv, D]``; writes keys and values to the pool."""
         shape, num_tokens = self._shape, hidden.shape[0]
         num_rotated = shape.num_heads + shape.num_kv_heads
         heads = self._buffers.take("heads", num_tokens, num_rotated + shape.num_kv_heads, shape.head_dim)
@@ -174,181 +181,53 @@ class Decoder:
             layer.down.add_to(part, functional.silu(gate).mul_(up))
 
 
-@dataclass(frozen=True)
-class _Rope:
-    """Rotary embedding of one step's positions; ``cos`` and ``sin`` are ``[T, 1, head_dim]``."""
+@dataclass(frozen=True, eq=False)
+class DecoderLayer:
+    """One layer's weights, and how it attends.
 
-    cos: torch.Tensor
-    sin: torch.Tensor  # its first half negated
-
-    @classmethod
-    def at(cls, rotary: torch.nn.Module, hidden: torch.Tensor, positions: torch.Tensor) -> _Rope:
-        cos, sin = rotary(hidden, positions)
-        half = cos.shape[-1] // 2
-        sin[..., :half].neg_()
-        return cls(cos[0, :, None], sin[0, :, None])
-
-    def rotate(self, heads: torch.Tensor, rows: slice) -> None:
-        """In place; ``heads`` are those of ``rows``."""
-        swapped = heads.roll(heads.shape[-1] // 2, -1)
-        heads.mul_(self.cos[rows]).addcmul_(swapped, self.sin[rows])
-
-
-def _cut(num_rows: int, max_rows: int) -> list[tuple[int, int]]:
-    return [(first, min(first + max_rows, num_rows)) for first in range(0, num_rows, max_rows)]
-
-
-# Finds out whether a model's layers can be run by hand, and takes them over.
-
-# Their decoder layers were read; another class may compute something else with modules of the same names.
-_KNOWN = (
-    transformers.LlamaForCausalLM,
-    transformers.MistralForCausalLM,
-    transformers.Qwen2ForCausalLM,
-    transformers.Qwen3ForCausalLM,
-)
-
-_MODEL = {"model", "lm_head"}
-
-_DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
-
-_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-
-_HEAD_NORMS = {"q_norm", "k_norm"}
-
-_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-
-
-def fuse(model: transformers.PreTrainedModel, attentions: Sequence[LayerAttention], layout: KvLayout) -> Decoder | None:
-    """Run ``model`` by hand; ``None`` where some part of it is not known to the letter: nothing was changed then.
-
-    Weights that are used together become one tensor, and the model's parameters views of it, so that nothing exists
-    twice. Only where they are reordered (``best_order``) the model keeps its own: to be dropped with it.
-
-    Args:
-        model: with its weights, and not in training.
-        attentions: how each layer calls attention, in order.
-        layout: of the block pool.
+    Attributes:
+        query_norm, key_norm: over each head (Qwen3); ``None`` in models without.
     """
-    whole: Any = model  # whose modules have no types
-    if type(model) not in _KNOWN or not _has_exactly(model, _MODEL) or not _has_exactly(whole.model, _DECODER):
-        return None
-    base = whole.model
-    num_heads = base.layers[0].self_attn.q_proj.out_features // layout.head_dim
-    shape = HeadShape(num_heads, layout.num_kv_heads, layout.head_dim)
-    if not _is_known(whole, attentions, shape):
-        return None
-    layers = [_take_layer(layer, attention) for layer, attention in zip(base.layers, attentions, strict=True)]
-    return Decoder(
-        embedding=base.embed_tokens.weight,
-        layers=layers,
-        norm=_norm(base.norm),
-        head=_linear(whole.lm_head, is_shared=whole.lm_head.weight is base.embed_tokens.weight),
-        rotary=base.rotary_emb,
-        shape=shape,
-    )
+
+    attention: LayerAttention
+    input_norm: Norm
+    query_key_value: Linear
+    query_norm: Norm | None
+    key_norm: Norm | None
+    output: Linear
+    mlp_norm: Norm
+    gate_up: Linear
+    down: Linear
 
 
-def _is_known(model: Any, attentions: Sequence[LayerAttention], shape: HeadShape) -> bool:
-    base = model.model
-    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
-        return False
-    plain = [attention.index for attention in attentions if not attention.needs_scores]
-    if plain != list(range(len(base.layers))) or 2 * base.rotary_emb.inv_freq.numel() != shape.head_dim:
-        return False
-    if not (_is_norm(base.norm) and _is_linear(model.lm_head) and type(base.embed_tokens) is nn.Embedding):
-        return False
-    return all(_is_known_layer(layer, shape) for layer in base.layers)
+@dataclass(frozen=True)
+class HeadShape:
+    """Heads of every layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
-def _is_known_layer(layer: Any, shape: HeadShape) -> bool:
-    if not (_has_exactly(layer, _LAYER) and _has_exactly(layer.mlp, _MLP)):
-        return False
-    attention, mlp = layer.self_attn, layer.mlp
-    has_head_norms = _has_exactly(attention, _ATTENTION | _HEAD_NORMS)
-    if not (has_head_norms or _has_exactly(attention, _ATTENTION)):
-        return False
-    head_norms = [attention.q_norm, attention.k_norm] if has_head_norms else []
-    norms = [layer.input_layernorm, layer.post_attention_layernorm, *head_norms]
-    linears = [*(getattr(attention, name) for name in _ATTENTION), mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    if not (all(map(_is_norm, norms)) and all(map(_is_linear, linears)) and _is_silu(mlp.act_fn)):
-        return False
-    sizes = [attention.q_proj.out_features, attention.k_proj.out_features, attention.v_proj.out_features]
-    wanted = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
-    return sizes == [num * shape.head_dim for num in wanted]
+class Norm:
+    """RMS norm over the last dimension: ``x / sqrt(mean(x**2) + epsilon) * weight``."""
 
+    def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
+        self._weight = weight
+        self._epsilon = epsilon
+        # The mean's divisor goes into weight and epsilon: four operations instead of seven.
+        self._scaled_weight = weight * math.sqrt(weight.numel())
+        self._scaled_epsilon = weight.new_tensor(math.sqrt(epsilon * weight.numel()))
 
-def _has_exactly(module: nn.Module, names: set[str]) -> bool:
-    return {name for name, _ in module.named_children()} == names
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
-
-
-def _is_silu(module: nn.Module) -> bool:
-    return isinstance(module, nn.SiLU) or type(module).__name__ == "SiLUActivation"
-
-
-def _take_layer(layer: Any, attention: LayerAttention) -> DecoderLayer:
-    own, mlp = layer.self_attn, layer.mlp
-    has_head_norms = hasattr(own, "q_norm")
-    return DecoderLayer(
-        attention=attention,
-        input_norm=_norm(layer.input_layernorm),
-        query_key_value=_join([own.q_proj, own.k_proj, own.v_proj]),
-        query_norm=_norm(own.q_norm) if has_head_norms else None,
-        key_norm=_norm(own.k_norm) if has_head_norms else None,
-        output=_linear(own.o_proj),
-        mlp_norm=_norm(layer.post_attention_layernorm),
-        gate_up=_join([mlp.gate_proj, mlp.up_proj]),
-        down=_linear(mlp.down_proj),
-    )
-
-
-def _join(linears: Sequence[nn.Linear]) -> Linear:
-    """One product in place of several."""
-    weights, biases = (
-        [linear.weight for linear in linears],
-        [linear.bias for linear in linears if linear.bias is not None],
-    )
-    bias = _merge(biases) if biases else None
-    if order := best_order(weights[0]):
-        return order(torch.cat(weights), bias)
-    return PlainLinear(_merge(weights), bias)
-
-
-def _merge(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor of all, which become views of it."""
-    merged = torch.cat([parameter.detach() for parameter in parameters])
-    parts = torch.split(merged, [parameter.shape[0] for parameter in parameters])
-    for parameter, part in zip(parameters, parts, strict=True):
-        parameter.data = part
-    return merged
-
-
-def _linear(linear: nn.Linear, *, is_shared: bool = False) -> Linear:
-    """``is_shared``: others need the weight as it is, so that reordering it would be a second copy."""
-    weight = linear.weight.detach()
-    bias = None if linear.bias is None else linear.bias.detach()
-    order = None if is_shared else best_order(weight)
-    return PlainLinear(weight, bias) if order is None else order(weight, bias)
-
-
-def _norm(norm: Any) -> Norm:
-    return Norm(norm.weight.detach(), float(norm.variance_epsilon))
-
-
-# Products with a model's weights, for layers that are run by hand.
-
-#: Rows of a step that a CPU takes through a layer's products at once: what they yield stays in its L2 cache.
-ROWS_ON_CPU = 256
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of each row, as new memory."""
+        if rows.dtype == torch.float64:  # transformers computes it in float32 even then
+            normed = functional.rms_norm(rows.float(), self._weight.shape, eps=self._epsilon)
+            return normed.double().mul_(self._weight)
+        if rows.dtype == torch.float32 and rows.device.type == "cpu":
+            length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+            return (rows / torch.hypot(length, self._scaled_epsilon)).mul_(self._scaled_weight)
+        return functional.rms_norm(rows, self._weight.shape, self._weight, self._epsilon)
 
 
 class Linear(Protocol):
@@ -447,12 +326,130 @@ class PackedLinear:
 
 
 def best_order(weight: torch.Tensor) -> type[TransposedLinear] | type[PackedLinear] | None:
-    """In which order a copy of ``weight`` is multiplied fastest here; ``None``: as it is, it is good enough."""
+    """The order of a copy of ``weight`` that multiplies fastest here; ``None``: its own order is good enough."""
     if weight.device.type != "cpu":
         return None
     if weight.dtype == torch.float32 and torch.backends.cpu.get_cpu_capability() == "AVX2":
         return TransposedLinear
     return PackedLinear if _can_pack(weight.dtype) else None
+
+
+@dataclass(frozen=True)
+class _Rope:
+    """Rotary embedding of one step's positions; ``cos`` and ``sin`` are ``[T, 1, head_dim]``."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor  # its first half negated
+
+    @classmethod
+    def at(cls, rotary: torch.nn.Module, hidden: torch.Tensor, positions: torch.Tensor) -> _Rope:
+        cos, sin = rotary(hidden, positions)
+        half = cos.shape[-1] // 2
+        sin[..., :half].neg_()
+        return cls(cos[0, :, None], sin[0, :, None])
+
+    def rotate(self, heads: torch.Tensor, rows: slice) -> None:
+        """In place; ``heads`` are those of ``rows``."""
+        swapped = heads.roll(heads.shape[-1] // 2, -1)
+        heads.mul_(self.cos[rows]).addcmul_(swapped, self.sin[rows])
+
+
+def _cut(num_rows: int, max_rows: int) -> list[tuple[int, int]]:
+    return [(first, min(first + max_rows, num_rows)) for first in range(0, num_rows, max_rows)]
+
+
+def _is_known(model: Any, attentions: Sequence[LayerAttention], shape: HeadShape) -> bool:
+    base = model.model
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        return False
+    plain = [attention.index for attention in attentions if not attention.needs_scores]
+    if plain != list(range(len(base.layers))) or 2 * base.rotary_emb.inv_freq.numel() != shape.head_dim:
+        return False
+    if not (_is_norm(base.norm) and _is_linear(model.lm_head) and type(base.embed_tokens) is nn.Embedding):
+        return False
+    return all(_is_known_layer(layer, shape) for layer in base.layers)
+
+
+def _is_known_layer(layer: Any, shape: HeadShape) -> bool:
+    if not (_has_exactly(layer, _LAYER) and _has_exactly(layer.mlp, _MLP)):
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    has_head_norms = _has_exactly(attention, _ATTENTION | _HEAD_NORMS)
+    if not (has_head_norms or _has_exactly(attention, _ATTENTION)):
+        return False
+    head_norms = [attention.q_norm, attention.k_norm] if has_head_norms else []
+    norms = [layer.input_layernorm, layer.post_attention_layernorm, *head_norms]
+    linears = [*(getattr(attention, name) for name in _ATTENTION), mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    if not (all(map(_is_norm, norms)) and all(map(_is_linear, linears)) and _is_silu(mlp.act_fn)):
+        return False
+    sizes = [attention.q_proj.out_features, attention.k_proj.out_features, attention.v_proj.out_features]
+    wanted = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
+    return sizes == [num * shape.head_dim for num in wanted]
+
+
+def _has_exactly(module: nn.Module, names: set[str]) -> bool:
+    return {name for name, _ in module.named_children()} == names
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+
+
+def _is_silu(module: nn.Module) -> bool:
+    return isinstance(module, nn.SiLU) or type(module).__name__ == "SiLUActivation"
+
+
+def _take_layer(layer: Any, attention: LayerAttention) -> DecoderLayer:
+    own, mlp = layer.self_attn, layer.mlp
+    has_head_norms = hasattr(own, "q_norm")
+    return DecoderLayer(
+        attention=attention,
+        input_norm=_norm(layer.input_layernorm),
+        query_key_value=_join([own.q_proj, own.k_proj, own.v_proj]),
+        query_norm=_norm(own.q_norm) if has_head_norms else None,
+        key_norm=_norm(own.k_norm) if has_head_norms else None,
+        output=_linear(own.o_proj),
+        mlp_norm=_norm(layer.post_attention_layernorm),
+        gate_up=_join([mlp.gate_proj, mlp.up_proj]),
+        down=_linear(mlp.down_proj),
+    )
+
+
+def _join(linears: Sequence[nn.Linear]) -> Linear:
+    """One product in place of several."""
+    weights, biases = (
+        [linear.weight for linear in linears],
+        [linear.bias for linear in linears if linear.bias is not None],
+    )
+    bias = _merge(biases) if biases else None
+    if order := best_order(weights[0]):
+        return order(torch.cat(weights), bias)
+    return PlainLinear(_merge(weights), bias)
+
+
+def _merge(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One tensor of all, which become views of it."""
+    merged = torch.cat([parameter.detach() for parameter in parameters])
+    parts = torch.split(merged, [parameter.shape[0] for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.data = part
+    return merged
+
+
+def _linear(linear: nn.Linear, *, is_shared: bool = False) -> Linear:
+    """``is_shared``: the weight is used elsewhere as it is, so that reordering it would make a second copy."""
+    weight = linear.weight.detach()
+    bias = None if linear.bias is None else linear.bias.detach()
+    order = None if is_shared else best_order(weight)
+    return PlainLinear(weight, bias) if order is None else order(weight, bias)
+
+
+def _norm(norm: Any) -> Norm:
+    return Norm(norm.weight.detach(), float(norm.variance_epsilon))
 
 
 def _can_pack(dtype: torch.dtype) -> bool:

@@ -1,7 +1,7 @@
 """A ``MediaEncoder`` on transformers: vision tower and projector of LLaVA-family checkpoints.
 
-Files are decoded and preprocessed in worker threads, and wait for the tower, which takes whatever is ready when it
-becomes free. All of the book is kept on the event loop; the tower's thread alone writes to the pool.
+Worker threads decode and preprocess files. When the tower becomes free, it takes the items that are ready. The jobs
+live on the event loop; only the tower's thread writes to the pool.
 """
 
 from __future__ import annotations
@@ -20,30 +20,33 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from quartet.engine.encoder import EncoderCapabilities, EncoderStats, EncodeTimes, ItemSize
 from quartet.engine.fingerprint import model_fingerprint
+from quartet.engine.late_import import importing
+from quartet.engine.life_cycle import call_on_loop
 from quartet.engine.media.rows_encoder import RowsParts
 from quartet.engine.media_config import make_embedding_memory, read_media_config, shared_item_tokens
 from quartet.engine.torch.encoder_config import TorchEncoderConfig
-from quartet.engine.torch.encoder_jobs import Job, JobQueue, Passenger, RunTimes, Stage
+from quartet.engine.torch.encoder_jobs import Job, JobQueue, Passenger, Prepared, RunTimes, Stage
 from quartet.errors import EngineError, InvalidRequestError, MediaTooLargeError, ServingError, WorkerUnavailableError
 from quartet.kvcache.layout import EmbeddingLayout
 from quartet.media.items import MediaFile, MediaKind
 from quartet.transfer.base import EmbeddingMemory
 
 if TYPE_CHECKING:
-    from quartet.engine.torch.encoder_tower import Prepared, Tower
+    from quartet.engine.torch.encoder_tower import Tower
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _NUM_READERS = 2  # threads that decode; each may hold a picture of ``max_pixels`` several times
 
 _CLOSE_TIMEOUT_S = 30.0  # for the run that the tower is in
 
-#: Loads all that the tower's thread works with, on that thread.
+#: Loads the tower, on the tower's thread.
 _LoadTower: TypeAlias = "Callable[[TorchEncoderConfig, EmbeddingMemory | None], Tower]"
 
 
 def _load_tower(config: TorchEncoderConfig, embeddings: EmbeddingMemory | None) -> Tower:
-    from quartet.engine.torch.encoder_tower import load_tower
+    with importing("torch"):
+        from quartet.engine.torch.encoder_tower import load_tower
 
     return load_tower(config, embeddings)
 
@@ -57,7 +60,7 @@ class TorchEncoder:
         embeddings: EmbeddingMemory | None = None,
         load: _LoadTower = _load_tower,
     ) -> None:
-        """Write to ``embeddings``; to a pool of its own, without."""
+        """Write to ``embeddings``; ``None``: to a pool of its own."""
         self._config = config
         self._embeddings = embeddings
         self._load = load
@@ -68,8 +71,8 @@ class TorchEncoder:
         self._is_closed = False
         self._thread: TowerThread | None = None
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="quartet-media")
-        self._has_settled = asyncio.Event()  # it is ready, or lost
-        self._has_ended = asyncio.Event()  # the tower's thread writes no more
+        self._has_settled = asyncio.Event()  # it is ready or lost
+        self._has_ended = asyncio.Event()  # the tower's thread writes nothing more
 
     @property
     def capabilities(self) -> EncoderCapabilities:
@@ -87,7 +90,7 @@ class TorchEncoder:
 
     @property
     def is_alive(self) -> bool:
-        """False once it has died; nothing is encoded any more."""
+        """False once it has died; it encodes nothing more."""
         return self._lost is None
 
     async def start(self) -> None:
@@ -122,24 +125,24 @@ class TorchEncoder:
             await asyncio.wait([job.done])
         except asyncio.CancelledError:
             while job.stage is Stage.RUNNING and not job.done.done():
-                # Who cancels again waits as well: the tower would write to blocks that are somebody else's by then.
+                # A second cancel waits too: the tower still writes to blocks that another item would get.
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([job.done])
             self._jobs.remove(job)
             if not job.done.cancel():
-                job.done.exception()  # seen, else somebody would log that nobody did
+                job.done.exception()  # retrieved, else asyncio logs that nothing did
             self._advance()
             raise
         return job.done.result()
 
     def stats(self) -> EncoderStats:
-        """How it is. May be called on any thread, also after ``close``."""
+        """The latest statistics. May be called on any thread, also after ``close``."""
         return self._stats
 
     async def close(self) -> None:
-        """Free everything, in 30 s and what decoding takes; the run that the tower is in is waited for.
+        """Free everything, within 30 s and the time of decoding: the tower ends the run that it is in.
 
-        Loading can't be interrupted and is not waited for: what it brings is freed when it is there.
+        Loading can't be interrupted and is not waited for: what it loads is freed once that is complete.
         """
         self._is_closed = True
         self._fail_all(_closed, spare_running=True)
@@ -151,7 +154,7 @@ class TorchEncoder:
             try:
                 await asyncio.wait_for(self._has_ended.wait(), _CLOSE_TIMEOUT_S)
             except TimeoutError:
-                _LOG.error("the encoder is still busy after %.0f s: its thread is left behind", _CLOSE_TIMEOUT_S)
+                logger.error("the encoder is still busy after %.0f s: its thread is left behind", _CLOSE_TIMEOUT_S)
                 self._fail_all(_closed)
                 return
             self._thread.join()
@@ -176,28 +179,26 @@ class TorchEncoder:
         self._started()
 
     def _advance(self) -> None:
-        """Give the worker threads and the tower what they can take."""
+        """Give the tower and the worker threads the jobs that they can take."""
         if self._tower is not None and self._thread is not None and self._lost is None and not self._is_closed:
-            # First, as a run makes room for more to be prepared.
+            # The tower first: a run makes room to prepare more.
             if batch := self._jobs.begin_running():
                 self._thread.post([Passenger(job.prepared, job.block_ids) for job in batch if job.prepared is not None])
             for job in self._jobs.begin_preparing():
                 future = self._readers.submit(_prepare, self._tower, job)
-                future.add_done_callback(partial(self._hear_prepared, asyncio.get_running_loop(), job))
+                future.add_done_callback(partial(self._notify_prepared, asyncio.get_running_loop(), job))
         self._count()
 
-    def _hear_prepared(self, loop: asyncio.AbstractEventLoop, job: Job, future: Future[Prepared | None]) -> None:
+    def _notify_prepared(self, loop: asyncio.AbstractEventLoop, job: Job, future: Future[Prepared | None]) -> None:
         """On a worker thread."""
-        # RuntimeError: the loop is closed, so nobody listens any more.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(self._on_prepared, job, future)
+        call_on_loop(loop, self._on_prepared, job, future)
 
     def _on_prepared(self, job: Job, future: Future[Prepared | None]) -> None:
         if job not in self._jobs:
-            return  # nobody waits for it any more
+            return  # its caller has gone
         if error := future.exception():
             self._jobs.remove(job)
-            job.done.set_exception(_told(error))
+            job.done.set_exception(_failure(error))
             self._count(num_failed=1)
         else:
             job.stage, job.prepared = Stage.READY, future.result()
@@ -210,7 +211,7 @@ class TorchEncoder:
             self._free()
 
     def _on_run(self, times: RunTimes) -> None:
-        batch = self._jobs.running()  # none, where `close` gave them up
+        batch = self._jobs.running()  # none, if ``close`` gave them up
         unfit = times.unfit.intersection(range(len(batch)))
         for index, job in enumerate(batch):
             self._jobs.remove(job)
@@ -235,7 +236,7 @@ class TorchEncoder:
         self._count(num_failed=self._jobs.fail(make_error, spare_running=spare_running))
 
     def _count(self, *, num_steps: int = 0, num_items: int = 0, num_failed: int = 0) -> None:
-        """Bring the statistics up to date: as the book is, and more by so many."""
+        """Update the statistics: from the jobs, and by these counts."""
         num_running = len(self._jobs.running())
         self._stats = replace(
             self._stats,
@@ -248,17 +249,17 @@ class TorchEncoder:
 
 
 def _prepare(tower: Tower, job: Job) -> Prepared | None:
-    """On a worker thread; ``None`` where the caller went while the file waited for the thread."""
+    """On a worker thread; ``None`` if the caller went while the file waited for the thread."""
     if job.done.done():
         return None
     return tower.reader.prepare(job.file, len(job.block_ids))
 
 
-def _told(error: BaseException) -> ServingError:
-    """What a caller hears of a file that could not be prepared: nothing else suffers from it."""
+def _failure(error: BaseException) -> ServingError:
+    """The error for the caller of a file that could not be prepared: other items are not affected."""
     if isinstance(error, ServingError):
         return error
-    _LOG.error("a media file could not be prepared", exc_info=error)
+    logger.error("a media file could not be prepared", exc_info=error)
     return EngineError("the file could not be prepared for the vision tower")
 
 
@@ -270,19 +271,14 @@ def _closed() -> WorkerUnavailableError:
     return WorkerUnavailableError("the encoder is closed")
 
 
-# The tower's own thread: loads it, runs batches, sleeps while there is nothing.
-
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, kw_only=True)
 class TowerListener:
-    """What hears of the thread, on the event loop and in order: ready, runs, lost, end.
+    """The callbacks of a ``TowerThread``, called on the event loop and in order.
 
     Attributes:
         on_ready: the tower is loaded and warm.
-        on_run: the oldest batch that was posted lies in its blocks, but for what did not fit into the device.
-        on_lost: loading or a run failed; nothing is written any more.
+        on_run: the oldest posted batch is in its blocks, except items that did not fit into the device's memory.
+        on_lost: loading or a run failed; the thread writes nothing more.
         on_end: the thread is about to end.
     """
 
@@ -293,15 +289,15 @@ class TowerListener:
 
 
 class TowerThread:
-    """Runs batches in the order in which they were posted, until ``stop`` or the first exception."""
+    """Loads the tower, then runs batches in the order in which they were posted, until ``stop`` or an exception."""
 
     def __init__(self, load: Callable[[], Tower], listener: TowerListener) -> None:
-        """Begin to load; the running event loop hears of it."""
+        """Begin to load; the listener is called on the running event loop."""
         self._load = load
         self._listener = listener
         self._inbox: queue.SimpleQueue[Sequence[Passenger] | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
-        # A daemon: a device that hangs must not keep the process from ending.
+        # A daemon thread: a device that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._main, name="quartet-encoder", daemon=True)
         self._thread.start()
 
@@ -314,36 +310,31 @@ class TowerThread:
         self._inbox.put(None)
 
     def join(self) -> None:
-        """Wait for the thread's last instructions; for after ``on_end``."""
+        """Wait until the thread has ended; call it after ``on_end``."""
         self._thread.join()
 
     def _main(self) -> None:
         try:
             tower = self._load()
-            self._tell(self._listener.on_ready, tower)
+            self._notify(self._listener.on_ready, tower)
             while (batch := self._inbox.get()) is not None:
-                self._tell(self._listener.on_run, tower.run(batch))
-        except Exception as error:  # the thread's work ends here; the listener fails what it knows
+                self._notify(self._listener.on_run, tower.run(batch))
+        except Exception as error:  # the thread's work ends here; the listener fails the live jobs
             logger.exception("the encoder is lost")
-            self._tell(self._listener.on_lost, error)
+            self._notify(self._listener.on_lost, error)
         finally:
-            self._tell(self._listener.on_end)
+            self._notify(self._listener.on_end)
 
-    def _tell(self, hear: Callable[..., None], *args: object) -> None:
-        # RuntimeError: the loop is closed, so nobody listens any more.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(hear, *args)
-
-
-# The pool of an encode worker whose vision tower is not loaded, as it takes embeddings alone.
+    def _notify(self, callback: Callable[..., None], *args: object) -> None:
+        call_on_loop(self._loop, callback, *args)
 
 
 def make_rows_parts(config: TorchEncoderConfig) -> RowsParts:
-    """Of a checkpoint whose tower is not loaded: a pool as ``config`` says.
+    """The pool and capabilities of an encode worker that takes embeddings only, so that its tower is not loaded.
 
     Raises:
         ModelFilesError: a file is missing or malformed.
-        InvalidRequestError: field ``model``: it takes text only; ``dtype``: nothing says it.
+        InvalidRequestError: field ``model``: it takes text only; ``dtype``: the checkpoint does not say it.
     """
     media = read_media_config(config.model_path)
     if media is None:

@@ -1,4 +1,4 @@
-"""What the torch encoder is told about its model, device and pool of embeddings."""
+"""The configuration of the torch encoder: model, device and pool of embeddings."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class TorchEncoderConfig:
         model_path: directory with config.json, preprocessor_config.json and safetensors files.
         dtype: of weights, activations and embeddings, by its PyTorch name; ``auto``: the checkpoint's.
         device: ``cpu``, or ``cuda:N``.
-        num_blocks: of the encoder's own pool; means nothing where it writes to another's.
+        num_blocks: of the encoder's own pool; ignored if it writes to an engine's pool.
         block_size: tokens of a block of embeddings.
         num_threads: CPU threads of one operation; ``None`` leaves PyTorch's choice.
-        kinds: of files that it takes; no tower is loaded where pictures are not among them.
+        kinds: of files that it takes; without pictures among them no tower is loaded.
         max_batch_size: items in one run of the tower.
-        max_pixels: of a picture, and of what preprocessing scales it to on the way.
-        max_item_tokens: tokens that one item fills at most; ``None``: as many as the largest picture.
+        max_pixels: of a picture, and of the intermediate pictures that preprocessing makes of it.
+        max_item_tokens: most tokens of one item; ``None``: those of the largest picture.
 
     Raises:
         ConfigError: a value out of range; begins with the field's name.
@@ -42,7 +42,7 @@ class TorchEncoderConfig:
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
-        # What an engine is told as well is held to the same.
+        # The fields that an engine has too are checked in the same way.
         TorchEngineConfig(
             model_path=self.model_path,
             dtype=self.dtype,

@@ -1,4 +1,4 @@
-"""The book of calls that wait for embeddings: who is prepared next, and who rides the tower's next run. No threads."""
+"""The queue of calls that wait for embeddings: which to prepare next, and which the tower runs next. No threads."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from quartet.engine.encoder import EncodeTimes
 from quartet.media.items import MediaFile
 
-if TYPE_CHECKING:  # it imports torch, which takes seconds: only the tower's thread may
-    from quartet.engine.torch.encoder_tower import Prepared
+if TYPE_CHECKING:  # torch takes seconds to import: the tower's thread does it
+    import torch
+
+    from quartet.engine.torch.vision import Pixels
+
+#: A picture to encode, or rows of embeddings to write as they are.
+Prepared: TypeAlias = "Pixels | torch.Tensor"
 
 
 @dataclass(frozen=True)
 class Passenger:
-    """What a run of the tower puts into those blocks."""
+    """One item of a run of the tower, and the blocks that it goes to."""
 
     prepared: Prepared
     block_ids: tuple[int, ...]
@@ -28,7 +33,7 @@ class RunTimes:
     """When a run began, by ``time.monotonic``, and how long it took.
 
     Attributes:
-        unfit: positions in the batch of items that even alone did not fit into the device's memory.
+        unfit: positions in the batch of items that did not fit into the device's memory even alone.
     """
 
     began_at: float
@@ -37,7 +42,7 @@ class RunTimes:
 
 
 class Stage(Enum):
-    """How far a job is."""
+    """The state of a job."""
 
     WAITING = auto()
     PREPARING = auto()  # in a worker thread, which writes to no block
@@ -51,8 +56,8 @@ class Job:
 
     Attributes:
         queued_at: by ``time.monotonic``.
-        done: what the caller waits for.
-        prepared: from READY on.
+        done: the caller waits for it.
+        prepared: set from READY on.
     """
 
     file: MediaFile = field(repr=False)
@@ -64,9 +69,9 @@ class Job:
 
 
 class JobQueue:
-    """Jobs in the order in which they came, until they are removed.
+    """Jobs in the order of their arrival, until they are removed.
 
-    Prepared pictures are large, so no more are made than two runs can take; a job overtakes only those that are not
+    Prepared pictures are large, so at most two runs' worth of them exist. A job overtakes only jobs that are not
     prepared yet.
     """
 
@@ -79,7 +84,7 @@ class JobQueue:
         return len(self._jobs)
 
     def __contains__(self, job: Job) -> bool:
-        """Whether ``job`` was added, and not removed."""
+        """Whether ``job`` was added and not removed."""
         return job in self._jobs
 
     def add(self, job: Job) -> None:
@@ -87,7 +92,7 @@ class JobQueue:
         self._jobs[job] = None
 
     def remove(self, job: Job) -> None:
-        """Forget ``job``, if it is still here."""
+        """Remove ``job``; does nothing if it was removed already."""
         self._jobs.pop(job, None)
 
     def running(self) -> list[Job]:
@@ -95,7 +100,7 @@ class JobQueue:
         return [job for job in self._jobs if job.stage is Stage.RUNNING]
 
     def begin_preparing(self) -> list[Job]:
-        """The jobs that are to be prepared now; they are PREPARING from here on."""
+        """The jobs to prepare now; they become PREPARING."""
         num_ahead = sum(job.stage in (Stage.PREPARING, Stage.READY) for job in self._jobs)
         waiting = [job for job in self._jobs if job.stage is Stage.WAITING]
         chosen = waiting[: max(0, 2 * self._max_batch_size - num_ahead)]
@@ -104,7 +109,7 @@ class JobQueue:
         return chosen
 
     def begin_running(self) -> list[Job]:
-        """The jobs of the tower's next run, RUNNING from here on; none while it is busy or nothing is ready."""
+        """The jobs of the tower's next run, which become RUNNING; none while it is busy or no job is ready."""
         if self.running():
             return []
         batch = [job for job in self._jobs if job.stage is Stage.READY][: self._max_batch_size]
@@ -113,7 +118,7 @@ class JobQueue:
         return batch
 
     def fail(self, make_error: Callable[[], Exception], *, spare_running: bool = False) -> int:
-        """Remove all jobs and tell their callers; how many. Those in the tower's thread only once it writes no more."""
+        """Remove all jobs and fail their callers; returns how many. Spare running jobs while the tower still writes."""
         failed = [job for job in self._jobs if not (spare_running and job.stage is Stage.RUNNING)]
         for job in failed:
             self.remove(job)

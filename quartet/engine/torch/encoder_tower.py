@@ -1,4 +1,7 @@
-"""What the tower's thread works with: vision tower, pool of embeddings, and what is promised of them."""
+"""The vision tower on its thread, with the pool that it writes to, and ``FileReader``, which prepares files for it.
+
+Worker threads call ``FileReader``, so it keeps no state.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from quartet.engine.fingerprint import model_fingerprint
 from quartet.engine.media.embeddings import EmbeddingPoolView
 from quartet.engine.media.rows_file import RowsHeader, read_rows, read_rows_header
 from quartet.engine.torch.encoder_config import TorchEncoderConfig
-from quartet.engine.torch.encoder_jobs import Passenger, RunTimes
+from quartet.engine.torch.encoder_jobs import Passenger, Prepared, RunTimes
 from quartet.engine.torch.vision import Pixels, create_vision
 from quartet.errors import EngineError, InvalidMediaError, InvalidRequestError, MediaTooLargeError
 from quartet.kvcache.layout import EmbeddingLayout
@@ -30,14 +33,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class Vision(Protocol):
-    """What the encoder asks of a vision tower; ``quartet.engine.torch.vision`` has the one of checkpoints."""
+    """A vision tower, as the encoder needs it; ``quartet.engine.torch.vision`` makes one from a checkpoint."""
 
     dtype: str
     hidden_size: int
     max_item_tokens: int
 
     def size(self, height: int, width: int) -> ItemSize:
-        """What a picture of that size fills. Raises ``MediaTooLargeError``, field ``file``."""
+        """The tokens that a picture of that size fills. Raises ``MediaTooLargeError``, field ``file``."""
         ...
 
     def pixels(self, picture: Image.Image) -> Pixels:
@@ -45,7 +48,7 @@ class Vision(Protocol):
         ...
 
     def encode(self, pictures: Sequence[Pixels]) -> list[torch.Tensor]:
-        """Embeddings of each picture, ``[num_tokens, hidden_size]``. Called on the tower's thread alone."""
+        """Embeddings of each picture, ``[num_tokens, hidden_size]``. Called on the tower's thread only."""
         ...
 
 
@@ -55,7 +58,7 @@ LoadVision: TypeAlias = Callable[[TorchEncoderConfig], Vision]
 
 @dataclass(frozen=True, kw_only=True)
 class Tower:
-    """A vision tower, loaded and warm, and where it writes.
+    """A vision tower, loaded and warm, and its pool.
 
     Attributes:
         memory: of ``pool``.
@@ -68,9 +71,10 @@ class Tower:
     capabilities: EncoderCapabilities
 
     def run(self, batch: Sequence[Passenger]) -> RunTimes:
-        """Encode the pictures of ``batch`` at once, and write all of it to its blocks.
+        """Encode the pictures of ``batch`` at once, and write all items to their blocks.
 
-        Where the device has no room for that, one by one: what does not fit alone is named, and not written.
+        If the device has no room for that, items are run one by one; ``RunTimes.unfit`` names those that do not fit
+        even alone, which are not written.
         """
         began_at = time.monotonic()
         unfit: list[int] = []
@@ -79,14 +83,14 @@ class Tower:
         return RunTimes(began_at, time.monotonic() - began_at, frozenset(unfit))
 
     def _has_run(self, batch: Sequence[Passenger]) -> bool:
-        """Whether there was room for it."""
+        """Run ``batch``; false: the device had no room for it."""
         try:
             self._encode(batch)
         except torch.OutOfMemoryError as error:
             _LOG.warning("no room on the device to encode %d items: %s", len(batch), error)
         else:
             return True
-        # Only here: while the exception is handled, its frames keep what the run has made so far.
+        # Not in the handler: there the exception's frames still hold the tensors of the run.
         torch.cuda.empty_cache()  # does nothing without CUDA
         return False
 
@@ -101,11 +105,11 @@ class Tower:
 def load_tower(
     config: TorchEncoderConfig, embeddings: EmbeddingMemory | None, load: LoadVision = create_vision
 ) -> Tower:
-    """Load on the calling thread; reserve a pool where none is given.
+    """Load on the calling thread; reserve a pool if none is given.
 
     Raises:
-        InvalidRequestError: field ``model``, ``device`` or ``num_blocks``: it cannot be run so.
-        EngineError: the checkpoint is damaged, or the pool that was given is of another layout.
+        InvalidRequestError: field ``model``, ``device`` or ``num_blocks``: it can't run with this value.
+        EngineError: the checkpoint is damaged, or the given pool has another layout.
     """
     vision = load(config)
     layout = EmbeddingLayout(
@@ -149,12 +153,6 @@ def _preprocessing_fingerprint(directory: Path) -> bytes:
     return preprocessing_fingerprint({path.name: path.read_bytes() for path in paths if path.is_file()})
 
 
-# From a file to what the tower's thread needs of it: worker threads do this, so nothing here keeps state.
-
-#: A picture that is to be encoded, or rows that are to be written as they are.
-Prepared: TypeAlias = Pixels | torch.Tensor
-
-
 @dataclass(frozen=True, kw_only=True)
 class FileReader:
     """Sizes and prepares files for one vision tower.
@@ -162,8 +160,8 @@ class FileReader:
     Attributes:
         dtype: of the pool, by its PyTorch name.
         block_size: tokens of a block of the pool.
-        max_item_tokens: tokens that one item fills at most.
-        max_pixels: of a picture.
+        max_item_tokens: most tokens of one item.
+        max_pixels: most pixels of a picture.
     """
 
     vision: Vision
@@ -173,7 +171,7 @@ class FileReader:
     max_pixels: int
 
     def size(self, file: MediaFile) -> ItemSize:
-        """What ``file`` fills, from its header alone.
+        """The tokens that ``file`` fills, from its header only.
 
         Raises:
             InvalidMediaError, MediaTooLargeError: field ``file``.
@@ -185,13 +183,13 @@ class FileReader:
         return replace(size, num_pixels=header.width * header.height)
 
     def prepare(self, file: MediaFile, num_blocks: int) -> Prepared:
-        """Decode and preprocess ``file``, which is to lie in ``num_blocks`` blocks.
+        """Decode and preprocess ``file`` for ``num_blocks`` blocks.
 
         Raises:
-            InvalidMediaError: field ``file``; it is damaged, or does not fill as many blocks.
+            InvalidMediaError: field ``file``; it is damaged, or fills another number of blocks.
             MediaTooLargeError: field ``file``.
         """
-        # First, as it costs nothing and a picture of many pixels does.
+        # Check the size first: that is cheap, and decoding many pixels is not.
         num_tokens = self.size(file).num_tokens
         if -(-num_tokens // self.block_size) != num_blocks:
             message = f"the file fills {num_tokens} tokens, and {num_blocks} blocks were set aside for it"

@@ -1,7 +1,7 @@
-"""Finds the causal language model in a checkpoint: the whole of it, or the one that a LLaVA shows its pictures to.
+"""Finds the causal language model in a checkpoint: all of it, or the language model inside a LLaVA.
 
-A LLaVA's language model is a model of its own architecture, to which embeddings of pictures come in place of those of
-the placeholder token. Its weights have other names there: ``language_model.model.X`` and ``language_model.lm_head`` as
+A LLaVA's language model has an architecture of its own; it gets the embeddings of pictures in place of the placeholder
+token's. Its weights have other names inside a LLaVA: ``language_model.model.X`` and ``language_model.lm_head`` as
 transformers wrote them up to version 4.51, ``model.language_model.X`` and ``lm_head`` since.
 """
 
@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from quartet.engine.torch.support import refusal
 
-# Their forward was read: embeddings replaced at the placeholder, and nothing else that the language model would notice.
-# From outside one cannot tell: Gemma 3's pictures fill runs of one token, too, but attend to themselves both ways.
+# Their forward was read: it replaces embeddings at the placeholder and changes nothing else for the language model.
+# That can't be seen from outside: Gemma 3's pictures fill runs of one token too, but attend to themselves both ways.
 _LLAVA_TYPES = ("llava", "llava_next", "llava_next_video", "llava_onevision", "vipllava")
 # To be applied by ``re.sub``, in any order.
 _LLAVA_KEYS = {
@@ -30,7 +30,7 @@ _VISION_KEY = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|image_n
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """What of a checkpoint is served.
+    """The part of a checkpoint that is served.
 
     Attributes:
         config: the language model's own.
@@ -43,7 +43,7 @@ class LanguageModel:
     key_mapping: Mapping[str, str] = field(default_factory=dict)
 
     def leaves_out(self, key: str) -> bool:
-        """Whether ``key`` names a weight of the checkpoint that computes embeddings, which is done elsewhere."""
+        """Whether ``key`` names a weight of the checkpoint's vision part, which the encoder loads."""
         return self.placeholder_id is not None and _VISION_KEY.match(key) is not None
 
 
@@ -51,7 +51,7 @@ def find_language_model(config: PretrainedConfig) -> LanguageModel:
     """The language model of a checkpoint with this configuration.
 
     Raises:
-        InvalidRequestError: field ``model``; there is none, or it may not be taken for itself.
+        InvalidRequestError: field ``model``; there is none, or it can't be served without the rest.
     """
     found = _inside_llava(config) if config.model_type in _LLAVA_TYPES else LanguageModel(config)
     if type(found.config) not in AutoModelForCausalLM._model_mapping:
@@ -63,7 +63,7 @@ def _inside_llava(config: PretrainedConfig) -> LanguageModel:
     if getattr(config, "quantization_config", None) is not None:
         raise refusal("a quantized checkpoint")
     text = copy.deepcopy(config.get_text_config())
-    # In the whole model, the whole's configuration decides these.
+    # In a LLaVA, the LLaVA's configuration decides these.
     text.tie_word_embeddings = config.tie_word_embeddings
     text.dtype = config.dtype
     placeholder_id = config.image_token_id

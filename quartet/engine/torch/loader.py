@@ -3,15 +3,15 @@
 ``from_pretrained`` of transformers 5 builds the model on ``meta`` and materialises tensor by tensor from the mapped
 files, renaming and fusing keys (experts) as the architecture wants. In the checkpoint's own dtype, on the CPU, weights
 *are* the mapped file; in another dtype only the converted tensors are new memory. Measured on 212 MB in float32: 2 MB
-of own memory as it is, 105 MB in bfloat16, no second copy at any time. Of a LLaVA, the tensors of its language model
-are all that is read.
+of own memory as it is, 105 MB in bfloat16, no second copy at any time. Of a LLaVA, only the tensors of its language
+model are read.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ _MAX_NAMED_KEYS = 5
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that computes, with what the engine needs to know of it.
+    """A loaded model, and what the engine must know of it.
 
     Attributes:
         dtype: of weights and KV cache, by its PyTorch name.
@@ -59,8 +59,8 @@ def load_model(config: TorchEngineConfig) -> LoadedModel:
     """Load the checkpoint that ``config`` names onto its device. Runs no code from the checkpoint, downloads nothing.
 
     Raises:
-        InvalidRequestError: field ``model``: not a model this engine can run; ``max_model_len``: beyond the model's.
-        EngineError: files are missing or damaged, or their tensors are not those of the model.
+        InvalidRequestError: field ``model``: this engine can't run it; ``max_model_len``: the model allows less.
+        EngineError: files are missing or damaged, or their tensors are not the model's.
     """
     started_at = time.monotonic()
     found = find_language_model(read_model_config(Path(config.model_path)))
@@ -84,7 +84,7 @@ def load_model(config: TorchEngineConfig) -> LoadedModel:
 
 
 def read_model_config(directory: Path) -> PretrainedConfig:
-    """The configuration of a checkpoint. Raises ``InvalidRequestError``, field ``model``: there is none of use."""
+    """The configuration of a checkpoint. Raises ``InvalidRequestError``, field ``model``: it can't be used."""
     if not (directory / "config.json").is_file() or not weight_files(directory):
         raise InvalidRequestError(f"{directory} holds no config.json with .safetensors files", field="model")
     try:
@@ -95,26 +95,43 @@ def read_model_config(directory: Path) -> PretrainedConfig:
     return config
 
 
+def check_device(device: str) -> None:
+    """Raise ``InvalidRequestError``, field ``device``, if this machine does not have it."""
+    if device != "cpu" and torch.device(device).index not in range(torch.cuda.device_count()):
+        raise InvalidRequestError(f"there is no {device} here", field="device")
+
+
+def check_report(
+    model_path: str, report: Mapping[str, Any], leaves_out: Callable[[str], bool] = lambda _key: False
+) -> None:
+    """Check the loading report of ``from_pretrained``; weights that ``leaves_out`` names may be left over.
+
+    Raises:
+        EngineError: weights are missing, left over or of another size; names the first few.
+    """
+    for fault in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if keys := sorted(key for key in map(str, report.get(fault, ())) if not leaves_out(key)):
+            named = ", ".join(keys[:_MAX_NAMED_KEYS])
+            raise EngineError(f"{model_path}: {len(keys)} {fault.replace('_', ' ')}: {named}")
+
+
 def _load_weights(config: TorchEngineConfig, found: LanguageModel) -> PreTrainedModel:
-    # A server's log is no terminal.
+    # Logs of servers are not read on a terminal.
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        # Its table of left-over weights is empty or an error's explanation, unless some are left out on purpose.
+        # Silence its table of left-over weights if some are left out on purpose.
         with _quiet_transformers() if found.key_mapping else nullcontext():
             model, report = _from_pretrained(config, found)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise EngineError(f"{config.model_path}: weights cannot be loaded: {error}") from error
-    for fault in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if keys := sorted(key for key in map(str, report.get(fault, ())) if not found.leaves_out(key)):
-            named = ", ".join(keys[:_MAX_NAMED_KEYS])
-            raise EngineError(f"{config.model_path}: {len(keys)} {fault.replace('_', ' ')}: {named}")
+    check_report(config.model_path, report, found.leaves_out)
     if model.dtype == torch.float64:
         model.set_experts_implementation("eager")  # the default, grouped_mm, has no float64
     return model
 
 
 def _from_pretrained(config: TorchEngineConfig, found: LanguageModel) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model, and which weights it lacks or has no place for."""
+    """The model, and the report of its missing and left-over weights."""
     auto: Any = AutoModelForCausalLM  # whose methods are not typed
     loaded: tuple[PreTrainedModel, dict[str, Any]] = auto.from_pretrained(
         config.model_path,
@@ -123,7 +140,7 @@ def _from_pretrained(config: TorchEngineConfig, found: LanguageModel) -> tuple[P
         dtype=config.dtype,
         attn_implementation=PAGED_ATTENTION,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are in the report, by name, and refused
+        ignore_mismatched_sizes=True,  # the report names them, and ``check_report`` refuses them
         use_safetensors=True,
         local_files_only=True,
         trust_remote_code=False,
@@ -152,7 +169,7 @@ def _max_model_len(config: TorchEngineConfig, model_config: PretrainedConfig) ->
 
 
 def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """As ``generate`` takes them: from generation_config.json, else config.json."""
+    """The ids that ``generate`` takes: from generation_config.json, else config.json."""
     eos = model.generation_config.eos_token_id if model.generation_config is not None else None
     if eos is None:
         eos = model.config.eos_token_id

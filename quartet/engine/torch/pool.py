@@ -1,4 +1,7 @@
-"""The block pool as tensors: block-major, so that one block is one contiguous piece to move."""
+"""The block pool as tensors: block-major, so that one block is one contiguous piece to move.
+
+``num_pool_blocks`` says how many blocks a pool gets; ``Buffers`` keeps memory for intermediate results between steps.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,7 @@ from quartet.errors import InvalidRequestError
 from quartet.kvcache.layout import KvLayout
 from quartet.transfer.base import PoolMemory
 
-
-@dataclass(frozen=True)
-class KeysValues:
-    """Keys and values of ``n`` sequences, each ``[n, num_kv_heads, num_tokens, head_dim]``, strided."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
+_LOG = logging.getLogger(__name__)
 
 
 class KvPool:
@@ -32,7 +29,7 @@ class KvPool:
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
-        """Reserve the pool, zeroed: a masked position must not hold what is no number."""
+        """Reserve the pool, zeroed: a masked position must not hold NaN."""
         self.layout = layout
         self.num_blocks = num_blocks
         shape = (num_blocks, layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
@@ -58,7 +55,7 @@ class KvPool:
         self._tokens[slots] = keys_values
 
     def gather(self, rows: torch.Tensor, num_seqs: int) -> KeysValues:
-        """Read whole blocks, into memory that the next call writes over.
+        """Read whole blocks into memory that the next call overwrites.
 
         Args:
             rows: ``[2 * num_seqs * num_blocks]`` int64: pool rows of all keys, sequence after sequence, then values.
@@ -75,20 +72,23 @@ class KvPool:
             self.memory.close()
 
 
-# How many KV blocks a pool gets: as many as it is told, or what a share of the device's free memory holds.
+@dataclass(frozen=True)
+class KeysValues:
+    """Keys and values of ``n`` sequences, each ``[n, num_kv_heads, num_tokens, head_dim]``, strided."""
 
-_LOG = logging.getLogger(__name__)
+    keys: torch.Tensor
+    values: torch.Tensor
 
 
 def num_pool_blocks(
     config: TorchEngineConfig, layout: KvLayout, free_size_bytes: Callable[[], int] | None = None
 ) -> int:
-    """Blocks of the pool of ``config``; to be asked once the weights are loaded, as what is free then counts.
+    """Blocks of the pool of ``config``; call it once the weights are loaded: it divides the memory that is still free.
 
     Args:
-        config: says their number, or the share.
+        config: gives the number of blocks, or the share of free memory.
         layout: of one block.
-        free_size_bytes: what is free on the device; ``None``: the device is asked.
+        free_size_bytes: returns the free bytes on the device; ``None``: ask the device.
 
     Raises:
         InvalidRequestError: field ``free_gpu_memory_fraction``: the share holds no block.
@@ -109,21 +109,11 @@ def num_pool_blocks(
     return num_blocks
 
 
-def _cuda_free_size_bytes(device: str) -> int:
-    # What loading needed and PyTorch keeps for later is free, too.
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(torch.device(device))
-    return free
-
-
-# Memory for intermediate results that is kept from step to step.
-
-
 class Buffers:
-    """Named buffers that grow to the largest size asked for.
+    """Named buffers that grow to the largest size asked for, kept from step to step.
 
-    What is allocated for each step and freed at once goes back to the system where it is large, and every page of the
-    next one is a fault (measured on a CPU: to copy 2 MB there took 2100 us instead of 120).
+    A large tensor that a step allocates and frees goes back to the system, and every page of the next one is a page
+    fault (measured on a CPU: copying 2 MB into it took 2100 us instead of 120).
     """
 
     def __init__(self, like: torch.Tensor) -> None:
@@ -138,3 +128,10 @@ class Buffers:
         if buffer is None or buffer.numel() < num_elements:
             buffer = self._buffers[name] = self._like.new_empty(num_elements)
         return buffer[:num_elements].view(shape)
+
+
+def _cuda_free_size_bytes(device: str) -> int:
+    # Memory that loading needed and PyTorch caches is free, too.
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(torch.device(device))
+    return free

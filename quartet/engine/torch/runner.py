@@ -17,11 +17,10 @@ from quartet.engine.torch.attention import PagedStep
 from quartet.engine.torch.batch import FlatBatch, build_batch, probe_batch
 from quartet.engine.torch.config import TorchEngineConfig
 from quartet.engine.torch.decoder import fuse
-from quartet.engine.torch.loader import LoadedModel, load_model
+from quartet.engine.torch.loader import LoadedModel, check_device, load_model
 from quartet.engine.torch.pool import KvPool, num_pool_blocks
 from quartet.engine.torch.sampler import Sampler
 from quartet.engine.torch.support import refusal
-from quartet.errors import InvalidRequestError
 from quartet.kvcache.layout import EmbeddingLayout, KvLayout
 from quartet.transfer.base import EmbeddingMemory, PoolMemory
 
@@ -51,10 +50,10 @@ class TorchRunner:
         """Load the model, reserve the pool, run one step.
 
         Raises:
-            InvalidRequestError: a model that cannot be served, or a device that is not here; names the field.
+            InvalidRequestError: the model can't be served, or this machine lacks the device; names the field.
             EngineError: the checkpoint is damaged or incomplete.
         """
-        _check_device(config.device)
+        check_device(config.device)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         loaded = load_model(config)
@@ -95,7 +94,7 @@ class TorchRunner:
             return self._sampler.sample(logits[:, : self.vocab_size], requests) if requests else []
 
     def close(self) -> None:
-        """Give the model and the pools back."""
+        """Free the model and the pools."""
         self._pool.close()
         if self.embeddings is not None:
             self.embeddings.memory.close()
@@ -114,9 +113,9 @@ class TorchRunner:
 
     @torch.inference_mode()
     def _choose(self, loaded: LoadedModel) -> _Compute:
-        """Run a few tokens through block 0, which holds nothing yet, by both ways: by hand if that is right.
+        """Run a few tokens through block 0, which is still empty, in both ways; use the decoder by hand if it is right.
 
-        What is set up on first use must not cost a request, so this warms up, too.
+        This also warms up: the set-up of a first step must not cost a request.
         """
         model = loaded.model
         by_modules = _Modules(model)
@@ -141,7 +140,7 @@ class _Modules:
         logits: torch.Tensor = self._model(
             **self._inputs(step.batch),
             position_ids=step.batch.positions,
-            use_cache=False,  # else a cache of its own is built and filled
+            use_cache=False,  # else the model builds and fills a cache of its own
             logits_to_keep=step.batch.last_rows,
             paged=step,
         ).logits
@@ -156,7 +155,7 @@ class _Modules:
 
 
 def _plain_logits(by_modules: _Modules, model: PreTrainedModel, step: PagedStep) -> torch.Tensor:
-    """Logits of a LLaVA's language model, if they are what its head says: in the whole model nothing comes after it."""
+    """Logits of a LLaVA's language model; refuses a model that changes the logits after its head, unlike a LLaVA."""
     said: list[torch.Tensor] = []
     head: torch.nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     hook = head.register_forward_hook(lambda _module, _inputs, output: said.append(output[0]))
@@ -168,13 +167,8 @@ def _plain_logits(by_modules: _Modules, model: PreTrainedModel, step: PagedStep)
 
 
 def _is_close(logits: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether they differ by rounding only, which adds up over layers; a wrong layer differs by all there is."""
-    # Norms and rotary embedding are float32 also where all else is float64.
+    """Whether they differ by rounding only, which adds up over layers; a wrong layer gives a far larger difference."""
+    # Norms and rotary embedding are float32 even if everything else is float64.
     epsilon = max(torch.finfo(dtype).eps for dtype in (expected.dtype, torch.float32))
     tolerance = math.sqrt(epsilon) * float(expected.abs().max())
     return float((logits - expected).abs().max()) <= tolerance
-
-
-def _check_device(device: str) -> None:
-    if device != "cpu" and torch.device(device).index not in range(torch.cuda.device_count()):
-        raise InvalidRequestError(f"there is no {device} here", field="device")

@@ -1,7 +1,16 @@
 """Chooses the next token of every row of a step's logits.
 
-Rows pay for what they ask for: where all are greedy and plain it is one argmax. A row's choice does not depend on the
-rest of the batch, except through its logits, whose last bits may differ from one composition of a batch to another.
+A step costs what its rows ask for: if all are greedy and plain, it is one argmax. Each kind of rule is applied to all
+rows that have it at once. A row's choice does not depend on the rest of the batch, except through its logits, whose
+last bits may differ from one composition of a batch to another.
+
+Sampling noise is a pure function of (seed, choice, position, token id). No generator has state: any attempt on any
+worker, in any batch, draws the same noise. A token is drawn by the Gumbel-max trick (Gumbel 1954; Maddison et al., "A*
+Sampling", 2014): the argmax of logits plus independent Gumbel noise is a sample of their softmax. The alternative, one
+uniform number and the inverse of the cumulative distribution, was rejected because logits differ in their last bits
+between batches and devices: there each such difference moves all boundaries between tokens, and a token at the edge of
+a top-p set rescales all others; here the choice changes only if the two best sums are as close as the difference
+itself. With filters, only the kept tokens need noise.
 """
 
 from __future__ import annotations
@@ -14,6 +23,28 @@ import torch
 
 from quartet.engine.runner import RunningRequest, SampledToken
 from quartet.engine.sampling import TokenLogprobs
+
+# A nucleus or a min-p set is mostly far smaller: these many best tokens are tried before the vocabulary is sorted.
+_NUM_CANDIDATES = 1024
+
+# Room for tokens that tie with the k-th one.
+_NUM_SPARE_CANDIDATES = 64
+
+# Rows are taken in groups, so that the noise and its passes stay near the processor.
+_MAX_NOISE = 1 << 21
+
+# Below it only the best token is left, and dividing by it would overflow.
+_MIN_TEMPERATURE = 1e-6
+
+_MASK = (1 << 64) - 1
+
+_GAMMA = 0x9E3779B97F4A7C15
+
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+_SHIFTS = (30, 27, 31)
+
+_UNIFORM_BITS = 52  # one less than a double's mantissa: the half step below keeps the ends 0 and 1 out
 
 
 class Sampler:
@@ -49,6 +80,167 @@ class Sampler:
         if rules is None:
             rules = self._rules[running] = RequestRules(running)
         return rules
+
+
+class RequestRules:
+    """One request's part in sampling, prepared once. Lives in the engine thread.
+
+    Attributes:
+        sampling: its parameters.
+        num_logprobs: alternatives to report, ``None`` for no report.
+        has_penalties: some penalty differs from its neutral value.
+        stop_ids: tokens not to be chosen before ``min_tokens`` are out.
+    """
+
+    def __init__(self, running: RunningRequest) -> None:
+        generation = running.request.generation
+        self.sampling = sampling = generation.sampling
+        self.num_logprobs = generation.output.logprobs
+        self.has_penalties = sampling.repetition_penalty != 1.0 or bool(
+            sampling.presence_penalty or sampling.frequency_penalty
+        )
+        self.stop_ids = tuple(sorted(running.stop_ids))
+        self._seed, self._choice = generation.seed, generation.choice
+        self._num_prompt_tokens = running.num_prompt_tokens
+        self._counts: TokenCounts | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the best token is all that is asked for, without rules or report."""
+        return self.sampling.is_greedy and not self.changes_logits and self.num_logprobs is None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether some rule applies, now or at times."""
+        return self.has_penalties or bool(self.sampling.logit_bias) or self.sampling.min_tokens > 0
+
+    def key(self, position: int) -> int:
+        """The noise's state for the token at ``position`` of the sequence."""
+        return noise_key(self._seed, self._choice, position)
+
+    def counts(self, token_ids: Sequence[int], vocab_size: int, device: torch.device) -> TokenCounts:
+        """Counts of the sequence's tokens; ``token_ids`` only ever grows from call to call."""
+        if self._counts is None:
+            self._counts = TokenCounts(self._num_prompt_tokens, vocab_size, device)
+        self._counts.update(token_ids)
+        return self._counts
+
+
+class TokenCounts:
+    """Which tokens one sequence holds, kept up step by step.
+
+    Attributes:
+        is_seen: ``[V]`` bool: in prompt or output.
+        num_in_output: ``[V]`` int32: times in the output.
+    """
+
+    def __init__(self, num_prompt_tokens: int, vocab_size: int, device: torch.device) -> None:
+        self.is_seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self.num_in_output = torch.zeros(vocab_size, dtype=torch.int32, device=device)
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_counted = 0
+
+    def update(self, token_ids: Sequence[int]) -> None:
+        """Count the tokens that are new since the last call."""
+        new = torch.tensor(token_ids[self._num_counted :], dtype=torch.long, device=self.is_seen.device)
+        output = new[max(0, self._num_prompt_tokens - self._num_counted) :]
+        self.is_seen[new] = True
+        self.num_in_output.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+        self._num_counted = len(token_ids)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a step's logits, with the request whose next token it yields."""
+
+    index: int
+    running: RunningRequest
+    rules: RequestRules
+
+
+def apply_rules(logits: torch.Tensor, rows: Sequence[Row]) -> None:
+    """Change ``[N, V]`` logits in place: penalties, then bias, then stop ids where it is too early for them.
+
+    Bias comes after penalties so that a bias moves a token by the same amount whether it was seen or not.
+    """
+    if penalised := [row for row in rows if row.rules.has_penalties]:
+        _apply_penalties(logits, penalised)
+    if biased := [row for row in rows if row.rules.sampling.logit_bias]:
+        _add_bias(logits, biased)
+    if early := [row for row in rows if row.running.num_output_tokens < row.rules.sampling.min_tokens]:
+        indices, token_ids = _pairs([(row.index, row.rules.stop_ids) for row in early], logits.device)
+        logits[indices, token_ids] = float("-inf")
+
+
+def draw(logits: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:
+    """Draw one token a row: temperature, top-k, top-p of what is left, min-p, then Gumbel-max.
+
+    A row's token depends only on its own logits and parameters. Each of the filters keeps the tokens that are at least
+    as likely as some token, so each is a threshold on the logit, and the strictest one counts. Tokens exactly as likely
+    as the last one kept are kept too: which of them a sort puts first is an accident.
+
+    Args:
+        logits: ``[N, V]`` float32 or float64; not changed.
+        parameters: of these rows.
+
+    Returns:
+        ``[N]`` int64 token ids.
+    """
+    num_rows = max(1, _MAX_NOISE // logits.shape[1])
+    groups = [slice(first, first + num_rows) for first in range(0, len(logits), num_rows)]
+    return torch.cat([_draw_group(logits[rows], parameters[rows]) for rows in groups])
+
+
+@dataclass(frozen=True)
+class DrawParameters:
+    """One entry a row.
+
+    Attributes:
+        temperature: ``[N]`` float, above 0.
+        top_k: ``[N]`` int64, 0 for all.
+        top_p: ``[N]`` float64, 1 for all.
+        min_p: ``[N]`` float64, 0 for all.
+        keys: ``[N]`` int64, the noise's states.
+    """
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    keys: torch.Tensor
+
+    def __getitem__(self, rows: slice | torch.Tensor) -> DrawParameters:
+        """The parameters of these rows."""
+        return DrawParameters(
+            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.keys[rows]
+        )
+
+
+def noise_key(seed: int, choice: int, position: int) -> int:
+    """The 64-bit state of the noise at one position of one sequence, as a signed integer for int64 tensors."""
+    state = 0
+    for word in (seed, choice, position):
+        state = _mix(((state + _GAMMA) ^ word) & _MASK)
+    return _to_signed(state)
+
+
+def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise, in float64.
+
+    The bits come from SplitMix64 read by position (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+    Generators", OOPSLA 2014; mixer: Stafford's variant 13): integers only, hence equal on every device.
+
+    Args:
+        keys: ``[N]`` int64, of ``noise_key``.
+        token_ids: ``[C]`` or ``[N, C]`` int64.
+
+    Returns:
+        ``[N, C]``; an entry depends on its key and its token id alone.
+    """
+    bits = keys[:, None] + (token_ids + 1) * _to_signed(_GAMMA)
+    _mix_tensor_(bits)
+    uniform = _shift_right(bits, 64 - _UNIFORM_BITS).double().add_(0.5).mul_(2.0**-_UNIFORM_BITS)
+    return uniform.log_().neg_().log_().neg_()
 
 
 def _choose(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
@@ -94,70 +286,9 @@ def _report(logprobs: torch.Tensor, rows: Sequence[Row], token_ids: Sequence[int
     return reports
 
 
-# Draws tokens from many rows of logits at once: temperature, top-k, top-p, min-p, then Gumbel-max.
-#
-# All three filters keep what is at least as likely as some token, so each of them is a threshold on the logit, and the
-# strictest one counts. Tokens that are exactly as likely as the last one kept are kept too: which of them a sort puts
-# first is an accident. The order is the usual one: temperature, top-k, top-p of what is left, min-p.
-
-# A nucleus or a min-p set is mostly far smaller: these many best tokens are tried before the vocabulary is sorted.
-_NUM_CANDIDATES = 1024
-
-# Room for tokens that tie with the k-th one.
-_NUM_SPARE_CANDIDATES = 64
-
-# Rows are taken in groups, so that the noise and its passes stay near the processor.
-_MAX_NOISE = 1 << 21
-
-# Below it the best token is all there is, and dividing by it would overflow.
-_MIN_TEMPERATURE = 1e-6
-
-
-@dataclass(frozen=True)
-class DrawParameters:
-    """One entry a row.
-
-    Attributes:
-        temperature: ``[N]`` float, above 0.
-        top_k: ``[N]`` int64, 0 for all.
-        top_p: ``[N]`` float64, 1 for all.
-        min_p: ``[N]`` float64, 0 for all.
-        keys: ``[N]`` int64, the noise's states.
-    """
-
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    keys: torch.Tensor
-
-    def __getitem__(self, rows: slice | torch.Tensor) -> DrawParameters:
-        """The parameters of these rows."""
-        return DrawParameters(
-            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.keys[rows]
-        )
-
-
-def draw(logits: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:
-    """Draw one token a row.
-
-    A row's token depends on its own logits and parameters alone.
-
-    Args:
-        logits: ``[N, V]`` float32 or float64; not changed.
-        parameters: of these rows.
-
-    Returns:
-        ``[N]`` int64 token ids.
-    """
-    num_rows = max(1, _MAX_NOISE // logits.shape[1])
-    groups = [slice(first, first + num_rows) for first in range(0, len(logits), num_rows)]
-    return torch.cat([_draw_group(logits[rows], parameters[rows]) for rows in groups])
-
-
 def _draw_group(logits: torch.Tensor, parameters: DrawParameters) -> torch.Tensor:
     temperature = parameters.temperature.to(logits.dtype).clamp(min=_MIN_TEMPERATURE)[:, None]
-    # Less the maximum first: what would overflow becomes minus infinity, which it is.
+    # Subtract the maximum first: a logit that would overflow becomes minus infinity, as it should.
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
     is_filtered = (parameters.top_k > 0) | (parameters.top_p < 1) | (parameters.min_p > 0)
     if not bool(is_filtered.any()):
@@ -229,101 +360,6 @@ def _pick(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return values.gather(1, columns[:, None])[:, 0]
 
 
-# What requests do to their logits before tokens are chosen: penalties, bias, tokens not to be chosen yet.
-#
-# Each kind of rule is applied to all rows that have it at once; rows without rules are not touched.
-
-
-class RequestRules:
-    """One request's part in sampling, prepared once. Lives in the engine thread.
-
-    Attributes:
-        sampling: its parameters.
-        num_logprobs: alternatives to report, ``None`` for no report.
-        has_penalties: some penalty differs from its neutral value.
-        stop_ids: tokens not to be chosen before ``min_tokens`` are out.
-    """
-
-    def __init__(self, running: RunningRequest) -> None:
-        generation = running.request.generation
-        self.sampling = sampling = generation.sampling
-        self.num_logprobs = generation.output.logprobs
-        self.has_penalties = sampling.repetition_penalty != 1.0 or bool(
-            sampling.presence_penalty or sampling.frequency_penalty
-        )
-        self.stop_ids = tuple(sorted(running.stop_ids))
-        self._seed, self._choice = generation.seed, generation.choice
-        self._num_prompt_tokens = running.num_prompt_tokens
-        self._counts: TokenCounts | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the best token is all that is asked for, without rules or report."""
-        return self.sampling.is_greedy and not self.changes_logits and self.num_logprobs is None
-
-    @property
-    def changes_logits(self) -> bool:
-        """Whether some rule applies, now or at times."""
-        return self.has_penalties or bool(self.sampling.logit_bias) or self.sampling.min_tokens > 0
-
-    def key(self, position: int) -> int:
-        """The noise's state for the token at ``position`` of the sequence."""
-        return noise_key(self._seed, self._choice, position)
-
-    def counts(self, token_ids: Sequence[int], vocab_size: int, device: torch.device) -> TokenCounts:
-        """What the sequence holds, which only ever grows from call to call."""
-        if self._counts is None:
-            self._counts = TokenCounts(self._num_prompt_tokens, vocab_size, device)
-        self._counts.update(token_ids)
-        return self._counts
-
-
-class TokenCounts:
-    """Which tokens one sequence holds, kept up step by step.
-
-    Attributes:
-        is_seen: ``[V]`` bool: in prompt or output.
-        num_in_output: ``[V]`` int32: times in the output.
-    """
-
-    def __init__(self, num_prompt_tokens: int, vocab_size: int, device: torch.device) -> None:
-        self.is_seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self.num_in_output = torch.zeros(vocab_size, dtype=torch.int32, device=device)
-        self._num_prompt_tokens = num_prompt_tokens
-        self._num_counted = 0
-
-    def update(self, token_ids: Sequence[int]) -> None:
-        """Count the tokens that are new since the last call."""
-        new = torch.tensor(token_ids[self._num_counted :], dtype=torch.long, device=self.is_seen.device)
-        output = new[max(0, self._num_prompt_tokens - self._num_counted) :]
-        self.is_seen[new] = True
-        self.num_in_output.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
-        self._num_counted = len(token_ids)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of a step's logits, with the request whose next token it yields."""
-
-    index: int
-    running: RunningRequest
-    rules: RequestRules
-
-
-def apply_rules(logits: torch.Tensor, rows: Sequence[Row]) -> None:
-    """Change ``[N, V]`` logits in place: penalties, then bias, then stop ids where it is too early for them.
-
-    Bias comes after penalties so that a bias moves a token by the same amount whether it was seen or not.
-    """
-    if penalised := [row for row in rows if row.rules.has_penalties]:
-        _apply_penalties(logits, penalised)
-    if biased := [row for row in rows if row.rules.sampling.logit_bias]:
-        _add_bias(logits, biased)
-    if early := [row for row in rows if row.running.num_output_tokens < row.rules.sampling.min_tokens]:
-        indices, token_ids = _pairs([(row.index, row.rules.stop_ids) for row in early], logits.device)
-        logits[indices, token_ids] = float("-inf")
-
-
 def _apply_penalties(logits: torch.Tensor, rows: Sequence[Row]) -> None:
     counts = [row.rules.counts(row.running.seq.token_ids, logits.shape[1], logits.device) for row in rows]
     sampling = [row.rules.sampling for row in rows]
@@ -359,57 +395,6 @@ def _pairs(
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
-
-
-# Sampling noise as a pure function of (seed, choice, position, token id).
-#
-# No generator has a state here: any attempt on any worker, in whatever batch, draws the same noise. A token is drawn
-# by
-# the Gumbel-max trick (Gumbel 1954; Maddison et al., "A* Sampling", 2014): the argmax of logits plus independent
-# Gumbel
-# noise is a sample of their softmax. It was chosen over one uniform number and the inverse of the cumulative
-# distribution because logits differ in their last bits between batches and devices: there, each such difference moves
-# all boundaries between tokens, and a token at the edge of a top-p set rescales all others; here the choice changes
-# only
-# where the two best sums are as close as the difference itself. With filters, only the kept tokens need noise.
-#
-# The bits come from SplitMix64 read by position (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
-# Generators",
-# OOPSLA 2014; mixer: Stafford's variant 13): integers only, hence equal on every device.
-
-_MASK = (1 << 64) - 1
-
-_GAMMA = 0x9E3779B97F4A7C15
-
-_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-
-_SHIFTS = (30, 27, 31)
-
-_UNIFORM_BITS = 52  # one less than a double's mantissa: the half step below keeps the ends 0 and 1 out
-
-
-def noise_key(seed: int, choice: int, position: int) -> int:
-    """The 64-bit state of the noise at one position of one sequence, as a signed integer for int64 tensors."""
-    state = 0
-    for word in (seed, choice, position):
-        state = _mix(((state + _GAMMA) ^ word) & _MASK)
-    return _to_signed(state)
-
-
-def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, in float64.
-
-    Args:
-        keys: ``[N]`` int64, of ``noise_key``.
-        token_ids: ``[C]`` or ``[N, C]`` int64.
-
-    Returns:
-        ``[N, C]``; an entry depends on its key and its token id alone.
-    """
-    bits = keys[:, None] + (token_ids + 1) * _to_signed(_GAMMA)
-    _mix_tensor_(bits)
-    uniform = _shift_right(bits, 64 - _UNIFORM_BITS).double().add_(0.5).mul_(2.0**-_UNIFORM_BITS)
-    return uniform.log_().neg_().log_().neg_()
 
 
 def _mix(state: int) -> int:

@@ -1,8 +1,9 @@
-"""Which models the torch engine can run: found out on a model without weights, before anything is loaded.
+"""Checks whether the torch engine can run a model, on a model without weights, before anything is loaded.
 
-Every layer has to be one attention, full or sliding, whose keys and values fit the block pool, and has to hand them to
-the registered attention function unchanged. A model that keeps other state (state-space or convolution layers), shares
-KV between layers or masks in other ways would run and be wrong: it is refused, naming the layer or feature.
+Every layer must be one attention, full or sliding, whose keys and values fit the block pool, and must hand them to the
+registered attention function unchanged. A model that keeps other state (state-space or convolution layers), shares KV
+between layers or masks in other ways would run and give wrong tokens: it is refused, and the error names the layer or
+feature.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _NUM_PROBE_TOKENS = 3
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # Frequencies of "dynamic" and "longrope" depend on the longest sequence of the batch.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_POSITION_IDS = "position_ids"  # the one tensor that models pass along and attention may ignore
+_POSITION_IDS = "position_ids"  # models pass this tensor along, and attention may ignore it
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class AttentionShape:
 
 
 def check_config(config: PretrainedConfig) -> None:
-    """Refuse what the configuration already tells.
+    """Refuse a model whose configuration already shows that it can't run.
 
     Raises:
         InvalidRequestError: field ``model``.
@@ -77,7 +78,7 @@ def probe_attention(config: PretrainedConfig) -> AttentionShape:
 
 
 def refusal(what: str) -> InvalidRequestError:
-    """The error that names what cannot be run."""
+    """The error for a model or feature that can't be run."""
     return InvalidRequestError(f"the torch engine cannot run {what}", field="model")
 
 

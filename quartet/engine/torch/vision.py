@@ -28,7 +28,7 @@ _MAX_OVERHANG = 1.1
 
 @dataclass(frozen=True)
 class Pixels:
-    """A picture as the tower takes it.
+    """A preprocessed picture.
 
     Attributes:
         tiles: ``[num_tiles, 3, tile height, tile width]``, float32, in host memory.
@@ -44,19 +44,19 @@ class Pixels:
 class VisionModel:
     """The tower with its projector, and the checkpoint's own image processor. Warmed up on construction.
 
-    ``encode`` belongs to one thread; everything else may be called on any.
+    Call ``encode`` on one thread only; everything else may be called on any thread.
 
     Attributes:
         dtype: of the embeddings, by its PyTorch name.
         hidden_size: of the embeddings.
-        max_item_tokens: what no picture exceeds.
+        max_item_tokens: most tokens of a picture.
     """
 
     def __init__(self, config: TorchEncoderConfig, loaded: LoadedVision) -> None:
-        """Encode two pictures to see what comes.
+        """Encode two pictures to learn the sizes of embeddings.
 
         Raises:
-            InvalidRequestError: field ``model``; its pictures are not tiles of one shape, or not of the model's grids.
+            InvalidRequestError: field ``model``; its tiles differ in shape, or do not fit the model's grids.
         """
         self.dtype = loaded.dtype
         self.hidden_size = loaded.hidden_size
@@ -72,7 +72,7 @@ class VisionModel:
         self.max_item_tokens = self._num_tile_tokens + self._max_grid_tokens()
 
     def size(self, height: int, width: int) -> ItemSize:
-        """What a picture of that size fills.
+        """The tokens that a picture of that size fills.
 
         Raises:
             MediaTooLargeError: field ``file``; preprocessing would need too much memory.
@@ -104,7 +104,7 @@ class VisionModel:
             return list(self._model.get_image_features(pixel_values=tiles, **sizes).pooler_output)
 
     def _warm_up(self) -> None:
-        """Run a square and a wide picture; learn what a tile fills, and that all tiles are alike."""
+        """Run a square and a wide picture: learn the tokens of a tile, and check that all tiles have one shape."""
         grids = getattr(self._image_processor, "image_grid_pinpoints", None)
         if self._pinpoints is not None and sorted(self._pinpoints) != sorted(grids or ()):
             raise InvalidRequestError("the image processor cuts pictures to other grids than the model", field="model")
@@ -127,7 +127,7 @@ class VisionModel:
     def _num_tokens(self, height: int, width: int) -> int:
         if self._pinpoints is None:
             return self._num_tile_tokens
-        # Packed by the model itself, on a device without memory: only the shape counts.
+        # The model itself packs tensors without memory: only the shape counts.
         num_tiles = image_size_to_num_patches((height, width), self._pinpoints, self._vision_config.image_size)
         features = torch.empty(num_tiles, self._num_tile_tokens, 1, device="meta")
         how = {"vision_feature_select_strategy": self._model.config.vision_feature_select_strategy}
@@ -139,7 +139,7 @@ class VisionModel:
         return num_tokens
 
     def _max_grid_tokens(self) -> int:
-        """What the parts of a picture fill at most, with a newline after each row: none, if it is not cut up."""
+        """Most tokens of the parts of a picture, with a newline after each row; 0: pictures are not cut up."""
         edge = self._vision_config.image_size
         tile_edge = edge // self._vision_config.patch_size
         grids = [(height // edge * tile_edge, width // edge * tile_edge) for height, width in self._pinpoints or ()]
@@ -149,7 +149,7 @@ class VisionModel:
         return max((min(rows * columns, max_cells) + rows for rows, columns in grids), default=0)
 
     def _num_scaled_pixels(self, height: int, width: int) -> int:
-        """Pixels of the largest picture on the way from a picture to its tiles, where it grows with its shape."""
+        """Pixels of the largest intermediate picture: preprocessing scales or pads some pictures up before it cuts."""
         processor = self._image_processor
         if self._pinpoints is not None:
             return height * width  # scaled to one of a few sizes
@@ -162,7 +162,7 @@ class VisionModel:
 
 
 def create_vision(config: TorchEncoderConfig) -> VisionModel:
-    """Load, and warm up, on the calling thread, which is to be the tower's.
+    """Load and warm up on the calling thread, which must be the tower's.
 
     Raises:
         InvalidRequestError: field ``model`` or ``device``; see ``load_vision`` and ``VisionModel``.

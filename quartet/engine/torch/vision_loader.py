@@ -1,4 +1,4 @@
-"""Loads what a LLaVA checkpoint sees with: vision tower, projector and newline, without its language model."""
+"""Loads the vision part of a LLaVA checkpoint: tower, projector and newline, without its language model."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ from transformers.image_processing_backends import PilBackend
 from transformers.utils.logging import disable_progress_bar
 
 from quartet.engine.torch.encoder_config import TorchEncoderConfig
-from quartet.engine.torch.loader import read_model_config
+from quartet.engine.torch.loader import check_device, check_report, read_model_config
 from quartet.errors import EngineError, InvalidRequestError
 
 _LOG = logging.getLogger(__name__)
-_MAX_NAMED_KEYS = 5
-#: Towers whose rows of patches the prompt keeps apart by tokens of its own, which no run of placeholders can say.
+#: Towers whose rows of patches are separated by tokens of their own in the prompt: a run of placeholders can't do that.
 _TOWERS_OF_ROWS = ("pixtral",)
 #: Of LLaVA-OneVision.
 _ASPECT_RATIO = re.compile(r"anyres_max_([1-9][0-9]*)")
@@ -39,11 +38,11 @@ _ASPECT_RATIO = re.compile(r"anyres_max_([1-9][0-9]*)")
 
 @dataclass(frozen=True)
 class LoadedVision:
-    """A model that sees, with what makes pictures into its pixels.
+    """A vision model and its image processor.
 
     Attributes:
         hidden_size: of the embeddings, as the language model takes them.
-        max_grid_tiles: a picture cut into parts is shrunk to about as many tiles' tokens; ``None``: it never is.
+        max_grid_tiles: a picture cut into parts is shrunk to about so many tiles' tokens; ``None``: never.
         dtype: of weights and embeddings, by its PyTorch name.
     """
 
@@ -58,12 +57,11 @@ def load_vision(config: TorchEncoderConfig) -> LoadedVision:
     """Load the checkpoint that ``config`` names onto its device. Runs no code from the checkpoint, downloads nothing.
 
     Raises:
-        InvalidRequestError: field ``model``: not a model this encoder can run; ``device``: it is not here.
-        EngineError: files are missing or damaged, or their tensors are not those of the model.
+        InvalidRequestError: field ``model``: this encoder can't run it; ``device``: this machine does not have it.
+        EngineError: files are missing or damaged, or their tensors are not the model's.
     """
     started_at = time.monotonic()
-    if config.device != "cpu" and torch.device(config.device).index not in range(torch.cuda.device_count()):
-        raise InvalidRequestError(f"there is no {config.device} here", field="device")
+    check_device(config.device)
     directory = Path(config.model_path)
     model_config = _read_config(directory)
     image_processor = _read_image_processor(directory)
@@ -82,7 +80,7 @@ def load_vision(config: TorchEncoderConfig) -> LoadedVision:
 
 
 def _without_language_model(model_class: Any) -> Any:
-    """The class of a model of which only what pictures go through is built, and looked for in a checkpoint."""
+    """The class without its language model, which is neither built nor looked for in a checkpoint."""
 
     class Vision(model_class):  # type: ignore[misc]
         _keys_to_ignore_on_load_unexpected = (r"language_model\.", r"^lm_head\.")
@@ -94,7 +92,7 @@ def _without_language_model(model_class: Any) -> Any:
     return Vision
 
 
-# Those that take videos, too, are given pictures only.
+# Models that also take videos are given pictures only.
 _MODELS = {
     "llava": _without_language_model(LlavaModel),
     "llava_next": _without_language_model(LlavaNextModel),
@@ -126,7 +124,7 @@ def _max_grid_tiles(config: PretrainedConfig) -> int | None:
 
 
 def _read_image_processor(directory: Path) -> PilBackend:
-    """The checkpoint's own, always by Pillow: pixels must not depend on whether torchvision is installed."""
+    """The checkpoint's own, always on Pillow: pixels must not depend on whether torchvision is installed."""
     try:
         auto: Any = AutoImageProcessor  # whose methods are not typed
         processor = auto.from_pretrained(directory, backend="pil", local_files_only=True, trust_remote_code=False)
@@ -138,7 +136,7 @@ def _read_image_processor(directory: Path) -> PilBackend:
 
 
 def _load_weights(config: TorchEncoderConfig, model_config: PretrainedConfig) -> PreTrainedModel:
-    # Built before it is thrown away, and of its real size that would take minutes and gigabytes.
+    # The language model is built and then dropped; in its real size that would take minutes and gigabytes.
     model_config.text_config = LlamaConfig(
         vocab_size=1,
         hidden_size=model_config.text_config.hidden_size,  # the projector's output, and the newline's width
@@ -150,7 +148,7 @@ def _load_weights(config: TorchEncoderConfig, model_config: PretrainedConfig) ->
         bos_token_id=None,
         eos_token_id=None,
     )
-    # A server's log is no terminal.
+    # Logs of servers are not read on a terminal.
     disable_progress_bar()  # type: ignore[no-untyped-call]
     model: PreTrainedModel
     try:
@@ -159,16 +157,13 @@ def _load_weights(config: TorchEncoderConfig, model_config: PretrainedConfig) ->
             config=model_config,
             dtype=config.dtype,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report, by name, and refused
+            ignore_mismatched_sizes=True,  # the report names them, and ``check_report`` refuses them
             use_safetensors=True,
             local_files_only=True,
         )
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise EngineError(f"{config.model_path}: weights cannot be loaded: {error}") from error
-    for fault in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if keys := sorted(map(str, report.get(fault, ()))):
-            named = ", ".join(keys[:_MAX_NAMED_KEYS])
-            raise EngineError(f"{config.model_path}: {len(keys)} {fault.replace('_', ' ')}: {named}")
+    check_report(config.model_path, report)
     return model
 
 

@@ -1,4 +1,9 @@
-"""From a worker's settings to the arguments of TensorRT-LLM 1.2; needs neither the package nor a GPU."""
+"""From a worker's settings to the arguments of TensorRT-LLM 1.2; needs neither the package nor a GPU.
+
+``merge_layers`` lays a file's arguments over those of our own fields, and ``override_engine_args`` over both. The
+``prepare_``, ``keep_`` and ``publish_`` functions set what a worker's role needs if no layer sets it, and refuse other
+values. ``build_objects`` makes the objects that the installed package takes from Python for some sub-configs.
+"""
 
 from __future__ import annotations
 
@@ -175,8 +180,6 @@ def _str_or_none(values: Mapping[str, object], name: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-# Who says what of the arguments of TensorRT-LLM: our own fields, under a file's, under what overrides both.
-
 #: The only sub-config that layers share; every other one is replaced as a whole, as upstream's own files are merged.
 KV_CACHE = "kv_cache_config"
 
@@ -325,14 +328,12 @@ def _lay_over(merged: Arguments, layer: str, values: Mapping[str, object]) -> No
             merged.origins[name] = f"{layer}: {name}"
 
 
-# What a worker's part in serving asks of TensorRT-LLM's arguments: set where nobody said, refused where it differs.
-
 _TRANSCEIVER = "cache_transceiver_config"
 
 _DEFAULT_TRANSCEIVER = "NIXL"
 
 #: Of a hand-off that nobody fetches: its blocks are prefill's until then. TensorRT-LLM counts from the prompt's end and
-#: nothing renews it, unlike our lease of 30 s, which decode renews while the request waits there: so it has to be
+#: nothing renews it, unlike our hand-off of 30 s, which decode renews while the request waits there: so it has to be
 #: longer than that, with time for a decode that is queued. One that waits still longer finds nothing to pull, fails and
 #: is prefilled again; so that blocks which nobody will pull are prefill's for a minute at most.
 _DEFAULT_TRANSFER_TIMEOUT_MS = 60_000
@@ -453,9 +454,6 @@ def publish_metrics(arguments: Arguments, name: str) -> bool:
         arguments.warnings.append(f"{arguments.origin(name)}: is off, so some metrics will be missing")
         return False
     return True
-
-
-# From plain arguments to what the installed TensorRT-LLM takes from Python: some sub-configs must be objects.
 
 
 def build_objects(arguments: LlmArguments) -> dict[str, object]:

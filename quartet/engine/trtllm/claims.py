@@ -37,7 +37,7 @@ class Claims:
         self._opened: set[int] = set()
 
     def open(self, request: EngineRequest, cache: CacheIdentity) -> HandOffState:
-        """Accept the hand-off of ``request`` for an engine with ``cache``; its lease is renewed from now on.
+        """Accept the hand-off of ``request`` for an engine with ``cache``; it is renewed from now on.
 
         Raises:
             UnsupportedFieldError: none is taken here.
@@ -62,7 +62,7 @@ class Claims:
             raise InvalidRequestError("the hand-off's first token is not the last one given", field="hand_off")
         if hand_off.hand_off_id in self._used:
             raise HandOffStateError("the hand-off was used already", field="hand_off")
-        self._pulls.open(request.id, hand_off)
+        self._pulls.claim(request.id, hand_off)
         self._opened.add(request.id)
         self._remember(hand_off.hand_off_id)
         return state
@@ -73,7 +73,7 @@ class Claims:
             if started.id in self._opened:
                 self._opened.discard(started.id)
                 # No pieces: TensorRT-LLM has moved everything.
-                self._pulls.start(Pull(started.id, ()))
+                self._pulls.fetch(Pull(started.id, ()))
         for failed in output.failed:
             if failed.id in self._opened:
                 self._opened.discard(failed.id)
@@ -95,7 +95,7 @@ class Claims:
 
     def _end(self, id: int, outcome: FetchResult | ServingError) -> None:
         if isinstance(outcome, ServingError):
-            # The blocks are here all the same; the source lets go when the lease ends.
+            # The blocks are here all the same; the source lets go when the hand-off expires.
             logger.info("request %s: the source was not told that its hand-off is done: %s", id, outcome.message)
 
 

@@ -2,9 +2,14 @@
 
     python -m quartet.engine.trtllm.doctor REPORT_FILE
 
-in a process of its own: the import takes up to a minute, starts MPI, and crashes where that is broken. The package
-prints what it likes, hence a file. A line that begins with ``PROGRESS`` says what comes next. Exit code ``ABSENT``:
+in a process of its own: the import takes up to a minute, starts MPI, and crashes if MPI is broken. The package prints
+its own lines, hence the report file. A line that begins with ``PROGRESS`` says what comes next. Exit code ``ABSENT``:
 there is no such package.
+
+``SYMBOLS`` is the table of what the adapter relies on, and of what would not work without it. Whatever the adapter
+imports stands there; a test checks that. Fields of configurations are those of ``schema``; the table has those that
+Quartet itself sets or relies on. ``QUESTIONS`` are facts unknown of TensorRT-LLM 1.2 that the package alone can answer;
+the adapter works with either answer, which helps to explain what it does.
 """
 
 from __future__ import annotations
@@ -222,12 +227,6 @@ def _main() -> int:
     Path(sys.argv[1]).write_text(inspect_package().to_json(), encoding="utf-8")
     return 0
 
-
-# What this adapter relies on in TensorRT-LLM, and what would not work without it: one table.
-#
-# ``quartet doctor trtllm`` compares it with an installed package (`inspection`). Whatever the adapter imports stands
-# here; a test sees to that. Fields of configurations are those of `api` and `api_configs`; here is what Quartet itself
-# sets or reckons with.
 
 #: The line of versions that the adapter was written for.
 VERSION: Final = "1.2"
@@ -494,11 +493,6 @@ _MEDIA = (
 
 #: All of it.
 SYMBOLS: tuple[Symbol, ...] = (*_LLM, *_REQUESTS, *_RESULTS, *_METRICS, *_CONFIGS, *_MEDIA)
-
-
-# What is not known of TensorRT-LLM 1.2, with a way to tell from the package alone where there is one.
-#
-# The adapter is right either way. Which way it is helps whoever looks for the reason of something.
 
 
 @dataclass(frozen=True)

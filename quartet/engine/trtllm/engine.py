@@ -5,25 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from quartet.engine.base import EngineCapabilities, EngineRequest, EngineStats, Failed, RequestKind, StepOutput
-from quartet.engine.step_engine import OutputQueue
+from quartet.engine.base import EngineCapabilities, EngineRequest, EngineStats, RequestKind, StepOutput
+from quartet.engine.life_cycle import ThreadedEngine, call_on_loop
 from quartet.engine.trtllm.arguments import Use, llm_arguments
 from quartet.engine.trtllm.book import engine_stats
 from quartet.engine.trtllm.claims import Claims
 from quartet.engine.trtllm.errors import loss_of, start_error_of, trace_of
-from quartet.engine.trtllm.hand_off import HandOffState
 from quartet.engine.trtllm.llm_thread import LlmThread
 from quartet.engine.trtllm.loading import LoadedLlm, loaded_llm
 from quartet.engine.trtllm.package import check_installed
 from quartet.engine.trtllm.sampling import sampling_fields
 from quartet.engine.trtllm.session import LlmSession, SessionListener
 from quartet.engine.trtllm.times import TrtllmTimes
-from quartet.errors import ServingError, UnsupportedFieldError, WorkerUnavailableError
+from quartet.errors import UnsupportedFieldError
 from quartet.transfer.base import EmbeddingMemory, Puller
 
 if TYPE_CHECKING:
@@ -34,11 +32,12 @@ logger = logging.getLogger(__name__)
 _USES = {RequestKind.PREFILL: Use.PREFILL, RequestKind.DECODE: Use.DECODE}
 
 
-class TrtllmEngine:
+class TrtllmEngine(ThreadedEngine[LlmSession]):
     """An ``Engine`` on ``tensorrt_llm.LLM``, which schedules, pages and moves its KV cache by itself.
 
-    Resumed requests get the same tokens with greedy sampling only. Anything that it raises but the failure of a request
-    is the end: every live request fails with ``EngineError`` and ``is_alive`` is false from then on.
+    Resumed requests get the same tokens with greedy sampling only. If TensorRT-LLM raises anything but the failure of
+    one request, the engine is lost: every live request fails with ``EngineError`` and ``is_alive`` is false from then
+    on.
     """
 
     def __init__(self, spec: EngineSpec, kind: RequestKind, puller: Puller, times: TrtllmTimes | None = None) -> None:
@@ -46,9 +45,9 @@ class TrtllmEngine:
 
         Args:
             spec: what to load.
-            kind: of the requests that it is for.
-            puller: keeps hand-offs alive until their KV has moved; it stays the caller's to close, after the engine.
-            times: what bounds its waits.
+            kind: of its requests.
+            puller: keeps hand-offs alive until their KV has moved. The caller closes it, after the engine.
+            times: bounds of its waits.
 
         Raises:
             ConfigError: a setting that TensorRT-LLM does not allow, or it is not installed.
@@ -57,26 +56,15 @@ class TrtllmEngine:
         self._arguments = llm_arguments(spec, _USES[kind])
         self._kind = kind
         self._times = times or TrtllmTimes()
+        self._claims = Claims(puller, can_pull=self._arguments.has_transceiver)
+        super().__init__(self._claims, self._times.close_timeout_s)
         self._sampling_fields = sampling_fields(self._arguments)
         self._thread = LlmThread(
             lambda: loaded_llm(spec, kind, self._arguments, self._on_feeds), self._make_session, self._on_lost
         )
-        self._claims = Claims(puller, can_pull=self._arguments.has_transceiver)
-        self._outputs = OutputQueue()
-        self._live: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._ready: asyncio.Future[LlmSession] | None = None
         self._session: LlmSession | None = None
-        self._capabilities: EngineCapabilities | None = None
         self._wants_kv_snapshot = False
-        self._end_error: ServingError | None = None
-        self._closing: asyncio.Task[None] | None = None
-
-    @property
-    def capabilities(self) -> EngineCapabilities:
-        """What it can do; valid after ``start``."""
-        assert self._capabilities is not None, "the engine was not started"
-        return self._capabilities
 
     @property
     def memory(self) -> None:
@@ -90,52 +78,28 @@ class TrtllmEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it was started, has not ended, and answers what any engine can answer."""
+        """Whether it was started, has not ended, and still answers canaries."""
         session = self._session
-        return session is not None and self._end_error is None and not session.is_hanging
+        return session is not None and super().is_alive and not session.is_hanging
 
     async def start(self) -> None:
         """Load and warm up. Raises ``ServingError`` or ``ConfigError`` naming what is wrong; ``close`` even then."""
-        self._check_alive()
         self._loop = asyncio.get_running_loop()
-        self._ready = self._loop.create_future()
-        self._thread.start()
-        session = await self._ready
-        self._check_alive()
-        self._session = session
+        session = self._session = await self._load()
         self._capabilities = self._describe(session)
-        self._take_feeds()  # what was told before, it will not be told of again
-
-    def submit(self, request: EngineRequest) -> None:
-        """Queue ``request``; every outcome, refusal included, arrives in ``outputs``.
-
-        Raises:
-            EngineError, WorkerUnavailableError: it died or was closed; nothing comes out any more.
-        """
-        assert self._session is not None, "the engine was not started"
-        assert request.id not in self._live, "an id is used once"
-        self._check_alive()
-        session, submitted_at = self._session, time.monotonic()
-        try:
-            state = self._accept(request)
-        except ServingError as error:
-            self._outputs.put(StepOutput(failed=(Failed(request.id, error),)))
-            return
-        self._live.add(request.id)
-        session.loaded.book.add(request)
-        self._thread.post(lambda: session.submit(request, state, submitted_at))
+        self._take_feeds()  # feeds notify once; a notification before this line found no session
 
     def cancel(self, id: int) -> None:
         """End a request; its ``failed`` (or how it had already ended) still arrives. Unknown ids are ignored.
 
-        One whose KV cache is on its way ends only when that is here, or its time is over.
+        A request whose KV cache is being moved ends only when the move is complete, or has timed out.
         """
         session = self._session
         if session is not None and id in self._live:
             self._thread.post(lambda: session.cancel(id))
 
     def release(self, id: int) -> None:
-        """Let go of the blocks that a completed prefill holds. Unknown ids are ignored."""
+        """Free the blocks that a completed prefill holds. Unknown ids are ignored."""
         session = self._session
         if session is not None:
             self._thread.post(lambda: session.release(id))
@@ -146,12 +110,8 @@ class TrtllmEngine:
             self._wants_kv_snapshot = True
             self._loop.call_soon(self._take_feeds)
 
-    def outputs(self) -> AsyncIterator[StepOutput]:
-        """The outputs, in order, for one consumer. Ends after ``close``; raises ``EngineError`` when it died."""
-        return self._outputs.read()
-
     def stats(self) -> Sequence[EngineStats]:
-        """What is known of each rank's load."""
+        """The load of each rank, as far as TensorRT-LLM reports it."""
         session = self._session
         if session is None:
             return (EngineStats(),) * self._arguments.num_ranks
@@ -159,24 +119,25 @@ class TrtllmEngine:
         first = replace(ranks[0], num_steps=ranks[0].num_steps + session.num_canaries)
         return (first, *ranks[1:])
 
-    async def close(self) -> None:
-        """Fail what still runs, shut the LLM down, free everything. Bounded in time; may be called twice.
-
-        Loading can't be interrupted and is not waited for: its thread shuts the LLM down as soon as it has it.
-        """
-        if self._closing is None:
-            self._closing = asyncio.get_running_loop().create_task(self._close())
-        await asyncio.shield(self._closing)
-
-    def _accept(self, request: EngineRequest) -> HandOffState | None:
+    def _accept(self, request: EngineRequest) -> None:
+        session, submitted_at = self._session, time.monotonic()
+        assert session is not None, "started"
         rank, num_ranks = request.generation.data_parallel_rank, self._arguments.num_ranks
         if rank >= num_ranks:
             message = f"this engine has data-parallel ranks 0 to {num_ranks - 1}"
             raise UnsupportedFieldError(message, field="data_parallel_rank")
-        if request.hand_off is None:
-            return None
-        assert self._session is not None, "started"
-        return self._claims.open(request, self._session.loaded.cache)
+        state = None if request.hand_off is None else self._claims.open(request, session.loaded.cache)
+        session.loaded.book.add(request)
+        self._thread.post(lambda: session.submit(request, state, submitted_at))
+
+    def _start_thread(self) -> None:
+        self._thread.start()
+
+    def _stop_thread(self) -> None:
+        self._thread.stop()
+
+    async def _wait_thread(self, timeout_s: float) -> bool:
+        return await asyncio.to_thread(self._thread.wait_ended, timeout_s)
 
     def _make_session(self, loaded: LoadedLlm) -> LlmSession:
         listener = SessionListener(on_ready=self._on_ready, on_output=self._on_output, on_lost=self._on_lost)
@@ -199,40 +160,30 @@ class TrtllmEngine:
             metrics=None if loaded.metrics is None else loaded.metrics.collect,
         )
 
-    # Called on the LLM's thread, and on the feeds'.
+    # The next four are called on the LLM's thread, ``_on_feeds`` also on threads of the feeds.
 
     def _on_ready(self, session: LlmSession) -> None:
-        self._tell(lambda: self._take_ready(session))
+        self._notify(lambda: self._take_ready(session))
 
     def _on_output(self, output: StepOutput) -> None:
-        self._tell(lambda: self._take_output(output))
+        self._notify(lambda: self._take_output(output))
 
     def _on_lost(self, error: Exception) -> None:
-        self._tell(lambda: self._take_loss(error))
+        self._notify(lambda: self._take_lost(error))
 
     def _on_feeds(self) -> None:
-        self._tell(self._take_feeds)
+        self._notify(self._take_feeds)
 
-    def _tell(self, hear: Callable[[], None]) -> None:
+    def _notify(self, callback: Callable[[], None]) -> None:
         assert self._loop is not None, "started"
-        # RuntimeError: the loop is closed, so nobody listens any more.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(hear)
+        call_on_loop(self._loop, callback)
 
-    # Called on the event loop.
-
-    def _take_ready(self, session: LlmSession) -> None:
-        assert self._ready is not None, "start waits"
-        if not self._ready.done():
-            self._ready.set_result(session)
+    # The rest is called on the event loop.
 
     def _take_output(self, output: StepOutput) -> None:
-        if self._end_error is not None:
-            return
-        self._claims.follow(output)
-        for ended in (output.finished, output.prefilled, output.failed):
-            self._live.difference_update(item.id for item in ended)
-        self._outputs.put(output)
+        if self._end_error is None:
+            self._claims.follow(output)
+        super()._take_output(output)
 
     def _take_feeds(self) -> None:
         session = self._session
@@ -240,47 +191,14 @@ class TrtllmEngine:
             return
         wants_snapshot, self._wants_kv_snapshot = self._wants_kv_snapshot, False
         feeds = session.loaded.feeds
-        # In this order: the snapshot is of all that was taken.
+        # In this order: the snapshot includes all events taken before it.
         events = feeds.take_kv_events()
         snapshot = feeds.kv_snapshot() if wants_snapshot else None
         if events or snapshot is not None:
             self._outputs.put(StepOutput(kv_events=events, kv_snapshot=snapshot))
 
-    def _take_loss(self, error: Exception) -> None:
-        if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(start_error_of(error))
+    def _take_lost(self, error: Exception) -> None:
         loss = loss_of(error)
         if self._end_error is None:
             logger.error("%s: %s", loss.message, trace_of(error))
-        self._end(loss)
-        self._outputs.end(loss)
-
-    def _check_alive(self) -> None:
-        if error := self._end_error:
-            raise type(error)(error.message)
-
-    def _end(self, error: ServingError) -> None:
-        """Fail all that live; nothing that comes later is given out."""
-        if self._end_error is not None:
-            return
-        self._end_error = error
-        if self._live:
-            self._outputs.put(StepOutput(failed=tuple(Failed(id, error) for id in sorted(self._live))))
-        self._live.clear()
-        self._claims.stop_all()
-
-    async def _close(self) -> None:
-        self._end(WorkerUnavailableError("the engine was closed"))
-        self._outputs.end()
-        await self._claims.close(self._times.close_timeout_s)
-        if self._ready is None:
-            return
-        self._thread.stop()
-        if not self._ready.done():
-            self._ready.set_exception(WorkerUnavailableError("the engine was closed"))
-            self._ready.exception()  # nobody may wait for it any more
-            return
-        if self._ready.cancelled():
-            return  # it may be loading still
-        if not await asyncio.to_thread(self._thread.wait_ended, self._times.close_timeout_s):
-            logger.error("the LLM has not shut down within %s s", self._times.close_timeout_s)
+        self._take_loss(start_error_of(error), loss)

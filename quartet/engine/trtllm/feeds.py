@@ -1,4 +1,8 @@
-"""What a running TensorRT-LLM tells of itself: which KV blocks could be shared, and how loaded it is."""
+"""The feeds of a running TensorRT-LLM: which KV blocks can be shared, and how loaded it is.
+
+``Feeds`` merges them, a ``Poller`` is the thread that fetches one of them in either of upstream's two ways, and
+``LlmRankStats`` reads the statistics of a step, any part of which may be missing.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
+from quartet.engine.life_cycle import call_on_loop
 from quartet.engine.trtllm.errors import trace_of
 from quartet.engine.trtllm.kv_events import (
     EventReader,
@@ -30,6 +35,22 @@ _MAX_WAITING_EVENTS = 1 << 16
 
 # Feeds, by the names of their threads.
 _EVENTS, _STATS = "trtllm-kv-events", "trtllm-stats"
+
+# How long a fetch may wait for something. Short: it may block, and what it waits for may not wake it.
+_FETCH_S = 0.2
+
+# An iterator that waited so long for an item had been told of everything before.
+_WAITED_S = 0.02
+
+# Without items and without requests for so long a feed is idle, and looked at but now and then.
+_IDLE_AFTER_S, _IDLE_FETCH_EVERY_S = 5.0, 1.0
+
+_CLOSE_S = 5.0
+
+# After the first failure, doubled with each until it is the other.
+_RETRY_S, _MAX_RETRY_S = 0.5, 30.0
+
+_MAX_DOUBLINGS = 10
 
 
 class LlmFeeds(Protocol):
@@ -259,25 +280,6 @@ class Feeds:
         self._on_change()
 
 
-# A thread that fetches one of an LLM's feeds, in whichever of upstream's two ways it comes.
-
-# How long a fetch may wait for something. Short: it may block, and what it waits for may not wake it.
-_FETCH_S = 0.2
-
-# An iterator that waited so long for an item had been told of everything before.
-_WAITED_S = 0.02
-
-# Without items and without requests for so long a feed is idle, and looked at but now and then.
-_IDLE_AFTER_S, _IDLE_FETCH_EVERY_S = 5.0, 1.0
-
-_CLOSE_S = 5.0
-
-# After the first failure, doubled with each until it is the other.
-_RETRY_S, _MAX_RETRY_S = 0.5, 30.0
-
-_MAX_DOUBLINGS = 10
-
-
 @dataclass(frozen=True, kw_only=True)
 class PollListener:
     """What hears of a feed, on the poller's thread.
@@ -332,8 +334,7 @@ class Poller:
         self._wake_up.set()
         loop, task = self._loop, self._task
         if loop is not None and task is not None:
-            with contextlib.suppress(RuntimeError):  # the loop ended meanwhile
-                loop.call_soon_threadsafe(task.cancel)
+            call_on_loop(loop, task.cancel)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Stop, and return once the thread ended, or ``timeout_s`` later. May be called twice."""
@@ -405,9 +406,6 @@ class Poller:
         if has_items or time.monotonic() - began_at > _FETCH_S * 0.8:
             self._listener.on_told(began_at)
         return has_items
-
-
-# TensorRT-LLM's statistics of a step, of which any part may be missing.
 
 
 @dataclass(frozen=True, kw_only=True)

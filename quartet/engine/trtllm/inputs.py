@@ -1,7 +1,9 @@
-"""From an engine's request to what ``generate_async`` is given: token ids, or text with pictures.
+"""From an engine's request to the arguments of ``generate_async``: token ids, or text with pictures.
 
-TensorRT-LLM takes pictures with a text alone, which it tokenizes again: ids become the text that has them, and a prompt
-whose ids do not survive that is refused, as what was hashed, booked and told would be another one than was computed.
+TensorRT-LLM takes pictures only with text, which it tokenizes again: ``read_prompt_text`` finds the text that has a
+prompt's ids. A prompt whose ids do not survive that is refused, because the prompt that was hashed and booked would
+differ from the one computed. ``find_media`` finds the media in a prompt that TensorRT-LLM laid out itself, from the
+text that is left around them.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from PIL import Image
 from quartet.discovery.host import host_identity
 from quartet.engine.base import EngineRequest, Generation
 from quartet.engine.media.rows_encoder import RowsReader
-from quartet.engine.media_config import MediaLimits, check_media
 from quartet.engine.settings import Modality
 from quartet.engine.trtllm.media_model import MediaModel, read_media_model
 from quartet.engine.trtllm.media_state import PictureState, read_state
+from quartet.engine.validation import MediaLimits, check_media
 from quartet.errors import (
     ConfigError,
     EngineError,
@@ -188,6 +190,65 @@ class MediaItem:
     rows: Any = None
 
 
+def find_media(came: Sequence[int], became: Sequence[int], placeholder_id: int) -> tuple[MediaSpan, ...]:
+    """The runs of ``became`` that stand in place of the placeholders of ``came``; what is between is as it was.
+
+    Some models put tokens of their own between an item's parts, so that only the text around tells where it ends.
+
+    Returns:
+        A span an item, in order, with zeros for its name; each has at least one token.
+
+    Raises:
+        EngineError: ``became`` is not what ``came`` can have become, or in more than one way.
+    """
+    pieces = _split(came, placeholder_id)
+    first = _leftmost(pieces, list(became))
+    last = _leftmost([piece[::-1] for piece in reversed(pieces)], list(reversed(became)))
+    if first is None or last is None:
+        raise EngineError("the engine's prompt is not the one that it was given, with its media in it")
+    if first != [(len(became) - end, len(became) - begin) for begin, end in reversed(last)]:
+        raise EngineError("where each of the prompt's media ends can't be told: put text between them")
+    return tuple(MediaSpan(bytes(MEDIA_ID_SIZE_BYTES), begin, end - begin) for begin, end in first)
+
+
+@dataclass(frozen=True)
+class PromptText:
+    """A text, and whether what the model wants around a text is to be added to it."""
+
+    text: str = field(repr=False)
+    add_special_tokens: bool
+
+
+def read_prompt_text(tokenizer: Tokenizer, token_ids: Sequence[int], spans: Sequence[MediaSpan]) -> PromptText:
+    """The text whose token ids are ``token_ids``, with one placeholder in place of all tokens of each of ``spans``.
+
+    Raises:
+        InvalidRequestError: field ``prompt_token_ids``; there is no such text, as they are not what a tokenizer gives.
+    """
+    collapsed = collapse(token_ids, spans)
+    for candidate in _candidates(tokenizer, collapsed):
+        if tokenizer.encode(candidate.text, candidate.add_special_tokens) == collapsed:
+            return candidate
+    message = "with media, TensorRT-LLM takes text alone, and as text these token ids become others"
+    raise InvalidRequestError(message, field="prompt_token_ids")
+
+
+def collapse(token_ids: Sequence[int], spans: Sequence[MediaSpan]) -> list[int]:
+    """``token_ids`` with the first alone of all tokens of each of ``spans``."""
+    collapsed: list[int] = []
+    begin = 0
+    for span in spans:
+        collapsed += token_ids[begin : span.first_position + 1]
+        begin = span.first_position + span.num_tokens
+    return [*collapsed, *token_ids[begin:]]
+
+
+def host_name() -> str:
+    """Of this host, as far as its processes see each other's memory."""
+    identity = host_identity()
+    return f"{identity.boot_id} {identity.ipc_namespace}"
+
+
 class _ItemReader:
     """Reads what came with a request."""
 
@@ -252,12 +313,6 @@ def _names_media(request: EngineRequest) -> bool:
     return bool(request.generation.media or request.media_inputs or request.media_blocks)
 
 
-def host_name() -> str:
-    """Of this host, as far as its processes see each other's memory."""
-    identity = host_identity()
-    return f"{identity.boot_id} {identity.ipc_namespace}"
-
-
 def _llm_inputs(text: PromptText, items: Sequence[MediaItem], token_ids: Sequence[int]) -> LlmInputs:
     inputs: dict[str, object] = {"prompt": text.text}
     disaggregated: dict[str, object] = {}
@@ -300,30 +355,6 @@ def _take(state: PictureState) -> Any:
         raise TransferError("the picture's embeddings are not there any more") from error
 
 
-# Where media lie in a prompt that TensorRT-LLM has laid out itself, found by what of the text is left around them.
-
-
-def find_media(came: Sequence[int], became: Sequence[int], placeholder_id: int) -> tuple[MediaSpan, ...]:
-    """The runs of ``became`` that stand in place of the placeholders of ``came``; what is between is as it was.
-
-    Some models put tokens of their own between an item's parts, so that only the text around tells where it ends.
-
-    Returns:
-        A span an item, in order, with zeros for its name; each has at least one token.
-
-    Raises:
-        EngineError: ``became`` is not what ``came`` can have become, or in more than one way.
-    """
-    pieces = _split(came, placeholder_id)
-    first = _leftmost(pieces, list(became))
-    last = _leftmost([piece[::-1] for piece in reversed(pieces)], list(reversed(became)))
-    if first is None or last is None:
-        raise EngineError("the engine's prompt is not the one that it was given, with its media in it")
-    if first != [(len(became) - end, len(became) - begin) for begin, end in reversed(last)]:
-        raise EngineError("where each of the prompt's media ends can't be told: put text between them")
-    return tuple(MediaSpan(bytes(MEDIA_ID_SIZE_BYTES), begin, end - begin) for begin, end in first)
-
-
 def _split(token_ids: Sequence[int], placeholder_id: int) -> list[list[int]]:
     """The text before, between and after the placeholders."""
     places = [index for index, token_id in enumerate(token_ids) if token_id == placeholder_id]
@@ -358,41 +389,6 @@ def _find(token_ids: list[int], piece: list[int], begin: int, end: int) -> int |
         if begin + len(piece) <= end and token_ids[begin : begin + len(piece)] == piece:
             return begin
         begin += 1
-
-
-# Prompts with media, back to the text that TensorRT-LLM makes the same token ids of.
-
-
-@dataclass(frozen=True)
-class PromptText:
-    """A text, and whether what the model wants around a text is to be added to it."""
-
-    text: str = field(repr=False)
-    add_special_tokens: bool
-
-
-def read_prompt_text(tokenizer: Tokenizer, token_ids: Sequence[int], spans: Sequence[MediaSpan]) -> PromptText:
-    """The text whose token ids are ``token_ids``, with one placeholder in place of all tokens of each of ``spans``.
-
-    Raises:
-        InvalidRequestError: field ``prompt_token_ids``; there is no such text, as they are not what a tokenizer gives.
-    """
-    collapsed = collapse(token_ids, spans)
-    for candidate in _candidates(tokenizer, collapsed):
-        if tokenizer.encode(candidate.text, candidate.add_special_tokens) == collapsed:
-            return candidate
-    message = "with media, TensorRT-LLM takes text alone, and as text these token ids become others"
-    raise InvalidRequestError(message, field="prompt_token_ids")
-
-
-def collapse(token_ids: Sequence[int], spans: Sequence[MediaSpan]) -> list[int]:
-    """``token_ids`` with the first alone of all tokens of each of ``spans``."""
-    collapsed: list[int] = []
-    begin = 0
-    for span in spans:
-        collapsed += token_ids[begin : span.first_position + 1]
-        begin = span.first_position + span.num_tokens
-    return [*collapsed, *token_ids[begin:]]
 
 
 def _candidates(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Iterator[PromptText]:

@@ -1,4 +1,29 @@
-"""TensorRT-LLM's KV events, read: what JSON says becomes plain data for a mirror to follow."""
+"""TensorRT-LLM's KV events: read from JSON, followed by a mirror, and given on with our names of blocks.
+
+TensorRT-LLM names a block by a hash of its own, from which ours cannot be computed; but ``stored`` events carry tokens
+and a parent. So ``RankMirror`` keeps every stored block under TensorRT-LLM's hash, with our name of it, if it has one:
+
+- The mirror follows only the largest attention window that a ``created`` event announced. A smaller one drops blocks
+  that the largest one still needs, so what is in it does not show what can be reused. Before any ``created`` it follows
+  none.
+- A block has no name of ours if it is not full (the last one of a sequence may be), if it is or might be private (see
+  ``PrivateBlocks``), or if the block before it has none. The mirror keeps it nonetheless: its removal is no news, and
+  the blocks after it have no name either.
+- The mirror does not keep a block after one that it does not know. If the block is stored again after its parent, it
+  gets its name then.
+- ``removed`` is the end on every tier; for a block that the mirror does not know it says nothing.
+- Numbers that do not follow one another mean that events were lost, or that the engine restarted. A lost event may have
+  removed any block, so the mirror takes none for there any more, and says so (``Cleared``). Engines do not repeat their
+  events. But they store a block only after all blocks before it: one that is stored after a block from before the gap
+  shows that this one, and all before it, are still there, and they are reported again. TensorRT-LLM's hash is of the
+  contents, so the name is still the right one; a sequence that just stored a block has those before it on the device.
+
+TensorRT-LLM 1.2's events carry tokens, and nothing of what else decides a block's contents. ``PrivateBlocks`` knows
+which blocks must not be reported for that reason: those of requests with a salt, an adapter or media, which look like
+plain ones.
+
+Pure code, but for the lock and the clock of ``PrivateBlocks``; ``Feeds`` drives it.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +35,27 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias
 
-from quartet.events.kv import Cleared, KvEvent, Removed, Stored, StoredBlocks, Tier
+from quartet.events.kv import KvEvent, StoredBlocks, Tier
 from quartet.kvcache.block_hash import TOKEN_SIZE_BYTES, chain_hash, hash_bytes, pack_token_ids, sequence_hashes
+from quartet.kvcache.block_pool import EventLog
 
 _TIERS = {0: Tier.DEVICE, 1: Tier.HOST}
 
+#: Blocks from before a gap that are remembered, some 200 bytes each; the oldest go first.
+_MAX_DOUBTFUL_BLOCKS = 1 << 18
+
+#: How much later than a request's end its last events may be sent on, by which time its last steps are long over.
+_GRACE_S = 5.0
+
+#: Requests that ended and whose events may still come, some 500 bytes each.
+_MAX_ENDED = 1 << 15
+
+#: Whether a block with these tokens, after the one with that sequence hash, might be a private request's.
+IsPrivate = Callable[[int | None, bytes], bool]
+
 
 class UnreadableEventError(Exception):
-    """An event of a shape that is not known; what it said is lost."""
+    """An event of an unknown shape; what it said is lost."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +64,7 @@ class LlmBlock:
 
     Attributes:
         block_hash: TensorRT-LLM's own name of it, 64 bits.
-        token_bytes: its tokens as ``pack_token_ids`` gives them; ``None`` for a block that has no name of ours: it is
+        token_bytes: its tokens as ``pack_token_ids`` gives them; ``None`` for a block without a name of ours: it is
             not full, or other things than tokens decide what is in it.
     """
 
@@ -37,7 +75,7 @@ class LlmBlock:
 
 @dataclass(frozen=True)
 class LlmCreated:
-    """A window's pool is there, empty."""
+    """A window's pool was created, empty."""
 
     num_device_blocks: int
 
@@ -59,7 +97,7 @@ class LlmRemoved:
 
 @dataclass(frozen=True)
 class LlmUpdated:
-    """Something about a block is new; ``tier`` is ``None`` where that is not where it lies."""
+    """Something about a block changed; ``tier`` is ``None`` unless it moved."""
 
     block_hash: int
     tier: Tier | None
@@ -99,7 +137,7 @@ class EventReader:
         self._vocab_size = vocab_size
 
     def read(self, item: object) -> LlmEvent:
-        """What ``item`` says. Raises ``UnreadableEventError``."""
+        """The event in ``item``. Raises ``UnreadableEventError``."""
         try:
             return self._read(item)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
@@ -144,54 +182,16 @@ class EventReader:
         return all(0 <= token_id < limit and token_id not in self._media_token_ids for token_id in token_ids)
 
 
-def _tier(cache_level: int) -> Tier:
-    return _TIERS.get(cache_level, Tier.DISK)
-
-
-# Follows one rank's KV events, and says in our names what the rank could share: pure code, driven by ``Feeds``.
-#
-# TensorRT-LLM names a block by a hash of its own, from which ours cannot be computed; but ``stored`` events carry
-# tokens,
-# and a parent. So every block that was told is kept here under its hash, with its name of ours, if it has one:
-#
-# - Only the largest attention window that a ``created`` event told of is followed. A smaller one drops blocks that the
-#   largest one still needs, so what is in there says nothing about what can be reused. Before any ``created`` nothing
-# is.
-# - A block has no name of ours if it is not full (the last one of a sequence may be), if something private is or might
-# be
-#   in it (see ``PrivateBlocks``), or if the block before it has none or is unknown. It is kept nonetheless: its
-#   end is no news, and neither are those after it.
-# - ``removed`` is the end on every tier; one of a block that was never told of says nothing.
-# - Numbers that do not follow one another mean that events were lost, or that the engine began anew. What was lost may
-#   be the end of any block here: nothing is known to be there any more, and that is told (``Cleared``). Engines do not
-#   tell of their blocks again. But a block is stored only after all blocks before it: one that is stored after a block
-#   that was here before the gap shows that this one, and all before it, still are, and they are told again.
-#   TensorRT-LLM's hash is of the contents, so the name is still the right one; a sequence that just stored a block has
-#   those before it on the device.
-
-# Blocks of before a gap that are remembered, some 200 bytes each; the oldest go first.
-_MAX_DOUBTFUL_BLOCKS = 1 << 18
-
-#: Whether a block with these tokens, after the one with that sequence hash, might be a private request's.
-IsPrivate = Callable[[int | None, bytes], bool]
-
-
-@dataclass(slots=True)
-class _Block:
-    """``sequence_hash``: our name; ``parent``: TensorRT-LLM's of the block before it."""
-
-    sequence_hash: int | None
-    parent: int | None
-    tier: Tier
-
-
 class RankMirror:
-    """One rank. ``stored_blocks`` is always what somebody knows who heard all events that ``take`` returned."""
+    """Follows the events of one rank.
+
+    A receiver of all events that ``take`` returned knows exactly ``stored_blocks``.
+    """
 
     def __init__(self, rank: int, is_private: IsPrivate) -> None:
         self._rank = rank
         self._is_private = is_private
-        self._names = NameLog()
+        self._names = EventLog()
         self._blocks: dict[int, _Block] = {}
         self._doubtful: dict[int, _Block] = {}  # were here before a gap
         self._window_size: int | None = None
@@ -200,12 +200,12 @@ class RankMirror:
 
     @property
     def num_blocks(self) -> int | None:
-        """Blocks on the device; ``None``: not told yet."""
+        """Blocks on the device; ``None``: not reported yet."""
         return self._num_blocks
 
     @property
     def num_named_device_blocks(self) -> int:
-        """Blocks on the device that are told of."""
+        """Blocks on the device that are reported."""
         return self._names.num_blocks(Tier.DEVICE)
 
     def apply(self, event: LlmEvent) -> None:
@@ -219,7 +219,7 @@ class RankMirror:
             self._follow(event.change)
 
     def distrust(self) -> None:
-        """Take nothing for there any more: events are missing."""
+        """Take no block for there any more: events are missing."""
         self._names.clear()
         self._doubtful |= self._blocks
         self._blocks = {}
@@ -238,7 +238,7 @@ class RankMirror:
         return [StoredBlocks(self._rank, parents, tier) for tier, parents in tables.items()]
 
     def _create(self, event: LlmEvent, created: LlmCreated) -> None:
-        # An engine that began anew has the windows that it had before.
+        # An engine that restarted has the windows that it had before.
         if self._window_size is not None and event.window_size < self._window_size:
             return
         self.distrust()
@@ -261,26 +261,28 @@ class RankMirror:
     def _store(self, stored: LlmStored) -> None:
         parent = None if stored.parent_hash is None else self._find(stored.parent_hash)
         parent_hash, has_name = stored.parent_hash, stored.parent_hash is None or _has_name(parent)
-        for told in stored.blocks:
-            block = self._find(told.block_hash)
+        for stored_block in stored.blocks:
+            block = self._find(stored_block.block_hash)
+            if block is None and parent is None and not has_name:
+                continue  # The block before it is unknown. Stored again after a known one, it gets its name.
             if block is None:
-                name = self._name(parent.sequence_hash if parent else None, told) if has_name else None
-                block = self._take_in(told, name, parent_hash, parent)
+                name = self._name(parent.sequence_hash if parent else None, stored_block) if has_name else None
+                block = self._take_in(stored_block, name, parent_hash, parent)
             else:
-                self._move(block, told.tier)
-            parent, parent_hash, has_name = block, told.block_hash, _has_name(block)
+                self._move(block, stored_block.tier)
+            parent, parent_hash, has_name = block, stored_block.block_hash, _has_name(block)
 
-    def _name(self, parent_name: int | None, told: LlmBlock) -> int | None:
+    def _name(self, parent_name: int | None, stored: LlmBlock) -> int | None:
         """Sequence hash of a block after one that has a name, or after none."""
-        if told.token_bytes is None or self._is_private(parent_name, told.token_bytes):
+        if stored.token_bytes is None or self._is_private(parent_name, stored.token_bytes):
             return None
-        return chain_hash(parent_name, hash_bytes(told.token_bytes))
+        return chain_hash(parent_name, hash_bytes(stored.token_bytes))
 
-    def _take_in(self, told: LlmBlock, name: int | None, parent_hash: int | None, parent: _Block | None) -> _Block:
-        self._doubtful.pop(told.block_hash, None)
-        block = self._blocks[told.block_hash] = _Block(name, parent_hash, told.tier)
+    def _take_in(self, stored: LlmBlock, name: int | None, parent_hash: int | None, parent: _Block | None) -> _Block:
+        self._doubtful.pop(stored.block_hash, None)
+        block = self._blocks[stored.block_hash] = _Block(name, parent_hash, stored.tier)
         if name is not None:
-            self._names.store(name, parent.sequence_hash if parent else None, told.tier)
+            self._names.store(name, parent.sequence_hash if parent else None, stored.tier)
         return block
 
     def _find(self, block_hash: int) -> _Block | None:
@@ -294,7 +296,7 @@ class RankMirror:
             chain.append(step)
             step = self._doubtful[step].parent
         if step is not None and step not in self._blocks:
-            return None  # of one before it not even the name is known
+            return None  # a block before it was forgotten, and its name with it
         before = None if step is None else self._blocks[step].sequence_hash
         has_name = step is None or before is not None
         for link in reversed(chain):
@@ -321,117 +323,6 @@ class RankMirror:
         block.tier = tier
 
 
-def _has_name(block: _Block | None) -> bool:
-    return block is not None and block.sequence_hash is not None
-
-
-# What one rank has on each tier, by our names, and what of that is still to be told.
-
-
-class NameLog:
-    """Takes note of names that come, go and move; ``quartet.kvcache.block_pool`` of a cache with several tiers.
-
-    Two blocks may have one name, as a salted and a plain one with equal tokens do: it is there while either is.
-    """
-
-    def __init__(self) -> None:
-        self._events: list[KvEvent] = []
-        self._tables: dict[Tier, dict[int, int | None]] = {tier: {} for tier in Tier}
-        self._num_more: dict[tuple[Tier, int], int] = {}  # blocks beyond the first one with that name
-        # What is being added to: hashes of the last event, if it is of that kind, and its tier.
-        self._stored: tuple[Tier, list[int]] | None = None
-        self._removed: tuple[Tier, list[int]] | None = None
-
-    def num_blocks(self, tier: Tier) -> int:
-        """Names that are there."""
-        return len(self._tables[tier])
-
-    def store(self, sequence_hash: int, parent_hash: int | None, tier: Tier) -> None:
-        """A block came, or came to that tier."""
-        table = self._tables[tier]
-        if sequence_hash in table:
-            self._num_more[tier, sequence_hash] = self._num_more.get((tier, sequence_hash), 0) + 1
-            return
-        table[sequence_hash] = parent_hash
-        if self._stored is not None and self._stored[0] is tier and self._stored[1][-1] == parent_hash:
-            self._stored[1].append(sequence_hash)
-            return
-        self._stored, self._removed = (tier, [sequence_hash]), None
-        self._events.append(Stored(parent_hash, self._stored[1], tier))
-
-    def remove(self, sequence_hash: int, tier: Tier) -> None:
-        """A block that is there went."""
-        num_more = self._num_more.pop((tier, sequence_hash), 0)
-        if num_more:
-            if num_more > 1:
-                self._num_more[tier, sequence_hash] = num_more - 1
-            return
-        del self._tables[tier][sequence_hash]
-        if self._removed is not None and self._removed[0] is tier:
-            self._removed[1].append(sequence_hash)
-            return
-        self._stored, self._removed = None, (tier, [sequence_hash])
-        self._events.append(Removed(self._removed[1], tier))
-
-    def move(self, sequence_hash: int, old: Tier, new: Tier) -> None:
-        """A block that is there went to another tier; it is never said to be nowhere, as others may follow it."""
-        self.store(sequence_hash, self._tables[old][sequence_hash], new)
-        self.remove(sequence_hash, old)
-
-    def clear(self) -> None:
-        """Nothing is there any more, as far as anybody knows."""
-        if not self._events and not any(self._tables.values()):
-            return
-        for table in self._tables.values():
-            table.clear()
-        self._num_more.clear()
-        # What was still to be told before is of no use to anybody now.
-        self._events, self._stored, self._removed = [Cleared()], None, None
-
-    def take(self) -> list[KvEvent]:
-        """What changed since the last call, in order."""
-        events, self._events = self._events, []
-        self._stored = self._removed = None
-        return events
-
-    def tables(self) -> dict[Tier, dict[int, int | None]]:
-        """Of every name that is there the one before it, by tier; no block comes before its parent."""
-        return {tier: _in_order(table) for tier, table in self._tables.items() if table}
-
-
-def _in_order(table: dict[int, int | None]) -> dict[int, int | None]:
-    """``table`` with parents first: chains move to another tier from their end on."""
-    ordered: dict[int, int | None] = {}
-    for sequence_hash in table:
-        chain: list[int] = []
-        step: int | None = sequence_hash
-        while step is not None and step in table and step not in ordered:
-            chain.append(step)
-            step = table[step]
-        for link in reversed(chain):
-            ordered[link] = table[link]
-    return ordered
-
-
-# Which blocks must not be told of: those of requests with a salt, an adapter or media, which look like plain ones.
-#
-# TensorRT-LLM 1.2's events carry tokens, and nothing of what else decides a block's contents.
-
-# How much later than a request's end its last events may be sent on, by which time its last steps are long over.
-_GRACE_S = 5.0
-
-# Requests that ended and whose events may still come, some 500 bytes each.
-_MAX_ENDED = 1 << 15
-
-
-@dataclass(frozen=True)
-class _Start:
-    """The first private block of a sequence: after the block named ``parent``, and with these tokens at its front."""
-
-    parent: int | None
-    token_bytes: bytes
-
-
 class PrivateTokens:
     """One private request, from before it is submitted until ``end``."""
 
@@ -446,12 +337,12 @@ class PrivateTokens:
 
 
 class PrivateBlocks:
-    """What private requests' first private blocks look like, for as long as events may still tell of such blocks.
+    """What private requests' first private blocks look like, for as long as events may still report such blocks.
 
     What follows a block without a name of ours has none either, so one block a request is enough; and the tokens that
     it had at first are, as any block that begins with them might be its. That also withholds plain blocks that look
-    the same and are stored meanwhile: too little is told, never too much. Should too many end while nothing is heard,
-    they are forgotten one by one, and every block counts as theirs until events catch up. Thread-safe.
+    the same and are stored meanwhile: too little is reported, never too much. Should too many requests end while no
+    event comes, they are forgotten, and every block counts as theirs until events catch up. Thread-safe.
     """
 
     def __init__(self, block_size: int, clock: Callable[[], float] = time.monotonic, max_ended: int = _MAX_ENDED):
@@ -493,12 +384,12 @@ class PrivateBlocks:
                 return True
             return any(token_bytes.startswith(front) for front in self._fronts.get(parent, ()))
 
-    def forget(self, told_until: float) -> None:
-        """All that the engine had to say before ``told_until``, in ``clock``'s seconds, was heard."""
+    def forget(self, read_until: float) -> None:
+        """All events that the engine sent before ``read_until``, in ``clock``'s seconds, were read."""
         with self._lock:
-            while self._ended and self._ended[0][0] + _GRACE_S <= told_until:
+            while self._ended and self._ended[0][0] + _GRACE_S <= read_until:
                 self._count(self._ended.popleft()[1], -1)
-            if self._overflowed_at is not None and self._overflowed_at + _GRACE_S <= told_until:
+            if self._overflowed_at is not None and self._overflowed_at + _GRACE_S <= read_until:
                 self._overflowed_at = None
 
     def _end(self, start: _Start) -> None:
@@ -517,3 +408,28 @@ class PrivateBlocks:
             del blocks[start.token_bytes]
         if not blocks:
             del by_parent[start.parent]
+
+
+@dataclass(slots=True)
+class _Block:
+    """``sequence_hash``: our name; ``parent``: TensorRT-LLM's of the block before it."""
+
+    sequence_hash: int | None
+    parent: int | None
+    tier: Tier
+
+
+@dataclass(frozen=True)
+class _Start:
+    """The first private block of a sequence: after the block named ``parent``, and with these tokens at its front."""
+
+    parent: int | None
+    token_bytes: bytes
+
+
+def _tier(cache_level: int) -> Tier:
+    return _TIERS.get(cache_level, Tier.DISK)
+
+
+def _has_name(block: _Block | None) -> bool:
+    return block is not None and block.sequence_hash is not None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from quartet.engine.life_cycle import call_on_loop
 from quartet.engine.trtllm.errors import trace_of
 from quartet.engine.trtllm.loading import LoadedLlm
 from quartet.engine.trtllm.session import LlmSession
@@ -48,10 +48,8 @@ class LlmThread:
 
     def post(self, call: Callable[[], None]) -> None:
         """Have ``call`` run on the thread's event loop, in order; once that has ended nothing happens. Never blocks."""
-        # RuntimeError: the loop is closed, and whoever posts hears of that in another way.
-        with contextlib.suppress(RuntimeError):
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(call)
+        if self._loop is not None:
+            call_on_loop(self._loop, call)
 
     def stop(self) -> None:
         """Make the thread end: after loading, if it is still at that. Never blocks."""

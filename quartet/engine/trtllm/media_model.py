@@ -1,4 +1,9 @@
-"""What the adapter knows of the media of a checkpoint, before TensorRT-LLM has loaded anything."""
+"""What the adapter knows of the media of a checkpoint before TensorRT-LLM has loaded anything.
+
+``PictureSizes`` counts the tokens of pictures by arithmetic, for model types whose pictures are one run of
+placeholders: as transformers' ``processing_llava_next`` counts, which TensorRT-LLM uses too. It needs no library, so a
+router knows sizes before anything is computed. ``TrtllmSizer`` sizes the files that TensorRT-LLM reads by itself.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +36,16 @@ _PREPROCESSOR, _PROCESSOR = "preprocessor_config.json", "processor_config.json"
 
 # TensorRT-LLM's own, where a checkpoint says nothing.
 _DEFAULT_DTYPE = "bfloat16"
+
+#: Model types whose pictures' sizes are known here.
+SIZED_MODEL_TYPES = ("llava", "llava_next")
+
+# Towers with a row for the whole picture before those of the patches.
+_TOWERS_WITH_CLASS_ROW = ("clip_vision_model", "chinese_clip_vision_model")
+
+_TOWERS = (*_TOWERS_WITH_CLASS_ROW, "siglip_vision_model")
+
+_MAX_EDGE = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,40 +141,6 @@ def kv_dtype(settings: EngineSettings) -> str:
     """Of the KV cache, as ``LlmArguments.kv_dtype``, which an encode worker has in its name and nowhere else."""
     arguments, _ = merge_layers(settings)
     return arguments.kv_dtype
-
-
-def _preprocessor(config: MediaConfig) -> Mapping[str, Any]:
-    """What makes pictures into pixels; newer releases of transformers write it into the processor's file."""
-    found = model_files.parse_json_file(config.files, _PREPROCESSOR)
-    within = model_files.parse_json_file(config.files, _PROCESSOR).get("image_processor")
-    return within if not found and isinstance(within, Mapping) else found
-
-
-def _max_item_tokens(settings: EngineSettings, sizes: PictureSizes | None) -> int:
-    num_blocks, block_size = settings.num_embedding_blocks, settings.block_size
-    if sizes is None:
-        return shared_item_tokens(num_blocks=num_blocks, block_size=block_size)
-    if sizes.max_item_tokens > num_blocks * block_size:
-        message = f"{num_blocks} hold {num_blocks * block_size} tokens, one item may fill {sizes.max_item_tokens}"
-        raise ConfigError(f"engine.num_embedding_blocks: {message}")
-    return sizes.max_item_tokens
-
-
-# How many tokens pictures fill, by arithmetic alone, for the model types whose pictures are one run of placeholders.
-#
-# As transformers' ``processing_llava_next`` counts, which TensorRT-LLM asks too: nothing of a library's is needed, so
-# a
-# router may be told before anything is computed.
-
-#: Model types whose pictures' sizes are known here.
-SIZED_MODEL_TYPES = ("llava", "llava_next")
-
-# Towers with a row for the whole picture before those of the patches.
-_TOWERS_WITH_CLASS_ROW = ("clip_vision_model", "chinese_clip_vision_model")
-
-_TOWERS = (*_TOWERS_WITH_CLASS_ROW, "siglip_vision_model")
-
-_MAX_EDGE = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,43 +249,6 @@ def read_picture_sizes(config: Mapping[str, Any], preprocessor: Mapping[str, Any
     )
 
 
-def _grids(config: Mapping[str, Any], preprocessor: Mapping[str, Any], edge: int) -> tuple[tuple[int, int], ...]:
-    named = config.get("image_grid_pinpoints")
-    pairs = named if isinstance(named, list) else []
-    grids = tuple((pair[0], pair[1]) for pair in pairs if isinstance(pair, list) and [*map(type, pair)] == [int, int])
-    if not grids or len(grids) != len(pairs) or any(size % edge or size < edge for grid in grids for size in grid):
-        raise _refusal(f"image_grid_pinpoints that are not of whole tiles of {edge} pixels")
-    if sorted(preprocessor.get("image_grid_pinpoints", ())) != sorted(pairs):
-        raise _refusal("an image processor that cuts pictures to other grids than the model")
-    return grids
-
-
-def _shortest_edge(preprocessor: Mapping[str, Any], edge: int) -> int | None:
-    """Checks on the way that what comes of a picture is a tile, as these processors have it."""
-    size = preprocessor.get("size", {})
-    size = {"shortest_edge": size} if isinstance(size, int) else size
-    shortest_edge = size.get("shortest_edge") if preprocessor.get("do_resize", True) else None
-    is_cropped = preprocessor.get("do_center_crop", shortest_edge is not None)
-    made = preprocessor.get("crop_size", size) if is_cropped else size
-    made = {"height": made, "width": made} if isinstance(made, int) else made
-    if made.get("height") != edge or made.get("width") != edge:
-        raise _refusal(f"an image processor whose tiles are not of {edge} x {edge} pixels")
-    return None if shortest_edge is None else _edge(shortest_edge, "size.shortest_edge")
-
-
-def _edge(value: Any, name: str) -> int:
-    if type(value) is not int or not 0 < value <= _MAX_EDGE:
-        raise _refusal(f"{name} {value!r}")
-    return value
-
-
-def _refusal(what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"how many tokens pictures fill is not known for {what}", field="model")
-
-
-# Sizes the media files that TensorRT-LLM reads by itself: a ``MediaSizer``, and how an encoder sizes its own.
-
-
 class FileSizes:
     """Of one model's files. May be called on any thread."""
 
@@ -347,3 +291,54 @@ def create_sizer(spec: EngineSpec) -> TrtllmSizer:
         ConfigError, ModelFilesError, InvalidRequestError: see ``read_media_model``.
     """
     return TrtllmSizer(need_media_model(spec))
+
+
+def _preprocessor(config: MediaConfig) -> Mapping[str, Any]:
+    """What makes pictures into pixels; newer releases of transformers write it into the processor's file."""
+    found = model_files.parse_json_file(config.files, _PREPROCESSOR)
+    within = model_files.parse_json_file(config.files, _PROCESSOR).get("image_processor")
+    return within if not found and isinstance(within, Mapping) else found
+
+
+def _max_item_tokens(settings: EngineSettings, sizes: PictureSizes | None) -> int:
+    num_blocks, block_size = settings.num_embedding_blocks, settings.block_size
+    if sizes is None:
+        return shared_item_tokens(num_blocks=num_blocks, block_size=block_size)
+    if sizes.max_item_tokens > num_blocks * block_size:
+        message = f"{num_blocks} hold {num_blocks * block_size} tokens, one item may fill {sizes.max_item_tokens}"
+        raise ConfigError(f"engine.num_embedding_blocks: {message}")
+    return sizes.max_item_tokens
+
+
+def _grids(config: Mapping[str, Any], preprocessor: Mapping[str, Any], edge: int) -> tuple[tuple[int, int], ...]:
+    named = config.get("image_grid_pinpoints")
+    pairs = named if isinstance(named, list) else []
+    grids = tuple((pair[0], pair[1]) for pair in pairs if isinstance(pair, list) and [*map(type, pair)] == [int, int])
+    if not grids or len(grids) != len(pairs) or any(size % edge or size < edge for grid in grids for size in grid):
+        raise _refusal(f"image_grid_pinpoints that are not of whole tiles of {edge} pixels")
+    if sorted(preprocessor.get("image_grid_pinpoints", ())) != sorted(pairs):
+        raise _refusal("an image processor that cuts pictures to other grids than the model")
+    return grids
+
+
+def _shortest_edge(preprocessor: Mapping[str, Any], edge: int) -> int | None:
+    """Checks on the way that what comes of a picture is a tile, as these processors have it."""
+    size = preprocessor.get("size", {})
+    size = {"shortest_edge": size} if isinstance(size, int) else size
+    shortest_edge = size.get("shortest_edge") if preprocessor.get("do_resize", True) else None
+    is_cropped = preprocessor.get("do_center_crop", shortest_edge is not None)
+    made = preprocessor.get("crop_size", size) if is_cropped else size
+    made = {"height": made, "width": made} if isinstance(made, int) else made
+    if made.get("height") != edge or made.get("width") != edge:
+        raise _refusal(f"an image processor whose tiles are not of {edge} x {edge} pixels")
+    return None if shortest_edge is None else _edge(shortest_edge, "size.shortest_edge")
+
+
+def _edge(value: Any, name: str) -> int:
+    if type(value) is not int or not 0 < value <= _MAX_EDGE:
+        raise _refusal(f"{name} {value!r}")
+    return value
+
+
+def _refusal(what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"how many tokens pictures fill is not known for {what}", field="model")

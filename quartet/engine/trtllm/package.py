@@ -7,6 +7,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
+from quartet.engine.late_import import importing
 from quartet.errors import ConfigError
 
 
@@ -25,11 +26,12 @@ class Package:
     @classmethod
     def load(cls) -> Package:
         """Import it. Raises whatever an installation that is not complete raises."""
-        from tensorrt_llm import LLM, SamplingParams
-        from tensorrt_llm.executor.request import LoRARequest
-        from tensorrt_llm.executor.utils import RequestError
-        from tensorrt_llm.llmapi import DisaggregatedParams, GuidedDecodingParams
-        from tensorrt_llm.scheduling_params import SchedulingParams
+        with importing("torch"):
+            from tensorrt_llm import LLM, SamplingParams
+            from tensorrt_llm.executor.request import LoRARequest
+            from tensorrt_llm.executor.utils import RequestError
+            from tensorrt_llm.llmapi import DisaggregatedParams, GuidedDecodingParams
+            from tensorrt_llm.scheduling_params import SchedulingParams
 
         return cls(
             LLM=LLM,

@@ -1,4 +1,8 @@
-"""Pictures that TensorRT-LLM's ``MultimodalEncoder`` encodes and keeps, each until one prefill worker has taken it."""
+"""Pictures that TensorRT-LLM's ``MultimodalEncoder`` encodes and keeps, each until one prefill worker has taken it.
+
+The encoder blocks and belongs to one caller, so an ``EncoderThread`` runs it. For a picture it returns a handle of the
+memory that it keeps.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from typing import Any
 from PIL import Image
 
 from quartet.engine.encoder import EncodedState, EncoderStats, EncodeTimes
+from quartet.engine.life_cycle import call_on_loop
 from quartet.engine.trtllm.inputs import host_name
 from quartet.engine.trtllm.media_model import FileSizes, MediaModel
 from quartet.engine.trtllm.media_state import PictureState, num_handle_tokens, write_state
@@ -27,6 +32,10 @@ from quartet.media.items import MediaFile, MediaKind
 _LOG = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 30.0  # for the batch that is being encoded
+
+_NUM_HASH_INTS = 8
+
+_BLANK_EDGE = 224
 
 
 class PictureStates:
@@ -210,96 +219,6 @@ class PictureStates:
     def _count(self) -> None:
         num_waiting = max(len(self._waiting) - self._stats.num_running, 0)
         self._stats = replace(self._stats, num_waiting=num_waiting)
-
-
-@dataclass(eq=False)
-class _Waiting:
-    """Who waits for a picture."""
-
-    job: PictureJob
-    queued_at: float
-    done: asyncio.Future[PictureOutcome]
-
-
-class _OnLoop:
-    """Calls on an event loop, from other threads; none once that is closed, as nobody listens any more."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-
-    def call(self, function: Callable[..., object], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function, *arguments)
-
-
-def _broken() -> EngineError:
-    return EngineError("the encoder of TensorRT-LLM broke")
-
-
-def _closed() -> WorkerUnavailableError:
-    return WorkerUnavailableError("the encoder is closed")
-
-
-# What ``MultimodalEncoder`` gives for a picture: a handle of memory that it keeps until somebody has taken it.
-
-_NUM_HASH_INTS = 8
-
-
-def read_handle(result: Any) -> tuple[Mapping[str, object], tuple[int, ...]]:
-    """The handle and the picture's hash of a result. Raises ``EngineError``: it is not one of one picture."""
-    params = getattr(result, "disaggregated_params", None)
-    handles = _flat(getattr(params, "multimodal_embedding_handles", None))
-    hashes = getattr(params, "multimodal_hashes", None) or []
-    is_one = len(handles) == 1 and isinstance(handles[0], Mapping) and len(hashes) == 1
-    if not is_one or len(hashes[0]) != _NUM_HASH_INTS:
-        raise EngineError("the encoder of TensorRT-LLM did not give one handle for a picture")
-    return handles[0], tuple(int(part) for part in hashes[0])
-
-
-def drop(handle: Mapping[str, object]) -> None:
-    """Have the encoder free what is behind ``handle``, as nobody will take it. Never raises."""
-    try:
-        if not _count_down(handle):
-            _take(handle)
-    except Exception as error:  # noqa: BLE001 - it was taken after all: nothing is held, whatever CUDA says
-        _LOG.debug("a picture's embeddings were gone already: %s", type(error).__name__)
-
-
-def _count_down(handle: Mapping[str, object]) -> bool:
-    """Do to the memory's counter what its taker does; False: there is none here.
-
-    The counter lies in shared memory of the host. So this takes no context on the GPU, which costs hundreds of MB, and
-    also works in the process whose memory it is, where CUDA does not open a handle.
-    """
-    import torch
-
-    release = getattr(torch.UntypedStorage, "_release_ipc_counter", None)  # as torch's own reductions do it
-    counter, offset = handle.get("ref_counter_handle"), handle.get("ref_counter_offset")
-    if release is None or not isinstance(counter, bytes) or not isinstance(offset, int):
-        return False
-    if not torch.cuda.is_available():
-        return False
-    release(counter, offset, device=handle.get("storage_device"))
-    return True
-
-
-def _take(handle: Mapping[str, object]) -> None:
-    from tensorrt_llm._torch.shared_tensor import SharedTensorContainer
-
-    SharedTensorContainer.from_dict(dict(handle)).get_local_view()
-
-
-def _flat(handles: Any) -> list[Any]:
-    """Some of the releases put the list into a tuple of one."""
-    flat: list[Any] = []
-    for handle in handles or ():
-        flat += handle if isinstance(handle, list | tuple) else [handle]
-    return flat
-
-
-# ``MultimodalEncoder`` on a thread of its own: it blocks, and belongs to one caller.
-
-_BLANK_EDGE = 224
 
 
 @dataclass(eq=False, kw_only=True)
@@ -541,6 +460,93 @@ class EncoderThread:
             raise EngineError(message) from error
 
 
+def check_hands_over(encoder: Any) -> None:
+    """Refuse a model whose embeddings prefill does not take. Raises ``InvalidRequestError``, field ``model``."""
+    if not getattr(getattr(encoder, "input_processor", None), "support_mm_disagg", True):
+        encoder.shutdown()
+        message = "TensorRT-LLM does not hand the embeddings of this model's pictures over to prefill"
+        raise InvalidRequestError(message, field="model")
+
+
+def read_handle(result: Any) -> tuple[Mapping[str, object], tuple[int, ...]]:
+    """The handle and the picture's hash of a result. Raises ``EngineError``: it is not one of one picture."""
+    params = getattr(result, "disaggregated_params", None)
+    handles = _flat(getattr(params, "multimodal_embedding_handles", None))
+    hashes = getattr(params, "multimodal_hashes", None) or []
+    is_one = len(handles) == 1 and isinstance(handles[0], Mapping) and len(hashes) == 1
+    if not is_one or len(hashes[0]) != _NUM_HASH_INTS:
+        raise EngineError("the encoder of TensorRT-LLM did not give one handle for a picture")
+    return handles[0], tuple(int(part) for part in hashes[0])
+
+
+def drop(handle: Mapping[str, object]) -> None:
+    """Have the encoder free what is behind ``handle``, as nobody will take it. Never raises."""
+    try:
+        if not _count_down(handle):
+            _take(handle)
+    except Exception as error:  # noqa: BLE001 - it was taken after all: nothing is held, whatever CUDA says
+        _LOG.debug("a picture's embeddings were gone already: %s", type(error).__name__)
+
+
+class _OnLoop:
+    """Calls on an event loop, from other threads; none once that is closed, as nobody listens any more."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def call(self, function: Callable[..., object], *arguments: object) -> None:
+        call_on_loop(self._loop, function, *arguments)
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """Who waits for a picture."""
+
+    job: PictureJob
+    queued_at: float
+    done: asyncio.Future[PictureOutcome]
+
+
+def _broken() -> EngineError:
+    return EngineError("the encoder of TensorRT-LLM broke")
+
+
+def _closed() -> WorkerUnavailableError:
+    return WorkerUnavailableError("the encoder is closed")
+
+
+def _count_down(handle: Mapping[str, object]) -> bool:
+    """Do to the memory's counter what its taker does; False: there is none here.
+
+    The counter lies in shared memory of the host. So this takes no context on the GPU, which costs hundreds of MB, and
+    also works in the process whose memory it is, where CUDA does not open a handle.
+    """
+    import torch
+
+    release = getattr(torch.UntypedStorage, "_release_ipc_counter", None)  # as torch's own reductions do it
+    counter, offset = handle.get("ref_counter_handle"), handle.get("ref_counter_offset")
+    if release is None or not isinstance(counter, bytes) or not isinstance(offset, int):
+        return False
+    if not torch.cuda.is_available():
+        return False
+    release(counter, offset, device=handle.get("storage_device"))
+    return True
+
+
+def _take(handle: Mapping[str, object]) -> None:
+    from tensorrt_llm._torch.shared_tensor import SharedTensorContainer
+
+    SharedTensorContainer.from_dict(dict(handle)).get_local_view()
+
+
+def _flat(handles: Any) -> list[Any]:
+    """Some of the releases put the list into a tuple of one."""
+    flat: list[Any] = []
+    for handle in handles or ():
+        flat += handle if isinstance(handle, list | tuple) else [handle]
+    return flat
+
+
 def _read(job: PictureJob, result: Any, width: int, height: int) -> EncodedPicture:
     handle, hashes = read_handle(result)
     num_tokens = num_handle_tokens(handle)
@@ -549,11 +555,3 @@ def _read(job: PictureJob, result: Any, width: int, height: int) -> EncodedPictu
         message = f"the picture became {num_tokens} tokens, not the {job.num_tokens} that it was said to fill"
         raise EngineError(message)
     return EncodedPicture(width=width, height=height, handle=handle, hashes=hashes)
-
-
-def check_hands_over(encoder: Any) -> None:
-    """Refuse a model whose embeddings prefill does not take. Raises ``InvalidRequestError``, field ``model``."""
-    if not getattr(getattr(encoder, "input_processor", None), "support_mm_disagg", True):
-        encoder.shutdown()
-        message = "TensorRT-LLM does not hand the embeddings of this model's pictures over to prefill"
-        raise InvalidRequestError(message, field="model")

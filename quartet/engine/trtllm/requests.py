@@ -1,4 +1,8 @@
-"""The requests of one LLM: each has a handle, and a task that reads it to its end. Lives on one event loop."""
+"""The requests of one LLM: each has a handle, and a task that reads it to its end. Lives on one event loop.
+
+``ResultReader`` turns what a handle holds after each step into the types of ``quartet.engine.base``;
+``OutputCollector`` gathers what all handles bring in one turn of the event loop into one output.
+"""
 
 from __future__ import annotations
 
@@ -38,33 +42,10 @@ logger = logging.getLogger(__name__)
 # Prompts whose media are decoded at a time: that is work of a processor, and pictures are large then.
 _MAX_MEDIA_READERS = 4
 
+_FINISHED = {"stop": FinishReason.STOP_ID, "length": FinishReason.LENGTH}
 
-class _HandleError(Exception):
-    """What a handle raised, which may be the engine's death: nothing else is."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
-
-
-@dataclass(eq=False)
-class _Live:
-    """A request whose end is still to come.
-
-    Attributes:
-        is_pulling: the KV blocks of its hand-off may be on their way.
-        timers: what ends waiting for it.
-    """
-
-    request: EngineRequest
-    call: Call
-    handle: Any
-    reader: ResultReader
-    private: Any
-    is_pulling: bool
-    is_cancelled: bool = False
-    task: asyncio.Task[None] | None = None
-    timers: list[asyncio.TimerHandle] = field(default_factory=list)
+#: With these a prefill's answer goes on elsewhere.
+_GOES_ON = frozenset({"length", "not_finished"})
 
 
 class LlmRequests:
@@ -295,27 +276,6 @@ class LlmRequests:
         live.handle.abort()
 
 
-async def _results(handle: Any, *, streams: bool) -> AsyncGenerator[Any, None]:
-    """What ``handle`` holds after each step, or at the end. Raises ``_HandleError`` for whatever it raises."""
-    try:
-        if streams:
-            async for result in handle:
-                yield result
-        else:
-            await handle
-            yield handle
-    except Exception as error:
-        raise _HandleError(error) from error
-
-
-# Reads what one request's handle holds after each step, and says it in the seam's words.
-
-_FINISHED = {"stop": FinishReason.STOP_ID, "length": FinishReason.LENGTH}
-
-#: With these a prefill's answer goes on elsewhere.
-_GOES_ON = frozenset({"length", "not_finished"})
-
-
 class ResultReader:
     """What became of one request so far.
 
@@ -452,30 +412,6 @@ class ResultReader:
             raise EngineError("the output does not begin with the token that prefill gave")
 
 
-def _queue_s(result: Any) -> float:
-    """Seconds until it was scheduled, where TensorRT-LLM measures that."""
-    measured = (result.metrics_dict or {}).get("request_queue_time")
-    return 0.0 if measured is None else max(0.0, float(measured))
-
-
-def _bad_end(reason: str | None) -> ServingError:
-    if reason == "timeout":
-        return RequestTimeoutError("the engine's limit of a request's time ran out")
-    if reason == "cancelled":
-        return RequestCancelledError("the request was cancelled")
-    return EngineError(f"the engine ended the request in an unknown way ({reason})")
-
-
-# Gathers what all handles bring in one turn of the event loop, and hands it on as one output.
-
-
-@dataclass
-class _Tokens:
-    offset: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-
 class OutputCollector:
     """What came since the last ``StepOutput``. Lives on the event loop that reads the handles."""
 
@@ -545,3 +481,65 @@ class OutputCollector:
         self._finished: list[Finished] = []
         self._prefilled: list[Prefilled] = []
         self._failed: list[Failed] = []
+
+
+class _HandleError(Exception):
+    """What a handle raised, which may be the engine's death: nothing else is."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+@dataclass(eq=False)
+class _Live:
+    """A request whose end is still to come.
+
+    Attributes:
+        is_pulling: the KV blocks of its hand-off may be on their way.
+        timers: what ends waiting for it.
+    """
+
+    request: EngineRequest
+    call: Call
+    handle: Any
+    reader: ResultReader
+    private: Any
+    is_pulling: bool
+    is_cancelled: bool = False
+    task: asyncio.Task[None] | None = None
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
+
+
+async def _results(handle: Any, *, streams: bool) -> AsyncGenerator[Any, None]:
+    """What ``handle`` holds after each step, or at the end. Raises ``_HandleError`` for whatever it raises."""
+    try:
+        if streams:
+            async for result in handle:
+                yield result
+        else:
+            await handle
+            yield handle
+    except Exception as error:
+        raise _HandleError(error) from error
+
+
+def _queue_s(result: Any) -> float:
+    """Seconds until it was scheduled, where TensorRT-LLM measures that."""
+    measured = (result.metrics_dict or {}).get("request_queue_time")
+    return 0.0 if measured is None else max(0.0, float(measured))
+
+
+def _bad_end(reason: str | None) -> ServingError:
+    if reason == "timeout":
+        return RequestTimeoutError("the engine's limit of a request's time ran out")
+    if reason == "cancelled":
+        return RequestCancelledError("the request was cancelled")
+    return EngineError(f"the engine ended the request in an unknown way ({reason})")
+
+
+@dataclass
+class _Tokens:
+    offset: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -1,7 +1,12 @@
-"""What ``LLM`` of TensorRT-LLM 1.2 takes, as far as its documentation and sources tell: names and types.
+"""The arguments of ``LLM`` and its sub-configs in TensorRT-LLM 1.2, names and types, and a check of arguments by them.
 
-Types are written as `field_types` reads them, classes of sub-configs are those of `api_configs`. Kept here because the
-package needs a GPU to say it itself, and because 1.2 tells a keyword of 1.3 by no more than "invalid argument".
+The tables are from its documentation and sources. They are kept here because the package itself needs a GPU to say
+them, and because 1.2 calls a keyword of 1.3 just "invalid argument". ``check_arguments`` refuses wrong names, types and
+literals before a model loads.
+
+Types are text: ``int``, ``float``, ``bool``, ``str``, ``dict``, ``list[X]``, ``set[X]`` (a list), ``dict[K,V]``,
+``Literal['a','b']``, ``AnyCase['A','B']`` (the same in any case), ``int >= 0``, ``float in [0,1]``, and several by
+`` | ``. Any other name is a class, of which no plain value, as YAML gives it, is an instance.
 """
 
 from __future__ import annotations
@@ -15,9 +20,6 @@ from functools import cache
 from quartet.errors import ConfigError
 
 _ALLREDUCE = "AUTO NCCL UB MINLATENCY ONESHOT TWOSHOT LOWPRECISION MNNVL NCCL_SYMMETRIC".split()
-
-
-# What the sub-configs of TensorRT-LLM 1.2's ``LLM`` take: names and types, written as `field_types` reads them.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,15 +345,6 @@ REFUSED_DECODING = frozenset({"Lookahead", "Medusa"})
 LATER_DECODING = frozenset({"Eagle3", "PARD", "SA"})
 
 
-# Types as text, and whether a plain value, as YAML gives them, is of one.
-#
-# ``int``, ``float``, ``bool``, ``str``, ``dict``, ``list[X]``, ``set[X]`` (a list), ``dict[K,V]``,
-# ``Literal['a','b']``,
-# ``AnyCase['A','B']`` (the same in any case), ``int >= 0``, ``float in [0,1]``, and several by `` | ``. Another name
-# is a
-# class, of which no plain value is an instance.
-
-
 def alternatives(text: str) -> tuple[str, ...]:
     """The types of which a value must be one."""
     return tuple(part.strip() for part in text.split("|"))
@@ -446,8 +439,6 @@ def _shown(value: object) -> str:
     """``value`` itself only where it is short and plain: what is in a mapping may be nobody's business."""
     return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
-
-# Whether TensorRT-LLM 1.2 takes arguments, said before a model loads: by their names, types and literals.
 
 #: Types alone let these pass, and TensorRT-LLM may notice only once the model is loaded.
 _POSITIVE = frozenset(

@@ -1,4 +1,4 @@
-"""Hand-offs and the layout of the blocks behind them."""
+"""Hand-offs, the layout of the blocks behind them, and snapshots of KV blocks, to and from messages."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ from quartet.kvcache.layout import (
 from quartet.rpc.errors import to_duration, to_timedelta
 from quartet.v1 import types_pb2
 from quartet.v1 import worker_pb2 as pb
+
+#: Blocks of one message of a snapshot: 128 KiB, and a few milliseconds of an event loop's time at either end.
+MAX_PART_BLOCKS = 8192
 
 _ID_SIZE_BYTES = 16
 
@@ -79,7 +82,7 @@ def to_hand_off(hand_off: HandOff) -> types_pb2.HandOff:
         worker_id=hand_off.worker_id,
         epoch=hand_off.epoch,
         address=hand_off.address,
-        lease=to_duration(hand_off.lease.total_seconds()),
+        time_to_live=to_duration(hand_off.time_to_live.total_seconds()),
     )
     match hand_off.payload:
         case BlocksPayload(layout, num_tokens, block_ids):
@@ -111,47 +114,9 @@ def from_hand_off(message: types_pb2.HandOff, field: str = "hand_off") -> HandOf
         worker_id=message.worker_id,
         epoch=message.epoch,
         address=message.address,
-        lease=to_timedelta(message.lease, f"{field}.lease"),
+        time_to_live=to_timedelta(message.time_to_live, f"{field}.time_to_live"),
         payload=_from_payload(message, field),
     )
-
-
-def _from_payload(message: types_pb2.HandOff, field: str) -> Payload:
-    match message.WhichOneof("payload"):
-        case "blocks":
-            _check_num_tokens(message.blocks.num_tokens, f"{field}.blocks.num_tokens")
-            layout = from_kv_layout(message.blocks.layout, f"{field}.blocks.layout")
-            return BlocksPayload(layout, message.blocks.num_tokens, tuple(message.blocks.block_ids))
-        case "embeddings":
-            held = message.embeddings
-            _check_num_tokens(held.num_tokens, f"{field}.embeddings.num_tokens")
-            of_embeddings = from_embedding_layout(held.layout, f"{field}.embeddings.layout")
-            return EmbeddingsPayload(of_embeddings, held.num_tokens, tuple(held.block_ids))
-        case "opaque":
-            return OpaquePayload(message.opaque.engine, message.opaque.state)
-        case _:
-            raise InvalidRequestError("the hand-off holds nothing", field=f"{field}.payload")
-
-
-def _check_layout(
-    message: types_pb2.KvLayout | types_pb2.EmbeddingLayout, at_least_one: tuple[str, ...], field: str
-) -> None:
-    if message.dtype not in DTYPE_SIZE_BYTES:
-        raise InvalidRequestError(f"unknown dtype {message.dtype[:32]!r}", field=f"{field}.dtype")
-    for name in at_least_one:
-        if getattr(message, name) < 1:
-            raise InvalidRequestError(f"{name} must be at least 1", field=f"{field}.{name}")
-
-
-def _check_num_tokens(num_tokens: int, field: str) -> None:
-    if num_tokens < 1:
-        raise InvalidRequestError("num_tokens must be at least 1", field=field)
-
-
-# Snapshots of KV blocks: a worker's tables in short messages, and chains of blocks again.
-
-#: Blocks of one message: 128 KiB, and a few milliseconds of an event loop's time at either end.
-MAX_PART_BLOCKS = 8192
 
 
 def to_kv_snapshot_parts(snapshot: KvSnapshot, epoch: int) -> Iterator[pb.StreamKvSnapshotResponse]:
@@ -195,6 +160,38 @@ def from_kv_snapshot_part(message: pb.StreamKvSnapshotResponse) -> KvSnapshotPar
         data_parallel_rank=message.data_parallel_rank,
         stored=_chains(hashes, parents, tier),
     )
+
+
+def _from_payload(message: types_pb2.HandOff, field: str) -> Payload:
+    match message.WhichOneof("payload"):
+        case "blocks":
+            _check_num_tokens(message.blocks.num_tokens, f"{field}.blocks.num_tokens")
+            layout = from_kv_layout(message.blocks.layout, f"{field}.blocks.layout")
+            return BlocksPayload(layout, message.blocks.num_tokens, tuple(message.blocks.block_ids))
+        case "embeddings":
+            held = message.embeddings
+            _check_num_tokens(held.num_tokens, f"{field}.embeddings.num_tokens")
+            of_embeddings = from_embedding_layout(held.layout, f"{field}.embeddings.layout")
+            return EmbeddingsPayload(of_embeddings, held.num_tokens, tuple(held.block_ids))
+        case "opaque":
+            return OpaquePayload(message.opaque.engine, message.opaque.state)
+        case _:
+            raise InvalidRequestError("the hand-off holds nothing", field=f"{field}.payload")
+
+
+def _check_layout(
+    message: types_pb2.KvLayout | types_pb2.EmbeddingLayout, at_least_one: tuple[str, ...], field: str
+) -> None:
+    if message.dtype not in DTYPE_SIZE_BYTES:
+        raise InvalidRequestError(f"unknown dtype {message.dtype[:32]!r}", field=f"{field}.dtype")
+    for name in at_least_one:
+        if getattr(message, name) < 1:
+            raise InvalidRequestError(f"{name} must be at least 1", field=f"{field}.{name}")
+
+
+def _check_num_tokens(num_tokens: int, field: str) -> None:
+    if num_tokens < 1:
+        raise InvalidRequestError("num_tokens must be at least 1", field=field)
 
 
 def _chains(hashes: Sequence[int], parents: Sequence[int | None], tier: Tier) -> list[Stored]:

@@ -1,4 +1,4 @@
-"""Media as clients name it, and as workers are given it."""
+"""Media as clients name it, and as workers get it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def to_media_part(part: MediaPart) -> router_pb2.MediaPart:
 
 
 def from_media_part(message: router_pb2.MediaPart, field: str) -> MediaPart:
-    """The part; nothing of what is in it is looked at. Raises ``InvalidRequestError`` naming ``field``: it is empty."""
+    """The part, its content unchecked. Raises ``InvalidRequestError`` naming ``field``: it is empty."""
     source = message.WhichOneof("source")
     if source is None or not getattr(message, source):
         raise InvalidRequestError("a media item holds a url, data or embeddings", field=field)
@@ -88,7 +88,7 @@ def to_media_size(size: MediaSize) -> encode_pb2.MediaSize:
 
 
 def from_media_size(message: encode_pb2.MediaSize) -> MediaSize:
-    """The size. Raises ``ProtocolError`` where it makes no sense."""
+    """The size. Raises ``ProtocolError`` where it is impossible."""
     if len(message.media_id) != MEDIA_ID_SIZE_BYTES or message.num_tokens < 1:
         raise ProtocolError("an encode worker told a size that makes no sense")
     grid = MediaGrid(message.grid.num_rows, message.grid.num_columns) if message.HasField("grid") else None

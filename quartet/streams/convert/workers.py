@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quartet.discovery.base import HostIdentity, Role, WorkerRecord
+from quartet.discovery.base import Role, WorkerRecord
 from quartet.engine.base import EngineStats
 from quartet.errors import ProtocolError
 from quartet.events.load import RankLoad
 from quartet.transfer.base import TransferWay
+from quartet.transfer.grpc.messages import WAY_FROM_PB, WAY_TO_PB, host_from_pb, host_to_pb
 from quartet.v1 import transfer_pb2, worker_pb2
 
 # Routers announce no WorkerRecord.
@@ -18,14 +19,6 @@ _ROLES = {
     Role.DECODE: worker_pb2.WORKER_ROLE_DECODE,
 }
 _ROLES_BACK = {number: role for role, number in _ROLES.items()}
-
-_WAYS = {
-    TransferWay.GRPC: transfer_pb2.TRANSFER_WAY_GRPC,
-    TransferWay.SHM: transfer_pb2.TRANSFER_WAY_SHM,
-    TransferWay.CUDA_IPC: transfer_pb2.TRANSFER_WAY_CUDA_IPC,
-    TransferWay.NIXL: transfer_pb2.TRANSFER_WAY_NIXL,
-}
-_WAYS_BACK = {number: way for way, number in _WAYS.items()}
 
 
 def to_worker_role(role: Role) -> worker_pb2.WorkerRole.ValueType:
@@ -43,22 +36,12 @@ def from_worker_role(value: worker_pb2.WorkerRole.ValueType) -> Role:
 
 def to_transfer_ways(ways: Iterable[str]) -> list[transfer_pb2.TransferWay.ValueType]:
     """The enum's values, in order; names that only newer versions know are left out."""
-    return [_WAYS[TransferWay(way)] for way in ways if way in _WAYS]
+    return [WAY_TO_PB[TransferWay(way)] for way in ways if way in WAY_TO_PB]
 
 
 def from_transfer_ways(values: Iterable[transfer_pb2.TransferWay.ValueType]) -> tuple[TransferWay, ...]:
     """The ways, in order; values that only newer versions know are left out."""
-    return tuple(_WAYS_BACK[value] for value in values if value in _WAYS_BACK)
-
-
-def to_host_identity(host: HostIdentity) -> transfer_pb2.HostIdentity:
-    """The message."""
-    return transfer_pb2.HostIdentity(boot_id=host.boot_id, ipc_namespace=host.ipc_namespace)
-
-
-def from_host_identity(message: transfer_pb2.HostIdentity) -> HostIdentity:
-    """The identity."""
-    return HostIdentity(boot_id=message.boot_id, ipc_namespace=message.ipc_namespace)
+    return tuple(WAY_FROM_PB[value] for value in values if value in WAY_FROM_PB)
 
 
 def to_worker_record(record: WorkerRecord) -> worker_pb2.WorkerRecord:
@@ -72,7 +55,7 @@ def to_worker_record(record: WorkerRecord) -> worker_pb2.WorkerRecord:
         http_address=record.http_address,
         model_name=record.model_name,
         model_fingerprint=record.model_fingerprint,
-        host=to_host_identity(record.host),
+        host=host_to_pb(record.host),
         data_parallel_size=record.data_parallel_size,
         num_blocks=record.num_blocks,
         block_size=record.block_size,
@@ -98,7 +81,7 @@ def from_worker_record(message: worker_pb2.WorkerRecord) -> WorkerRecord:
             http_address=message.http_address,
             model_name=message.model_name,
             model_fingerprint=message.model_fingerprint,
-            host=from_host_identity(message.host),
+            host=host_from_pb(message.host),
             data_parallel_size=message.data_parallel_size,
             num_blocks=message.num_blocks,
             block_size=message.block_size,
@@ -119,20 +102,4 @@ def rank_load(stats: EngineStats, now: float) -> RankLoad:
 
     ``now`` is in monotonic seconds, like those figures.
     """
-    return RankLoad(
-        num_running=stats.num_running,
-        num_waiting=stats.num_waiting,
-        num_queued_prefill_tokens=stats.num_queued_prefill_tokens,
-        num_unbegun_prefill_tokens=stats.num_unbegun_prefill_tokens,
-        step_ends_in_s=max(stats.step_ends_at - now, 0.0) if stats.step_ends_at else 0.0,
-        num_decoding=stats.num_decoding,
-        num_context_tokens=stats.num_context_tokens,
-        max_step_tokens=stats.max_step_tokens,
-        step_time=stats.step_time,
-        num_in_use_blocks=stats.num_in_use_blocks,
-        num_held_blocks=stats.num_held_blocks,
-        num_cached_blocks=stats.num_cached_blocks,
-        num_free_blocks=stats.num_free_blocks,
-        num_total_blocks=stats.num_total_blocks,
-        num_steps=stats.num_steps,
-    )
+    return RankLoad.of(stats, step_ends_in_s=max(stats.step_ends_at - now, 0.0) if stats.step_ends_at else 0.0)

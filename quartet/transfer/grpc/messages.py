@@ -1,4 +1,10 @@
-"""Between the messages of ``transfer.proto`` and the types of this package, and the Pull method with raw pieces."""
+"""Between the messages of ``transfer.proto`` and the types of this package, and the Pull method with raw pieces.
+
+``PullResponse{piece}`` is the one message that carries bulk, so it is put together and taken apart by hand here. The
+bytes are ordinary protobuf, and generated classes read and write the same; but a generated class copies the data two
+times more on each side (measured: 0.55 GB/s against 1.05). Field numbers are those of ``transfer.proto``, and a test
+compares both.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +15,36 @@ from typing import TypeAlias
 import grpc
 
 from quartet.discovery.base import HostIdentity
+from quartet.kvcache.hand_off import HandOffTicket
 from quartet.kvcache.layout import HandOff
+from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.transfer.base import TransferWay
-from quartet.transfer.source import HandOffTicket
 from quartet.v1 import transfer_pb2 as pb
 
 SERVICE = "quartet.v1.TransferService"
+
+#: Tags and lengths around the data: less than 32 bytes for any 32-bit index and 64-bit offset.
+MAX_DATA_SIZE_BYTES = MAX_STREAM_MESSAGE_BYTES - 32
+
+# A tag is (field number << 3) | wire type; 2 is length-delimited, 0 a varint.
+_RESPONSE_PIECE = 2 << 3 | 2
+_PIECE_INDEX = 1 << 3
+_PIECE_OFFSET = 2 << 3
+_PIECE_DATA = 3 << 3 | 2
+
+#: glibc's thresholds rise to 32 MiB at most (`DEFAULT_MMAP_THRESHOLD_MAX` in `malloc.c`). Freeing a block above that,
+#: its head and the rest of its last page included, would change nothing.
+_FREED_SIZE_BYTES = 31 << 20
+
+#: The ways to move blocks, of pulls and of workers' records.
+WAY_TO_PB = {
+    TransferWay.GRPC: pb.TRANSFER_WAY_GRPC,
+    TransferWay.SHM: pb.TRANSFER_WAY_SHM,
+    TransferWay.CUDA_IPC: pb.TRANSFER_WAY_CUDA_IPC,
+    TransferWay.NIXL: pb.TRANSFER_WAY_NIXL,
+}
+
+WAY_FROM_PB = {number: way for way, number in WAY_TO_PB.items()}
 
 
 @dataclass(frozen=True)
@@ -30,36 +60,6 @@ class PiecePart:
 PullMessage: TypeAlias = pb.PullResponse | PiecePart
 
 PullCall: TypeAlias = "grpc.aio.StreamStreamCall[pb.PullRequest, PullMessage]"
-
-WAY_TO_PB = {
-    TransferWay.GRPC: pb.TRANSFER_WAY_GRPC,
-    TransferWay.SHM: pb.TRANSFER_WAY_SHM,
-    TransferWay.CUDA_IPC: pb.TRANSFER_WAY_CUDA_IPC,
-    TransferWay.NIXL: pb.TRANSFER_WAY_NIXL,
-}
-
-WAY_FROM_PB = {number: way for way, number in WAY_TO_PB.items()}
-
-
-def serialize_response(response: pb.PullResponse | bytes) -> bytes:
-    """A response's bytes; a piece framed by hand is bytes already."""
-    return response if isinstance(response, bytes) else response.SerializeToString()
-
-
-def parse_response(message: bytes) -> PullMessage:
-    """Read a response; a piece's data stays where gRPC put it.
-
-    Raises:
-        google.protobuf.message.DecodeError: not a response; gRPC then ends the call as INTERNAL.
-    """
-    part = parse_piece(message)
-    if part is not None:
-        return part
-    response = pb.PullResponse.FromString(message)
-    if response.WhichOneof("message") != "piece":
-        return response
-    # Valid, though in another order of fields than we write.
-    return PiecePart(response.piece.index, response.piece.offset_bytes, memoryview(response.piece.data))
 
 
 def open_pull(channel: grpc.aio.Channel, timeout_s: float) -> PullCall:
@@ -83,39 +83,34 @@ def ticket_from_pb(ticket: pb.HandOffTicket) -> HandOffTicket:
 
 
 def host_to_pb(host: HostIdentity) -> pb.HostIdentity:
-    """Where a puller runs."""
+    """Where a puller or a worker runs."""
     return pb.HostIdentity(boot_id=host.boot_id, ipc_namespace=host.ipc_namespace)
 
 
 def host_from_pb(host: pb.HostIdentity) -> HostIdentity:
-    """Where a puller says that it runs; two empty strings where it says nothing."""
+    """Where a puller or a worker says that it runs; two empty strings where it says nothing."""
     return HostIdentity(boot_id=host.boot_id, ipc_namespace=host.ipc_namespace)
 
 
-def _serialize_request(request: pb.PullRequest) -> bytes:
-    return request.SerializeToString()
+def serialize_response(response: pb.PullResponse | bytes) -> bytes:
+    """A response's bytes; a piece framed by hand is bytes already."""
+    return response if isinstance(response, bytes) else response.SerializeToString()
 
 
-# The one message that carries bulk, ``PullResponse{piece}``, put together and taken apart by hand.
-#
-# The bytes are ordinary protobuf, so that generated classes read and write the same; a generated class would copy the
-# data two times more a side (measured: 0.55 GB/s against 1.05). Field numbers are those of ``transfer.proto``, and a
-# test compares both.
+def parse_response(message: bytes) -> PullMessage:
+    """Read a response; a piece's data stays where gRPC put it.
 
-#: A message of the stream is at most this long.
-MAX_MESSAGE_SIZE_BYTES = 1 << 20
-
-#: Tags and lengths around the data: less than 32 bytes for any 32-bit index and 64-bit offset.
-MAX_DATA_SIZE_BYTES = MAX_MESSAGE_SIZE_BYTES - 32
-
-# A tag is (field number << 3) | wire type; 2 is length-delimited, 0 a varint.
-_RESPONSE_PIECE = 2 << 3 | 2
-
-_PIECE_INDEX = 1 << 3
-
-_PIECE_OFFSET = 2 << 3
-
-_PIECE_DATA = 3 << 3 | 2
+    Raises:
+        google.protobuf.message.DecodeError: not a response; gRPC then ends the call as INTERNAL.
+    """
+    part = parse_piece(message)
+    if part is not None:
+        return part
+    response = pb.PullResponse.FromString(message)
+    if response.WhichOneof("message") != "piece":
+        return response
+    # Valid, though in another order of fields than we write.
+    return PiecePart(response.piece.index, response.piece.offset_bytes, memoryview(response.piece.data))
 
 
 def split_piece(piece: memoryview) -> Iterator[tuple[int, memoryview]]:
@@ -144,7 +139,7 @@ def parse_piece(message: bytes) -> PiecePart | None:
     """Read a message that looks as ``frame_piece`` writes it, without a copy of its data.
 
     Returns:
-        ``None`` for anything else, valid or not: a generated class then has the say.
+        ``None`` for anything else, valid or not: the generated class decides about that.
     """
     if not message or message[0] != _RESPONSE_PIECE:
         return None
@@ -161,6 +156,21 @@ def parse_piece(message: bytes) -> PiecePart | None:
     if tag != _PIECE_DATA or position + size != len(message):
         return None
     return PiecePart(values[_PIECE_INDEX], values[_PIECE_OFFSET], memoryview(message)[position:])
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep the memory of freed messages for the next ones.
+
+    By default it maps each block of over 128 KiB afresh, or gives the end of the heap back as soon as twice that is
+    free, and every page then costs a fault again: measured with messages of 256 KiB, 1.4 s of CPU a GB in the sender
+    instead of 0.5. Its thresholds rise to the largest block that was ever freed, so freeing one large block, never
+    written to, is enough. Another C library ignores it.
+    """
+    _ = bytes(_FREED_SIZE_BYTES)  # zeroed by the kernel, on first use: costs nothing
+
+
+def _serialize_request(request: pb.PullRequest) -> bytes:
+    return request.SerializeToString()
 
 
 def _varint(value: int) -> bytes:

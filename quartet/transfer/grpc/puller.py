@@ -1,4 +1,10 @@
-"""The puller's side of hand-offs: accept one, keep it alive, fetch its pieces, let it go."""
+"""The taker's side of hand-offs: claim one, renew it, fetch its pieces, release it.
+
+``TransferPuller.claim`` gives a ``PullClaim``, which renews the hand-off until it is fetched or released. A fetch takes
+one Pull stream: `begin`, then the pieces by the way that the source chose, then `finish`. Where this worker has mapped
+the source's pool already and the hand-off says which blocks it holds, the fetch copies them while `begin` is on its
+way, and `finish` follows at once.
+"""
 
 from __future__ import annotations
 
@@ -28,25 +34,44 @@ from quartet.kvcache.layout import HandOff, OpaquePayload, PieceLayout
 from quartet.rpc.errors import HiddenStatusError
 from quartet.transfer.base import FetchResult, PieceCopy, PoolMemory, TransferWay
 from quartet.transfer.config import TransferConfig
-from quartet.transfer.grpc.messages import WAY_FROM_PB, WAY_TO_PB, PiecePart, PullMessage, host_to_pb, ticket_to_pb
-from quartet.transfer.grpc.streams import PeerChannels, PullStream, SpareStreams, keep_freed_memory
+from quartet.transfer.grpc.messages import (
+    WAY_FROM_PB,
+    WAY_TO_PB,
+    PiecePart,
+    PullMessage,
+    host_to_pb,
+    keep_freed_memory,
+    ticket_to_pb,
+)
+from quartet.transfer.grpc.streams import PeerChannels, PullStream, SpareStreams
 from quartet.transfer.shm import PoolOwner, SharedPool, ShmPools, copy_runs, merge_runs
 from quartet.v1 import transfer_pb2 as pb
 
-#: By then whoever fetched goes on, and the engine's thread wants nothing of the time that the event loop takes.
+logger = logging.getLogger(__name__)
+
+#: How long a finished stream rests before it is closed. By then the request that fetched goes on, and closing takes
+#: no event loop time that the engine's thread wants.
 _REST_S = 0.005
 
-#: What a source answered may be lost so often before that is told as what it is.
+#: How often a fetch asks again after gRPC hid the source's answer.
 _MAX_HIDDEN = 2
 
 #: One thread comes near a core's memory bandwidth; the second is for another fetch, not for more of one.
 _NUM_COPY_THREADS = 2
 
+#: How long a release may take; a hand-off whose source was not reached expires.
+_RELEASE_TIMEOUT_S = 1.0
+
+#: A time to live this short is a mistake, but its renewals must not flood the source.
+_MIN_RENEWAL_INTERVAL_S = 0.01
+
+_FINISH = pb.PullRequest(finish=pb.PullFinish())
+
 
 class TransferPuller:
     """A ``Puller`` by every way that this worker speaks. Lives on one event loop.
 
-    Without ``attach`` it takes opaque hand-offs only, and keeps alive (``keep``) any.
+    Without ``attach`` it claims opaque hand-offs, and any for another worker.
     """
 
     def __init__(
@@ -63,16 +88,16 @@ class TransferPuller:
             channel_factory: makes a channel to a peer's ``host:port``; closed here.
             host: where this worker runs.
             config: ways and bounds.
-            on_fetch: told of each fetch that went well.
+            on_fetch: called after each fetch that went well.
         """
+        self.config = config
         self._on_fetch = on_fetch
         self._channels = PeerChannels(channel_factory)
         self._host = host
-        self._config = config
         self._shm_pools = ShmPools()
         self._copy_threads = ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="kv-copy")
-        self._pool: LocalPool | None = None
-        self._leases: set[HandOffLease] = set()
+        self._pool: _LocalPool | None = None
+        self._renewals: set[asyncio.Task[None]] = set()
         self._spares = SpareStreams(self._open)
         self._endings: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
@@ -82,10 +107,10 @@ class TransferPuller:
         """Name the pool that is fetched into; called once, before the first ``claim``."""
         assert self._pool is None, "a pool is attached once"
         assert memory.piece_size_bytes == layout.piece_size_bytes, "the pool's pieces are the layout's blocks"
-        self._pool = LocalPool(memory, layout)
+        self._pool = _LocalPool(memory, layout)
 
     def claim(self, hand_off: HandOff) -> PullClaim:
-        """Accept ``hand_off`` and renew its lease until it is fetched or aborted.
+        """Accept ``hand_off`` and renew it until it is fetched or released.
 
         Raises:
             LayoutMismatchError: its blocks cannot be taken over here; nothing was started.
@@ -93,28 +118,28 @@ class TransferPuller:
         """
         if not isinstance(hand_off.payload, OpaquePayload):
             _check_layout(hand_off.payload.layout, self._pool)
-        lease = self.keep(hand_off)
-        self._prepare(hand_off)
-        return PullClaim(self, lease)
+        claim = self.claim_for_another(hand_off)
+        self._prepare_stream(hand_off)
+        return claim
 
-    def keep(self, hand_off: HandOff) -> HandOffLease:
-        """Renew the lease of ``hand_off`` for somebody else, whatever its payload.
+    def claim_for_another(self, hand_off: HandOff) -> PullClaim:
+        """Renew ``hand_off``, whatever its payload, until another worker claims it.
 
         Raises:
             TransferError: the puller is closed.
         """
         if self._closing.is_set():
             raise TransferError("the puller is closed")
-        lease = HandOffLease(hand_off, self._channels, call_timeout_s=self._config.stall_timeout_s)
-        self._leases.add(lease)
-        lease.add_done_callback(lambda: self._leases.discard(lease))
-        return lease
+        claim = PullClaim(self, hand_off)
+        self._renewals.add(claim.renewal)
+        claim.renewal.add_done_callback(self._renewals.discard)
+        return claim
 
     async def close(self) -> None:
         """End every renewal, mapping and channel; fetches under way end with ``TransferError``."""
         self._closing.set()
-        for lease in list(self._leases):
-            lease.stop()
+        for renewal in self._renewals:
+            renewal.cancel()
         self._spares.close()
         await asyncio.gather(*self._endings)
         await self._channels.close()
@@ -124,51 +149,60 @@ class TransferPuller:
     async def fetch(self, hand_off: HandOff, copies: Sequence[PieceCopy]) -> FetchResult:
         """Take over ``hand_off``; see ``Claim.fetch``."""
         started = time.monotonic()
+        fetch = _Fetch(
+            hand_off,
+            sorted(copies, key=lambda copy: copy.piece),
+            pool=self._pool,
+            host=self._host,
+            config=self.config,
+            shm_pools=self._shm_pools,
+            executor=self._copy_threads,
+        )
         with self._channels.use(hand_off.address):
-            stream = self._spares.take(hand_off.address) or self._open(hand_off.address)
-            fetch = Fetch(
-                hand_off,
-                sorted(copies, key=lambda copy: copy.piece),
-                pool=self._pool,
-                host=self._host,
-                config=self._config,
-                shm_pools=self._shm_pools,
-                executor=self._copy_threads,
-            )
-            for _ in range(_MAX_HIDDEN):
-                with contextlib.suppress(HiddenStatusError):
-                    way = await self._run(fetch, stream)
-                    break
-                stream = self._open(hand_off.address)
-            else:
-                way = await self._run(fetch, stream)
-            self._end(stream, hand_off)
+            stream, way = await self._run(fetch, hand_off.address)
+            self._end_soon(stream, hand_off)
         result = FetchResult(way, fetch.size_bytes, time.monotonic() - started)
         self._on_fetch(result)
         return result
 
-    async def _run(self, fetch: Fetch, stream: PullStream) -> TransferWay:
-        try:
-            return await fetch.run(stream)
-        except BaseException:
-            stream.cancel()
-            raise
+    async def ask(self, hand_off: HandOff, request: pb.PullRequest, timeout_s: float) -> None:
+        """Send one message on a stream of its own and wait for the answer. Raises ``ServingError``."""
+        with self._channels.use(hand_off.address) as channel:
+            stream = PullStream(channel, timeout_s=timeout_s, stall_timeout_s=timeout_s)
+            try:
+                await stream.ask(request)
+            finally:
+                stream.cancel()
 
-    def _prepare(self, hand_off: HandOff) -> None:
+    async def _run(self, fetch: _Fetch, address: str) -> tuple[PullStream, TransferWay]:
+        """Run ``fetch``, again where gRPC hid the source's answer. Returns its open stream and the way taken."""
+        stream = self._spares.take(address) or self._open(address)
+        num_hidden = 0
+        while True:
+            try:
+                return stream, await fetch.run(stream, waits=num_hidden > 0)
+            except BaseException as error:
+                stream.cancel()
+                num_hidden += 1
+                if not isinstance(error, HiddenStatusError) or num_hidden > _MAX_HIDDEN:
+                    raise
+            stream = self._open(address)
+
+    def _prepare_stream(self, hand_off: HandOff) -> None:
         """Have a stream ready for ``hand_off``, or the next one of its source."""
-        # Well before the source, which waits for a lease, ends what says nothing.
-        self._spares.prepare(hand_off.address, hand_off.lease.total_seconds() / 3)
+        # The source ends a stream that is silent for a time to live; ours is given up well before.
+        self._spares.prepare(hand_off.address, hand_off.time_to_live.total_seconds() / 3)
 
     def _open(self, address: str, max_idle_s: float = 0.0) -> PullStream:
         with self._channels.use(address) as channel:
             return PullStream(
                 channel,
-                timeout_s=max_idle_s + self._config.max_pull_s,
-                stall_timeout_s=self._config.stall_timeout_s,
+                timeout_s=max_idle_s + self.config.max_pull_s,
+                stall_timeout_s=self.config.stall_timeout_s,
             )
 
-    def _end(self, stream: PullStream, hand_off: HandOff) -> None:
-        """End a stream in order and open the next, soon: what counts has come, and whoever waits for it goes first."""
+    def _end_soon(self, stream: PullStream, hand_off: HandOff) -> None:
+        """End a stream in order and open the next, once the request that fetched has gone on: its data is here."""
         task = asyncio.create_task(self._replace(stream, hand_off), name="end-pull")
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
@@ -179,45 +213,80 @@ class TransferPuller:
                 await self._closing.wait()
         await stream.end()
         if not self._closing.is_set():
-            self._prepare(hand_off)
+            self._prepare_stream(hand_off)
 
 
 class PullClaim:
-    """A ``Claim``: one accepted hand-off."""
+    """A ``Claim``: one hand-off, renewed every third of its time to live until it is fetched, released or stopped.
 
-    def __init__(self, puller: TransferPuller, lease: HandOffLease) -> None:
-        """Made by ``TransferPuller.claim``."""
+    A renewal is a short stream of its own, since most hand-offs are fetched before the first is due. The claim repeats
+    one that was refused, lost or left unanswered soon, two more times before the hand-off expires. The first is due a
+    third of the time to live from now; of a hand-off that was that old when it came, one renewal may fail.
+    """
+
+    def __init__(self, puller: TransferPuller, hand_off: HandOff) -> None:
+        """Begin to renew; made by ``TransferPuller``."""
+        self.hand_off = hand_off
         self._puller = puller
-        self._lease = lease
         self._is_used = False
-        self._has_fetched = False
+        self._has_ended = False
+        self.renewal = asyncio.create_task(self._renew(), name="renew-hand-off")
 
     async def fetch(self, copies: Sequence[PieceCopy]) -> FetchResult:
-        """Move the pieces, then tell the source that it may let go.
-
-        Returns only when nothing writes to the local blocks any more, also when it raises or is cancelled; ``abort``
-        then frees the source sooner than the lease would.
-
-        Raises:
-            TransferError, TransferTimeoutError, HandOffNotFoundError, HandOffStateError, StaleEpochError,
-            LayoutMismatchError: what arrived must be thrown away. A source that is gone is a ``TransferError`` too.
-        """
+        """As ``Claim.fetch``."""
         if self._is_used:
-            raise HandOffStateError("a claim is fetched once, and not after it was aborted")
+            raise HandOffStateError("a claim is fetched once, and not after it was released")
         self._is_used = True
-        self._lease.stop()
-        result = await self._puller.fetch(self._lease.hand_off, copies)
-        self._has_fetched = True
+        self.stop()
+        result = await self._puller.fetch(self.hand_off, copies)
+        self._has_ended = True
         return result
 
-    async def abort(self) -> None:
-        """Tell the source that nobody will take it. Never raises; bounded in time; may be called twice."""
+    async def release(self) -> None:
+        """As ``Claim.release``; takes a second at most."""
         self._is_used = True
-        if not self._has_fetched:
-            await self._lease.abort()
+        self.stop()
+        if self._has_ended:
+            return
+        self._has_ended = True
+        request = pb.PullRequest(abort=pb.PullAbort(ticket=ticket_to_pb(self.hand_off)))
+        try:
+            await self._puller.ask(self.hand_off, request, _RELEASE_TIMEOUT_S)
+        except ServingError as error:
+            logger.debug("a hand-off of %s is left to expire: %s", self.hand_off.worker_id, error)
+
+    def stop(self) -> None:
+        """Renew no more; the hand-off lives on for what is left of its time to live. May be called twice."""
+        self.renewal.cancel()
+
+    async def _renew(self) -> None:
+        interval_s = max(self.hand_off.time_to_live.total_seconds() / 3, _MIN_RENEWAL_INTERVAL_S)
+        retry_interval_s = interval_s / 3
+        timeout_s = min(retry_interval_s, self._puller.config.stall_timeout_s)
+        request = pb.PullRequest(renew=pb.PullRenew(ticket=ticket_to_pb(self.hand_off)))
+        pause_s = interval_s
+        while True:
+            await asyncio.sleep(pause_s)
+            try:
+                await self._puller.ask(self.hand_off, request, timeout_s)
+                pause_s = interval_s
+            except (HandOffNotFoundError, HandOffStateError, StaleEpochError) as error:
+                logger.debug("a hand-off of %s has ended: %s", self.hand_off.worker_id, error)
+                return  # its fetch will fail with the same error
+            except ServingError as error:
+                pause_s = retry_interval_s
+                logger.info("could not renew a hand-off of %s, trying again: %s", self.hand_off.worker_id, error)
 
 
-def _check_layout(theirs: PieceLayout, pool: LocalPool | None) -> None:
+@dataclass(frozen=True)
+class _LocalPool:
+    """Where pieces go, and their shape."""
+
+    memory: PoolMemory
+    layout: PieceLayout
+
+
+def _check_layout(theirs: PieceLayout, pool: _LocalPool | None) -> None:
     if pool is None:
         raise LayoutMismatchError("this worker has no block pool to take blocks into")
     if type(theirs) is not type(pool.layout):
@@ -230,30 +299,15 @@ def _check_layout(theirs: PieceLayout, pool: LocalPool | None) -> None:
             )
 
 
-# One fetch: begin, move the pieces by the way that the source chose, finish; or read, begin and finish at once.
-
-_FINISH = pb.PullRequest(finish=pb.PullFinish())
-
-_Part = TypeVar("_Part", pb.PullGranted, pb.PullFinished)
-
-
-@dataclass(frozen=True)
-class LocalPool:
-    """Where pieces go, and their shape."""
-
-    memory: PoolMemory
-    layout: PieceLayout
-
-
-class Fetch:
-    """Takes over one hand-off. Used once."""
+class _Fetch:
+    """Takes over one hand-off."""
 
     def __init__(
         self,
         hand_off: HandOff,
         copies: Sequence[PieceCopy],
         *,
-        pool: LocalPool | None,
+        pool: _LocalPool | None,
         host: HostIdentity,
         config: TransferConfig,
         shm_pools: ShmPools,
@@ -275,35 +329,38 @@ class Fetch:
         """Bytes that move."""
         return len(self._copies) * self._pool.layout.piece_size_bytes if self._pool is not None else 0
 
-    async def run(self, stream: PullStream) -> TransferWay:
+    async def run(self, stream: PullStream, *, waits: bool = False) -> TransferWay:
         """Move everything and let the source go, over ``stream``, which stays the caller's to end.
+
+        ``waits``: nothing is sent before the source has granted, so that gRPC cannot hide a refusal.
 
         Returns the way taken. Raises as ``Claim.fetch`` does.
         """
         max_pull_s = self._config.max_pull_s
         try:
             async with asyncio.timeout(max_pull_s):
-                return await self._run(stream)
+                return await self._run(stream, waits)
         except TimeoutError:
             raise TransferTimeoutError(f"the pull took more than {max_pull_s} s") from None
         except WorkerUnavailableError as error:
-            # Unavailable is the source, not the worker that says so: whoever sent the hand-off must not blame that one.
+            # The source is unavailable. The router must not take that for this worker, which answers it.
             raise TransferError(f"the source cannot be reached: {error.message}") from None
 
-    async def _run(self, stream: PullStream) -> TransferWay:
+    async def _run(self, stream: PullStream, waits: bool) -> TransferWay:
         await stream.send(pb.PullRequest(begin=self._begin()))
-        async with _awaited(stream.receive()) as answer:
+        async with _running(stream.receive()) as answer:
             read_ahead = await self._read_ahead()
-            if read_ahead is not None:
-                # Nothing more will be read, so this need not wait for `granted`; what was read still has to.
+            if read_ahead is not None and not waits:
+                # Everything was read, so `finish` need not wait for `granted`; what was read counts only after both.
                 await stream.send(_FINISH)
             granted = _expect(await answer, "granted", pb.PullGranted)
         way = self._check(granted)
         if read_ahead is None:
             await self._move(stream, way, granted)
-            await stream.send(_FINISH)
         elif read_ahead and not (way is TransferWay.SHM and read_ahead == list(granted.shm.offsets)):
             raise TransferError("the source granted other blocks than its hand-off names")
+        if read_ahead is None or waits:
+            await stream.send(_FINISH)
         _expect(await stream.receive(), "finished", pb.PullFinished)
         return way
 
@@ -333,15 +390,15 @@ class Fetch:
         if way is TransferWay.SHM:
             await self._copy_shared(self._pool, granted.shm)
         else:
-            receiver = PieceReceiver(self._pool.memory, self._copies)
+            receiver = _PieceReceiver(self._pool.memory, self._copies)
             while not receiver.is_complete:
-                receiver.accept(_expect_part(await stream.receive()))
+                receiver.accept(await stream.receive())
 
     async def _read_ahead(self) -> list[int] | None:
         """Copy while `begin` is on the way, where the source's pool is mapped and the hand-off says where in it.
 
-        A source that grants and then finishes has held the blocks from when it made the hand-off until it was told
-        that all is read, so what is read in between is right.
+        A source that grants and then finishes has held the blocks from when it made the hand-off until it received
+        `finish`, so what was read in between is right.
 
         Returns:
             The offsets that were read, none where nothing is wanted; ``None``: the source has to be asked first.
@@ -358,12 +415,12 @@ class Fetch:
         await self._copy_from(self._pool, source, offsets)
         return offsets
 
-    async def _copy_shared(self, pool: LocalPool, shm: pb.ShmDescriptor) -> None:
+    async def _copy_shared(self, pool: _LocalPool, shm: pb.ShmDescriptor) -> None:
         shared = SharedPool(shm.socket_path, shm.token, shm.pool_size_bytes)
         source = await self._shm_pools.open(self._owner, shared, timeout_s=self._config.stall_timeout_s)
         await self._copy_from(pool, source, list(shm.offsets))
 
-    async def _copy_from(self, pool: LocalPool, source: memoryview, offsets: list[int]) -> None:
+    async def _copy_from(self, pool: _LocalPool, source: memoryview, offsets: list[int]) -> None:
         """Copy the pieces, which are at ``offsets`` of ``source``. Raises ``TransferError``: they are outside it."""
         size = pool.layout.piece_size_bytes
         runs = merge_runs(offsets, [copy.block_id * size for copy in self._copies], size)
@@ -373,112 +430,11 @@ class Fetch:
             raise TransferError(f"the source's offsets are wrong: {error}") from None
 
 
-@contextlib.asynccontextmanager
-async def _awaited(receiving: Coroutine[object, object, PullMessage]) -> AsyncIterator[asyncio.Task[PullMessage]]:
-    """Have the answer received within the block while that does something else; nothing of it stays behind."""
-    answer = asyncio.create_task(receiving)
-    try:
-        await asyncio.sleep(0)  # it begins before the block does, which may keep the event loop
-        yield answer
-    finally:
-        answer.cancel()  # does nothing to what is done
-        await asyncio.gather(answer, return_exceptions=True)
+class _PieceReceiver:
+    """Takes the parts of the pieces asked for, each piece's in order and once, into their blocks.
 
-
-def _expect(message: pb.PullResponse | PiecePart, name: str, message_type: type[_Part]) -> _Part:
-    """The part of a response that has to come now."""
-    if isinstance(message, pb.PullResponse) and message.WhichOneof("message") == name:
-        part = getattr(message, name)
-        assert isinstance(part, message_type)
-        return part
-    raise TransferError(f"the source sent something else than `{name}`")
-
-
-def _expect_part(message: pb.PullResponse | PiecePart) -> PiecePart:
-    if isinstance(message, PiecePart):
-        return message
-    raise TransferError("the source sent something else than a piece")
-
-
-# Keeping a hand-off alive on behalf of whoever will take it, and letting go of one that nobody will.
-
-#: How long letting go may take; the lease ends what it misses.
-_ABORT_TIMEOUT_S = 1.0
-
-#: A lease this short is a mistake, but must not make us a flood.
-_MIN_RENEWAL_INTERVAL_S = 0.01
-
-_log = logging.getLogger(__name__)
-
-
-class HandOffLease:
-    """Renews a hand-off every third of its lease until ``stop`` or ``abort``.
-
-    A renewal is a short stream of its own: most hand-offs are taken before the first is due. One that is refused, lost
-    or left unanswered is asked again soon, two more times before the lease ends. The first is due a third of a lease
-    from now; of a hand-off that was that old when it came, one renewal may fail.
+    It believes nothing that the source says.
     """
-
-    def __init__(self, hand_off: HandOff, channels: PeerChannels, *, call_timeout_s: float) -> None:
-        """Begin to renew; a renewal waits ``call_timeout_s`` for its answer at most."""
-        self.hand_off = hand_off
-        self._channels = channels
-        self._call_timeout_s = call_timeout_s
-        self._has_aborted = False
-        self._renewing = asyncio.create_task(self._renew_on(), name="renew-hand-off")
-
-    def stop(self) -> None:
-        """Renew no more; the hand-off lives on for what is left of its lease. May be called twice."""
-        self._renewing.cancel()
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Have ``callback`` called when this stops renewing, for whatever reason."""
-        self._renewing.add_done_callback(lambda _task: callback())
-
-    async def abort(self) -> None:
-        """Tell the source that nobody will take it. Never raises; takes a second at most; may be called twice."""
-        self.stop()
-        if self._has_aborted:
-            return
-        self._has_aborted = True
-        request = pb.PullRequest(abort=pb.PullAbort(ticket=ticket_to_pb(self.hand_off)))
-        try:
-            await self._ask(request, _ABORT_TIMEOUT_S)
-        except ServingError as error:
-            _log.debug("a hand-off of %s is left to its lease: %s", self.hand_off.worker_id, error)
-
-    async def _renew_on(self) -> None:
-        interval_s = max(self.hand_off.lease.total_seconds() / 3, _MIN_RENEWAL_INTERVAL_S)
-        retry_interval_s = interval_s / 3
-        request = pb.PullRequest(renew=pb.PullRenew(ticket=ticket_to_pb(self.hand_off)))
-        pause_s = interval_s
-        while True:
-            await asyncio.sleep(pause_s)
-            try:
-                await self._ask(request, min(retry_interval_s, self._call_timeout_s))
-                pause_s = interval_s
-            except (HandOffNotFoundError, HandOffStateError, StaleEpochError) as error:
-                _log.debug("a hand-off of %s has ended: %s", self.hand_off.worker_id, error)
-                return  # whoever takes it will be told
-            except ServingError as error:
-                pause_s = retry_interval_s
-                _log.info("could not renew a hand-off of %s, trying again: %s", self.hand_off.worker_id, error)
-
-    async def _ask(self, request: pb.PullRequest, timeout_s: float) -> None:
-        """Send one message on a stream of its own and wait for the answer. Raises ``ServingError``."""
-        with self._channels.use(self.hand_off.address) as channel:
-            stream = PullStream(channel, timeout_s=timeout_s, stall_timeout_s=timeout_s)
-            try:
-                await stream.ask(request)
-            finally:
-                stream.cancel()
-
-
-# Putting pieces that come in parts where they belong, believing nothing that the sender says.
-
-
-class PieceReceiver:
-    """Takes the parts of the pieces asked for, each piece's in order and once, into their blocks."""
 
     def __init__(self, memory: PoolMemory, copies: Sequence[PieceCopy]) -> None:
         """Expect every piece of ``copies``, which differ."""
@@ -492,12 +448,15 @@ class PieceReceiver:
         """Whether every byte has come."""
         return self._num_missing_bytes == 0
 
-    def accept(self, part: PiecePart) -> None:
+    def accept(self, part: PullMessage) -> None:
         """Write a part into its block.
 
         Raises:
-            TransferError: nobody asked for it, or it is not the next one of its piece; nothing was written.
+            TransferError: it is no piece, was not asked for, or is not the next part of its piece; nothing was
+                written.
         """
+        if not isinstance(part, PiecePart):
+            raise TransferError("the source sent something else than a piece")
         size = len(part.data)
         end = part.offset_bytes + size
         if part.offset_bytes != self._num_received.get(part.index) or size == 0:
@@ -507,3 +466,27 @@ class PieceReceiver:
         self._memory.piece(self._block_by_piece[part.index])[part.offset_bytes : end] = part.data
         self._num_received[part.index] = end
         self._num_missing_bytes -= size
+
+
+@contextlib.asynccontextmanager
+async def _running(receiving: Coroutine[object, object, PullMessage]) -> AsyncIterator[asyncio.Task[PullMessage]]:
+    """Have the answer received while the block does something else; leave nothing of it behind."""
+    answer = asyncio.create_task(receiving)
+    try:
+        await asyncio.sleep(0)  # it begins before the block does, which may keep the event loop
+        yield answer
+    finally:
+        answer.cancel()  # no effect on a task that is done
+        await asyncio.gather(answer, return_exceptions=True)
+
+
+_Part = TypeVar("_Part", pb.PullGranted, pb.PullFinished)
+
+
+def _expect(message: PullMessage, name: str, message_type: type[_Part]) -> _Part:
+    """The part of a response that has to come now."""
+    if isinstance(message, pb.PullResponse) and message.WhichOneof("message") == name:
+        part = getattr(message, name)
+        assert isinstance(part, message_type)
+        return part
+    raise TransferError(f"the source sent something else than `{name}`")

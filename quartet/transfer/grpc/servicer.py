@@ -1,4 +1,4 @@
-"""TransferService: gives the pieces of a hand-off to whoever proves the right to it."""
+"""TransferService: gives the pieces of a hand-off to the taker that shows its ticket."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import grpc
 
 from quartet.discovery.base import HostIdentity
 from quartet.errors import HandOffNotFoundError, InvalidRequestError, ProtocolError, TransferTimeoutError
-from quartet.kvcache.hand_off import HandOffEntry
+from quartet.kvcache.hand_off import HandOffTicket, Offer
 from quartet.kvcache.layout import OpaquePayload
 from quartet.transfer.base import TransferWay
 from quartet.transfer.config import TransferConfig
@@ -20,13 +20,13 @@ from quartet.transfer.grpc.messages import (
     WAY_TO_PB,
     frame_piece,
     host_from_pb,
+    keep_freed_memory,
     serialize_response,
     split_piece,
     ticket_from_pb,
 )
-from quartet.transfer.grpc.streams import keep_freed_memory
 from quartet.transfer.shm import ShmServer
-from quartet.transfer.source import HandOffTicket, TransferSource
+from quartet.transfer.source import TransferSource
 from quartet.v1 import transfer_pb2 as pb
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[pb.PullRequest, pb.PullResponse | bytes]"
@@ -41,30 +41,20 @@ class TransferServicer:
         """Serve ``source``.
 
         Args:
-            source: what this worker holds.
+            source: what this worker offers.
             host: where this worker runs.
             config: the ways to speak, and bounds.
             shm: passes the pool to peers on this host, started; ``None`` to do without that way.
         """
-        self._source = source
+        self.source = source
+        self.config = config
         self._host = host
-        self._config = config
         self._shm = shm if TransferWay.SHM in config.ways else None
         keep_freed_memory()
 
     async def Pull(self, request_iterator: AsyncIterator[pb.PullRequest], context: _Context) -> None:
-        """As transfer.proto says."""
+        """Serve one stream, as transfer.proto says."""
         await _PullStream(self, context).run()
-
-    @property
-    def source(self) -> TransferSource:
-        """What is served."""
-        return self._source
-
-    @property
-    def config(self) -> TransferConfig:
-        """The ways to speak, and bounds."""
-        return self._config
 
     def grant(self, begin: pb.PullBegin) -> pb.PullGranted:
         """Choose the way: the first of the puller's that can be served. Offsets come later, from the hand-off.
@@ -100,23 +90,23 @@ def add_transfer_servicer(servicer: TransferServicer, server: grpc.aio.Server) -
 
 
 class _PullStream:
-    """One stream: what it has begun, and until when it may go on."""
+    """The source's end of one stream: which pull it has begun, and until when it may go on."""
 
     def __init__(self, servicer: TransferServicer, context: _Context) -> None:
         self._servicer = servicer
         self._source = servicer.source
         self._context = context
         self._begun: HandOffTicket | None = None
-        self._limit = asyncio.timeout(servicer.config.lease_s)
+        self._limit = asyncio.timeout(servicer.config.hand_off_ttl_s)
 
     async def run(self) -> None:
-        """Serve until an end. However the stream ends, what it began has ended too."""
+        """Serve until an end. However the stream ends, the pull that it began has ended too."""
         try:
             async with self._limit:
                 while not await self._serve_one():
                     pass
         except TimeoutError:
-            raise TransferTimeoutError("nothing came on the stream for a lease, or the pull took too long") from None
+            raise TransferTimeoutError("nothing came on the stream for too long, or the pull took too long") from None
         finally:
             self._cancel_begun()
 
@@ -146,33 +136,33 @@ class _PullStream:
             raise ProtocolError("a stream takes one hand-off")
         granted = self._servicer.grant(begin)
         ticket = ticket_from_pb(begin.ticket)
-        entry = self._source.begin(ticket, begin.pieces)
+        offer = self._source.begin(ticket, begin.pieces)
         self._begun = ticket
         self._reschedule(self._servicer.config.max_pull_s)
-        if not isinstance(entry.payload, OpaquePayload):
-            granted.piece_size_bytes = entry.payload.layout.piece_size_bytes
+        if not isinstance(offer.payload, OpaquePayload):
+            granted.piece_size_bytes = offer.payload.layout.piece_size_bytes
         if granted.HasField("shm"):
-            offsets = (entry.block_ids[piece] * granted.piece_size_bytes for piece in begin.pieces)
+            offsets = (offer.block_ids[piece] * granted.piece_size_bytes for piece in begin.pieces)
             granted.shm.offsets.extend(offsets)
         await self._context.write(pb.PullResponse(granted=granted))
         if granted.way == WAY_TO_PB[TransferWay.GRPC]:
-            await self._send(entry, begin.pieces)
+            await self._send(offer, begin.pieces)
 
-    async def _send(self, entry: HandOffEntry, pieces: Sequence[int]) -> None:
+    async def _send(self, offer: Offer, pieces: Sequence[int]) -> None:
         memory = self._source.memory
         for piece in pieces:
             assert memory is not None, "a source of blocks has a pool"
-            for offset, data in split_piece(memory.piece(entry.block_ids[piece])):
-                # Somebody may have ended the hand-off meanwhile, and the block may be another request's by now.
-                self._source.check_pulling(entry.hand_off_id)
+            for offset, data in split_piece(memory.piece(offer.block_ids[piece])):
+                # The hand-off may have ended meanwhile, and its block may hold another request's KV by now.
+                self._source.check_pulling(offer)
                 await self._context.write(frame_piece(piece, offset, data))
 
     async def _renew(self, renew: pb.PullRenew) -> None:
-        lease = self._source.renew(self._ticket(renew))
+        time_to_live = self._source.renew(self._ticket(renew))
         if self._begun is None:
-            self._reschedule(self._servicer.config.lease_s)
+            self._reschedule(self._servicer.config.hand_off_ttl_s)
         renewed = pb.PullRenewed()
-        renewed.lease.FromTimedelta(lease)
+        renewed.time_to_live.FromTimedelta(time_to_live)
         await self._context.write(pb.PullResponse(renewed=renewed))
 
     async def _finish(self) -> None:

@@ -1,4 +1,7 @@
-"""The puller's end of one Pull stream: every wait bounded, every failure a ``ServingError``."""
+"""The taker's connections to sources: one Pull stream, streams opened ahead of need, and channels.
+
+Every wait of a ``PullStream`` is bounded, and every failure is a ``ServingError``.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,21 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import grpc
 
 from quartet.errors import ServingError, TransferError, TransferTimeoutError
-from quartet.rpc.errors import to_error
+from quartet.rpc.errors import from_pull_error
 from quartet.transfer.grpc.messages import PiecePart, PullMessage, open_pull
 from quartet.v1 import transfer_pb2 as pb
 
-#: What counts has come by then; a cancelled call would only look odd in the source's log.
+#: How long ``PullStream.end`` waits for the source. All data has come by then; cancelling the call instead would leave
+#: an odd line in the source's log.
 _END_TIMEOUT_S = 0.5
+
+#: Unused channels that are kept. A peer that comes back on another port would otherwise leave one behind each time.
+_MAX_IDLE = 64
 
 
 class PullStream:
@@ -37,7 +43,7 @@ class PullStream:
     async def send(self, request: pb.PullRequest) -> None:
         """Begin to send one message, once the one before it is out.
 
-        Nothing comes of a failure but what ``receive`` raises then.
+        A write that fails raises nothing here: ``receive`` raises what ended the stream.
 
         Raises:
             TransferTimeoutError: the one before it has not gone out in time.
@@ -45,7 +51,7 @@ class PullStream:
         if self._writing is not None and not self._writing.done():
             async with self._bounded(self._stall_timeout_s):
                 await asyncio.wait([self._writing])
-        # Nobody waits for the write's own end: that would be one more turn of two threads before reading begins.
+        # Waiting for the write's own end would cost one more turn of two threads before reading begins.
         self._writing = asyncio.ensure_future(self._call.write(request))
         self._writing.add_done_callback(_ignore_outcome)
         await asyncio.sleep(0)  # it begins now, also when the caller goes on to something that takes long
@@ -70,7 +76,7 @@ class PullStream:
         raise TransferError("the source ended the stream early")
 
     async def end(self) -> None:
-        """Close our side and let the source close its own. Never raises, and waits but shortly."""
+        """Close our side and let the source close its own. Never raises; takes half a second at most."""
         with contextlib.suppress(ServingError):
             async with self._bounded(_END_TIMEOUT_S):
                 await self._call.done_writing()
@@ -91,9 +97,9 @@ class PullStream:
         except TimeoutError:
             raise TransferTimeoutError("the source of the hand-off said nothing for too long") from None
         except grpc.aio.AioRpcError as error:
-            raise to_error(error) from None
+            raise from_pull_error(error) from None
         except asyncio.CancelledError:
-            # gRPC says so too when somebody closed the channel under the call, with nobody cancelling this task.
+            # gRPC also raises this when the channel is closed under the call and no task was cancelled.
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
@@ -105,14 +111,12 @@ def _ignore_outcome(task: asyncio.Future[None]) -> None:
         task.exception()
 
 
-# Pull streams that are open before anybody needs them.
-
-
 class SpareStreams:
-    """One open stream for each peer from whom hand-offs came lately.
+    """One open Pull stream for each peer from which hand-offs came lately.
 
-    A stream belongs to no hand-off before its `begin`, and opening one takes about as long as a question and its
-    answer: half a millisecond of a fetch's two. A source does not wait for ever, so spares are given up after a while.
+    A stream belongs to no hand-off before its `begin`. Opening one takes about as long as a question and its answer,
+    half a millisecond of a fetch's two, so it is opened ahead. A source ends a stream that stays silent, so an unused
+    spare is given up after a while.
     """
 
     def __init__(self, open_stream: Callable[[str, float], PullStream]) -> None:
@@ -156,14 +160,8 @@ class _Spare:
     timer: asyncio.TimerHandle
 
 
-# One gRPC channel per peer, kept while somebody uses it and a while after.
-
-#: Peers that come back on another port would otherwise leave a channel behind each time.
-_MAX_IDLE = 64
-
-
 class PeerChannels:
-    """Channels by address, shared by all hand-offs of a peer; unused ones go, the longest unused first."""
+    """One gRPC channel for each peer, shared by all its hand-offs; the longest unused is closed first."""
 
     def __init__(self, factory: Callable[[str], grpc.aio.Channel]) -> None:
         """Open nothing yet; ``factory`` makes a channel to ``host:port``."""
@@ -173,7 +171,7 @@ class PeerChannels:
         self._is_closed = False
         self._closing: set[asyncio.Task[None]] = set()
 
-    @contextmanager
+    @contextlib.contextmanager
     def use(self, address: str) -> Iterator[grpc.aio.Channel]:
         """The channel to ``address``, open for the length of the block.
 
@@ -214,21 +212,3 @@ class PeerChannels:
 class _UsedChannel:
     channel: grpc.aio.Channel
     num_users: int = 0
-
-
-# What bulk asks of the C library's allocator.
-
-#: The thresholds rise to 32 MiB at most (`DEFAULT_MMAP_THRESHOLD_MAX` of glibc's `malloc.c`); a block larger than that,
-#: its head and the rest of its last page included, would change nothing.
-_SIZE_BYTES = 31 << 20
-
-
-def keep_freed_memory() -> None:
-    """Make glibc keep the memory of freed messages for the next ones.
-
-    By default it maps each block of over 128 KiB afresh, or gives the end of the heap back as soon as twice that is
-    free, and every page then costs a fault again: measured with messages of 256 KiB, 1.4 s of CPU a GB in the sender
-    instead of 0.5. Its thresholds rise to the largest block that was ever freed, so one block that nobody writes to is
-    enough. Another C library ignores it.
-    """
-    _ = bytes(_SIZE_BYTES)  # zeroed by the kernel, on first use: costs nothing

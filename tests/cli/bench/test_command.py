@@ -15,14 +15,11 @@ import pytest
 from rich.console import Console
 
 from cli.bench.display import BenchDisplay
-from cli.bench.lengths import IntRange
-from cli.bench.load import Load, LoadKind
+from cli.bench.load import Load, LoadKind, Window
 from cli.bench.measure import Recorder
 from cli.bench.options import make_limits, make_loads
-from cli.bench.run import BenchPlan, Limits, Point, run_plan
-from cli.bench.sender import SenderConfig
-from cli.bench.window import Window
-from cli.bench.workload import WorkloadConfig
+from cli.bench.run import BenchPlan, Limits, Point, SenderConfig, run_plan
+from cli.bench.workload import IntRange, WorkloadConfig
 from quartet.client import QuartetClient, RequestPath
 from quartet.errors import QueueFullError
 from tests.cli.conftest import RunCli

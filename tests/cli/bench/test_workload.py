@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cli.bench.lengths import IntRange
-from cli.bench.workload import BenchRequest, Workload, WorkloadConfig, make_workload
+from cli.bench.workload import BenchRequest, IntRange, Workload, WorkloadConfig, make_workload
 from cli.traces.format import BLOCK_SIZE, read_trace
 
 IDS = IntRange(100, 600)

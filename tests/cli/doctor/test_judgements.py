@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.doctor.display import show
-from cli.doctor.etcd import judge_skew
+from cli.doctor.command import show
 from cli.doctor.finding import Verdict, ok, warning, wrong
 from cli.doctor.gpus import (
     Gpu,
@@ -20,8 +19,20 @@ from cli.doctor.gpus import (
     parse_gpus,
     parse_links,
 )
-from cli.doctor.limits import judge_cpus, judge_monotonic, judge_ntp, judge_open_files, read_cpu_quota
-from cli.doctor.memory import GIB, MIB, judge_locked, judge_memory, judge_shm, read_memory
+from cli.doctor.machine import (
+    GIB,
+    MIB,
+    judge_cpus,
+    judge_locked,
+    judge_memory,
+    judge_monotonic,
+    judge_ntp,
+    judge_open_files,
+    judge_shm,
+    read_cpu_quota,
+    read_memory,
+)
+from cli.doctor.network import judge_skew
 from cli.doctor.packages import check_packages, judge_package, parse_requirement
 
 # As a host with two H200s prints it, escapes included.

@@ -13,14 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from cli.doctor import etcd as etcd_module
-from cli.doctor import gpus
-from cli.doctor.checkup import check_up
-from cli.doctor.etcd import EtcdCheck, ask_facts
-from cli.doctor.finding import Finding, Verdict, ok, worst
-from cli.doctor.memory import check_shared_memory
-from cli.doctor.ports import PortsCheck, is_free
-from cli.doctor.program import run_program
+from cli.doctor import gpus, network
+from cli.doctor.finding import Finding, Verdict, check_up, ok, run_program, worst
+from cli.doctor.machine import check_shared_memory
+from cli.doctor.network import EtcdCheck, PortsCheck, ask_facts, is_free
 from quartet.discovery.etcd_client import EtcdConfig
 from services.topology.launch import find_etcd
 from tests.cli.conftest import RunCli
@@ -97,7 +93,7 @@ async def test_without_etcd_the_one_that_would_be_started_is_told(free_port: Cal
 
 
 async def test_without_any_etcd_it_is_wrong(free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(etcd_module, "find_etcd", lambda: None)
+    monkeypatch.setattr(network, "find_etcd", lambda: None)
     [finding] = await EtcdCheck(EtcdConfig(endpoints=(f"127.0.0.1:{free_port()}",)), is_chosen=False)()
     assert finding.verdict is Verdict.WRONG
     assert "make tools" in finding.advice
@@ -108,7 +104,7 @@ async def test_a_server_that_says_nothing_is_no_etcd_and_costs_bounded_time(sile
     began_at = time.monotonic()
     [finding] = await EtcdCheck(config, is_chosen=True)()
     assert finding.verdict is Verdict.WRONG
-    assert await ask_facts(replace(config, endpoints=(f"127.0.0.1:{silent_port}",))) == etcd_module.EtcdFacts()
+    assert await ask_facts(replace(config, endpoints=(f"127.0.0.1:{silent_port}",))) == network.EtcdFacts()
     assert time.monotonic() - began_at < 10
 
 

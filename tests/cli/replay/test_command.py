@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.traces.arrivals import Arrivals
 from cli.traces.format import write_trace
-from cli.traces.generate import TraceConfig, generate
+from cli.traces.generate import Arrivals, TraceConfig, generate
 from tests.cli.conftest import RunCli
 
 _NUM_REQUESTS = 12

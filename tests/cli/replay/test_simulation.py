@@ -1,4 +1,4 @@
-"""Replays in virtual time: every token of every request, the same each time, and what policies make of it."""
+"""Replays in virtual time: every token of every request, the same each time; what policies and prompts come to."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cli.replay.fleet_router import FleetRouter, Waiting
+from cli.replay.fleet_router import FleetRouter, ReplayedRequest
 from cli.replay.policies import POLICIES
 from cli.replay.results import PolicyResult
-from cli.replay.simulation import FleetSettings, Simulation
+from cli.replay.simulation import FleetSettings, Prompts, Simulation
 from cli.replay.worker import EngineSettings, SimulatedWorker
-from cli.traces.arrivals import Arrivals
-from cli.traces.format import TraceRequest
-from cli.traces.generate import TraceConfig, generate
+from cli.traces.format import BLOCK_SIZE, TraceRequest
+from cli.traces.generate import Arrivals, TraceConfig, generate
 from quartet.discovery.base import Rank
 from quartet.engine.base import EngineRequest, Generation, RequestKind
 from quartet.engine.sampling import Sampling
+from quartet.errors import InvalidRequestError
+from quartet.kvcache.block_hash import pack_token_ids, sequence_hashes, split_blocks
 from quartet.kvcache.sequence import Sequence as TokenSequence
 from router.policy.base import Candidate, Decision, Option, Pending, Placement, Snapshot
 
@@ -161,11 +164,11 @@ def test_a_router_counts_the_blocks_of_its_requests_wherever_they_are() -> None:
     router = FleetRouter(policy, {rank: worker}, engine, num_prefill=0)
     for number in (0, 1):
         pending = Pending(num_tokens=100, num_reserved_tokens=170, num_most_tokens=170)
-        router.arrive(Waiting(number, pending))
+        router.arrive(ReplayedRequest(number, pending))
         [_] = router.pump(0.0)
         worker.submit(*_request(number), 0.0)
     worker.begin(0.0)
-    router.arrive(Waiting(2, Pending(num_tokens=100, num_reserved_tokens=170, num_most_tokens=170)))
+    router.arrive(ReplayedRequest(2, Pending(num_tokens=100, num_reserved_tokens=170, num_most_tokens=170)))
     router.pump(0.0)
     seen = [(candidate.num_used_blocks, candidate.num_promised_blocks) for candidate in policy.seen]
     assert seen == [(0, 0), (0, 3), (2, 1 + 3)]
@@ -193,3 +196,46 @@ def _request(id: int) -> tuple[EngineRequest, TokenSequence]:
     generation = Generation(prompt_token_ids=[id] * 100, sampling=sampling)
     request = EngineRequest(id=id, kind=RequestKind.DECODE, generation=generation)
     return request, TokenSequence(generation.prompt_token_ids, block_size=EngineSettings().block_size)
+
+
+def _trace_request(hash_ids: tuple[int, ...], num_last_tokens: int) -> TraceRequest:
+    num_tokens = (len(hash_ids) - 1) * BLOCK_SIZE + num_last_tokens
+    return TraceRequest(arrival_s=0.0, num_input_tokens=num_tokens, num_output_tokens=1, hash_ids=hash_ids)
+
+
+requests = st.builds(
+    _trace_request, st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), st.integers(1, BLOCK_SIZE)
+)
+
+
+@given(trace=st.lists(requests, min_size=1, max_size=4), block_size=st.sampled_from([32, 48, 64, 512, 1024]))
+def test_names_and_contents_are_those_of_the_tokens(trace: list[TraceRequest], block_size: int) -> None:
+    prompts = Prompts(trace, block_size)
+    for request in trace:
+        token_ids, blocks = prompts.token_ids(request), prompts.blocks(request)
+        assert len(token_ids) == request.num_input_tokens
+        assert blocks.hashes == sequence_hashes(token_ids, block_size)
+        contents = split_blocks(pack_token_ids(token_ids), block_size)
+        assert list(blocks.contents) == contents[: len(blocks.contents)]
+        assert len(blocks.contents) == (0 if BLOCK_SIZE % block_size else len(contents))
+
+
+@given(ones=requests, others=requests)
+def test_prompts_are_equal_as_far_as_their_ids(ones: TraceRequest, others: TraceRequest) -> None:
+    prompts = Prompts([ones, others], 64)
+    first, second = prompts.token_ids(ones), prompts.token_ids(others)
+    for index in range(min(len(first), len(second)) // BLOCK_SIZE):
+        tokens = slice(index * BLOCK_SIZE, (index + 1) * BLOCK_SIZE)
+        assert (first[tokens] == second[tokens]) == (ones.hash_ids[index] == others.hash_ids[index])
+
+
+def test_ids_may_be_any_numbers() -> None:
+    request = _trace_request((1 << 63, 5), 100)
+    assert len(Prompts([request], 64).blocks(request).hashes) == 9
+
+
+def test_tokens_without_an_id_are_refused() -> None:
+    request = TraceRequest(arrival_s=0.0, num_input_tokens=513, num_output_tokens=1, hash_ids=(7,))
+    with pytest.raises(InvalidRequestError, match="request 1 has 1 hash_ids for 513 tokens") as refused:
+        Prompts([request], 64)
+    assert refused.value.field == "hash_ids"

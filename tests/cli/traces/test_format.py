@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli.traces.format import TraceError, TraceRequest, read_trace, write_trace
+from cli.traces.format import TraceError, TraceRequest, TraceSummary, read_trace, write_trace
 
 _GOOD = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [7]}\n'
 
@@ -113,3 +113,14 @@ def test_a_file_that_is_no_text_is_told_so(tmp_path: Path, content: bytes, told:
 def test_a_file_that_is_not_there_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"can't read .*none\.jsonl: No such file"):
         read_trace(tmp_path / "none.jsonl")
+
+
+def test_a_summary_adds_up() -> None:
+    requests = [
+        TraceRequest(arrival_s=0, num_input_tokens=600, num_output_tokens=10, hash_ids=(0, 1)),
+        TraceRequest(arrival_s=2.5, num_input_tokens=700, num_output_tokens=20, hash_ids=(0, 2)),
+    ]
+    summary = TraceSummary.of(requests)
+    assert (summary.num_blocks, summary.num_seen_blocks) == (4, 1)
+    told = "2 requests in 2.5 s, on average 650 input and 15 output tokens; 25.0% of their blocks came before"
+    assert str(summary) == told

@@ -11,11 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cli.traces.arrivals import ArrivalKind, Arrivals
 from cli.traces.format import BLOCK_SIZE, TraceRequest
-from cli.traces.generate import TraceConfig, generate
-from cli.traces.sessions import SessionConfig, Turn
-from cli.traces.summary import TraceSummary
+from cli.traces.generate import ArrivalKind, Arrivals, SessionConfig, TraceConfig, Turn, generate
 from quartet.errors import ConfigError
 
 MAX_INPUT = 20_000
@@ -161,17 +158,6 @@ def test_what_blocks_of_a_prompt_are_made_of() -> None:
     shared = [("system", 3, 0), ("system", 3, 1)]
     assert turn.block_keys() == [*shared, ("session", 7, 2), ("session", 7, 3), ("end", 7, 2)]
     assert replace(turn, num_input_tokens=2048).block_keys() == [*shared, ("session", 7, 2), ("session", 7, 3)]
-
-
-def test_a_summary_adds_up() -> None:
-    requests = [
-        TraceRequest(arrival_s=0, num_input_tokens=600, num_output_tokens=10, hash_ids=(0, 1)),
-        TraceRequest(arrival_s=2.5, num_input_tokens=700, num_output_tokens=20, hash_ids=(0, 2)),
-    ]
-    summary = TraceSummary.of(requests)
-    assert (summary.num_blocks, summary.num_seen_blocks) == (4, 1)
-    told = "2 requests in 2.5 s, on average 650 input and 15 output tokens; 25.0% of their blocks came before"
-    assert str(summary) == told
 
 
 @pytest.mark.parametrize(

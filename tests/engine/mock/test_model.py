@@ -35,7 +35,7 @@ def hand_off(num_tokens: int) -> HandOff:
         worker_id="w",
         epoch=1,
         address="127.0.0.1:1",
-        lease=timedelta(seconds=1),
+        time_to_live=timedelta(seconds=1),
         payload=BlocksPayload(fake_layout(), num_tokens),
     )
 

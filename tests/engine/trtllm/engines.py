@@ -36,7 +36,7 @@ class OpaqueClaim:
     hand_off: HandOff
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     has_fetched: bool = False
-    num_aborts: int = 0
+    num_releases: int = 0
 
     async def fetch(self, copies: Sequence[PieceCopy]) -> FetchResult:
         assert not copies
@@ -44,8 +44,8 @@ class OpaqueClaim:
         self.ended.set()
         return FetchResult(TransferWay.GRPC, 0, 0.001)
 
-    async def abort(self) -> None:
-        self.num_aborts += 1
+    async def release(self) -> None:
+        self.num_releases += 1
         self.ended.set()
 
 
@@ -155,7 +155,7 @@ def hand_off_of(prefilled: Prefilled, **changes: Any) -> HandOff:
         "worker_id": "prefill",
         "epoch": 1,
         "address": "127.0.0.1:1",
-        "lease": timedelta(seconds=30),
+        "time_to_live": timedelta(seconds=30),
         "payload": OpaquePayload("trtllm", prefilled.opaque),
     }
     return HandOff(**{**given, **changes})

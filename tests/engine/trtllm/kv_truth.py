@@ -1,4 +1,4 @@
-"""KV events as TensorRT-LLM makes them, and what somebody knows who hears only ours."""
+"""KV events as TensorRT-LLM makes them, and what a receiver of ours knows."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class RawEvents:
 
 
 class Listener:
-    """A mirror, and somebody who hears all of it."""
+    """A mirror, and a receiver of all its events."""
 
     def __init__(self, block_size: int = BLOCK_SIZE) -> None:
         self.private = PrivateBlocks(block_size)

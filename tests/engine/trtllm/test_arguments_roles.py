@@ -26,7 +26,9 @@ def test_blocks_are_handed_over_by_nixl_where_nobody_said_how(use: Use) -> None:
     config = {"backend": "NIXL", "kv_transfer_timeout_ms": 60_000}
     assert made.values["cache_transceiver_config"] == config
     assert made.has_transceiver
-    assert made.transfer_timeout_s == 60.0 > TransferConfig().lease_s, "nothing renews it, as decode does a lease"
+    assert made.transfer_timeout_s == 60.0 > TransferConfig().hand_off_ttl_s, (
+        "nothing renews it, as decode renews a hand-off"
+    )
 
 
 @pytest.mark.parametrize("use", [Use.PREFILL, Use.DECODE])

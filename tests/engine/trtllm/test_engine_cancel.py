@@ -113,7 +113,7 @@ async def test_that_wait_is_bounded_and_the_source_hears_of_it() -> None:
         await assert_cancelled(decode, request)
         [claim] = decode.puller.claims
         await claim.ended.wait()
-        assert (claim.has_fetched, claim.num_aborts) == (False, 1)
+        assert (claim.has_fetched, claim.num_releases) == (False, 1)
 
 
 async def test_an_engine_that_does_not_answer_an_abort_is_not_waited_for() -> None:

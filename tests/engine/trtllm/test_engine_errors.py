@@ -218,7 +218,7 @@ async def test_a_hand_off_is_checked_before_it_is_claimed_and_used_once(package:
         await assert_serves(decode)
 
 
-async def test_what_prefill_has_let_go_of_is_a_failed_transfer_and_the_lease_ends(package: Any) -> None:
+async def test_what_prefill_has_let_go_of_is_a_failed_transfer_and_the_hand_off_ends(package: Any) -> None:
     async with running(PREFILL) as prefill, running() as decode:
         request = asked(STORY, kind=PREFILL)
         prefilled = await prefill.end_of(request)
@@ -226,7 +226,7 @@ async def test_what_prefill_has_let_go_of_is_a_failed_transfer_and_the_lease_end
         assert type(await error_of(decode, decode_of(request, prefilled))) is TransferError
         [claim] = decode.puller.claims
         await claim.ended.wait()
-        assert (claim.has_fetched, claim.num_aborts) == (False, 1)
+        assert (claim.has_fetched, claim.num_releases) == (False, 1)
         await assert_serves(decode)
 
 

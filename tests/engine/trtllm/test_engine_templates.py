@@ -10,7 +10,7 @@ from quartet.errors import InvalidRequestError
 from quartet.media.items import MediaFile, MediaKind
 from quartet.text.chat_message import ChatMessage
 from quartet.text.chat_template import ChatTemplate
-from quartet.text.special_tokens import SpecialTokens
+from quartet.text.tokenizer import SpecialTokens
 
 FILE = Path(__file__).parents[3] / "configs" / "engines" / "llava-v1.6-mistral-7b" / "template.jinja"
 PICTURE = MediaFile(MediaKind.IMAGE, b"\x89PNG")

@@ -42,6 +42,14 @@ def test_a_block_whose_parent_is_unknown_is_not_told_nor_are_its_children() -> N
     assert listener.hear(raw.removed(2, 1)) == []
 
 
+def test_a_block_whose_parent_was_unknown_is_told_once_it_is_stored_after_a_known_one() -> None:
+    raw, listener = RawEvents(), Listener()
+    assert listener.hear(raw.created(), raw.stored(1, [(2, [3, 4])])) == []
+    again = RawEvents()
+    listener.hear(again.created())
+    assert listener.hear(again.stored(None, [(1, [1, 2]), (2, [3, 4])])) == [Stored(None, names(1, 2, 3, 4))]
+
+
 def test_a_move_to_the_host_and_back_is_told_by_tier() -> None:
     raw, listener = RawEvents(), Listener()
     listener.hear(raw.created(), raw.stored(None, [(1, [1, 2]), (2, [3, 4])]))

@@ -1,4 +1,4 @@
-"""What a router knows of a worker's blocks, over a network that drops, repeats and reorders what it carries."""
+"""What a router knows of a worker's blocks, over a network that drops, repeats and reorders messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefix index says who has how much of a prompt, and forgets what it should."""
+"""The prefix index says how much of a prompt each rank has, and forgets what it should."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefix index does not grow by what is over."""
+"""The prefix index drops expired predictions and ranks that are gone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def test_predictions_end_and_gone_workers_are_swept_out_a_little_at_a_time
     assert (index.num_blocks(Tier.DEVICE), index.num_predicted_blocks) == (110, 2)
     task = asyncio.create_task(keep_up(index))
     async with asyncio.timeout(_TIMEOUT_S):
-        while index.num_blocks(Tier.DEVICE) > 10:  # noqa: ASYNC110 - the index tells nobody
+        while index.num_blocks(Tier.DEVICE) > 10:  # noqa: ASYNC110 - the index has no event to wait on
             await asyncio.sleep(0.001)
     assert index.num_predicted_blocks == 0
     task.cancel()

@@ -1,4 +1,4 @@
-"""A walk tells the truth about each rank, also where chains have gaps."""
+"""A walk is right about each rank, also if chains have gaps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of the configuration is refused."""
+"""Values of the media configuration that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From parts of a request to checked items: order, names, limits, and whose field an error tells."""
+"""From parts of a request to checked items: order, names, limits, and the field that an error names."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ async def test_a_name_is_looked_up_once_a_connection_and_what_was_checked_is_dia
     site: Site, make_fetcher: MakeFetcher
 ) -> None:
     url = site.give("/a.png").replace("127.0.0.1", "pictures.test")
-    # Whoever asked twice would see a good address first, and dial another.
+    # A fetcher that resolved the name twice would check a good address first, and dial another.
     names = Names(pictures_test=[["127.0.0.1"], ["169.254.169.254"], ["127.0.0.1"]])
     fetcher = make_fetcher(loopback_config(site), names)
     assert await fetch_one(fetcher, url) == PNG
@@ -61,7 +61,7 @@ async def test_a_name_of_a_private_address_is_refused(address: str, site: Site, 
 
 
 async def test_every_address_that_is_tried_is_checked(site: Site, make_fetcher: MakeFetcher) -> None:
-    # Nobody listens at the first, so that the second gets its turn.
+    # No server listens at the first address, so the second is tried.
     names = Names(pictures_test=[["127.1.2.3", "10.0.0.1"]])
     await assert_refused(
         make_fetcher(loopback_config(site), names), site.url("/", "pictures.test"), MediaNotAllowedError, "network"
@@ -260,7 +260,7 @@ async def test_servers_are_verified(tmp_path: Path, make_fetcher: MakeFetcher) -
         config = loopback_config(site, allowed_schemes=("https",), allowed_hosts=hosts)
         url = site.url("/a.png", "localhost", "https")
         assert await fetch_one(make_fetcher(config, names, trusting), url) == PNG
-        # Signed by nobody whom the system trusts; then of another name.
+        # First signed by an authority that the system does not trust; then for another name.
         await assert_refused(make_fetcher(config, names), url, MediaFetchError, "cannot be reached")
         other = site.url("/a.png", "pictures.test", "https")
         await assert_refused(make_fetcher(config, names, trusting), other, MediaFetchError, "cannot be reached")

@@ -1,4 +1,4 @@
-"""Media that whoever computes the prompt encodes itself, from files: no encode worker is there."""
+"""Media that the worker that computes the prompt encodes itself, from files, as there is no encode worker."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_a_known_picture_is_routed_by_its_blocks_and_sent_as_a_file(
     fleet = media_fleet("prefill-0", "prefill-1", "decode-0", "decode-1", takes=takes, policy=policy)
     start, names = media_start(prompt=ONE, media=(A,)), sequence_hashes(ONE_EXPANDED, 10, media=ONE_SPANS)
     first = await collect(fleet.generate(start))
-    assert not fleet.index.match(names), "nobody knew where its blocks end"
+    assert not fleet.index.match(names), "where its blocks end was unknown"
     assert first.accepted.num_prompt_tokens == len(ONE.token_ids)
     held = Rank(f"{kind}-1")
     fleet.index.store(held, None, names)

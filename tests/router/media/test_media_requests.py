@@ -1,4 +1,4 @@
-"""Requests with media that are refused, explained, placed for their client, or gone on with."""
+"""Requests with media that are refused, explained, placed for their client, or resumed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quartet.discovery.base import Rank
 from quartet.engine.sampling import Sampling
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.media.items import MediaFile, MediaKind, MediaSize, MediaUrl
-from quartet.streams.chunks import MAX_START_MEDIA_BYTES
+from quartet.rpc.channels import MAX_API_MESSAGE_BYTES
 from quartet.streams.messages import SignedPlacement
 from quartet.text.chat_message import ChatMessage
 from quartet.text.model_text import ModelText
@@ -30,7 +30,7 @@ from tests.router.test_explain import by_name, explain
 from tests.router.test_generate import make_start
 
 TENSORS = MediaFile(MediaKind.EMBEDDINGS, b"tensors")
-HALF = MediaFile(MediaKind.IMAGE, bytes(MAX_START_MEDIA_BYTES // 2 + 1))
+HALF = MediaFile(MediaKind.IMAGE, bytes(MAX_API_MESSAGE_BYTES // 2 + 1))
 CHAT = ChatPrompt((ChatMessage("user", ("Look: ", A)),))
 
 
@@ -77,7 +77,7 @@ async def test_kinds_that_nobody_takes_are_refused_and_those_whose_takers_are_go
     assert (type(error), error.field) == (errors.UnsupportedFieldError, "media[1].embeddings")
     fleet.break_worker("prefill-0")
     assert isinstance(await refusal(fleet), errors.WorkerUnavailableError)
-    # Nobody pulls what this one hands off.
+    # What this one hands off is never pulled.
     lonely = media_fleet("encode-0", "prefill-0", "decode-0", takes={"encode": ("image",)})
     assert isinstance(await refusal(lonely), errors.UnsupportedFieldError)
 
@@ -154,7 +154,7 @@ async def test_a_chat_has_its_media_in_its_messages() -> None:
         ([("one", A), "and", ("two", TENSORS)], 2, "chat.messages[2].parts[1].media.embeddings"),
         ([("one", A), ("two", HALF, HALF)], 3, "chat.messages[1].parts[2].media.data"),
         (["one", (A, B)], 0, "chat.messages[1].parts[0].media"),
-        ([(A, B)], 1, "chat.messages"),  # the template left out one of them: nobody knows which
+        ([(A, B)], 1, "chat.messages"),  # the template left out one of them: it is unknown which
         ([(A, B)], 3, "chat.messages"),
         (["nothing"], 1, "chat.messages"),
     ],
@@ -198,7 +198,7 @@ async def test_explain_encodes_nothing_and_says_who_does_not_take_it() -> None:
     fleet.join("prefill-1")
     explanation = await explain(fleet, media_start())
     assert fleet.hops.calls == []
-    assert explanation.num_prompt_tokens == 4 + 2 * 64, "at most, as nobody has said"
+    assert explanation.num_prompt_tokens == 4 + 2 * 64, "at most, as no worker has reported it"
     options = by_name(explanation)
     assert options["prefill-1"].obstacle == "does not take media as hand_off"
     assert options["prefill-0"].is_chosen and options["decode-0"].is_chosen

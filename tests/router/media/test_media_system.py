@@ -1,4 +1,4 @@
-"""A router before real workers of the tiny model: whoever encodes a picture, the answer is about it."""
+"""A router before real workers of the tiny model: the answer is about the picture, whichever worker encodes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests with media wait in order before anything of theirs is fetched or encoded."""
+"""Requests with media wait in order before their files are fetched or encoded."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ async def test_a_crowd_that_is_cancelled_at_once_makes_room_for_who_is_not() -> 
 async def test_who_only_looks_takes_up_nothing() -> None:
     line = Line()
     order = MediaOrder(pool=POOL, tenant="", priority=0, num_encode_tokens=100, num_bytes=1000)
-    looks = [line.line.look_in(order) for _ in range(3)]
+    looks = [line.line.preview(order) for _ in range(3)]
     room = await result(line.ask("in", tokens=100, size=1000))
     for look in looks:
         look.fetched(500)

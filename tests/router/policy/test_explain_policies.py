@@ -1,4 +1,4 @@
-"""What policies say of a request's places is what they do."""
+"""What policies explain of a request's ranks is what they do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli.replay.dynamo import DynamoPolicy
 from quartet.discovery.base import Rank
 from quartet.events.step_time import StepTime
 from router.policy.base import Candidate, Option, Pending, Policy, Snapshot
@@ -235,15 +234,3 @@ def test_kv_aware_says_what_each_term_is() -> None:
     assert option.terms["wait_s"] == pytest.approx(0.5 + 0.03)
     assert option.terms["prefill_s"] == pytest.approx(0.02)
     assert option.terms["taken_share"] == pytest.approx(0.1)
-
-
-def test_the_policy_that_replays_compare_with_explains_itself_too() -> None:
-    snapshot = Snapshot([candidate("p")], [candidate("d0", num_unanswered_tokens=50), candidate("d1")])
-    policy = DynamoPolicy(2.0, random.Random(0))
-    request = pending(100, num_cached_tokens={Rank("d1"): 40})
-    options = by_name(policy.explain(request, snapshot))
-    assert options["p"].obstacle
-    assert options["d1"].terms == {"prefill_blocks": 12.0, "decode_blocks": 10.0}
-    [placement] = policy.assign([request], snapshot).placements
-    assert placement is not None
-    assert (placement.decode, placement.cost) == (Rank("d1"), options["d1"].cost)

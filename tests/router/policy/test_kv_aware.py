@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from quartet.discovery.base import Rank
 from quartet.events.step_time import StepTime
 from router.policy.base import Candidate, Decision, Pending, Snapshot
-from router.policy.forecast import CostWeights, Job, Lane
+from router.policy.forecast import CostWeights, Job, PrefillForecast
 from router.policy.joint import JointAssignment
 from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy
 
@@ -78,7 +78,7 @@ def test_one_waits_for_the_cache_where_that_is_sooner_and_says_when_to_look_agai
     prompt = pending(1000, cached={"busy": 900})
     decision = policy(margin_s=0.005).assign([prompt], Snapshot([], [busy, idle]))
     assert decodes(decision) == [None]
-    assert decision.look_again_in_s == pytest.approx(0.02 - 0.005)
+    assert decision.poll_again_in_s == pytest.approx(0.02 - 0.005)
 
 
 def test_the_short_one_goes_first_and_the_long_one_is_kept_until_its_turn() -> None:
@@ -153,22 +153,14 @@ def test_no_place_is_given_more_than_it_has_room_for(frees: list[int], sizes: li
         assert any(placements), "an idle rank with room takes what comes first in its plan"
 
 
-def lanes(count: int) -> list[Lane]:
+def forecasts(count: int) -> list[PrefillForecast]:
     return [
-        Lane(
-            number,
-            free_in_s=0.05 * number,
-            num_decoding=0,
-            num_context_tokens=0,
-            max_step_tokens=2000,
-            step_time=STEP_TIME,
-            weights=CostWeights(),
-        )
+        PrefillForecast(number, candidate(str(number), ends_in_s=0.05 * number), 0.0, CostWeights())
         for number in range(count)
     ]
 
 
-def random_jobs(rng: random.Random, count: int, num_lanes: int) -> list[Job]:
+def random_jobs(rng: random.Random, count: int, num_forecasts: int) -> list[Job]:
     shared = [[0] * count for _ in range(count)]
     if rng.random() < 0.5:  # two of them begin alike
         one, other = rng.sample(range(count), 2)
@@ -180,7 +172,7 @@ def random_jobs(rng: random.Random, count: int, num_lanes: int) -> list[Job]:
             num_tokens=sizes[number],
             age_s=0.0,
             priority=0,
-            num_missing=[max(sizes[number] - rng.choice((0, 0, 50, 1000)), 1) for _ in range(num_lanes)],
+            num_missing=[max(sizes[number] - rng.choice((0, 0, 50, 1000)), 1) for _ in range(num_forecasts)],
             num_shared=shared[number],
         )
         for number in range(count)
@@ -193,11 +185,11 @@ def test_a_plan_is_hardly_dearer_than_the_best_of_all() -> None:
     for _ in range(60):
         count = rng.randint(2, 5)
         jobs = random_jobs(rng, count, 3)
-        found = sum(turn.cost for turn in JointAssignment(lanes(3), jobs, rng).turns)
+        found = sum(plan.cost for plan in JointAssignment(forecasts(3), jobs, rng).plans)
         best = min(
             sum(
-                lane.turn([job for job, chosen in zip(jobs, choice, strict=True) if chosen == lane.number]).cost
-                for lane in lanes(3)
+                forecast.plan([job for job, chosen in zip(jobs, choice, strict=True) if chosen == forecast.number]).cost
+                for forecast in forecasts(3)
             )
             for choice in product(range(3), repeat=count)
         )
@@ -209,10 +201,10 @@ def test_a_plan_is_hardly_dearer_than_the_best_of_all() -> None:
 
 def test_a_turn_does_not_hang_on_the_order_in_which_jobs_are_named() -> None:
     jobs = random_jobs(random.Random(5), 5, 1)
-    [lane] = lanes(1)
-    forth = lane.turn(jobs)
-    [other] = lanes(1)
-    assert other.turn(jobs[::-1]) == forth
+    [forecast] = forecasts(1)
+    forth = forecast.plan(jobs)
+    [other] = forecasts(1)
+    assert other.plan(jobs[::-1]) == forth
 
 
 def test_what_binds_at_once_takes_room_wherever_it_will_be_soonest() -> None:

@@ -1,4 +1,4 @@
-"""kv_aware keeps the queue's order where that matters: nobody waits for ever behind those that are better to place."""
+"""kv_aware keeps the order of the queue where it matters: no request waits for ever behind others that fit better."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_all_choices_that_bind_at_once_are_planned_however_many_they_are() -> No
 def test_whoever_is_kept_behind_a_group_that_goes_is_looked_at_as_that_ends() -> None:
     decision = policy().assign([pending(1900), pending(1800)], Snapshot([], [candidate("d")]))
     assert [placement is None for placement in decision.placements] == [True, False]
-    assert decision.look_again_in_s == pytest.approx(0.01 + 0.18 - 0.005)
+    assert decision.poll_again_in_s == pytest.approx(0.01 + 0.18 - 0.005)
 
 
 def test_more_than_can_be_planned_are_looked_at_again_at_once() -> None:
@@ -85,7 +85,7 @@ def test_more_than_can_be_planned_are_looked_at_again_at_once() -> None:
     ranks = [candidate(f"d{number:02}") for number in range(100)]
     decision = policy().assign(waiting, Snapshot([], ranks))
     assert any(decision.placements)
-    assert decision.look_again_in_s is not None and decision.look_again_in_s < 0.001
+    assert decision.poll_again_in_s is not None and decision.poll_again_in_s < 0.001
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -1,4 +1,4 @@
-"""Several routers, none of which hears at once what the others place, keep out of each other's way."""
+"""Several routers keep out of each other's way, though each learns late what the others placed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quartet.discovery.base import Rank
 from quartet.events.step_time import StepTime
 from router.policy.base import Candidate, Peers, Pending, Snapshot
 from router.policy.forecast import AT_ONCE
-from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy, PeerConfig, Turns
+from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy, PeerConfig, PeerWaits
 
 CONFIG = PeerConfig(report_s=0.1, doubt_s=0.5, saving_share=0.75)
 
@@ -41,7 +41,7 @@ def policy() -> KvAwarePolicy:
 
 
 def test_a_router_alone_holds_nothing() -> None:
-    assert Turns(candidates(3), candidates(3), Peers(), CONFIG).hold([10, None, 10], 0.0, 0.0) is AT_ONCE
+    assert PeerWaits(candidates(3), candidates(3), Peers(), CONFIG).hold([10, None, 10], 0.0, 0.0) is AT_ONCE
 
 
 @given(num_ranks=st.integers(1, 12), num_routers=st.integers(2, 5), seed=st.integers(0, 9))
@@ -52,8 +52,8 @@ def test_each_place_is_one_routers_and_waits_for_the_others_in_turn(
     by_rank: dict[Rank, list[float]] = {candidate.rank: [] for candidate in ranks}
     for number in range(num_routers):
         shown = random.Random(seed + number).sample(ranks, len(ranks))  # each sees them in its own order
-        turns = Turns(shown, shown, Peers(number=number, num_routers=num_routers), CONFIG)
-        hold = turns.hold([10] * num_ranks, 0.0, 0.0)
+        waits = PeerWaits(shown, shown, Peers(number=number, num_routers=num_routers), CONFIG)
+        hold = waits.hold([10] * num_ranks, 0.0, 0.0)
         for candidate, until_s in zip(shown, hold.until_s or [0.0] * num_ranks, strict=True):
             by_rank[candidate.rank].append(until_s)
     wanted = pytest.approx([distance * CONFIG.report_s for distance in range(num_routers)])
@@ -61,18 +61,18 @@ def test_each_place_is_one_routers_and_waits_for_the_others_in_turn(
 
 
 def test_others_places_are_doubted_and_waiting_counts() -> None:
-    turns = Turns(candidates(2), candidates(2), Peers(number=0, num_routers=2), CONFIG)
-    assert turns.hold([10, 10], 0.0, 0.0).until_s == [0.0, 0.1]
-    assert turns.hold([10, 10], 0.0, 0.0).starts_in_s == pytest.approx([0.0, 0.6])
-    assert turns.hold([10, 10], 0.04, 0.0).until_s == pytest.approx([0.0, 0.06])
-    assert turns.hold([10, 10], 5.0, 0.0).until_s == [0.0, 0.0]
+    waits = PeerWaits(candidates(2), candidates(2), Peers(number=0, num_routers=2), CONFIG)
+    assert waits.hold([10, 10], 0.0, 0.0).until_s == [0.0, 0.1]
+    assert waits.hold([10, 10], 0.0, 0.0).starts_in_s == pytest.approx([0.0, 0.6])
+    assert waits.hold([10, 10], 0.04, 0.0).until_s == pytest.approx([0.0, 0.06])
+    assert waits.hold([10, 10], 5.0, 0.0).until_s == [0.0, 0.0]
 
 
 def test_a_prompt_of_which_a_place_has_most_does_not_wait_for_it() -> None:
-    turns = Turns(candidates(2), candidates(2), Peers(number=0, num_routers=2), CONFIG)
-    assert turns.hold([100, 25], 0.0, 0.0).until_s == [0.0, 0.0]
-    assert turns.hold([100, 26], 0.0, 0.0).until_s == [0.0, 0.1]
-    assert turns.hold([None, 26], 0.0, 0.0).until_s == [0.0, 0.1]
+    waits = PeerWaits(candidates(2), candidates(2), Peers(number=0, num_routers=2), CONFIG)
+    assert waits.hold([100, 25], 0.0, 0.0).until_s == [0.0, 0.0]
+    assert waits.hold([100, 26], 0.0, 0.0).until_s == [0.0, 0.1]
+    assert waits.hold([None, 26], 0.0, 0.0).until_s == [0.0, 0.1]
 
 
 def test_routers_with_one_picture_send_to_different_places() -> None:
@@ -92,7 +92,7 @@ def test_a_place_of_another_router_that_stays_free_is_taken() -> None:
         for now in (0.0, 0.2)
     )
     assert first.placements == [None]
-    assert first.look_again_in_s == pytest.approx(0.1)
+    assert first.poll_again_in_s == pytest.approx(0.1)
     assert [placement and placement.decode for placement in later.placements] == [Rank("00")]
 
 
@@ -103,13 +103,13 @@ def test_a_long_prompt_waits_a_moment_for_what_comes_with_it_and_a_short_one_doe
     assert short is not None
     decision = waiting.assign([pending(9000)], Snapshot([], ranks))
     assert decision.placements == [None]
-    assert decision.look_again_in_s == pytest.approx(0.002)
+    assert decision.poll_again_in_s == pytest.approx(0.002)
     [gathered] = waiting.assign([pending(9000)], Snapshot([], ranks, now=0.002)).placements
     assert gathered is not None
 
 
 def test_whose_a_place_is_does_not_hang_on_which_others_are_looked_at() -> None:
     everybody, peers = candidates(9), Peers(number=1, num_routers=3)
-    whole = Turns(everybody, everybody, peers, CONFIG).hold([10] * 9, 0.0, 0.0)
-    some = Turns(everybody[4:], everybody, peers, CONFIG).hold([10] * 5, 0.0, 0.0)
+    whole = PeerWaits(everybody, everybody, peers, CONFIG).hold([10] * 9, 0.0, 0.0)
+    some = PeerWaits(everybody[4:], everybody, peers, CONFIG).hold([10] * 5, 0.0, 0.0)
     assert list(some.until_s) == list(whole.until_s[4:])

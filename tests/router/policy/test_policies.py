@@ -1,4 +1,4 @@
-"""Who goes where."""
+"""Which request each policy sends to which rank."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_an_adapter_is_asked_only_of_those_that_serve_it(make_policy) -> None:
 def test_a_large_request_is_not_starved_by_small_ones_behind_it(make_policy) -> None:
     ranks = [candidate("d1", total=100, used=30), candidate("d2", total=100, used=60)]
     placements = make_policy().assign([pending(800), *[pending(100)] * 6], Snapshot([], ranks)).placements
-    # It fences d1, which has the most room; the small ones use what is left of d2.
+    # It reserves d1, which has the most room; the small ones use what is left of d2.
     assert decodes(placements) == [None, "d2", "d2", "d2", "d2", None, None]
 
 

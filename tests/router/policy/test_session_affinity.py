@@ -176,7 +176,7 @@ def test_a_large_request_is_not_starved_by_small_ones_of_sessions_behind_it() ->
     waiting = [pending(800), *(pending(100, session_key=str(number)) for number in range(6))]
     placements = policy().assign(waiting, Snapshot([], ranks)).placements
     assert placements[0] is None
-    # It fences d0, which has the most room.
+    # It reserves d0, which has the most room.
     assert {placement.decode for placement in placements if placement is not None} <= {Rank("d1")}
 
 

@@ -1,4 +1,4 @@
-"""Places worth planning for, of very many."""
+"""The shortlist: ranks worth planning for, of very many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places that have not told how long their steps take."""
+"""Ranks that have not reported how long their steps take."""
 
 from __future__ import annotations
 

@@ -1,0 +1,83 @@
+"""What all commands share when they print: failures as one line on standard error, values as JSON, consoles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from quartet.errors import ConfigError, ServingError
+from quartet.rpc.errors import status_code
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@contextmanager
+def reporting_errors(*errors: type[Exception]) -> Iterator[None]:
+    """Report ``ServingError``, ``ConfigError`` and ``errors`` in one line and exit with code 1.
+
+    Any other exception is a bug and keeps its traceback.
+    """
+    reported: tuple[type[Exception], ...] = (ConfigError, *errors)
+    try:
+        yield
+    except ServingError as error:
+        raise _failed(describe(error)) from error
+    except reported as error:
+        raise _failed(str(error)) from error
+
+
+def describe(error: ServingError) -> str:
+    """``STATUS (field): message``, and when to try again."""
+    field = f" ({error.field})" if error.field else ""
+    retry = "" if error.retry_delay_s is None else f" (try again in {error.retry_delay_s:g} s)"
+    return f"{status_code(error).name}{field}: {error.message}{retry}"
+
+
+def complain(message: str) -> None:
+    """Print ``message`` on standard error, in red."""
+    typer.secho(f"quartet: {message}", fg=typer.colors.RED, err=True)
+
+
+def try_write(name: str, write: Callable[[], None]) -> bool:
+    """Call ``write``, which writes the file ``name``; report an ``OSError`` and return ``False``."""
+    try:
+        write()
+    except OSError as error:
+        complain(f"can't write {name}: {error.strerror or error}")
+        return False
+    return True
+
+
+def json_value(value: object) -> Any:
+    """``value`` with every dataclass and named tuple in it as a mapping."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: json_value(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {name: json_value(item) for name, item in value._asdict().items()}
+    if isinstance(value, dict):
+        return {key: json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in value]
+    return value
+
+
+def open_console(*, pipe_width: int, stderr: bool = False, highlight: bool = False) -> Console:
+    """A console on standard output or standard error.
+
+    ``pipe_width``: columns when the output is not a terminal; the default of 80 would cut tables off.
+    """
+    # Imported here: `quartet generate` prints no tables, and rich takes 40 ms of CPU.
+    from rich.console import Console
+
+    console = Console(stderr=stderr, highlight=highlight)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=highlight, width=pipe_width)
+
+
+def _failed(message: str) -> typer.Exit:
+    complain(message)
+    return typer.Exit(1)

@@ -1,0 +1,185 @@
+"""What ``quartet up`` shows: progress and logs, lines to paste, and the table of ``--dry-run``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cli.options import DEFAULT_ROUTER
+from cli.output import open_console
+from quartet.config import build
+from quartet.discovery.base import Role
+from quartet.discovery.create import DiscoveryKind
+from router.config import RouterConfig
+from services.topology.child import Child
+from services.topology.launch import find_grpcurl
+from services.topology.topology import ProcessPlan, Topology, plan_router, plan_workers, to_settings
+from services.workers.config import WorkerConfig
+
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta", "bright_green")
+_MIN_NAME_WIDTH = 9
+_PROMPT = "Once upon a time"
+_MAX_TOKENS = 32
+_PICTURE = Path(__file__).resolve().parents[1] / "models/tiny/pictures/shapes.jpg"
+_QUESTION = "Describe the picture."
+# Columns of the plan where the output is no terminal: they fit a page.
+_PIPE_WIDTH = 100
+# Settings that every process has of its own; the plan has columns for them.
+_SHOWN_ELSEWHERE = ("worker_id", "engine.kind", "server.address")
+_NO_MODEL = "-"
+# Users send the plan to others: rather hide a harmless variable than show a secret.
+_SECRET_WORDS = ("TOKEN", "SECRET", "KEY", "PASSWORD")
+_HIDDEN = "***"
+
+
+class LaunchDisplay:
+    """A ``LaunchObserver`` for a terminal or a file: logs go to standard error, lines to paste to standard output.
+
+    Attributes:
+        last_progress: the last message of ``progress``.
+    """
+
+    def __init__(self) -> None:
+        self.last_progress = ""
+        self._log = Console(stderr=True, highlight=False)
+        self._colours: dict[str, str] = {}
+
+    def log_line(self, process: str, line: str) -> None:
+        """Show a line of a process behind its name."""
+        colour = self._colours.setdefault(process, _COLOURS[len(self._colours) % len(_COLOURS)])
+        self._show(process, colour, line)
+
+    def progress(self, message: str) -> None:
+        """Show what ``up`` itself is doing."""
+        self.last_progress = message
+        self._show("up", "bold", message)
+
+    def died(self, child: Child) -> None:
+        """Show that a process ended by itself, and why. Its last lines have been shown already."""
+        self._show("up", "bold red", child.describe_end().splitlines()[0])
+
+    def ready(self, router_address: str, *, takes_images: bool = False) -> None:
+        """Print ``ready`` and lines to paste into another terminal."""
+        lines = paste_lines(router_address, os.environ.get("PATH", ""), takes_images=takes_images)
+        print("\n".join(["", "ready", *lines]), flush=True)
+        if find_grpcurl() is None:
+            self.progress("no grpcurl here: with any Go that can download modules, `make tools` gets it")
+
+    def _show(self, name: str, style: str, line: str) -> None:
+        prefix = Text(f"{name:<{_MIN_NAME_WIDTH}} | ", style=style)
+        # The terminal may have been closed; the processes must be ended all the same.
+        with contextlib.suppress(OSError):
+            # A wrapped line looks like two, and a search does not find it.
+            self._log.print(prefix + Text(line), soft_wrap=True)
+
+
+def paste_lines(router_address: str, search_path: str, *, takes_images: bool = False) -> list[str]:
+    """Shell lines that use the router: calls, and before them ``export PATH`` if ``search_path`` lacks a program."""
+    router = "" if router_address == DEFAULT_ROUTER else f" --router {router_address}"
+    grpcurl = find_grpcurl()
+    programs = [Path(sys.executable).with_name("quartet"), *([grpcurl] if grpcurl else [])]
+    lines = [_export_line(programs, search_path)] if _directories_to_add(programs, search_path) else []
+    has_picture = takes_images and _PICTURE.is_file()
+    if grpcurl is not None:
+        request = f'{{"start":{{"text":"{_PROMPT}","sampling":{{"max_tokens":{_MAX_TOKENS}}}}}}}'
+        lines.append(_grpcurl_line(shlex.quote(request), router_address))
+        if has_picture:
+            lines.append(_grpcurl_line(_picture_request(), router_address))
+    lines.append(f"quartet generate {shlex.quote(_PROMPT)} --max-tokens {_MAX_TOKENS}{router}")
+    if has_picture:
+        lines.append(
+            f"quartet generate --chat --image {_shown_picture()} {shlex.quote(_QUESTION)} --temperature 0{router}"
+        )
+    lines.append(f"quartet workers{router}")
+    return lines
+
+
+def print_plan(topology: Topology, *, num_cores: int) -> None:
+    """Print the processes of ``topology`` on standard output. Raises ``ConfigError``, as starting them would."""
+    open_console(pipe_width=_PIPE_WIDTH).print(plan_table(topology, num_cores=num_cores))
+
+
+def plan_table(topology: Topology, *, num_cores: int) -> Table:
+    """One row a process, with those of its settings that differ from their defaults."""
+    table = Table(title=f"{topology.namespace}: nothing was started", title_justify="left", show_lines=True)
+    for name in ("process", "role", "engine", "GPUs", "port"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("settings that differ from defaults, environment", overflow="fold")
+    if topology.discovery.kind is DiscoveryKind.ETCD:
+        endpoints = ", ".join(topology.discovery.etcd.endpoints)
+        # A dry run does not ask whether one answers.
+        table.add_row("etcd", "etcd", "-", "-", "-", f"the one at {endpoints}, or one of its own")
+    for plan in [*plan_workers(topology, num_cores=num_cores), plan_router(topology)]:
+        table.add_row(*_row(plan))
+    return table
+
+
+def _grpcurl_line(request: str, router_address: str) -> str:
+    return f"grpcurl -plaintext -d {request} {router_address} quartet.v1.RouterService/Generate"
+
+
+def _picture_request() -> str:
+    """A shell word: JSON that holds the output of ``base64`` on the picture's file."""
+    before = '{"start":{"chat":{"messages":[{"role":"user","parts":[{"media":{"data":"'
+    after = f'"}}}},{{"text":"{_QUESTION}"}}]}}]}},"sampling":{{"temperature":0}}}}}}'
+    return f"{shlex.quote(before)}$(base64 -w0 {_shown_picture()}){shlex.quote(after)}"
+
+
+def _shown_picture() -> str:
+    is_below = _PICTURE.is_relative_to(Path.cwd())
+    return shlex.quote(str(_PICTURE.relative_to(Path.cwd()) if is_below else _PICTURE))
+
+
+def _export_line(programs: Sequence[Path], search_path: str) -> str:
+    directories = [shlex.quote(str(directory)) for directory in _directories_to_add(programs, search_path)]
+    return f"export PATH={':'.join(directories)}:$PATH"
+
+
+def _directories_to_add(programs: Sequence[Path], search_path: str) -> list[Path]:
+    return [program.parent for program in programs if shutil.which(program.name, path=search_path) is None]
+
+
+def _row(plan: ProcessPlan) -> Sequence[str]:
+    is_router = plan.role is Role.ROUTER
+    config = build(RouterConfig if is_router else WorkerConfig, plan.settings, plan.name)
+    defaults = RouterConfig() if is_router else WorkerConfig(model_path=_NO_MODEL)
+    settings, usual = dict(_flat(to_settings(config))), dict(_flat(to_settings(defaults)))
+    address = str(settings["server.address"])
+    port = address.rpartition(":")[2]
+    lines = [
+        f"{name}: {value}"
+        for name, value in settings.items()
+        if name not in _SHOWN_ELSEWHERE and (name not in usual or usual[name] != value)
+    ]
+    lines += [f"{name}={_shown(name, value)}" for name, value in plan.environment.items()]
+    return (
+        plan.name,
+        str(plan.role),
+        str(settings.get("engine.kind", "-")),
+        " ".join(map(str, plan.gpus)) or "-",
+        "free" if port == "0" else port,
+        "\n".join(lines),
+    )
+
+
+def _shown(name: str, value: str) -> str:
+    is_secret = any(word in name.upper() for word in _SECRET_WORDS)
+    return _HIDDEN if is_secret else shlex.quote(value)
+
+
+def _flat(settings: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """Leaves by dotted name; an empty mapping is a leaf."""
+    if isinstance(settings, Mapping) and settings:
+        for name, value in settings.items():
+            yield from _flat(value, f"{path}.{name}" if path else name)
+    else:
+        yield path, settings

@@ -1,0 +1,180 @@
+"""What ``quartet up`` shows: log lines behind names, lines that can be pasted, and the plan of ``--dry-run``."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.app import app
+from cli.up_display import LaunchDisplay, paste_lines
+from services.topology.launch import find_grpcurl
+
+BIN = Path(sys.executable).parent
+CONFIGS = Path(__file__).parents[2] / "configs"
+TEXT = """
+namespace: shown
+model: {path: /no/such/model, name: big}
+engine: {kind: trtllm}
+discovery: {etcd: {endpoints: ["127.0.0.1:1"]}}
+environment: {TLLM_LOG_LEVEL: "a b", HF_TOKEN: private, aws_secret_access_key: private}
+router: {port: 0, overrides: {policy: {name: round_robin}}}
+workers:
+  - role: prefill
+    gpus: [[0, 1]]
+    overrides: {engine: {extra_engine_args: no/such/file.yaml, tensor_parallel_size: 2}}
+  - {role: decode, name: writer, replicas: 2, gpus: [[2], [3]]}
+"""
+in_empty_directory = pytest.mark.usefixtures("empty_directory")
+
+
+@pytest.fixture
+def empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What it runs in."""
+    directory = tmp_path / "empty"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    return directory
+
+
+def shown(file: Path, *options: str) -> str:
+    result = CliRunner(env={"ETCD_ENDPOINTS": "127.0.0.1:1"}).invoke(app, ["up", str(file), "--dry-run", *options])
+    assert list(Path.cwd().iterdir()) == []
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def rows_of(text: str) -> dict[str, list[str]]:
+    """The last cell's lines by process, with the other cells first."""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for line in text.splitlines():
+        if line.startswith("│"):
+            cells = [cell.strip() for cell in line.strip("│").split("│")]
+            if cells[0]:
+                name, found[cells[0]] = cells[0], cells[1:5]
+            found[name].append(cells[5])
+    return found
+
+
+def test_log_lines_stand_whole_behind_the_name_of_their_process(capsys: pytest.CaptureFixture[str]) -> None:
+    display = LaunchDisplay()
+    display.log_line("router", "a [bold]line[/bold] of " + "x" * 300)
+    display.log_line("prefill-10", "another")
+    display.progress("starting")
+    assert capsys.readouterr().err.splitlines() == [
+        "router    | a [bold]line[/bold] of " + "x" * 300,
+        "prefill-10 | another",
+        "up        | starting",
+    ]
+    assert display.last_progress == "starting"
+
+
+def test_ready_and_what_to_paste_go_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    LaunchDisplay().ready("127.0.0.1:50050")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["", "ready"]
+    assert lines[-2:] == ["quartet generate 'Once upon a time' --max-tokens 32", "quartet workers"]
+
+
+def test_another_port_is_part_of_every_line() -> None:
+    *_, generate, workers = paste_lines("127.0.0.1:6001", "/usr/bin")
+    assert generate.endswith("--router 127.0.0.1:6001")
+    assert workers == "quartet workers --router 127.0.0.1:6001"
+
+
+def test_the_path_is_exported_only_where_programs_are_not_on_it() -> None:
+    grpcurl = find_grpcurl()
+    on_path = ":".join(map(str, [BIN, *([grpcurl.parent] if grpcurl else [])]))
+    assert not any(line.startswith("export") for line in paste_lines("127.0.0.1:50050", on_path))
+    [export] = [line for line in paste_lines("127.0.0.1:50050", "/nowhere") if line.startswith("export ")]
+    assert export.startswith(f"export PATH={BIN}")
+    assert export.endswith(":$PATH")
+
+
+@pytest.mark.grpcurl
+def test_the_grpcurl_line_asks_the_router_for_tokens() -> None:
+    [line] = [line for line in paste_lines("127.0.0.1:6001", "/nowhere") if line.startswith("grpcurl ")]
+    _, _, _, request, address, method = shlex.split(line)
+    assert request == '{"start":{"text":"Once upon a time","sampling":{"max_tokens":32}}}'
+    assert (address, method) == ("127.0.0.1:6001", "quartet.v1.RouterService/Generate")
+
+
+def test_where_pictures_are_taken_there_are_lines_that_send_one() -> None:
+    lines = paste_lines("127.0.0.1:6001", "/usr/bin", takes_images=True)
+    [generate] = [shlex.split(line) for line in lines if "--image" in line]
+    assert Path(generate[generate.index("--image") + 1]).read_bytes().startswith(b"\xff\xd8")
+    assert generate[:3] == ["quartet", "generate", "--chat"]
+    assert not any("--image" in line for line in paste_lines("127.0.0.1:6001", "/usr/bin"))
+
+
+@pytest.mark.grpcurl
+def test_the_grpcurl_line_with_a_picture_is_json_with_its_bytes() -> None:
+    lines = paste_lines("127.0.0.1:6001", "/nowhere", takes_images=True)
+    [line] = [line for line in lines if line.startswith("grpcurl ") and "base64" in line]
+    command = line.replace("grpcurl ", "printf '%s\\n' ", 1)
+    words = subprocess.run(["sh", "-c", command], check=True, capture_output=True, text=True).stdout.splitlines()
+    [message] = json.loads(words[2])["start"]["chat"]["messages"]
+    assert base64.b64decode(message["parts"][0]["media"]["data"]).startswith(b"\xff\xd8")
+    assert message["parts"][1] == {"text": "Describe the picture."}
+
+
+@in_empty_directory
+def test_every_process_has_a_row_with_what_differs(tmp_path: Path) -> None:
+    (tmp_path / "t.yaml").write_text(TEXT)
+    text = shown(tmp_path / "t.yaml")
+    rows = rows_of(text)
+    assert list(rows) == ["etcd", "prefill-0", "writer-0", "writer-1", "router"]
+    assert rows["prefill-0"][:4] == ["prefill", "trtllm", "0 1", "free"]
+    assert rows["writer-1"][:4] == ["decode", "trtllm", "3", "free"]
+    assert rows["router"][:4] == ["router", "-", "-", "free"]
+    assert {
+        "model_name: big",
+        "model_path: /no/such/model",
+        "engine.tensor_parallel_size: 2",
+        "engine.extra_engine_args: no/such/file.yaml",
+        "CUDA_VISIBLE_DEVICES=0,1",
+        "TLLM_LOG_LEVEL='a b'",
+        "HF_TOKEN=***",
+        "aws_secret_access_key=***",
+    } <= set(rows["prefill-0"])
+    assert "private" not in text
+    assert "policy.name: round_robin" in rows["router"]
+    assert not any("block_size" in line for lines in rows.values() for line in lines), "that is a default"
+    assert "127.0.0.1:1" in rows["etcd"][4]
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@in_empty_directory
+@pytest.mark.parametrize("file", sorted(CONFIGS.rglob("trtllm/*.yaml")), ids=lambda file: file.stem)
+def test_every_topology_for_gpus_can_be_shown_at_a_hundred_columns(file: Path) -> None:
+    text = shown(file)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "CUDA_VISIBLE_DEVICES=0" in text
+
+
+@in_empty_directory
+def test_options_are_shown_as_they_would_act() -> None:
+    options = ("--engine", "torch", "--model", "/some/model", "--served-model-name", "m", "--router-port", "7")
+    text = shown(CONFIGS / "trtllm/disagg.yaml", *options, "--allowed-local-media-path", "/srv", "--fail-fast")
+    rows = rows_of(text)
+    assert rows["prefill-0"][:3] == ["prefill", "torch", "-"]
+    assert {"model_path: /some/model", "model_name: m", "engine.dtype: float32"} <= set(rows["decode-0"])
+    assert rows["router"][3] == "7"
+    assert "media.allowed_local_paths: ['/srv']" in rows["router"]
+    assert "workers[0].gpus: left out, as the engine torch runs on none here" in text
+
+
+@in_empty_directory
+def test_what_is_wrong_is_told_as_without_it() -> None:
+    result = CliRunner().invoke(
+        app, ["up", str(CONFIGS / "agg.yaml"), "--dry-run", "--set", "router.overrides.polizy=x"]
+    )
+    assert result.exit_code == 1
+    assert "polizy: unknown; did you mean policy" in result.output

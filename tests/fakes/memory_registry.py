@@ -1,0 +1,113 @@
+"""A ``Registry`` within one process; it passes the conformance suite of discovery."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from quartet.discovery.base import WorkerKey, WorkerRecord, check_name, parse_record, to_json
+from quartet.discovery.watch import LiveWatch
+
+
+@dataclass(eq=False)
+class MemoryStore:
+    """What the registries of one process share: records in their JSON form, by namespace and key."""
+
+    _values: defaultdict[str, dict[WorkerKey, bytes]] = field(default_factory=lambda: defaultdict(dict))
+    _watchers: set[asyncio.Event] = field(default_factory=set)
+
+    def put(self, namespace: str, key: WorkerKey, value: bytes) -> None:
+        """Store ``value``, replacing what was there."""
+        self._values[namespace][key] = value
+        self._wake_watchers()
+
+    def delete(self, namespace: str, key: WorkerKey) -> None:
+        """Remove the value, if there is one: what the end of a lease would do."""
+        self._values[namespace].pop(key, None)
+        self._wake_watchers()
+
+    def get(self, namespace: str, key: WorkerKey) -> bytes | None:
+        """The value under ``key``."""
+        return self._values[namespace].get(key)
+
+    def records(self, namespace: str) -> list[WorkerRecord]:
+        """The readable records, ordered by role and id."""
+        parsed = (parse_record(key, value) for key, value in self._values[namespace].items())
+        return sorted((record for record in parsed if record), key=lambda record: record.key)
+
+    async def feed(self, namespace: str, watch: LiveWatch) -> None:
+        """Keep ``watch`` up to date until cancelled."""
+        changed = asyncio.Event()
+        self._watchers.add(changed)
+        try:
+            while True:
+                watch.replace(self.records(namespace))
+                await changed.wait()
+                changed.clear()
+        finally:
+            self._watchers.discard(changed)
+
+    def _wake_watchers(self) -> None:
+        for changed in self._watchers:
+            changed.set()
+
+
+class MemoryRegistration:
+    """A record in a ``MemoryStore``."""
+
+    def __init__(
+        self,
+        store: MemoryStore,
+        namespace: str,
+        record: WorkerRecord,
+        *,
+        on_close: Callable[[MemoryRegistration], None],
+    ) -> None:
+        self._on_close = on_close
+        self._store = store
+        self._namespace = namespace
+        self._record = record
+        store.put(namespace, record.key, to_json(record))
+
+    @property
+    def record(self) -> WorkerRecord:
+        """The record as it was registered."""
+        return self._record
+
+    async def close(self) -> None:
+        """Remove the record, unless a later registration has replaced it."""
+        if self._store.get(self._namespace, self._record.key) == to_json(self._record):
+            self._store.delete(self._namespace, self._record.key)
+        self._on_close(self)
+
+
+class MemoryRegistry:
+    """A ``Registry`` whose records live and die with this process; use it from one event loop."""
+
+    def __init__(self, store: MemoryStore | None = None, *, namespace: str = "default") -> None:
+        check_name("namespace", namespace)
+        self._store = store or MemoryStore()
+        self._namespace = namespace
+        self._open: set[MemoryRegistration | LiveWatch] = set()
+
+    async def register(self, record: WorkerRecord) -> MemoryRegistration:
+        """Announce ``record`` until the registration is closed."""
+        registration = MemoryRegistration(self._store, self._namespace, record, on_close=self._open.discard)
+        self._open.add(registration)
+        return registration
+
+    async def workers(self) -> list[WorkerRecord]:
+        """The readable records of this moment, ordered by role and id."""
+        return self._store.records(self._namespace)
+
+    def watch(self) -> LiveWatch:
+        """Begin to watch."""
+        watch = LiveWatch(lambda watch: self._store.feed(self._namespace, watch), on_close=self._open.discard)
+        self._open.add(watch)
+        return watch
+
+    async def close(self) -> None:
+        """Close every registration and watch made here."""
+        await asyncio.gather(*(part.close() for part in self._open))
