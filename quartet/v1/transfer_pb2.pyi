@@ -441,7 +441,7 @@ class PullRenewed(_message.Message):
     TIME_TO_LIVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def time_to_live(self) -> _duration_pb2.Duration:
-        """It lives for this long from now, unless renewed again. Always set."""
+        """Time for which it lives from now, unless renewed again. Always set."""
 
     def __init__(
         self,

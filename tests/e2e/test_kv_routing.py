@@ -79,7 +79,7 @@ def cached_tokens(prompt: list[int], blocks: set[int]) -> int:
 async def known(client: QuartetClient, asked: Sequence[list[int]]) -> list[Mapping[Rank, int]]:
     """What the router takes to be cached of each prompt, by rank."""
     explained = [await client.explain(token_ids=prompt) for prompt in asked]
-    return [{option.place: option.num_matched_tokens for option in answer.options} for answer in explained]
+    return [{option.rank: option.num_matched_tokens for option in answer.options} for answer in explained]
 
 
 async def check_exact(stack: Stack, client: QuartetClient, *names: str) -> set[int]:

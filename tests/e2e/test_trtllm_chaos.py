@@ -261,7 +261,7 @@ async def test_requests_leave_an_engine_that_hangs_which_gets_some_when_it_moves
 
 async def matched(client: QuartetClient, prompt: Sequence[int]) -> dict[str, int]:
     explained = await client.explain(token_ids=prompt)
-    return {option.place.worker_id: option.num_matched_tokens for option in explained.options}
+    return {option.rank.worker_id: option.num_matched_tokens for option in explained.options}
 
 
 async def test_a_prompt_goes_where_its_prefix_is_also_after_events_were_lost(

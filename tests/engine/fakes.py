@@ -114,6 +114,7 @@ class FakeRunner:
     ) -> None:
         self.layout = layout or fake_layout(block_size)
         self.memory: PoolMemory | None = PoolMemory(num_blocks, self.layout.piece_size_bytes)
+        self._memory = self.memory
         self.eos_token_ids = eos_token_ids
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -142,6 +143,9 @@ class FakeRunner:
 
     def close(self) -> None:
         self.num_closes += 1
+        self._memory.close()
+        if self.embeddings is not None:
+            self.embeddings.memory.close()
 
     def _compute(self, chunk: ScheduledChunk) -> None:
         seq = chunk.running.seq

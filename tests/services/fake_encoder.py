@@ -114,3 +114,4 @@ class FakeEncoder:
 
     async def close(self) -> None:
         self.is_closed = True
+        self.embeddings.memory.close()

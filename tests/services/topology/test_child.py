@@ -56,8 +56,12 @@ async def end_of(child: Child) -> int:
 def wait_gone(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(pid)
-        assert select.select([descriptor], [], [], TIMEOUT_S)[0], f"process {pid} still runs"
-        os.close(descriptor)
+        poll = select.poll()  # select.select takes no descriptor above 1023
+        poll.register(descriptor, select.POLLIN)
+        try:
+            assert poll.poll(TIMEOUT_S * 1000), f"process {pid} still runs"
+        finally:
+            os.close(descriptor)
 
 
 async def test_lines_of_both_streams_are_told_with_what_the_environment_says(
