@@ -134,6 +134,16 @@ def counts(stack: Stack, names: Sequence[str], what: str) -> int:
     return sum(engine(stack, name).counts[what] for name in names)
 
 
+def stop_half_way(stack: Stack, name: str) -> None:
+    """Let a decode worker's engine compute half of an answer, then stand still: no request there ends meanwhile."""
+    engine(stack, name).let_through("steps", NUM_TOKENS // 2)
+
+
+def is_half_way(crowd: Crowd, name: str) -> bool:
+    there = crowd.at(name)
+    return len(there) >= 2 and any(len(answer.token_ids) > 2 for answer in there)
+
+
 def hold(stack: Stack, gate: str, *names: str) -> None:
     for name in names:
         engine(stack, name).hold(gate)
@@ -246,8 +256,9 @@ async def test_what_fails_or_comes_too_late_is_prefilled_again(
 async def test_requests_leave_an_engine_that_hangs_which_gets_some_when_it_moves_again(
     chaos: Stack, client: QuartetClient, answers: list[list[int]]
 ) -> None:
+    stop_half_way(chaos, "decode-0")
     async with Crowd(client, ASKS) as crowd:
-        await crowd.wait_for(lambda: len([a for a in crowd.at("decode-0") if len(a.token_ids) > 2]) >= 2)
+        await crowd.wait_for(lambda: is_half_way(crowd, "decode-0"))
         hold(chaos, "steps", "decode-0")
         await until(lambda: chaos.worker_states()["decode-0"] != READY, "the one that hangs is found", 10)
         assert not chaos.processes["decode-0"].is_ready()
@@ -351,9 +362,11 @@ async def test_no_request_notices_that_workers_of_all_roles_are_killed(
 async def test_a_worker_whose_engine_dies_ends_with_1_and_its_requests_go_on_elsewhere(
     whole: Stack, client: QuartetClient, answers: list[list[int]]
 ) -> None:
+    stop_half_way(whole, "decode-0")
     async with Crowd(client, ASKS) as crowd:
-        await crowd.wait_for(lambda: len([a for a in crowd.at("decode-0") if len(a.token_ids) > 2]) >= 2)
+        await crowd.wait_for(lambda: is_half_way(crowd, "decode-0"))
         engine(whole, "decode-0").die()
+        go_on(whole, "steps", "decode-0")
         await crowd.finish()
     assert max(crowd.num_attempts) > 1
     assert crowd.token_ids == answers
