@@ -37,7 +37,7 @@ class Admission:
     """Holds requests back until they fit, and no longer than allowed.
 
     All requests that arrive, or become possible, within one turn of the event loop are assigned together. A full queue
-    refuses the request that stands last: a tenant that floods is refused itself, and keeps nobody else out.
+    refuses the request that stands last: a tenant that floods is refused itself, and keeps no other tenant out.
     """
 
     def __init__(

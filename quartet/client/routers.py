@@ -19,7 +19,7 @@ CONNECT_TIMEOUT_S = 3.0
 #: A router ends a request at its timeout and says so; only one that no longer does is cut off, so much later.
 DEADLINE_GRACE_S = 2.0
 
-#: Tokens and characters of one choice that may wait for whoever reads slowly: one stream carries many requests, so it
+#: Tokens and characters of one choice that may wait for a slow reader: one stream carries many requests, so it
 #: is always read on.
 MAX_UNREAD = 1 << 16
 
