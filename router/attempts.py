@@ -39,8 +39,8 @@ _NOTHING_TO_ENCODE = nullcontext()
 class ChoiceRun:
     """Runs one choice of a request.
 
-    However ``run`` or ``rank`` ends, nothing is left behind: no booking, no request on a worker, no hand-off that no
-    worker will take. A ``SignedRun`` that ``rank`` returned is the caller's.
+    However ``run`` or ``place`` ends, nothing is left behind: no booking, no request on a worker, no hand-off that no
+    worker will take. A ``SignedRun`` that ``place`` returned is the caller's.
     """
 
     def __init__(

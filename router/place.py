@@ -28,7 +28,7 @@ _NO_TEXT = TextOptions(omit_text=True)
 
 
 class PlaceRun:
-    """One call of rank. Unless it ends well, nothing is left behind."""
+    """One call of Place. Unless it ends well, nothing is left behind."""
 
     def __init__(self, request: RouterRequest, context: RouterContext, signer: Signer) -> None:
         """``run`` runs it."""

@@ -1,4 +1,4 @@
-"""A client of rank by its stubs: asks the router, then decodes at the worker itself."""
+"""A client of Place by its stubs: asks the router, then decodes at the worker itself."""
 
 from __future__ import annotations
 
