@@ -48,7 +48,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Backlog:
-    """How much of a rank's prompts no step has begun to compute, by the latest record."""
+    """The prompt tokens of a rank that no step has begun to compute, by the latest record."""
 
     num_running: int
     num_unbegun_tokens: int

@@ -130,7 +130,7 @@ def _compare(symbol: Symbol) -> Iterator[Lack | OtherDefault | None]:
     except AttributeError:
         yield Lack(symbol.path, symbol.loses, is_needed=not symbol.is_optional)
         return
-    except Exception as error:  # noqa: BLE001 - a module may fail in any way when it is imported, and is told of
+    except Exception as error:  # noqa: BLE001 - an import may fail in any way; the report names the error
         yield Lack(symbol.path, symbol.loses, is_needed=not symbol.is_optional, reason=repr(error))
         return
     yield None
@@ -252,7 +252,7 @@ _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class Form(StrEnum):
-    """What kind of names a symbol's names are."""
+    """The kind of a symbol's names."""
 
     PARAMETERS = "parameter"  # of a function
     FIELDS = "field"  # of a dataclass or a pydantic class
@@ -310,7 +310,7 @@ class Symbol:
 
     @property
     def path(self) -> str:
-        """As one writes it in Python."""
+        """The symbol's full name, as Python code has it."""
         return f"{self.module}.{self.name}"
 
 

@@ -88,12 +88,12 @@ class InputBuilder:
 
     @property
     def reads_media(self) -> bool:
-        """As ``EngineCapabilities`` has it."""
+        """See ``EngineCapabilities``."""
         return self._model is not None
 
     @property
     def placeholder_id(self) -> int | None:
-        """As ``EngineCapabilities`` has it."""
+        """See ``EngineCapabilities``."""
         return None if self._model is None else self._model.config.placeholder_id
 
     @staticmethod

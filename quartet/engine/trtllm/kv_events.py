@@ -337,7 +337,7 @@ class PrivateTokens:
 
 
 class PrivateBlocks:
-    """What private requests' first private blocks look like, for as long as events may still report such blocks.
+    """Remembers each private request's first private block, for as long as events may still report that block.
 
     A block after one without a name of ours has no name either, so one block for each request is enough. The tokens
     that this block had at first are enough, too: any block that begins with them might be the request's. This also

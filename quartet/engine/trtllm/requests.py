@@ -125,8 +125,8 @@ class LlmRequests:
     def cancel(self, id: int) -> None:
         """End a request; unknown ids are ignored.
 
-        A request whose KV blocks are on their way goes on until they are here: if it ended earlier, prefill would keep
-        them.
+        A request whose KV blocks are on their way goes on until they are here: if it were aborted earlier, prefill
+        would keep them.
         """
         request, reading = self._reading.pop(id, (None, None))
         if request is not None and reading is not None:
