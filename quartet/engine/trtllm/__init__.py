@@ -1,1 +1,1 @@
-"""TensorRT-LLM 1.2 as an engine; the package itself is imported late, by what loads a model."""
+"""TensorRT-LLM 1.2 as an engine. The code that loads a model imports the package itself, late."""

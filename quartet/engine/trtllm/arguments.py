@@ -32,7 +32,7 @@ class Use(StrEnum):
     ENCODE = "encode"
 
 
-#: What TensorRT-LLM takes where nobody says.
+#: TensorRT-LLM's own block size, in tokens, if no layer sets one.
 DEFAULT_BLOCK_SIZE = 32
 
 
@@ -41,17 +41,18 @@ class LlmArguments:
     """Arguments of ``tensorrt_llm.LLM``, or of ``MultimodalEncoder`` to encode, and what follows from them.
 
     Attributes:
-        values: by name, ``model`` included; plain values, sub-configs as mappings (`objects.build_objects`).
+        values: by name, ``model`` included; plain values, sub-configs as mappings (see ``build_objects``).
         warnings: for the worker's log; each begins with the name of a setting.
         block_size: tokens of a block.
         max_batch_size, max_seq_len, max_num_tokens: the bounds; ``None``: TensorRT-LLM's own, known once it has loaded.
         has_transceiver: whether KV blocks can be handed over.
         transfer_timeout_s: how long a hand-off waits to be fetched; ``None`` without a transceiver.
         num_ranks: attention-data-parallel ranks, 1 without them.
-        has_events, has_stats, has_perf_metrics: whether it tells of its cache, of its steps, of each request's times.
-        kv_dtype: of the cache, as ``Arguments.kv_dtype``.
+        has_events, has_stats, has_perf_metrics: whether TensorRT-LLM reports KV events, statistics of its steps, and
+            the times of each request.
+        kv_dtype: dtype of the KV cache; see ``Arguments.kv_dtype``.
         has_chunked_prefill: whether prompts may be longer than ``max_num_tokens``.
-        guided_backend: what guides decoding; ``None``: guided requests fail.
+        guided_backend: the library that guides decoding; ``None``: guided requests fail.
         has_lora: whether requests may name an adapter.
         max_beam_width: beams that a request may have.
     """
@@ -76,13 +77,13 @@ class LlmArguments:
 
 
 def llm_arguments(spec: EngineSpec, use: Use) -> LlmArguments:
-    """What TensorRT-LLM is given for a worker of ``use``.
+    """Return the arguments that a worker of ``use`` gives to TensorRT-LLM.
 
-    Later layers win: the fields of ``spec.engine``, its ``extra_engine_args``, its ``override_engine_args``; then the
-    role's needs are added where nobody said anything.
+    Later layers win: the fields of ``spec.engine``, its ``extra_engine_args``, its ``override_engine_args``. Then this
+    function sets what the role needs if no layer has set it.
 
     Raises:
-        ConfigError: naming the setting (and key) that TensorRT-LLM 1.2, or the role, does not allow.
+        ConfigError: names the setting (and key) that TensorRT-LLM 1.2, or the role, does not allow.
     """
     arguments, backend = merge_layers(spec.engine)
     if use is Use.ENCODE:
@@ -120,12 +121,12 @@ def llm_arguments(spec: EngineSpec, use: Use) -> LlmArguments:
 
 
 def _keep_results_whole(arguments: Arguments) -> None:
-    """Detokenizing elsewhere is of no use to who takes ids, and such results may lack what is handed on."""
+    """Drop ``num_postprocess_workers``: routers make the text, and postprocessed results may lack the hand-off."""
     if arguments.values.pop("num_postprocess_workers", None):
         arguments.warnings.append(f"{arguments.origin('num_postprocess_workers')}: left out, text is made by routers")
 
 
-# What the PyTorch backend and AutoDeploy make of what nobody says.
+# What the PyTorch backend and AutoDeploy use if no layer sets these.
 _MAX_BATCH_SIZE, _MAX_NUM_TOKENS = 2048, 8192
 
 _AUTODEPLOY_MAX_BATCH_SIZE, _AUTODEPLOY_MAX_SEQ_LEN = 8, 512
@@ -186,12 +187,12 @@ KV_CACHE = "kv_cache_config"
 
 @dataclass
 class Arguments:
-    """Arguments of TensorRT-LLM as they come together.
+    """Arguments of TensorRT-LLM while the layers are merged.
 
     Attributes:
-        values: what they are now, by name.
-        warnings: for whoever runs the worker.
-        origins: who said it, by name, or by ``kv_cache_config.name``: what a message begins with.
+        values: the current values, by name.
+        warnings: for the worker's log.
+        origins: the layer or field that set a value, by name, or by ``kv_cache_config.name``; messages begin with it.
     """
 
     values: dict[str, object] = field(default_factory=dict)
@@ -199,7 +200,7 @@ class Arguments:
     origins: dict[str, str] = field(default_factory=dict)
 
     def origin(self, path: str) -> str:
-        """How messages call the argument ``path``: with who said it."""
+        """The name of the argument ``path`` in messages, with the layer or field that set it."""
         return self.origins.get(path) or self.origins.get(path.partition(".")[0], path)
 
     def section(self, name: str) -> dict[str, object]:
@@ -209,12 +210,12 @@ class Arguments:
 
     @property
     def kv_dtype(self) -> str:
-        """Of the KV cache: as it says, else as the weights are said to be; ``auto``: the checkpoint decides."""
+        """The dtype of the KV cache: its own setting, else the weights' setting; ``auto``: the checkpoint decides."""
         own = self.section(KV_CACHE).get("dtype", "auto")
         return str(self.values.get("dtype", "auto") if own == "auto" else own)
 
     def set_default(self, path: str, value: object) -> None:
-        """Say ``value`` for the argument, or field of a sub-config, unless somebody said something."""
+        """Set the argument ``path``, or field of a sub-config, to ``value`` unless a layer has set it."""
         name, _, below = path.partition(".")
         if below:
             value = {below: value, **self.section(name)}
@@ -223,16 +224,16 @@ class Arguments:
         self.values[name] = value
 
     def keep_only(self, names: Container[str]) -> list[str]:
-        """Take all others out of ``values``; how messages call those that were more than ``None``."""
+        """Remove all other arguments; return the message names of those that were not ``None``."""
         others = [name for name in self.values if name not in names]
         return [self.origin(name) for name in others if self.values.pop(name) is not None]
 
 
 def merge_layers(settings: EngineSettings) -> tuple[Arguments, Backend]:
-    """What ``settings`` says of the arguments of ``LLM``, each layer checked by itself; ``model`` is not among them.
+    """Merge the layers of ``settings`` into arguments of ``LLM``, without ``model``; check each layer by itself.
 
     Raises:
-        ConfigError: naming layer and key of what TensorRT-LLM 1.2 does not take.
+        ConfigError: names the layer and the key that TensorRT-LLM 1.2 does not take.
     """
     layers = _read_layers(settings)
     backend = _backend(settings, layers)
@@ -277,7 +278,8 @@ def _backend(settings: EngineSettings, layers: Sequence[_Layer]) -> Backend:
 def _check_layer(name: str, values: Mapping[str, object], table: ConfigTable) -> list[str]:
     if "model" in values:
         raise ConfigError(f"{name}: model: is the worker's own")
-    # AutoDeploy's table has the safe fields only; those that it lacks, but the other backend has, are dropped later.
+    # AutoDeploy's table has the safe fields only. ``keep_safe_for_autodeploy`` later drops the PyTorch backend's other
+    # fields.
     shared = {} if table is schema.LLM else {key: value for key, value in values.items() if key not in table.types}
     own = {key: value for key, value in values.items() if key not in shared}
     try:
@@ -297,7 +299,7 @@ def _block_size(settings: EngineSettings, layers: Sequence[_Layer]) -> int:
 
 
 def _our_fields(settings: EngineSettings, block_size: int) -> dict[str, tuple[str, object]]:
-    """Our fields that differ from their defaults: name and value, by what TensorRT-LLM calls them."""
+    """Our fields that differ from their defaults: our name and the value, by TensorRT-LLM's name."""
     num_blocks = settings.num_blocks
     said: dict[str, tuple[str, object, object]] = {
         "dtype": ("dtype", settings.dtype, "auto"),
@@ -332,27 +334,27 @@ _TRANSCEIVER = "cache_transceiver_config"
 
 _DEFAULT_TRANSCEIVER = "NIXL"
 
-#: Of a hand-off that nobody fetches: its blocks are prefill's until then. TensorRT-LLM counts from the prompt's end and
-#: nothing renews it, unlike our hand-off of 30 s, which decode renews while the request waits there: so it has to be
-#: longer than that, with time for a decode that is queued. One that waits still longer finds nothing to pull, fails and
-#: is prefilled again; so that blocks which nobody will pull are prefill's for a minute at most.
+#: How long prefill keeps the blocks of a hand-off that no decode worker fetches. TensorRT-LLM counts from the prompt's
+#: end, and nothing renews this timeout. Our own hand-off of 30 s is renewed by decode while the request waits there. So
+#: this timeout must be longer than 30 s, with time for a queued decode. A request that waits still longer finds nothing
+#: to pull, fails and is prefilled again. So prefill keeps blocks that no worker will pull for a minute at most.
 _DEFAULT_TRANSFER_TIMEOUT_MS = 60_000
 
-#: Events between two polls; those beyond are lost.
+#: Events that TensorRT-LLM keeps between two polls; it loses those beyond.
 _DEFAULT_EVENT_BUFFER_SIZE = 16_384
 
 _ENCODER_DTYPES = ("auto", "float16", "float32", "bfloat16")
 
 
 def keep_safe_for_autodeploy(arguments: Arguments) -> None:
-    """Drop what not every AutoDeploy takes, with a warning for each."""
+    """Drop the arguments that not every AutoDeploy takes, with a warning for each."""
     for origin in arguments.keep_only(schema.AUTODEPLOY.types):
         hint = "; its one knob for GPUs is world_size" if origin.endswith("parallel_size") else ""
         arguments.warnings.append(f"{origin}: left out, the backend _autodeploy may not take it{hint}")
 
 
 def keep_fit_for_encoder(arguments: Arguments) -> None:
-    """Drop what the vision part alone has no use for, with one warning: files of engines are made for both."""
+    """Drop the arguments that the vision part does not use, with one warning: engine files are written for both."""
     if dropped := arguments.keep_only(schema.ENCODER):
         arguments.warnings.append(f"{', '.join(dropped)}: left out, an encode worker has no use for it")
     if "dtype" in arguments.values and arguments.values["dtype"] not in _ENCODER_DTYPES:
@@ -370,10 +372,10 @@ def refuse_encoder_alone(arguments: Arguments) -> None:
 
 
 def prepare_prefill(arguments: Arguments) -> float:
-    """What a worker needs that hands its blocks on; for how many seconds it keeps them.
+    """Set what a prefill worker needs to hand its blocks on; return for how many seconds it keeps them.
 
     Raises:
-        ConfigError: somebody said what makes that impossible.
+        ConfigError: a layer sets a value that makes this impossible.
     """
     if not arguments.values.get("disable_overlap_scheduler", True):
         raise ConfigError(
@@ -389,10 +391,13 @@ def prepare_prefill(arguments: Arguments) -> float:
 
 
 def prepare_decode(arguments: Arguments) -> float | None:
-    """What a worker needs that takes hand-offs; their timeout in seconds, or ``None``: it was told to take none.
+    """Set what a decode worker needs to take hand-offs.
+
+    Returns:
+        The timeout of a hand-off in seconds; ``None``: a layer tells the worker to take none.
 
     Raises:
-        ConfigError: somebody said what makes that impossible.
+        ConfigError: a layer sets a value that makes this impossible.
     """
     return _prepare_transceiver(arguments)
 
@@ -427,10 +432,10 @@ def _warn_of_small_buffer(arguments: Arguments) -> None:
 
 
 def publish_events(arguments: Arguments) -> bool:
-    """Have the cache tell what it holds; whether it does.
+    """Switch KV events on; return whether they are on: without block reuse there are none.
 
     Raises:
-        ConfigError: its buffer of events is switched off while they are wanted.
+        ConfigError: a layer switches the buffer of events off while events are wanted.
     """
     cache = arguments.section(KV_CACHE)
     if cache.get("enable_block_reuse", True) is False:
@@ -448,7 +453,7 @@ def publish_events(arguments: Arguments) -> bool:
 
 
 def publish_metrics(arguments: Arguments, name: str) -> bool:
-    """Have the engine measure what ``name`` switches on; whether it does: somebody may have switched it off."""
+    """Switch on the measurement ``name``; return whether it is on: a layer may have switched it off."""
     arguments.set_default(name, True)
     if not arguments.values[name]:
         arguments.warnings.append(f"{arguments.origin(name)}: is off, so some metrics will be missing")
@@ -460,7 +465,7 @@ def build_objects(arguments: LlmArguments) -> dict[str, object]:
     """Keywords for ``LLM`` or ``MultimodalEncoder``; new objects at every call. Imports the package; loads no model.
 
     Raises:
-        ConfigError: the package is not installed, or what is installed lacks an argument, which the message names.
+        ConfigError: the package is not installed, or lacks an argument, which the message names.
     """
     llm_args = _module("tensorrt_llm.llmapi.llm_args")
     known = _arguments_class(llm_args, arguments).model_fields
@@ -470,7 +475,8 @@ def build_objects(arguments: LlmArguments) -> dict[str, object]:
     return {name: _build(llm_args, name, value) for name, value in arguments.values.items()}
 
 
-# 1.2's reader of YAML makes these itself; from Python it is up to the caller. Pydantic does it for all others, too.
+# TensorRT-LLM 1.2 makes these objects when it reads YAML, but a Python caller must make them itself. Pydantic makes the
+# objects of all other sub-configs in both cases.
 _CLASSES = {
     "kv_cache_config": "KvCacheConfig",
     "scheduler_config": "SchedulerConfig",

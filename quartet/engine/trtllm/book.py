@@ -1,4 +1,4 @@
-"""What the adapter knows of its own requests, and with what TensorRT-LLM tells, each rank's load."""
+"""Records the adapter's own requests and, with TensorRT-LLM's figures, works out each rank's load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quartet.engine.trtllm.feeds import LlmRankStats
 
 
 class RankFigures(Protocol):
-    """What is heard of ranks; ``quartet.engine.trtllm.feeds.Feeds`` has it."""
+    """The figures that TensorRT-LLM reports of its ranks; ``quartet.engine.trtllm.feeds.Feeds`` has them."""
 
     def stats(self, rank: int) -> LlmRankStats | None:
         """The latest record."""
@@ -23,15 +23,15 @@ class RankFigures(Protocol):
         ...
 
     def num_named_blocks(self, rank: int) -> int:
-        """Blocks on the device that are told of as shareable."""
+        """Blocks on the device that are reported as shareable."""
         ...
 
     def num_busy_records(self, rank: int) -> int:
-        """Steps that computed something, as far as records told."""
+        """Steps that computed something, as far as records show."""
         ...
 
     def num_prompt_records(self, rank: int) -> int:
-        """Of these, steps that computed prompt tokens."""
+        """Those of ``num_busy_records`` that computed prompt tokens."""
         ...
 
 
@@ -48,17 +48,17 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Backlog:
-    """How much of a rank's prompts no step has begun to compute, by the latest record."""
+    """The prompt tokens of a rank that no step has begun to compute, by the latest record."""
 
     num_running: int
     num_unbegun_tokens: int
 
 
 class _RankBook:
-    """One rank's requests; whoever calls holds the lock."""
+    """One rank's requests. The caller holds the lock."""
 
     def __init__(self) -> None:
-        # In the order in which they came: that is the order in which they are taken up.
+        # In the order of arrival, in which TensorRT-LLM also takes them up.
         self.waiting: dict[int, _Entry] = {}
         self.begun: dict[int, _Entry] = {}
         self.held: dict[int, _Entry] = {}
@@ -77,7 +77,7 @@ class _RankBook:
         return sum(entry.num_tokens for entry in self.begun.values() if entry.decodes)
 
     def backlog(self, stats: LlmRankStats | None) -> _Backlog:
-        """Of the requests without output, the eldest are in a step: as many as the record says, beyond those begun."""
+        """Assume that the oldest requests without output are in a step: as many as the record has, less those begun."""
         num_active = 0
         if stats is not None:
             num_active = max((stats.num_active or 0) - (stats.num_paused or 0), 0)
@@ -89,8 +89,8 @@ class _RankBook:
 class RequestBook:
     """Requests from ``add`` until ``end``, and beyond while their blocks are held. Thread-safe; never waits for long.
 
-    Ids that are unknown are ignored. A request waits until its first output: TensorRT-LLM does not say of one request
-    when it is taken up, only its statistics of how many.
+    Unknown ids are ignored. A request waits until its first output: TensorRT-LLM's statistics say how many requests it
+    has taken up, but not which.
     """
 
     def __init__(self, *, num_ranks: int, block_size: int, max_step_tokens: int | None = None) -> None:
@@ -101,11 +101,11 @@ class RequestBook:
         self._assumed_num_blocks = 0
 
     def assume_num_blocks(self, num_blocks: int) -> None:
-        """Each rank has so many KV blocks on the device, unless TensorRT-LLM tells something else."""
+        """Take each rank to have ``num_blocks`` KV blocks on the device, unless TensorRT-LLM reports another number."""
         self._assumed_num_blocks = num_blocks
 
     def add(self, request: EngineRequest) -> None:
-        """A request was submitted, to the rank that it names, one of ``num_ranks``."""
+        """Record a submitted request on the rank that it names, one of ``num_ranks``."""
         generation = request.generation
         num_tokens = len(generation.prompt_token_ids) + len(generation.generated_token_ids)
         entry = _Entry(
@@ -119,7 +119,7 @@ class RequestBook:
             self._ranks[entry.rank].waiting[request.id] = entry
 
     def begin(self, id: int, num_cached_tokens: int = 0) -> None:
-        """The first output of a request came: its prompt is computed, but for so many tokens that were cached."""
+        """Record a request's first output: its prompt is computed, except for ``num_cached_tokens``."""
         with self._lock:
             book = self._book_of(id)
             entry = book.waiting.pop(id, None) if book else None
@@ -133,7 +133,7 @@ class RequestBook:
             book.num_prompt_tokens += entry.num_prefill_tokens - num_cached
 
     def grow(self, id: int, num_tokens: int) -> None:
-        """So many output tokens more came."""
+        """Record ``num_tokens`` more output tokens."""
         with self._lock:
             book = self._book_of(id)
             entry = book.begun.get(id) if book else None
@@ -143,12 +143,12 @@ class RequestBook:
                 book.has_moved = True
 
     def end(self, id: int, *, is_held: bool = False) -> None:
-        """A request's last output came, or its failure; ``is_held``: its blocks stay until ``release``."""
+        """Record a request's last output, or its failure; ``is_held``: its blocks stay until ``release``."""
         with self._lock:
             book = self._book_of(id)
             if book is None:
                 return
-            # No step: a request that is refused, cancelled or timed out ends in an engine that hangs, too.
+            # Count no step: a refused, cancelled or timed-out request also ends in an engine that hangs.
             entry = book.waiting.pop(id, None) or book.begun.pop(id, None)
             if entry is not None and is_held:
                 book.held[id] = entry
@@ -156,14 +156,14 @@ class RequestBook:
                 del self._rank_of[id]
 
     def release(self, id: int) -> None:
-        """What was held for a request is so no more."""
+        """Record that a request's blocks are no longer held."""
         with self._lock:
             book = self._book_of(id)
             if book is not None and book.held.pop(id, None) is not None:
                 del self._rank_of[id]
 
     def finish_turn(self) -> None:
-        """All outputs of one turn were taken: what moved has made a step. Without outputs none is counted."""
+        """Count one step for each rank that had outputs in this turn. Call this after all outputs of a turn."""
         with self._lock:
             for book in self._ranks:
                 book.num_steps += book.has_moved
@@ -171,18 +171,18 @@ class RequestBook:
                 book.has_moved, book.num_begun_now = False, 0
 
     def observe(self, stats: LlmRankStats) -> None:
-        """Learn from a step's record how long steps take. One of no rank says that only of an engine with one."""
+        """Learn from a step's record how long steps take. With several ranks, a record without a rank is ignored."""
         if stats.latency_s is None or stats.num_context_tokens is None or (stats.rank is None and len(self._ranks) > 1):
             return
         with self._lock:
             book = self._ranks[stats.rank or 0]
-            # As it is now; the record is of a moment ago.
+            # The context tokens of now; the record is from a moment ago.
             num_context_tokens = book.num_context_tokens if stats.num_generating else 0
             if not stats.num_generating or num_context_tokens:
                 book.fit.observe(stats.num_context_tokens, num_context_tokens, stats.latency_s)
 
     def rank_stats(self, rank: int, feeds: RankFigures | None) -> EngineStats:
-        """What is known of one rank."""
+        """The load of one rank."""
         heard = None if feeds is None else feeds.stats(rank)
         with self._lock:
             book = self._ranks[rank]
@@ -224,7 +224,7 @@ class RequestBook:
         named = feeds.num_named_blocks(rank) if feeds else 0
         own = sum(self._num_blocks(entry) for entry in book.begun.values())
         used = own + held if heard is None or heard.num_used_blocks is None else heard.num_used_blocks
-        # An idle engine makes no records: its last one is of when it was busy.
+        # An idle engine makes no records: its last one is from when it was busy.
         in_use = min(max(used - held, 0), total - held) if book.num_in_flight else 0
         left = total - held - in_use
         cached = min(max(named - held - in_use, 0), left)
@@ -236,7 +236,7 @@ class RequestBook:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """By state; they add up."""
+    """Numbers of blocks by state; they add up to ``total``."""
 
     in_use: int
     held: int
@@ -248,13 +248,14 @@ class _Blocks:
 def engine_stats(book: RequestBook, feeds: RankFigures | None) -> tuple[EngineStats, ...]:
     """Every rank's load; any thread may ask, and nothing waits.
 
-    Known of each rank: requests, tokens, outputs, and which blocks are named. TensorRT-LLM 1.2's records say of no rank
-    that they are its own: with one rank its blocks in use and how many requests are taken up are theirs, with several
-    those are this side's: blocks in use are what the requests with output fill, and a request waits until its first.
+    The adapter knows each rank's requests, tokens and outputs, and which blocks are named. TensorRT-LLM 1.2's records
+    don't name their rank. With one rank, the records give the blocks in use and how many requests are taken up. With
+    several ranks, the adapter counts these itself: blocks in use are those that requests with output fill, and a
+    request waits until its first output.
 
     - ``num_steps`` counts turns that brought outputs and records of steps that computed something (a long prompt makes
       no output for long): it stands still when neither comes.
-    - Held blocks are the adapter's figure, cached ones are at least so many: what is named, less all that is in use,
-      as if everything in use were named. TensorRT-LLM counts cached blocks as free.
+    - Held blocks are the adapter's figure. The number of cached blocks is a lower bound: named blocks, less all blocks
+      in use, as if everything in use were named. TensorRT-LLM counts cached blocks as free.
     """
     return tuple(book.rank_stats(rank, feeds) for rank in range(book.num_ranks))

@@ -1,4 +1,4 @@
-"""From a request to the arguments of ``LLM.generate_async``; what can't be served is refused before."""
+"""Turns a request into the arguments of ``LLM.generate_async``, and refuses requests that can't be served."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Call:
     """One call of ``generate_async``.
 
     Attributes:
-        arguments: by name; good for one call, which changes what they hold.
+        arguments: by name; good for one call, as the call changes the objects in them.
         cursor: reads the call's output.
         is_handing_off: its end leaves KV blocks for a decode elsewhere to pull.
-        inputs: what the request became, where its prompt was computed here.
+        inputs: built from the request, if this engine computes its prompt.
     """
 
     arguments: dict[str, Any]
@@ -49,7 +49,7 @@ class CallBuilder:
         self._adapter_ids = {name: number for number, name in enumerate(self._facts.adapters, start=1)}
 
     def check(self, request: EngineRequest, num_blocks: int) -> None:
-        """Raise what ``call`` would, whatever its media are."""
+        """Raise what ``call`` would raise for ``request`` before it reads any media."""
         self._check(request, self._limits(num_blocks))
 
     def call(
@@ -59,10 +59,10 @@ class CallBuilder:
         num_blocks: int,
         media: Sequence[MediaItem] | None = None,
     ) -> Call:
-        """The call for ``request``, which goes on with ``state`` where there is a hand-off, and has ``media``.
+        """The call for ``request`` with ``media``, which goes on from ``state`` if there is a hand-off.
 
         Raises:
-            ServingError: it can't be served by this engine, which has ``num_blocks`` KV blocks a rank.
+            ServingError: this engine, which has ``num_blocks`` KV blocks a rank, can't serve the request.
         """
         limits = self._limits(num_blocks)
         self._check(request, limits)
@@ -71,7 +71,7 @@ class CallBuilder:
         generation = request.generation
         bounds = output_bounds(request, max_output_tokens(request, limits), len(generation.generated_token_ids))
         inputs = self._loaded.inputs.build(request, media)
-        # The only token needs no decode, and nothing is held then that somebody would have to let go.
+        # A single token needs no decode. Without a hand-off no blocks are held, so none have to be released.
         is_handing_off = request.kind is RequestKind.PREFILL and bounds.max_tokens > 1
         request_type = "context_only" if is_handing_off else "context_and_generation"
         has_params = is_handing_off or inputs.disaggregated
@@ -94,7 +94,7 @@ class CallBuilder:
         )
 
     def _continuation(self, request: EngineRequest, state: HandOffState, limits: EngineLimits) -> Call:
-        """A decode of what another engine has prefilled: of exactly its tokens, with the token it gave as the first."""
+        """A decode of another engine's prefill: of exactly its tokens, with the token that it gave as the first."""
         generation = request.generation
         before = generation.generated_token_ids[:-1]
         bounds = output_bounds(request, max_output_tokens(request, limits), len(before))
@@ -131,7 +131,7 @@ class CallBuilder:
             stop_ids=stop_ids_of(generation.sampling, self._facts.eos_token_ids),
             num_top_logprobs=generation.output.logprobs,
         )
-        # Not every 1.2 does so because the engine was told to measure.
+        # Not every 1.2 measures requests just because the engine was told to.
         arguments["sampling_params"].return_perf_metrics = self._loaded.arguments.has_perf_metrics
         given = {name: value for name, value in arguments.items() if value is not None}
         return Call(arguments=given, cursor=cursor, is_handing_off=is_handing_off, inputs=built)
@@ -158,19 +158,19 @@ class CallBuilder:
         if generation.sampling.guided is not None and len(generation.generated_token_ids) > (
             request.hand_off is not None
         ):
-            # A grammar begins with the output, and what is given of that is TensorRT-LLM's prompt.
+            # A grammar begins with the output, but TensorRT-LLM takes the output so far as a part of the prompt.
             raise WorkerUnavailableError("an answer that follows a grammar can't be continued after it broke off")
-        # Media are looked at by whoever reads them; with a hand-off they are in its KV.
+        # The code that reads media checks them; with a hand-off they are in its KV.
         free = replace(generation.sampling, guided=None)
         plain = replace(generation, data_parallel_rank=0, adapter="", media=(), sampling=free)
         if request.hand_off is not None and generation.media:
-            # TensorRT-LLM may have put ids of its own there, beyond the vocabulary.
+            # Where media lie, TensorRT-LLM may have put ids of its own, beyond the vocabulary.
             plain = replace(plain, prompt_token_ids=_without_media(generation))
         check_request(replace(request, generation=plain, hand_off=None, media_blocks=(), media_inputs=()), limits)
 
 
 def _without_media(generation: Generation) -> list[int]:
-    """Its prompt, with tokens of any vocabulary where media lie."""
+    """The prompt, with tokens that every vocabulary has where media lie."""
     token_ids = list(generation.prompt_token_ids)
     for span in generation.media:
         token_ids[span.first_position : span.first_position + span.num_tokens] = [0] * span.num_tokens

@@ -18,10 +18,10 @@ _LOOKS_PER_TIMEOUT = 4
 
 
 class Canary:
-    """Sends such requests, and knows when one is overdue. Lives on the event loop that reads the handles."""
+    """Sends canaries, and knows when one is overdue. Lives on the event loop that reads the handles."""
 
     def __init__(self, loaded: LoadedLlm, times: TrtllmTimes, progress: Callable[[], int]) -> None:
-        """``progress`` counts what came out of the engine for others."""
+        """``progress`` counts what the engine has given out for other requests."""
         self._loaded = loaded
         self._times = times
         self._progress = progress
@@ -31,12 +31,12 @@ class Canary:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether a request of this kind is out, and nothing has come for too long since. Any thread may ask."""
+        """Whether a canary is out, and the engine has given out nothing for too long. Any thread may ask."""
         quiet_since = self._quiet_since
         return quiet_since is not None and self._clock() - quiet_since > self._times.canary_timeout_s
 
     async def warm_up(self) -> None:
-        """Have kernels made and memory reserved.
+        """Send a first request, with which the engine makes its kernels and reserves memory.
 
         Raises whatever the request raises, and ``TimeoutError``.
         """
@@ -44,7 +44,7 @@ class Canary:
             await self._send(_NUM_WARM_UP_TOKENS)
 
     async def run(self) -> None:
-        """Send one to each rank whenever nothing has come out for a while. Raises what the engine's death raises."""
+        """Send a canary to each rank whenever nothing has come out for a while. Raises the error of a dead engine."""
         while True:
             seen = self._progress()
             await asyncio.sleep(self._times.canary_interval_s)
@@ -52,7 +52,7 @@ class Canary:
                 await self._prove(seen)
 
     async def _prove(self, seen: int) -> None:
-        """However long it takes: meanwhile it is overdue, whenever nothing comes for too long."""
+        """Wait for a canary however long it takes. Meanwhile it is overdue whenever nothing comes for too long."""
         self._quiet_since = self._clock()
         watching = asyncio.create_task(self._watch(seen))
         try:
@@ -65,7 +65,7 @@ class Canary:
         self.num_ended += 1
 
     async def _watch(self, seen: int) -> None:
-        """Count the time from the latest output, not from the request: a busy engine may take it up late."""
+        """Count the time from the latest output, not from the canary: a busy engine may take the canary up late."""
         while True:
             await asyncio.sleep(self._times.canary_timeout_s / _LOOKS_PER_TIMEOUT)
             now, progress = self._clock(), self._progress()
@@ -73,7 +73,7 @@ class Canary:
                 seen, self._quiet_since = progress, now
 
     async def _send(self, num_tokens: int) -> None:
-        """One to each rank, at the same time. Raises what the first of them raises that fails."""
+        """Send a request to each rank, at the same time. Raises the error of the first one that fails."""
         ranks = range(self._loaded.arguments.num_ranks)
         sending = [asyncio.create_task(self._send_to(rank, num_tokens)) for rank in ranks]
         try:

@@ -22,7 +22,7 @@ from quartet.transfer.base import FetchResult, Puller
 
 logger = logging.getLogger(__name__)
 
-# Hand-offs end within minutes; nobody comes with one that is so many others old.
+# Hand-offs end within minutes, so no request brings one after this many others.
 _MAX_REMEMBERED = 1 << 16
 
 
@@ -37,10 +37,10 @@ class Claims:
         self._opened: set[int] = set()
 
     def open(self, request: EngineRequest, cache: CacheIdentity) -> HandOffState:
-        """Accept the hand-off of ``request`` for an engine with ``cache``; it is renewed from now on.
+        """Accept the hand-off of ``request`` for an engine with ``cache``; renew it from now on.
 
         Raises:
-            UnsupportedFieldError: none is taken here.
+            UnsupportedFieldError: this engine takes no hand-offs.
             LayoutMismatchError: it is of another engine, or of one with another model, dtype or block size.
             HandOffStateError: it was used before.
             InvalidRequestError: it is not of this request's tokens.
@@ -68,7 +68,7 @@ class Claims:
         return state
 
     def follow(self, output: StepOutput) -> None:
-        """Let go of what ``output`` says that it is here, or that nobody will take it any more."""
+        """Let go of hand-offs whose KV has arrived, or whose request has failed, as ``output`` shows."""
         for started in output.started:
             if started.id in self._opened:
                 self._opened.discard(started.id)
@@ -95,7 +95,7 @@ class Claims:
 
     def _end(self, id: int, outcome: FetchResult | ServingError) -> None:
         if isinstance(outcome, ServingError):
-            # The blocks are here all the same; the source lets go when the hand-off expires.
+            # The blocks are here all the same; the source frees its own when the hand-off expires.
             logger.info("request %s: the source was not told that its hand-off is done: %s", id, outcome.message)
 
 

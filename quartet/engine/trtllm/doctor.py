@@ -2,14 +2,14 @@
 
     python -m quartet.engine.trtllm.doctor REPORT_FILE
 
-in a process of its own: the import takes up to a minute, starts MPI, and crashes if MPI is broken. The package prints
-its own lines, hence the report file. A line that begins with ``PROGRESS`` says what comes next. Exit code ``ABSENT``:
-there is no such package.
+Run it in a process of its own: the import takes up to a minute, starts MPI, and crashes if MPI is broken. The package
+prints its own lines, hence the report file. A line that begins with ``PROGRESS`` says what comes next. Exit code
+``ABSENT``: the package is not installed.
 
-``SYMBOLS`` is the table of what the adapter relies on, and of what would not work without it. Whatever the adapter
-imports stands there; a test checks that. Fields of configurations are those of ``schema``; the table has those that
-Quartet itself sets or relies on. ``QUESTIONS`` are facts unknown of TensorRT-LLM 1.2 that the package alone can answer;
-the adapter works with either answer, which helps to explain what it does.
+``SYMBOLS`` lists what the adapter relies on, and what would not work without it. It has everything that the adapter
+imports; a test checks that. ``schema`` has the fields of configurations; ``SYMBOLS`` has those of them that Quartet
+itself sets or relies on. ``QUESTIONS`` are facts about TensorRT-LLM 1.2 that are unknown here and that only the package
+can answer. The adapter works with either answer; an answer helps to explain the adapter's behaviour.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _PACKAGE = "tensorrt_llm"
 
 @dataclasses.dataclass(frozen=True)
 class Lack:
-    """Something that the adapter relies on and that is not there.
+    """Something that the adapter relies on and that the package lacks.
 
     Attributes:
-        path: what it is.
+        path: the symbol, and its name that is missing.
         loses: what does not work without it.
-        is_needed: Quartet can't do without; else only somebody's ``engine_args`` name it, or little is lost.
-        reason: why it can't be had, where more is known than that it is not there.
+        is_needed: Quartet can't do without it; else only a user's ``engine_args`` name it, or little is lost.
+        reason: the error of its import; empty if it is just not there.
     """
 
     path: str
@@ -56,7 +56,7 @@ class Lack:
 
 @dataclasses.dataclass(frozen=True)
 class OtherDefault:
-    """A default that is not what the adapter reckons with."""
+    """A default that differs from the one that the adapter relies on."""
 
     path: str
     expected: str
@@ -66,7 +66,7 @@ class OtherDefault:
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """The answer to a question of `uncertain`; ``None``: it can't be told."""
+    """The answer to one of ``QUESTIONS``; ``None``: there is no telling."""
 
     text: str
     holds: bool | None
@@ -75,7 +75,7 @@ class Fact:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What an installed package is like."""
+    """What the inspection of an installed package found."""
 
     version: str
     num_found: int
@@ -84,7 +84,7 @@ class Report:
     facts: tuple[Fact, ...]
 
     def to_json(self) -> str:
-        """For the process that asked."""
+        """Write the report for the process that asked."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
@@ -122,7 +122,7 @@ def inspect_package() -> Report:
 
 
 def _compare(symbol: Symbol) -> Iterator[Lack | OtherDefault | None]:
-    """What is wrong with the symbol and with each name of it; ``None`` for each that is right."""
+    """Yield what is wrong with the symbol and with each of its names; ``None`` for each that is right."""
     try:
         found: Any = import_module(symbol.module)
         for part in symbol.name.split("."):
@@ -130,7 +130,7 @@ def _compare(symbol: Symbol) -> Iterator[Lack | OtherDefault | None]:
     except AttributeError:
         yield Lack(symbol.path, symbol.loses, is_needed=not symbol.is_optional)
         return
-    except Exception as error:  # noqa: BLE001 - a module may fail in any way when it is imported, and is told of
+    except Exception as error:  # noqa: BLE001 - an import may fail in any way; the report names the error
         yield Lack(symbol.path, symbol.loses, is_needed=not symbol.is_optional, reason=repr(error))
         return
     yield None
@@ -150,7 +150,7 @@ def _compare(symbol: Symbol) -> Iterator[Lack | OtherDefault | None]:
 
 
 def _other_default(path: str, loses: str, found: object, expected: object) -> OtherDefault | None:
-    """``None``: ``found`` is what is expected."""
+    """Return the difference between the defaults; ``None``: there is none."""
     if expected is Default.ANY or found is Default.ANY or _plain(found) == _plain(expected):
         return None
     return OtherDefault(path, str(_plain(expected)), str(_plain(found)), loses)
@@ -180,7 +180,7 @@ def _fields(found: Any) -> Mapping[str, object]:
 def _pydantic_default(field: Any) -> object:
     if field.is_required():
         return Default.REQUIRED
-    # What a factory makes is not asked for: it may read the GPU.
+    # Do not call the factory: it may read the GPU.
     return Default.ANY if field.default_factory is not None else field.default
 
 
@@ -191,7 +191,7 @@ def _dataclass_default(field: dataclasses.Field[Any]) -> object:
 
 
 def _attributes(found: Any) -> set[str]:
-    """What instances have, as far as a class tells: an attribute that ``__init__`` assigns shows only in its code."""
+    """The attributes of instances, as far as the class shows: those that ``__init__`` assigns show only in its code."""
     names = set(dir(found))
     for base in inspect.getmro(found):
         names.update(getattr(base, "__annotations__", {}), getattr(base, "__slots__", ()))
@@ -202,7 +202,7 @@ def _attributes(found: Any) -> set[str]:
 
 
 def _plain(value: object) -> object:
-    """``value`` as somebody would write it: enums by name, names in any case."""
+    """``value`` as a user would write it: enums by name, names in any case."""
     if isinstance(value, Default):
         return value
     if isinstance(value, Enum):
@@ -252,7 +252,7 @@ _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class Form(StrEnum):
-    """What the names of a symbol are."""
+    """The kind of a symbol's names."""
 
     PARAMETERS = "parameter"  # of a function
     FIELDS = "field"  # of a dataclass or a pydantic class
@@ -261,7 +261,7 @@ class Form(StrEnum):
 
 
 class Default(Enum):
-    """Defaults that are no value."""
+    """Markers that stand for a default without a value."""
 
     REQUIRED = "required"
     ANY = "any"  # it is always given, or read only
@@ -273,8 +273,8 @@ class Need:
 
     Attributes:
         loses: what would not work.
-        names: what must be there.
-        defaults: what the adapter reckons with where it leaves a name out; these are needed as well.
+        names: names that must be there.
+        defaults: defaults that the adapter relies on where it leaves a name out; these names are needed as well.
     """
 
     loses: str
@@ -289,15 +289,15 @@ class Need:
 
 @dataclass(frozen=True)
 class Symbol:
-    """Something to be imported, or a method of it.
+    """Something that the adapter imports, or a method of it.
 
     Attributes:
         module: as the adapter writes it.
         name: in that module; ``LLM.shutdown`` is a method.
         loses: what would not work without it.
-        form: what ``needs`` names; ``None`` where being there is enough.
-        optional: names that only somebody's ``engine_args`` give.
-        is_optional: only somebody's ``engine_args`` name the symbol itself, or the adapter does without.
+        form: the kind of names in ``needs``; ``None``: the symbol only has to be there.
+        optional: names that only a user's ``engine_args`` give.
+        is_optional: only a user's ``engine_args`` name the symbol itself, or the adapter can do without it.
     """
 
     module: str
@@ -310,7 +310,7 @@ class Symbol:
 
     @property
     def path(self) -> str:
-        """As one writes it in Python."""
+        """The symbol's full name, as Python code has it."""
         return f"{self.module}.{self.name}"
 
 
@@ -318,9 +318,9 @@ _ARGS, _LLMAPI = "tensorrt_llm.llmapi.llm_args", "tensorrt_llm.llmapi"
 
 
 def _config(name: str, loses: str, *needs: Need, module: str = _ARGS, is_optional: bool = False) -> Symbol:
-    """A configuration: what is not needed of its table is only passed on."""
+    """A configuration class; the adapter only passes on the fields of its table that no ``Need`` names."""
     table = schema.LLM if name == "TorchLlmArgs" else CONFIGS.get(name)
-    # The second is the alias of another, and no field.
+    # This one is the alias of another field, and no field itself.
     names = frozenset(table.types if table else ()) - {"speculative_model_dir"}
     return Symbol(module, name, loses, Form.FIELDS, needs, names, is_optional)
 
@@ -343,7 +343,7 @@ _LLM = (
     _method("LLM.get_kv_cache_events_async", EVENTS, Need(EVENTS, "timeout")),
     _method("LLM.get_stats_async", LOAD, Need(LOAD, "timeout")),
     *(Symbol("tensorrt_llm", f"LLM.{name}", EVERYTHING) for name in ("shutdown", "__enter__", "__exit__")),
-    # Under another path, so that what instances have is looked for apart from what the constructor takes.
+    # Under another path, to check the attributes of instances apart from the parameters of the constructor.
     Symbol(_LLMAPI, "LLM", EVERYTHING, Form.ATTRIBUTES, (Need(EVERYTHING, "_executor"),)),
     _method("MultimodalEncoder", ENCODING, Need(ENCODING, defaults={"model": Default.REQUIRED})),
     _method("MultimodalEncoder.generate_async", ENCODING, Need(ENCODING, "inputs")),
@@ -441,7 +441,7 @@ _CONFIGS = (
         "TorchLlmArgs",
         EVERYTHING,
         Need(EVERYTHING, "model kv_cache_config skip_tokenizer_init dtype"),
-        # What nobody sets is reckoned with.
+        # The adapter relies on these defaults where no layer sets the field.
         Need(EVERYTHING, "", {"max_num_tokens": 8192, "max_beam_width": None, "enable_chunked_prefill": False}),
         Need(EVERYTHING, "", {"max_batch_size": None, "max_seq_len": None}),
         Need(DISAGGREGATION, "disable_overlap_scheduler", {"cache_transceiver_config": None}),
@@ -491,7 +491,7 @@ _MEDIA = (
     ),
 )
 
-#: All of it.
+#: All symbols.
 SYMBOLS: tuple[Symbol, ...] = (*_LLM, *_REQUESTS, *_RESULTS, *_METRICS, *_CONFIGS, *_MEDIA)
 
 
@@ -501,7 +501,7 @@ class Question:
 
     Attributes:
         text: the fact, as a statement.
-        holds: whether it is so; may raise anything where the package is not as thought.
+        holds: whether it is so; may raise anything if the package is not as expected.
         is_later: a sign of 1.3, not expected here.
     """
 
@@ -538,7 +538,7 @@ def _field(module: str, name: str, *fields: str) -> Callable[[], bool]:
 
 
 def _takes_lower_case() -> bool:
-    # A part of the arguments: making it reads no GPU, as the arguments as a whole would.
+    # Only one part of the arguments: making it reads no GPU, while making all of them would.
     try:
         _get("tensorrt_llm.llmapi", "CacheTransceiverConfig")(backend="ucx")
     except ValueError:

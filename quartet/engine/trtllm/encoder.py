@@ -1,8 +1,8 @@
-"""A ``MediaEncoder`` on TensorRT-LLM: pictures are kept by its ``MultimodalEncoder``, embeddings lie in a pool of ours.
+"""A ``MediaEncoder`` on TensorRT-LLM: its ``MultimodalEncoder`` keeps pictures, a pool of ours keeps embeddings.
 
 The model's pictures become states (``StateEncoder``): they stay in the GPU's memory, for one prefill worker of the
-same host. Embeddings that clients computed need no GPU: they are blocks, cached, and pulled across hosts. Where the
-sizes of a model's pictures are unknown, this takes embeddings only, and TensorRT-LLM is not loaded.
+same host. Embeddings that clients computed need no GPU: they are blocks, cached, and pulled across hosts. If the sizes
+of a model's pictures are unknown, this encoder takes embeddings only, and does not load TensorRT-LLM.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class TrtllmEncoder:
     """See ``MediaEncoder``. Loads nothing before ``start``."""
 
     def __init__(self, spec: EngineSpec, times: TrtllmTimes | None = None) -> None:
-        """Encode the files that ``spec`` says; ``times`` bounds its waits.
+        """Encode the kinds of files that ``spec`` says; ``times`` bounds the waits.
 
         Raises:
-            ConfigError: naming the setting that can't be.
+            ConfigError: names the setting that is not possible.
         """
         self._spec = spec
         self._times = times
@@ -69,11 +69,11 @@ class TrtllmEncoder:
         return self._states is None or self._states.is_alive
 
     async def start(self) -> None:
-        """Load, if it takes pictures.
+        """Load TensorRT-LLM if this encoder takes pictures.
 
         Raises:
-            ConfigError: ``encoder.kinds`` or ``engine.num_embedding_blocks``: the model has no such.
-            ServingError: what else is wrong.
+            ConfigError: ``encoder.kinds`` or ``engine.num_embedding_blocks`` does not suit the model.
+            ServingError: something else is wrong.
         """
         for warning in self._arguments.warnings:
             _LOG.warning("%s", warning)

@@ -45,12 +45,12 @@ class TrtllmEngine(ThreadedEngine[LlmSession]):
 
         Args:
             spec: what to load.
-            kind: of its requests.
+            kind: the kind of its requests.
             puller: keeps hand-offs alive until their KV has moved. The caller closes it, after the engine.
             times: bounds of its waits.
 
         Raises:
-            ConfigError: a setting that TensorRT-LLM does not allow, or it is not installed.
+            ConfigError: TensorRT-LLM does not allow a setting, or is not installed.
         """
         check_installed()
         self._arguments = llm_arguments(spec, _USES[kind])
@@ -68,17 +68,17 @@ class TrtllmEngine(ThreadedEngine[LlmSession]):
 
     @property
     def memory(self) -> None:
-        """None: it moves its own cache."""
+        """None: TensorRT-LLM moves its own cache."""
         return None
 
     @property
     def embeddings(self) -> EmbeddingMemory | None:
-        """Where it reads embeddings of media; ``None``: it takes none."""
+        """The memory from which the engine reads embeddings of media; ``None``: it takes none."""
         return None if self._session is None else self._session.loaded.inputs.embeddings
 
     @property
     def is_alive(self) -> bool:
-        """Whether it was started, has not ended, and still answers canaries."""
+        """Whether the engine was started, has not ended, and still answers canaries."""
         session = self._session
         return session is not None and super().is_alive and not session.is_hanging
 

@@ -1,7 +1,7 @@
-"""What TensorRT-LLM raises, as what a caller is told.
+"""Turns the errors that TensorRT-LLM raises into the errors that callers get.
 
-The exact texts are nobody's promise, so that they decide only between answers each of which is safe; and they may quote
-what a request asked for, so that they are not repeated to whoever can read logs.
+TensorRT-LLM does not promise the exact texts, so they decide only between answers that are all safe. They may quote
+what a request asked for, so they are not repeated where readers of logs would see them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TRANSFER = re.compile(r"transfer|transceiver|opaque_state|ctx_request_id|contex
 _GUIDE = re.compile(r"guided|grammar|regex|json.?schema|ebnf", re.I)
 _SHUTTING_DOWN = re.compile(r"shut(ting)? ?down", re.I)
 _MAX_TRACES = 5
-#: Words of a refusal, and the field that they are about.
+#: Words in the text of a refusal, and the request's field that they point to.
 _FIELDS = (
     (_GUIDE, "sampling.guided"),
     (re.compile(r"lora", re.I), "adapter"),
@@ -46,7 +46,7 @@ _FIELDS = (
 
 
 def refusal(error: Exception, request_error: type[Exception]) -> ServingError:
-    """What it means that the call for a request raised ``error``; the engine goes on."""
+    """Return the caller's error for a request whose call raised ``error``; the engine goes on."""
     text = str(error)
     if isinstance(error, ServingError):
         return error
@@ -67,12 +67,12 @@ def failure(
     is_pulling: bool,
     awaits_media: bool = False,
 ) -> ServingError | None:
-    """What it means that ``request`` ended with ``error``; ``None``: a dead engine.
+    """Return the caller's error for ``request``, which ended with ``error``; ``None``: the engine is dead.
 
     Args:
-        error: what its handle raised.
-        request_error: TensorRT-LLM's own type of error of one request.
-        request: what was asked.
+        error: what the request's handle raised.
+        request_error: TensorRT-LLM's own type for an error of one request.
+        request: the request that failed.
         is_pulling: the KV of its hand-off was on its way.
         awaits_media: it had no output yet, and an encode worker keeps embeddings for it.
     """
@@ -85,31 +85,31 @@ def failure(
     if _TOO_LONG.search(text) and not (is_pulling and _TRANSFER.search(text)):
         return _too_long()
     if is_pulling:
-        # Whatever else went wrong before the first output: the KV is not here, and a prefill brings it again.
+        # Any other error before the first output: the KV is not here, and another prefill brings it.
         return TransferError("the prompt's KV cache did not come over")
     if request.generation.sampling.guided is not None and _GUIDE.search(text):
         return InvalidRequestError("the grammar can not be followed", field="sampling.guided")
     if _TRANSFER.search(text):
         return TransferError("the prompt's KV cache could not be handed over")
     if awaits_media:
-        # Most likely who keeps them is gone; encoded again they are elsewhere.
+        # Most likely the encode worker that keeps them is gone; encoding them again puts them elsewhere.
         return TransferError("the embeddings of the prompt's media did not come over")
     return EngineError("the engine failed the request")
 
 
 def start_error_of(error: Exception) -> ServingError | ConfigError:
-    """What whoever starts an engine is told: all, as nobody has asked for anything yet that it could quote."""
+    """The error for the caller that starts an engine, with its full text: no request has come that it could quote."""
     return error if isinstance(error, ServingError | ConfigError) else EngineError(f"the engine is lost: {error!r}")
 
 
 def loss_of(error: Exception) -> EngineError:
-    """What every request is told of an engine that ``error`` has ended: it may quote what one of them asked for."""
+    """The error for every request of an engine that ``error`` ended; leaves out texts that may quote one of them."""
     what = error.message if isinstance(error, ServingError) else type(error).__name__
     return EngineError(f"the engine is lost: {what}")
 
 
 def trace_of(error: BaseException) -> str:
-    """``error`` for a log: types and places of it and of what it came of, but nothing of what it says."""
+    """``error`` for a log: types and places of it and of its causes, without their texts."""
     parts: list[str] = []
     link: BaseException | None = error
     while link is not None and len(parts) < _MAX_TRACES:
@@ -129,5 +129,5 @@ def _invalid(text: str) -> InvalidRequestError:
 
 
 def is_foreseen(error: Exception, request_error: type[Exception]) -> bool:
-    """Whether a call for a request may raise ``error``: what else it raises is worth a look."""
+    """Whether ``error`` is one that a call for a request may raise; any other is worth a look."""
     return isinstance(error, ServingError | request_error | ValueError | TypeError | RuntimeError)

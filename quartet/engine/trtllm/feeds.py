@@ -1,7 +1,7 @@
 """The feeds of a running TensorRT-LLM: which KV blocks can be shared, and how loaded it is.
 
 ``Feeds`` merges them, a ``Poller`` is the thread that fetches one of them in either of upstream's two ways, and
-``LlmRankStats`` reads the statistics of a step, any part of which may be missing.
+``LlmRankStats`` holds the statistics of a step; any part of them may be missing.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from quartet.events.kv import RankEvents, StoredBlocks
 
 logger = logging.getLogger(__name__)
 
-# That nobody took yet. Older ones are dropped, and what is told begins anew at the gap.
+# Events that wait for ``take_kv_events``. Older ones are dropped; after that gap, reporting begins anew.
 _MAX_WAITING_EVENTS = 1 << 16
 
 # Feeds, by the names of their threads.
 _EVENTS, _STATS = "trtllm-kv-events", "trtllm-stats"
 
-# How long a fetch may wait for something. Short: it may block, and what it waits for may not wake it.
+# How long a fetch may wait for an item. Short: the fetch may block, and a new item may not wake it.
 _FETCH_S = 0.2
 
-# An iterator that waited so long for an item had been told of everything before.
+# An iterator that waited this long for an item had already yielded everything before it.
 _WAITED_S = 0.02
 
-# Without items and without requests for so long a feed is idle, and looked at but now and then.
+# A feed that has had no items and no requests for this long is idle; the poller then fetches it only now and then.
 _IDLE_AFTER_S, _IDLE_FETCH_EVERY_S = 5.0, 1.0
 
 _CLOSE_S = 5.0
 
-# After the first failure, doubled with each until it is the other.
+# The pause after the first failure. Each further failure doubles it, up to the second figure.
 _RETRY_S, _MAX_RETRY_S = 0.5, 30.0
 
 _MAX_DOUBLINGS = 10
 
 
 class LlmFeeds(Protocol):
-    """``tensorrt_llm.LLM``, as far as it is needed here."""
+    """The part of ``tensorrt_llm.LLM`` that the feeds need."""
 
     def get_kv_cache_events_async(self, timeout: float | None) -> AsyncIterator[object]:
         """KV events, until ``timeout`` seconds bring none."""
@@ -68,10 +68,10 @@ class LlmFeeds(Protocol):
 class Feeds:
     """Reads both feeds on threads of its own. Its methods may be called on any thread; none but ``close`` waits.
 
-    Events are kept as they came until ``take_kv_events`` follows them: so a snapshot is what those know who heard all
-    that was taken, and nothing else.
+    Events wait unread until ``take_kv_events`` applies them. So a snapshot is exactly what a receiver of all taken
+    events knows.
 
-    Of 1.2's statistics nobody says which rank they are of: with several, ``stats`` has what holds for all of them.
+    The statistics of 1.2 don't name their rank: with several ranks, ``stats`` has only what holds for all of them.
     """
 
     def __init__(
@@ -90,16 +90,16 @@ class Feeds:
         """Nothing is fetched before ``begin``.
 
         Args:
-            llm: what is asked.
+            llm: the engine to fetch from.
             block_size: tokens of a KV block.
             num_ranks: attention-data-parallel ranks.
-            wants_events: it was made to keep KV events.
-            wants_stats: it was made to keep statistics.
-            on_change: there are events to take, or ``failure`` is another; called on a feed's thread, once until they
-                are.
-            on_record: hears of every step's record, on a feed's thread.
-            media_token_ids: tokens that stand for media: blocks with one are never told of.
-            vocab_size: tokens from here on stand for something else than text.
+            wants_events: ``llm`` was made to keep KV events.
+            wants_stats: ``llm`` was made to keep statistics.
+            on_change: called on a feed's thread when there are events to take, once until they are taken, and when
+                ``failure`` changes.
+            on_record: called on a feed's thread with every step's record.
+            media_token_ids: tokens that stand for media: blocks with one are never reported.
+            vocab_size: tokens from here on stand for something other than text.
         """
         self._num_ranks, self._wants_events = num_ranks, wants_events
         self._on_change, self._on_record = on_change, on_record
@@ -109,7 +109,7 @@ class Feeds:
         self._waiting: deque[LlmEvent] = deque(maxlen=_MAX_WAITING_EVENTS)
         self._told_until = 0.0
         self._has_unreadable = False
-        self._lock = threading.Lock()  # of what waits: never held for long
+        self._lock = threading.Lock()  # guards the waiting events; never held for long
         self._mirror_lock = threading.Lock()
         self._latest: LlmRankStats | None = None
         self._latest_of_rank: dict[int, LlmRankStats] = {}
@@ -121,30 +121,30 @@ class Feeds:
 
     @property
     def failure(self) -> Exception | None:
-        """Why a feed can't be fetched now; ``None``: all can. After a break every rank's blocks are told as gone."""
+        """Why a feed can't be fetched now; ``None``: all can. After a break all ranks' blocks are reported as gone."""
         return next(iter(list(self._failures.values())), None)
 
     def begin(self) -> None:
-        """A request was submitted, the first or another one: there will be something to fetch."""
+        """Call this after each submitted request, from the first on: there will be something to fetch."""
         for poller in self._pollers:
             poller.begin()
 
     def note_private(self, token_ids: Sequence[int], *, first_position: int = 0) -> PrivateTokens:
-        """A request with a salt, an adapter or media is about to be submitted: its blocks are not to be told of.
+        """Call this before submitting a request with a salt, an adapter or media: its blocks must not be reported.
 
         Args:
-            token_ids: of its prompt and what is generated already.
+            token_ids: of its prompt and of what it has generated already.
             first_position: of its first media item; 0 with a salt or an adapter.
 
         Returns:
-            Its ``end`` is to be called when the last output of the request came.
+            The caller calls its ``end`` when the last output of the request came.
         """
         if not self._wants_events:
-            return PrivateTokens(lambda: None)  # nothing is told of at all
+            return PrivateTokens(lambda: None)  # no block is reported at all
         return self._private.add(token_ids, first_position)
 
     def take_kv_events(self) -> Sequence[RankEvents]:
-        """What changed since the last call, in our names; ranks without a change are left out."""
+        """Return the changes since the last call, in our names; ranks without a change are left out."""
         with self._mirror_lock:
             with self._lock:
                 waiting, self._waiting = self._waiting, deque(maxlen=_MAX_WAITING_EVENTS)
@@ -160,7 +160,7 @@ class Feeds:
         return [RankEvents(rank, events) for rank, events in taken if events]
 
     def kv_snapshot(self) -> Sequence[StoredBlocks]:
-        """All blocks that every rank could share once all that was taken is applied."""
+        """All blocks that each rank can share, as of the last ``take_kv_events``."""
         with self._mirror_lock:
             return [blocks for mirror in self._mirrors for blocks in mirror.stored_blocks()]
 
@@ -173,26 +173,26 @@ class Feeds:
 
     @property
     def latest_record(self) -> LlmRankStats | None:
-        """The latest record, whichever rank it is of."""
+        """The latest record of any rank."""
         return self._latest
 
     def num_blocks(self, rank: int) -> int | None:
-        """KV blocks on the device; ``None``: not told yet."""
+        """KV blocks on the device; ``None``: not known yet."""
         stats = self.stats(rank)
         if stats is not None and stats.num_total_blocks is not None:
             return stats.num_total_blocks
         return self._mirrors[rank].num_blocks
 
     def num_named_blocks(self, rank: int) -> int:
-        """Blocks on the device that are told of as shareable."""
+        """Blocks on the device that are reported as shareable."""
         return self._mirrors[rank].num_named_device_blocks
 
     def num_busy_records(self, rank: int) -> int:
-        """Records of steps that computed something; where they are of no rank, they count for the first."""
+        """Records of steps that computed something; records without a rank count for the first rank."""
         return self._num_busy_records[rank]
 
     def num_prompt_records(self, rank: int) -> int:
-        """Of these, steps that computed prompt tokens."""
+        """Those of ``num_busy_records`` whose steps computed prompt tokens."""
         return self._num_prompt_records[rank]
 
     def stop(self) -> None:
@@ -237,7 +237,7 @@ class Feeds:
         try:
             event = self._reader.read(item)
         except UnreadableEventError as error:
-            # It leaves a gap in the numbers, as a lost one does.
+            # An unreadable event leaves a gap in the numbers, as a lost one does.
             if not self._has_unreadable:
                 self._has_unreadable = True
                 logger.warning("TensorRT-LLM tells of KV blocks in a way that is not known: %s", error)
@@ -267,7 +267,7 @@ class Feeds:
                 self._on_record(stats)
 
     def _lose_stats(self, error: Exception) -> None:
-        # What was last heard is not so for long.
+        # The latest records soon stop being true.
         self._latest, self._latest_of_rank = None, {}
         self._fail(_STATS, error)
 
@@ -282,13 +282,13 @@ class Feeds:
 
 @dataclass(frozen=True, kw_only=True)
 class PollListener:
-    """What hears of a feed, on the poller's thread.
+    """Callbacks of a ``Poller``, called on its thread.
 
     Attributes:
-        on_items: items, in order.
-        on_told: all that the engine had to say before this moment, in monotonic seconds, was in items by now.
-        on_break: it could not be fetched; what it told of meanwhile may be missing. Once until ``on_mended``.
-        on_mended: it was fetched again.
+        on_items: items of the feed, in order.
+        on_told: the items so far include all that the engine had to say before this moment, in monotonic seconds.
+        on_break: a fetch failed, and items of the meantime may be missing. Called once until ``on_mended``.
+        on_mended: a fetch worked again.
     """
 
     on_items: Callable[[Sequence[object]], None]
@@ -300,9 +300,10 @@ class PollListener:
 class Poller:
     """Fetches from the first ``begin`` until ``close``.
 
-    A queue's iterator fails before the first request, and once it ended stays so until another one is submitted: then
-    ``begin`` has it asked again at once. Over RPC each call fetches, and blocks: nobody else's thread but this one's.
-    An iterator may yield items, or lists of them. Whatever else a fetch raises, it is tried again, ever less often.
+    The iterator of a queue fails before the first request. Once it has ended, it yields nothing until another request
+    is submitted: then ``begin`` makes the poller fetch again at once. Over RPC each call fetches, and blocks, but only
+    this thread. An iterator may yield items, or lists of them. After any other error the poller tries again, ever less
+    often.
     """
 
     def __init__(self, name: str, fetch: Callable[[float], AsyncIterator[object]], listener: PollListener) -> None:
@@ -320,7 +321,7 @@ class Poller:
         self._start_lock = threading.Lock()
 
     def begin(self) -> None:
-        """A request was submitted. Never blocks; any thread may call."""
+        """Call this after each submitted request. Never blocks; any thread may call."""
         self._began_at = time.monotonic()
         with self._start_lock:
             if self._thread.ident is None and not self._closing.is_set():
@@ -350,7 +351,7 @@ class Poller:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         last_item_at = time.monotonic()
         while not self._closing.is_set():
-            self._wake_up.clear()  # before fetching: a request from here on has it fetch again at once
+            self._wake_up.clear()  # before fetching: a request from here on makes this loop fetch again at once
             began_at = time.monotonic()
             try:
                 has_items = await self._poll()
@@ -369,7 +370,7 @@ class Poller:
                 self._wake_up.wait(pause_s)
 
     def _break(self, error: Exception) -> None:
-        """Tell of it and wait; this loop has nothing else to do, and requests are no reason to ask earlier."""
+        """Report the failure and pause. The pause may block this loop, and a new request does not shorten it."""
         if self._closing.is_set():
             return
         if not self._num_failures:
@@ -385,7 +386,7 @@ class Poller:
             self._listener.on_mended()
 
     async def _poll(self) -> bool:
-        """Fetch once; whether anything came."""
+        """Fetch once; return whether anything came."""
         began_at = time.monotonic()
         try:
             iterator = self._fetch(_FETCH_S)
@@ -402,7 +403,7 @@ class Poller:
                 self._listener.on_told(asked_at)
             has_items = True
             self._listener.on_items(item if isinstance(item, list) else [item])
-        # An end at once, with nothing: an iterator that had ended before, behind which items may wait.
+        # An iterator that ends at once with nothing had ended before, and items may wait behind it.
         if has_items or time.monotonic() - began_at > _FETCH_S * 0.8:
             self._listener.on_told(began_at)
         return has_items
@@ -410,19 +411,19 @@ class Poller:
 
 @dataclass(frozen=True, kw_only=True)
 class LlmRankStats:
-    """What the record of one step says; ``None``: nothing.
+    """The record of one step; a field is ``None`` if the record does not have it.
 
     Attributes:
-        rank: attention-data-parallel rank that it is of; 1.2 does not say.
+        rank: attention-data-parallel rank of the record; 1.2 does not say.
         iteration: number of the step.
-        latency_s: that it took.
-        num_active: requests that were taken up, paused ones included.
-        num_queued: requests that weren't.
-        num_scheduled: requests that the step computed for: ``num_context`` of them prompts, which had
-            ``num_context_tokens`` in the step, and ``num_generating``.
+        latency_s: duration of the step.
+        num_active: requests that the engine has taken up, paused ones included.
+        num_queued: requests that it has not taken up.
+        num_scheduled: requests that the step computed for: ``num_context`` prompts, which had ``num_context_tokens``
+            tokens in the step, and ``num_generating`` requests that generate.
         max_step_tokens: tokens that a step computes at most.
-        num_total_blocks, num_used_blocks, num_free_blocks: of KV on the device; what is only kept for reuse is free.
-        num_reused_blocks, num_missed_blocks: ever, of prompts.
+        num_total_blocks, num_used_blocks, num_free_blocks: KV blocks on the device; those only kept for reuse are free.
+        num_reused_blocks, num_missed_blocks: prompts' blocks since the start, found in the cache and not found.
     """
 
     rank: int | None = None
@@ -444,11 +445,11 @@ class LlmRankStats:
 
     @property
     def did_something(self) -> bool:
-        """Whether the step computed anything; without a word on that, it is believed to have."""
+        """Whether the step computed anything; assumed so if the record does not say."""
         return self.num_scheduled is None or self.num_scheduled > 0
 
     def of_every_rank(self) -> LlmRankStats:
-        """What holds for ranks that the record is not of: they step together, and have equal pools."""
+        """The values that hold for all other ranks too: ranks step together, and have equal pools."""
         nothing = dict.fromkeys((field.name for field in fields(self)), None)
         return replace(
             LlmRankStats(**nothing),
@@ -460,7 +461,7 @@ class LlmRankStats:
 
 
 def read_record(record: object) -> LlmRankStats | None:
-    """What ``record`` says; ``None`` for something that is none."""
+    """Read ``record``; ``None`` if it is not a record."""
     if not isinstance(record, Mapping):
         return None
     batching, cache = _part(record, "inflightBatchingStats"), _part(record, "kvCacheStats")

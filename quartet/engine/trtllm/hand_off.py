@@ -1,7 +1,7 @@
 """A prefill's ``DisaggregatedParams`` as bytes, and back: what decode needs to pull the KV blocks of a prompt.
 
-A version byte, the length of a JSON header, the header, and the bytes that it speaks of, untouched. TensorRT-LLM's
-fields differ from release to release, so that whatever a prefill gave is carried by name.
+The bytes are a version byte, the length of a JSON header, the header, and the binary fields that it points to,
+unchanged. TensorRT-LLM's fields differ from release to release, so the header carries each by its name.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from quartet.errors import EngineError, InvalidRequestError, LayoutMismatchError
 
 _VERSION = 1
 _PREFIX = struct.Struct("<BI")
-# Said by each side for itself, or of no use to the other: pictures are in the KV by then.
+# Fields that each side sets for itself, or that decode does not need: pictures are in the KV by then.
 _NOT_CARRIED = frozenset({"request_type", "multimodal_embedding_handles", "multimodal_hashes"})
 _BYTES, _TUPLE, _DTYPE = "$bytes", "$tuple", "$dtype"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheIdentity:
-    """What both sides must have alike."""
+    """What must be the same on both sides."""
 
     model_fingerprint: str
     block_size: int
@@ -36,7 +36,7 @@ class HandOffState:
     """A prompt that another engine computed.
 
     Attributes:
-        cache: of that engine.
+        cache: the cache identity of that engine.
         num_tokens: tokens whose KV it holds.
         fields: of its ``DisaggregatedParams``, by name; those that are ``None`` are left out.
     """
@@ -53,19 +53,19 @@ class HandOffState:
 
     @classmethod
     def of(cls, params: Any, cache: CacheIdentity, num_tokens: int) -> HandOffState:
-        """What ``params``, of a completed prefill, say."""
-        # The class has slots, and ``asdict`` would copy what it holds.
+        """Make a state from ``params`` of a completed prefill."""
+        # The class has slots, and ``asdict`` would copy the values.
         given = {item.name: getattr(params, item.name) for item in dataclasses.fields(params)}
         kept = {name: value for name, value in given.items() if value is not None and name not in _NOT_CARRIED}
         return cls(cache=cache, num_tokens=num_tokens, fields=kept)
 
     def params(self, package: Package) -> Any:
-        """The ``DisaggregatedParams`` with which decode goes on; what this release doesn't know is left out."""
+        """The ``DisaggregatedParams`` with which decode goes on, without fields that this release doesn't have."""
         known = {name: value for name, value in self.fields.items() if package.has_disaggregated_field(name)}
         return package.DisaggregatedParams(request_type="generation_only", **known)
 
     def to_bytes(self) -> bytes:
-        """For the way. Raises ``EngineError`` for a field that is no plain data."""
+        """The state as bytes, to be sent. Raises ``EngineError`` for a field that is not plain data."""
         blobs = bytearray()
         header = {
             "model": self.cache.model_fingerprint,
@@ -78,11 +78,11 @@ class HandOffState:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> HandOffState:
-        """What ``to_bytes`` made.
+        """Read what ``to_bytes`` made.
 
         Raises:
             LayoutMismatchError: another version made it.
-            InvalidRequestError: field ``hand_off``; nothing made it.
+            InvalidRequestError: field ``hand_off``; the bytes are malformed.
         """
         if data[:1] and data[0] != _VERSION:
             raise LayoutMismatchError("the hand-off is of another version of this engine", field="hand_off")
@@ -100,7 +100,7 @@ class HandOffState:
 
 
 def _plain(value: Any, blobs: bytearray) -> Any:
-    """``value`` as JSON has it; bytes go to the end of ``blobs``."""
+    """``value`` in JSON's types; its bytes go to the end of ``blobs``."""
     if isinstance(value, bytes | bytearray | memoryview):
         start = len(blobs)
         blobs += value

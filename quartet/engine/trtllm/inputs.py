@@ -45,16 +45,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LlmInputs:
-    """What a request is given to TensorRT-LLM as.
+    """What TensorRT-LLM is given for one request.
 
     Attributes:
-        inputs: of ``generate_async``.
-        disaggregated: further fields of ``DisaggregatedParams``; where there are any, the request takes such params
-            whatever it does (``context_and_generation``).
-        expected_token_ids: what the result must say that the prompt was; ``None``: it is in ``inputs``, or unknown.
-        unread_token_ids: of a prompt that TensorRT-LLM lays its media out in, with one placeholder each: where they
-            lie in it is to be told (``InputBuilder.laid_out``); ``None``: it is known.
-        add_special_tokens: of ``SamplingParams``.
+        inputs: the inputs of ``generate_async``.
+        disaggregated: further fields of ``DisaggregatedParams``; if there are any, the request takes such params even
+            without a hand-off (``context_and_generation``).
+        expected_token_ids: the prompt that the result must name; ``None``: it is in ``inputs``, or unknown.
+        unread_token_ids: the ids of a prompt in which TensorRT-LLM lays out the media itself, with one placeholder for
+            each item; ``InputBuilder.laid_out`` finds the items later; ``None``: their places are known.
+        add_special_tokens: for ``SamplingParams``.
     """
 
     inputs: Mapping[str, object] = field(repr=False)
@@ -65,14 +65,14 @@ class LlmInputs:
 
 
 class InputBuilder:
-    """Of one model. ``build`` is called on one thread, that of the LLM's event loop; ``read_media`` takes its time.
+    """Builds inputs for one model. Call ``build`` on the thread of the LLM's event loop; ``read_media`` takes its time.
 
     Attributes:
-        embeddings: the pool with embeddings that were pulled; ``None``: it takes no media.
+        embeddings: the pool with pulled embeddings; ``None``: the model takes no media.
     """
 
     def __init__(self, model: MediaModel | None, model_fingerprint: str) -> None:
-        """Without a model, text alone is taken."""
+        """Without a model, the builder takes text only."""
         self._model = model
         self._limits: MediaLimits | None = None
         self.embeddings: EmbeddingMemory | None = None
@@ -80,7 +80,7 @@ class InputBuilder:
             self.embeddings = model.make_memory(model_fingerprint)
             self._reader = _ItemReader(model, self.embeddings)
             self._limits = MediaLimits(
-                # Where sizes are unknown, items may have tokens of their own among the placeholders.
+                # If sizes are unknown, items may have tokens of their own among the placeholders.
                 placeholder_id=model.config.placeholder_id if model.sizes is not None else None,
                 block_size=self.embeddings.layout.block_size,
                 num_blocks=self.embeddings.memory.num_blocks,
@@ -88,17 +88,17 @@ class InputBuilder:
 
     @property
     def reads_media(self) -> bool:
-        """As ``EngineCapabilities`` has it."""
+        """See ``EngineCapabilities``."""
         return self._model is not None
 
     @property
     def placeholder_id(self) -> int | None:
-        """As ``EngineCapabilities`` has it."""
+        """See ``EngineCapabilities``."""
         return None if self._model is None else self._model.config.placeholder_id
 
     @staticmethod
     def has_media(request: EngineRequest) -> bool:
-        """Whether there are media to be read before ``request`` can be given to TensorRT-LLM."""
+        """Whether the media of ``request`` must be read before TensorRT-LLM can take it."""
         return request.hand_off is None and _names_media(request)
 
     def read_media(self, request: EngineRequest) -> Sequence[MediaItem]:
@@ -107,14 +107,14 @@ class InputBuilder:
         return self._reader.read(request)
 
     def build(self, request: EngineRequest, media: Sequence[MediaItem] | None = None) -> LlmInputs:
-        """What TensorRT-LLM is to be given of ``request``, whose media are read here unless they were.
+        """Build what TensorRT-LLM is given for ``request``; read its media unless ``media`` has them.
 
         Raises:
-            UnsupportedFieldError: field ``media``; this engine takes none.
-            InvalidRequestError: ``prompt_token_ids``: they don't survive as text; ``media[1]``: it is not what the
-                prompt says, or not to be had with the others.
-            TransferError: field ``media[1]``; what an encode worker holds can't be taken from here.
-            MediaLostError: they are not here.
+            UnsupportedFieldError: field ``media``; this engine takes no media.
+            InvalidRequestError: ``prompt_token_ids``: the ids don't survive as text; ``media[1]``: the item is not what
+                the prompt says, or can't be used together with the others.
+            TransferError: field ``media[1]``; an encode worker holds the item where this engine can't take it.
+            MediaLostError: the embeddings are not here.
         """
         generation = request.generation
         token_ids = [*map(int, generation.prompt_token_ids), *map(int, generation.generated_token_ids)]
@@ -134,10 +134,12 @@ class InputBuilder:
         return replace(inputs, expected_token_ids=None, unread_token_ids=collapse(token_ids, generation.media))
 
     def laid_out(self, generation: Generation, inputs: LlmInputs, became: Sequence[int]) -> Generation:
-        """``generation``, whose prompt with what was given out ``became`` that, as its prompt is with its media in it.
+        """Return ``generation`` with its prompt as TensorRT-LLM laid it out, and with the places of its media.
+
+        ``became`` is that prompt, with the output that was given out already.
 
         Raises:
-            EngineError: where they lie in it can't be told.
+            EngineError: the places of the media in it can't be told.
         """
         assert self._model is not None and inputs.unread_token_ids is not None, "there are media to be found"
         spans = find_media(inputs.unread_token_ids, became, self._model.config.placeholder_id)
@@ -151,7 +153,7 @@ class InputBuilder:
 
     def _check_media(self, request: EngineRequest) -> None:
         generation = request.generation
-        # Blocks are here for some items only, and checked where they are read.
+        # Only some items have blocks here; the code that reads the blocks checks them.
         is_unread = self._limits is not None and not generation.media
         if not is_unread:
             check_media(replace(request, media_blocks=()), self._limits)
@@ -163,7 +165,7 @@ class InputBuilder:
 
 
 def create_input_builder(spec: EngineSpec, model_fingerprint: str) -> InputBuilder:
-    """That of the model of ``spec``, which computes prompts.
+    """Create the builder for the model of ``spec``, whose worker computes prompts.
 
     Raises:
         ConfigError: ``engine.modality``: the model takes no media.
@@ -179,7 +181,7 @@ def create_input_builder(spec: EngineSpec, model_fingerprint: str) -> InputBuild
 
 @dataclass(frozen=True)
 class MediaItem:
-    """One item of a prompt, read, in one of three forms.
+    """One item of a prompt after it was read, in one of three forms.
 
     Attributes:
         rows: a tensor ``[num_tokens, hidden_size]``.
@@ -191,15 +193,15 @@ class MediaItem:
 
 
 def find_media(came: Sequence[int], became: Sequence[int], placeholder_id: int) -> tuple[MediaSpan, ...]:
-    """The runs of ``became`` that stand in place of the placeholders of ``came``; what is between is as it was.
+    """Find the runs of ``became`` that replace the placeholders of ``came``; the tokens between them are unchanged.
 
-    Some models put tokens of their own between an item's parts, so that only the text around tells where it ends.
+    Some models put tokens of their own between an item's parts, so only the text around an item tells where it ends.
 
     Returns:
-        A span an item, in order, with zeros for its name; each has at least one token.
+        One span for each item, in order, with zeros for its name; each has at least one token.
 
     Raises:
-        EngineError: ``became`` is not what ``came`` can have become, or in more than one way.
+        EngineError: ``came`` can't have become ``became``, or in more than one way.
     """
     pieces = _split(came, placeholder_id)
     first = _leftmost(pieces, list(became))
@@ -213,7 +215,7 @@ def find_media(came: Sequence[int], became: Sequence[int], placeholder_id: int) 
 
 @dataclass(frozen=True)
 class PromptText:
-    """A text, and whether what the model wants around a text is to be added to it."""
+    """A text, and whether the tokenizer must add the model's special tokens around it."""
 
     text: str = field(repr=False)
     add_special_tokens: bool
@@ -223,7 +225,7 @@ def read_prompt_text(tokenizer: Tokenizer, token_ids: Sequence[int], spans: Sequ
     """The text whose token ids are ``token_ids``, with one placeholder in place of all tokens of each of ``spans``.
 
     Raises:
-        InvalidRequestError: field ``prompt_token_ids``; there is no such text, as they are not what a tokenizer gives.
+        InvalidRequestError: field ``prompt_token_ids``; there is no such text: no tokenizer gives these ids.
     """
     collapsed = collapse(token_ids, spans)
     for candidate in _candidates(tokenizer, collapsed):
@@ -234,7 +236,7 @@ def read_prompt_text(tokenizer: Tokenizer, token_ids: Sequence[int], spans: Sequ
 
 
 def collapse(token_ids: Sequence[int], spans: Sequence[MediaSpan]) -> list[int]:
-    """``token_ids`` with the first alone of all tokens of each of ``spans``."""
+    """``token_ids``, with only the first token of each of ``spans``."""
     collapsed: list[int] = []
     begin = 0
     for span in spans:
@@ -244,13 +246,13 @@ def collapse(token_ids: Sequence[int], spans: Sequence[MediaSpan]) -> list[int]:
 
 
 def host_name() -> str:
-    """Of this host, as far as its processes see each other's memory."""
+    """The name of this host; processes with the same name see each other's memory."""
     identity = host_identity()
     return f"{identity.boot_id} {identity.ipc_namespace}"
 
 
 class _ItemReader:
-    """Reads what came with a request."""
+    """Reads the media that came with a request."""
 
     def __init__(self, model: MediaModel, embeddings: EmbeddingMemory) -> None:
         self._model = model
@@ -275,7 +277,7 @@ class _ItemReader:
         if any(item.picture is not None for item in items):
             _check_all_pictures(items)
         elif not all(item.state is not None for item in items):
-            # Handles are for all items or none: beside embeddings, what is behind them becomes embeddings, too.
+            # TensorRT-LLM takes handles for all items or for none. Beside embeddings, read embeddings from the handles.
             items = [item if item.state is None else MediaItem(rows=_take(item.state)) for item in items]
         return items
 
@@ -321,7 +323,7 @@ def _llm_inputs(text: PromptText, items: Sequence[MediaItem], token_ids: Sequenc
     if pictures:
         inputs["multi_modal_data"] = {"image": pictures}
     elif len(states) == len(items):
-        # With handles these are looked at for their number and size alone: the inputs are to be those that the
+        # With handles, TensorRT-LLM looks only at the number and size of these: the inputs must be those that the
         # encoder had, and the pictures themselves are not here.
         blanks = [Image.new("RGB", (state.width, state.height)) for state in states]
         inputs["multi_modal_data"] = {"image": blanks}
@@ -338,7 +340,7 @@ def _llm_inputs(text: PromptText, items: Sequence[MediaItem], token_ids: Sequenc
 
 
 def _check_all_pictures(items: Sequence[MediaItem]) -> None:
-    """TensorRT-LLM takes either in one prompt. Raises ``InvalidRequestError`` naming the first of the others."""
+    """Refuse embeddings beside pictures. Raises ``InvalidRequestError``, which names the first item of embeddings."""
     for index, item in enumerate(items):
         if item.picture is None:
             message = "where prefill encodes pictures, a prompt has pictures or embeddings, not both"
@@ -346,23 +348,23 @@ def _check_all_pictures(items: Sequence[MediaItem]) -> None:
 
 
 def _take(state: PictureState) -> Any:
-    """The embeddings behind a handle, in host memory; the encoder may let go of its own then."""
+    """Copy the embeddings behind a handle to host memory; after this the encoder may free its own."""
     from tensorrt_llm._torch.shared_tensor import SharedTensorContainer
 
     try:
         return SharedTensorContainer.from_dict(dict(state.handle)).get_local_view().cpu().clone()
-    except Exception as error:  # whatever CUDA makes of a handle that means nothing any more
+    except Exception as error:  # whatever CUDA raises for a handle that is no longer valid
         raise TransferError("the picture's embeddings are not there any more") from error
 
 
 def _split(token_ids: Sequence[int], placeholder_id: int) -> list[list[int]]:
-    """The text before, between and after the placeholders."""
+    """Split the ids into the text before, between and after the placeholders."""
     places = [index for index, token_id in enumerate(token_ids) if token_id == placeholder_id]
     return [list(token_ids[begin + 1 : end]) for begin, end in pairwise([-1, *places, len(token_ids)])]
 
 
 def _leftmost(pieces: Sequence[list[int]], token_ids: list[int]) -> list[tuple[int, int]] | None:
-    """Beginnings and ends of the items, each of which ends as early as it can; ``None``: they are not there."""
+    """Begin and end of each item, if each ends as early as it can; ``None``: the items are not there."""
     head, *between, tail = pieces
     end = len(token_ids) - len(tail)
     if token_ids[: len(head)] != head or token_ids[end:] != tail:
@@ -392,7 +394,7 @@ def _find(token_ids: list[int], piece: list[int], begin: int, end: int) -> int |
 
 
 def _candidates(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Iterator[PromptText]:
-    # What is added is left out first: some models' processors of pictures add it whatever they are told.
+    # Try without the special tokens first: some models' picture processors add them whatever they are told.
     added = tokenizer.encode("", add_special_tokens=True)
     if added and list(token_ids[: len(added)]) == added:
         yield PromptText(tokenizer.decode(token_ids[len(added) :], skip_special_tokens=False), True)

@@ -44,7 +44,7 @@ _TIERS = {0: Tier.DEVICE, 1: Tier.HOST}
 #: Blocks from before a gap that are remembered, some 200 bytes each; the oldest go first.
 _MAX_DOUBTFUL_BLOCKS = 1 << 18
 
-#: How much later than a request's end its last events may be sent on, by which time its last steps are long over.
+#: How long after a request's end its last events may still be sent; its last steps are long over by then.
 _GRACE_S = 5.0
 
 #: Requests that ended and whose events may still come, some 500 bytes each.
@@ -55,7 +55,7 @@ IsPrivate = Callable[[int | None, bytes], bool]
 
 
 class UnreadableEventError(Exception):
-    """An event of an unknown shape; what it said is lost."""
+    """An event of an unknown shape; its content is lost."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class EventReader:
 
     def _token_bytes(self, block: Mapping[str, Any]) -> bytes | None:
         tokens = block["tokens"]
-        # Later versions than 1.2 name pictures and salts; all of them number what is no plain token.
+        # Versions later than 1.2 name pictures and salts; all versions number tokens that are not plain.
         if len(tokens) != self._block_size or block.get("mm_keys") or block.get("cache_salt"):
             return None
         if any(token.get("token_extra_id") for token in tokens):
@@ -229,11 +229,11 @@ class RankMirror:
                 del self._doubtful[block_hash]
 
     def take(self) -> list[KvEvent]:
-        """What became or ceased to be shareable since the last call."""
+        """Events for the blocks that became shareable, or ceased to be, since the last call."""
         return self._names.take()
 
     def stored_blocks(self) -> list[StoredBlocks]:
-        """All that could be shared once everything was taken; at least one table."""
+        """All blocks that can be shared, as of the last ``take``; at least one table."""
         tables = self._names.tables() or {Tier.DEVICE: {}}
         return [StoredBlocks(self._rank, parents, tier) for tier, parents in tables.items()]
 
@@ -273,7 +273,7 @@ class RankMirror:
             parent, parent_hash, has_name = block, stored_block.block_hash, _has_name(block)
 
     def _name(self, parent_name: int | None, stored: LlmBlock) -> int | None:
-        """Sequence hash of a block after one that has a name, or after none."""
+        """Sequence hash of a block whose parent has a name, or that has no parent."""
         if stored.token_bytes is None or self._is_private(parent_name, stored.token_bytes):
             return None
         return chain_hash(parent_name, hash_bytes(stored.token_bytes))
@@ -286,7 +286,7 @@ class RankMirror:
         return block
 
     def _find(self, block_hash: int) -> _Block | None:
-        """A block that was stored, or after which one was: if it was here before a gap, it is again."""
+        """Find a block that was stored, or is the parent of one. If it was here before a gap, it counts again."""
         block = self._blocks.get(block_hash)
         if block is not None or block_hash not in self._doubtful:
             return block
@@ -330,19 +330,20 @@ class PrivateTokens:
         self._on_end: Callable[[], None] | None = on_end
 
     def end(self) -> None:
-        """Its last output came. May be called twice."""
+        """Call this when the request's last output came. May be called twice."""
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             on_end()
 
 
 class PrivateBlocks:
-    """What private requests' first private blocks look like, for as long as events may still report such blocks.
+    """Remembers each private request's first private block, for as long as events may still report that block.
 
-    What follows a block without a name of ours has none either, so one block a request is enough; and the tokens that
-    it had at first are, as any block that begins with them might be its. That also withholds plain blocks that look
-    the same and are stored meanwhile: too little is reported, never too much. Should too many requests end while no
-    event comes, they are forgotten, and every block counts as theirs until events catch up. Thread-safe.
+    A block after one without a name of ours has no name either, so one block for each request is enough. The tokens
+    that this block had at first are enough, too: any block that begins with them might be the request's. This also
+    withholds plain blocks that look the same and are stored meanwhile: too little is reported, never too much. If too
+    many requests end while no event comes, they are forgotten, and every block counts as private until events catch
+    up. Thread-safe.
     """
 
     def __init__(self, block_size: int, clock: Callable[[], float] = time.monotonic, max_ended: int = _MAX_ENDED):
@@ -351,22 +352,22 @@ class PrivateBlocks:
         self._clock = clock
         self._max_ended = max_ended
         self._lock = threading.Lock()
-        # By parent: how many have exactly this block, or only its front yet.
+        # By parent: how many requests have exactly this block, or so far only its front.
         self._full: dict[int | None, dict[bytes, int]] = {}
         self._fronts: dict[int | None, dict[bytes, int]] = {}
         self._ended: deque[tuple[float, _Start]] = deque()
         self._overflowed_at: float | None = None
 
     def __len__(self) -> int:
-        """Requests that are remembered."""
+        """The number of requests that are remembered."""
         with self._lock:
             return sum(sum(blocks.values()) for kind in (self._full, self._fronts) for blocks in kind.values())
 
     def add(self, token_ids: Sequence[int], first_position: int = 0) -> PrivateTokens:
-        """A private request is about to be submitted.
+        """Call this before submitting a private request.
 
         Args:
-            token_ids: of its prompt and what is generated already.
+            token_ids: of its prompt and of what it has generated already.
             first_position: where its contents begin to differ from a plain request's.
         """
         first_block = first_position // self._block_size
@@ -385,7 +386,7 @@ class PrivateBlocks:
             return any(token_bytes.startswith(front) for front in self._fronts.get(parent, ()))
 
     def forget(self, read_until: float) -> None:
-        """All events that the engine sent before ``read_until``, in ``clock``'s seconds, were read."""
+        """Forget old requests: all events sent before ``read_until``, in ``clock``'s seconds, were read."""
         with self._lock:
             while self._ended and self._ended[0][0] + _GRACE_S <= read_until:
                 self._count(self._ended.popleft()[1], -1)
@@ -412,7 +413,7 @@ class PrivateBlocks:
 
 @dataclass(slots=True)
 class _Block:
-    """``sequence_hash``: our name; ``parent``: TensorRT-LLM's of the block before it."""
+    """``sequence_hash``: our name; ``parent``: TensorRT-LLM's name of the block before it."""
 
     sequence_hash: int | None
     parent: int | None

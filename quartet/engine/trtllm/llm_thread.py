@@ -1,4 +1,4 @@
-"""The thread on which an LLM is loaded, called and read: it has an event loop of its own for that."""
+"""The thread that loads, calls and reads an LLM, on an event loop of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class LlmThread:
-    """Loads, serves until ``stop``, and closes what it loaded: a load that nobody waits for any more, too."""
+    """Loads, serves until ``stop``, and closes what it loaded, even if no caller waits for the load any more."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class LlmThread:
         Args:
             load: loads on entering and closes on leaving, both on the thread.
             make_session: called on the thread's event loop.
-            on_lost: hears, on the thread, why loading or warming up failed.
+            on_lost: called on the thread with the reason why loading or warming up failed.
         """
         self._load = load
         self._make_session = make_session
@@ -47,12 +47,12 @@ class LlmThread:
         threading.Thread(target=self._main, name="quartet-trtllm", daemon=True).start()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Have ``call`` run on the thread's event loop, in order; once that has ended nothing happens. Never blocks."""
+        """Run ``call`` on the thread's event loop, in order; after the loop's end, do nothing. Never blocks."""
         if self._loop is not None:
             call_on_loop(self._loop, call)
 
     def stop(self) -> None:
-        """Make the thread end: after loading, if it is still at that. Never blocks."""
+        """Make the thread end; if it still loads, it ends after loading. Never blocks."""
         with self._lock:
             self._stop.set()
             if self._loop_stop is not None:
@@ -66,7 +66,7 @@ class LlmThread:
         try:
             with self._load() as loaded:
                 self._run(loaded)
-        except Exception as error:  # the thread's work ends here; the listener fails what it knows
+        except Exception as error:  # the thread's work ends here; the listener fails its requests
             logger.exception("the LLM could not be loaded, or not be closed")
             self._on_lost(error)
         finally:
@@ -75,8 +75,8 @@ class LlmThread:
     def _run(self, loaded: LoadedLlm) -> None:
         try:
             asyncio.run(self._serve(loaded))
-        except Exception as error:  # noqa: BLE001 - before it is closed, as that may hang with it
-            # Without its text, as it may have served by now: whoever still waits for the start is told that.
+        except Exception as error:  # noqa: BLE001 - report this before closing the LLM, which may hang
+            # Leave the text out of the log: it may quote a request by now. A caller that waits for the start gets it.
             logger.error("the LLM does not work: %s", trace_of(error))
             self._on_lost(error)
 

@@ -1,4 +1,4 @@
-"""Loads an LLM and what belongs to it, and closes all of it again."""
+"""Loads an LLM and the objects that belong to it, and closes them all again."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of a request, where one step takes more.
+# Tokens of a usual request, if one step takes more.
 _USUAL_TOKENS = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedLlm:
-    """An LLM that has loaded, and what reads for it and of it.
+    """A loaded LLM, with the objects that make its inputs and read its figures.
 
     Attributes:
         has_told: set when ``feeds`` have something new.
@@ -61,11 +61,11 @@ class LoadedLlm:
 
     @property
     def cache(self) -> CacheIdentity:
-        """What an engine that goes on with its prompts must have alike."""
+        """What must be the same in an engine that goes on with this engine's prompts."""
         return CacheIdentity(model_fingerprint=self.facts.fingerprint, block_size=self.arguments.block_size)
 
     def wait_for_figures(self, timeout_s: float) -> list[RankEvents]:
-        """Block until the size of the cache was told, ``timeout_s`` at most; what was told of it meanwhile."""
+        """Block until the size of the cache is known, ``timeout_s`` at most; return the KV events of that time."""
         events: list[RankEvents] = []
         deadline = time.monotonic() + (timeout_s if self.arguments.has_stats or self.arguments.has_events else 0.0)
         while (left_s := deadline - time.monotonic()) > 0:
@@ -77,18 +77,18 @@ class LoadedLlm:
         return events
 
     def num_blocks(self) -> int:
-        """KV blocks of a rank; a guess where TensorRT-LLM doesn't say."""
+        """KV blocks of a rank; a guess if TensorRT-LLM doesn't say."""
         known = self.feeds.num_blocks(0)
         return guess_num_blocks(self.arguments, self.facts.max_model_len) if known is None else known
 
 
 def guess_num_blocks(arguments: LlmArguments, max_model_len: int) -> int:
-    """KV blocks of a rank, of which TensorRT-LLM says nothing without statistics and events.
+    """Guess the KV blocks of a rank: without statistics and events TensorRT-LLM does not report them.
 
-    Routers fill them, and refuse what never fits. So the longest request has to fit, and as many of usual length as are
-    computed at a time; that of the longest that a model knows would be room for any number of requests, which would
-    queue here instead of with the router. A usual one is taken to be computed in one step. Nothing is beyond
-    ``kv_cache_config.max_tokens``, where that is given: the pool is at most so large.
+    Routers fill these blocks, and refuse requests that never fit. So the guess has room for the longest request, and
+    for a full batch of requests of usual length. Room for a full batch of the longest requests would fit any number of
+    requests, which would then queue here instead of with the router. A request of usual length is one that a single
+    step computes. The guess never exceeds ``kv_cache_config.max_tokens``, if given: the pool is at most so large.
     """
     usual_tokens = min(arguments.max_num_tokens or _USUAL_TOKENS, _USUAL_TOKENS, max_model_len)
     num_tokens = max(max_model_len, (arguments.max_batch_size or 1) * usual_tokens)
@@ -108,13 +108,13 @@ def _check_tokenizer(arguments: LlmArguments, inputs: InputBuilder) -> None:
 def loaded_llm(
     spec: EngineSpec, kind: RequestKind, arguments: LlmArguments, on_feeds: Callable[[], None]
 ) -> Iterator[LoadedLlm]:
-    """Load as ``arguments`` say, for as long as the block lasts. Blocks for as long as loading takes.
+    """Load an LLM as ``arguments`` say, and close it at the end of the ``with`` block. Blocks while it loads.
 
-    ``on_feeds`` is called on threads of its own when the LLM has told something of its cache or its steps.
+    ``on_feeds`` is called on the feeds' threads when the LLM has reported something of its cache or its steps.
     """
     facts = ModelFacts.read(spec.model_path, arguments)
     with ExitStack() as stack:
-        # What media can't be read is told before the weights are loaded.
+        # Report what is wrong with the model's media before loading the weights.
         inputs = create_input_builder(spec, facts.fingerprint)
         stack.callback(inputs.close)
         _check_tokenizer(arguments, inputs)
@@ -151,7 +151,7 @@ def loaded_llm(
 
 @dataclass(frozen=True)
 class _Hearing:
-    """What hears of the feeds, on their threads."""
+    """Receives what the feeds report, on their threads."""
 
     book: RequestBook
     has_told: threading.Event

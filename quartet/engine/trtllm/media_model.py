@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _PREPROCESSOR, _PROCESSOR = "preprocessor_config.json", "processor_config.json"
 
-# TensorRT-LLM's own, where a checkpoint says nothing.
+# TensorRT-LLM's own default, if a checkpoint says nothing.
 _DEFAULT_DTYPE = "bfloat16"
 
 #: Model types whose pictures' sizes are known here.
@@ -50,15 +50,15 @@ _MAX_EDGE = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class MediaModel:
-    """A model that sees.
+    """A model that takes pictures.
 
     Attributes:
         placeholder: the text of its placeholder.
-        tokenizer: that of prompts.
-        dtype: of embeddings, by its PyTorch name.
-        sizes: of pictures; ``None``: they are not known for models of this type.
+        tokenizer: the tokenizer of prompts.
+        dtype: the dtype of embeddings, by its PyTorch name.
+        sizes: the sizes of pictures; ``None``: they are not known for models of this type.
         max_item_tokens: tokens that one item may fill.
-        max_pixels: of one picture.
+        max_pixels: pixels that one picture may have.
     """
 
     config: MediaConfig
@@ -81,7 +81,7 @@ class MediaModel:
         return make_embedding_memory(layout, self.settings.num_embedding_blocks)
 
     def capabilities(self, kinds: frozenset[MediaKind], model_fingerprint: str) -> EncoderCapabilities:
-        """Of what encodes, or sizes, files of ``kinds``."""
+        """The capabilities of an encoder, or sizer, of files of ``kinds``."""
         return EncoderCapabilities(
             kinds=kinds,
             model_fingerprint=model_fingerprint,
@@ -90,7 +90,7 @@ class MediaModel:
         )
 
     def need_sizes(self, field: str) -> PictureSizes:
-        """Of pictures. Raises ``ConfigError`` naming the setting that takes them: they are not known."""
+        """The sizes of pictures. Raises ``ConfigError``, which names the setting ``field``: they are not known."""
         if self.sizes is None:
             known = " and ".join(SIZED_MODEL_TYPES)
             message = f"pictures of models of type {self.config.model_type} are not supported, only those of {known}"
@@ -99,12 +99,12 @@ class MediaModel:
 
 
 def read_media_model(spec: EngineSpec) -> MediaModel | None:
-    """That of ``spec``; ``None``: it takes text only.
+    """Read the media model of ``spec``; ``None``: the model takes text only.
 
     Raises:
         ConfigError: ``engine.num_embedding_blocks``: the largest picture has no room.
         ModelFilesError: a file is missing or malformed.
-        InvalidRequestError: field ``model``: the checkpoint leaves out what is needed, or contradicts itself.
+        InvalidRequestError: field ``model``: the checkpoint lacks something needed, or contradicts itself.
     """
     config = read_media_config(spec.model_path)
     if config is None:
@@ -130,7 +130,7 @@ def read_media_model(spec: EngineSpec) -> MediaModel | None:
 
 
 def need_media_model(spec: EngineSpec) -> MediaModel:
-    """That of ``spec``. Raises as ``read_media_model`` does; ``InvalidRequestError`` also where it takes text only."""
+    """As ``read_media_model``, but raises ``InvalidRequestError`` if the model takes text only."""
     model = read_media_model(spec)
     if model is None:
         raise InvalidRequestError("config.json names no vision tower: the model takes text only", field="model")
@@ -138,23 +138,23 @@ def need_media_model(spec: EngineSpec) -> MediaModel:
 
 
 def kv_dtype(settings: EngineSettings) -> str:
-    """Of the KV cache, as ``LlmArguments.kv_dtype``, which an encode worker has in its name and nowhere else."""
+    """The KV cache's dtype, as ``LlmArguments.kv_dtype``; an encode worker uses it only in its fingerprint."""
     arguments, _ = merge_layers(settings)
     return arguments.kv_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class PictureSizes:
-    """Of one model's pictures.
+    """The sizes of one model's pictures.
 
     Attributes:
-        edge: pixels of a tile, which is square.
-        tile_edge: patches of a tile.
-        num_tile_tokens: that the whole picture fills, scaled to one tile.
-        grids: heights and widths, in pixels, that a picture may be cut up to besides; empty: it never is.
-        shortest_edge: pixels that a picture's shorter edge is scaled to before it is cropped to a tile; ``None``: it
-            is scaled to the tile as a whole.
-        max_pixels: of a picture, also of one that was scaled.
+        edge: pixels along the edge of a tile, which is square.
+        tile_edge: patches along the edge of a tile.
+        num_tile_tokens: tokens that the whole picture fills, scaled to one tile.
+        grids: heights and widths, in pixels, to which a picture may also be cut up; empty: it is never cut up.
+        shortest_edge: pixels to which a picture's shorter edge is scaled before the picture is cropped to a tile;
+            ``None``: the picture as a whole is scaled to the tile.
+        max_pixels: pixels that a picture may have, also after it is scaled.
     """
 
     edge: int
@@ -165,7 +165,7 @@ class PictureSizes:
     max_pixels: int
 
     def size(self, height: int, width: int) -> ItemSize:
-        """What a picture of that size fills. Raises ``MediaTooLargeError``, field ``file``."""
+        """The size in tokens of a picture of these pixels. Raises ``MediaTooLargeError``, field ``file``."""
         num_pixels = self._num_scaled_pixels(height, width)
         if num_pixels > self.max_pixels:
             message = (
@@ -178,7 +178,7 @@ class PictureSizes:
 
     @property
     def max_item_tokens(self) -> int:
-        """What no picture exceeds."""
+        """The number of tokens that no picture exceeds."""
         grids = (
             (height // self.edge * self.tile_edge, width // self.edge * self.tile_edge) for height, width in self.grids
         )
@@ -190,7 +190,7 @@ class PictureSizes:
         return max(height * width, self.shortest_edge**2 * max(height, width) // min(height, width))
 
     def _num_grid_tokens(self, height: int, width: int) -> int:
-        """Of the parts, without those that only pad them, and with a newline after each row."""
+        """Tokens of the parts, without those that are only padding, and with a newline after each row."""
         grid_height, grid_width = self._best_grid(height, width)
         rows, columns = grid_height // self.edge * self.tile_edge, grid_width // self.edge * self.tile_edge
         if width / height > columns / rows:
@@ -200,7 +200,7 @@ class PictureSizes:
         return rows * columns + rows
 
     def _best_grid(self, height: int, width: int) -> tuple[int, int]:
-        """Where most of the picture is left, and of those the one with the least padding."""
+        """The grid that keeps most of the picture; among equal ones, the grid with the least padding."""
 
         def merit(grid: tuple[int, int]) -> tuple[int, int]:
             scale = min(grid[1] / width, grid[0] / height)
@@ -211,10 +211,10 @@ class PictureSizes:
 
 
 def read_picture_sizes(config: Mapping[str, Any], preprocessor: Mapping[str, Any], *, max_pixels: int) -> PictureSizes:
-    """Of a checkpoint's ``config.json`` and ``preprocessor_config.json``.
+    """Read the sizes from a checkpoint's ``config.json`` and ``preprocessor_config.json``.
 
     Raises:
-        InvalidRequestError: field ``model``: what they say is not what is counted here.
+        InvalidRequestError: field ``model``: ``PictureSizes`` can't count pictures of this model.
     """
     model_type = config.get("model_type")
     if model_type not in SIZED_MODEL_TYPES:
@@ -250,14 +250,14 @@ def read_picture_sizes(config: Mapping[str, Any], preprocessor: Mapping[str, Any
 
 
 class FileSizes:
-    """Of one model's files. May be called on any thread."""
+    """Sizes files for one model. May be called on any thread."""
 
     def __init__(self, model: MediaModel) -> None:
         self._model = model
         self._rows = RowsReader(model.config.hidden_size, model.max_item_tokens)
 
     def size(self, file: MediaFile) -> ItemSize:
-        """What ``file`` fills, from its header; 0 tokens: unknown. Raises as ``MediaSizer.size`` does."""
+        """The size of ``file`` in tokens, from its header; 0 tokens: unknown. Raises as ``MediaSizer.size`` does."""
         if file.kind is MediaKind.EMBEDDINGS:
             return self._rows.size(file)
         header = read_header(file.data, max_pixels=self._model.max_pixels)
@@ -275,7 +275,7 @@ class TrtllmSizer:
 
     def __init__(self, model: MediaModel) -> None:
         """Size pictures and embeddings."""
-        # Whose worker this is has told the fingerprint already, and another one than its engine's would be wrong.
+        # The worker has reported its engine's fingerprint already, and any other one would be wrong.
         self.capabilities: EncoderCapabilities = model.capabilities(frozenset(MediaKind), model_fingerprint="")
         self._sizes = FileSizes(model)
 
@@ -294,7 +294,7 @@ def create_sizer(spec: EngineSpec) -> TrtllmSizer:
 
 
 def _preprocessor(config: MediaConfig) -> Mapping[str, Any]:
-    """What makes pictures into pixels; newer releases of transformers write it into the processor's file."""
+    """The image processor's settings; newer releases of transformers write them into the processor's file."""
     found = model_files.parse_json_file(config.files, _PREPROCESSOR)
     within = model_files.parse_json_file(config.files, _PROCESSOR).get("image_processor")
     return within if not found and isinstance(within, Mapping) else found
@@ -322,7 +322,7 @@ def _grids(config: Mapping[str, Any], preprocessor: Mapping[str, Any], edge: int
 
 
 def _shortest_edge(preprocessor: Mapping[str, Any], edge: int) -> int | None:
-    """Checks on the way that what comes of a picture is a tile, as these processors have it."""
+    """Read the shortest edge; also check that the processor makes one tile of a picture, as these processors do."""
     size = preprocessor.get("size", {})
     size = {"shortest_edge": size} if isinstance(size, int) else size
     shortest_edge = size.get("shortest_edge") if preprocessor.get("do_resize", True) else None

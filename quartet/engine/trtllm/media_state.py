@@ -1,7 +1,7 @@
 """What an encode worker tells a prefill worker of a picture that lies in its GPU's memory, as bytes.
 
-JSON, in which bytes are ``{"base64": "..."}``: the handle must come through exactly, whatever its keys hold, and what a
-stranger sends must not run code here, as a pickle would.
+The format is JSON, in which bytes are ``{"base64": "..."}``. The handle must come through exactly, whatever its keys
+hold. Bytes from a stranger must not run code here, as a pickle would.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class PictureState:
 
     Attributes:
         width, height: of the picture, in pixels.
-        handle: of its embeddings: a CUDA-IPC pointer, good for one taker on the same host.
+        handle: the handle of its embeddings: a CUDA-IPC pointer, which one worker on the same host may take, once.
         hashes: its name in TensorRT-LLM's KV cache.
-        host: where the handle means something.
+        host: the host on which the handle is valid.
     """
 
     width: int
@@ -37,19 +37,19 @@ class PictureState:
 
     @property
     def num_tokens(self) -> int:
-        """Of its embeddings, as the handle has it; 0: it does not say."""
+        """Tokens of its embeddings, from the handle; 0: the handle does not say."""
         return num_handle_tokens(self.handle)
 
 
 def num_handle_tokens(handle: Mapping[str, object]) -> int:
-    """Rows of the tensor behind ``handle``; 0: it does not say."""
+    """Rows of the tensor behind ``handle``; 0: the handle does not say."""
     size = handle.get(_SIZE_KEY)
     rows = size[0] if isinstance(size, list | tuple) and size else 0
     return rows if type(rows) is int else 0
 
 
 def write_state(state: PictureState) -> bytes:
-    """The bytes. Raises ``EngineError``: the handle holds what can't be sent."""
+    """Write ``state`` as bytes. Raises ``EngineError`` if the handle holds something that can't be sent."""
     try:
         return json.dumps(asdict(state), default=_to_json, separators=(",", ":")).encode()
     except TypeError as error:
@@ -57,7 +57,7 @@ def write_state(state: PictureState) -> bytes:
 
 
 def read_state(data: bytes) -> PictureState:
-    """What ``write_state`` wrote. Raises ``InvalidRequestError``: anything else; it has no field."""
+    """Read what ``write_state`` wrote. Raises ``InvalidRequestError``, without a field, for anything else."""
     try:
         content = json.loads(data, object_hook=_from_json)
     except (ValueError, RecursionError) as error:

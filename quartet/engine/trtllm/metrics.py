@@ -1,16 +1,17 @@
 """TensorRT-LLM's own metrics, beside ours on one page: of its requests, and of its latest step.
 
-None of it is there without ``publish_events_and_metrics``: measuring costs the engine throughput. Requests: what
-``tensorrt_llm.metrics.MetricsCollector`` measures, under the names it gives them, where the package has it and the
-engine was made with ``return_perf_metrics``. Steps, where it was made with ``enable_iter_perf_stats``:
+Without ``publish_events_and_metrics`` there are none: measuring costs the engine throughput. The metrics of requests
+are those of ``tensorrt_llm.metrics.MetricsCollector``, under its names, if the package has it and the engine was made
+with ``return_perf_metrics``. The metrics of steps, if the engine was made with ``enable_iter_perf_stats``:
 
-- ``trtllm_kv_cache_blocks{state="used" | "free"}``: of KV on the device; what is only kept for reuse is free.
+- ``trtllm_kv_cache_blocks{state="used" | "free"}``: KV blocks on the device; those only kept for reuse are free.
 - ``trtllm_kv_cache_blocks_reused_total``, ``..._missed_total``: prompts' blocks that were found, and that were not.
-- ``trtllm_iteration_latency_seconds``: that the latest step took.
+- ``trtllm_iteration_latency_seconds``: seconds that the latest step took.
 - ``trtllm_iteration_context_tokens``: prompt tokens in it.
 - ``trtllm_active_requests``, ``trtllm_queued_requests``, ``trtllm_paused_requests``: as of that step.
 
-An idle engine makes no steps: what is told is of its last one. What the engine does not tell is left out.
+An idle engine makes no steps: its metrics are those of its last one. Metrics that the engine does not report are left
+out.
 """
 
 from __future__ import annotations
@@ -42,23 +43,23 @@ _COUNTERS = (
 
 
 class Records(Protocol):
-    """Where the latest step's record is; ``quartet.engine.trtllm.feeds.Feeds``."""
+    """Has the record of the latest step, as ``quartet.engine.trtllm.feeds.Feeds`` does."""
 
     @property
     def latest_record(self) -> LlmRankStats | None:
-        """``None`` before the first one."""
+        """The latest record; ``None`` before the first one."""
         ...
 
 
 class ResultMetrics:
-    """Measures results, and collects all for a scrape. Nothing here waits for the engine."""
+    """Measures results, and collects all metrics for a scrape. Nothing here waits for the engine."""
 
     def __init__(self, model: str, feeds: Records | None) -> None:
         """Metrics of requests get a label ``model_name``."""
         self._has_failed = False
         self._feeds = feeds
         self._collector = _upstream_collector(model)
-        # Whatever it measures with; it has no list of it.
+        # The collector's metrics; it has no list of them.
         self._families = [] if self._collector is None else _families_of(self._collector)
 
     def log(self, result: Any) -> None:
@@ -67,13 +68,13 @@ class ResultMetrics:
             values = getattr(result, "metrics_dict", None)
             if self._collector is not None and values:
                 self._collector.log_metrics_dict(values)
-        except Exception as error:  # noqa: BLE001 - what can't be measured is nobody's failure
+        except Exception as error:  # noqa: BLE001 - a failed measurement must not fail a request
             if not self._has_failed:
                 self._has_failed = True
                 logger.warning("some of TensorRT-LLM's metrics of requests are missing: %s", trace_of(error))
 
     def collect(self) -> Iterable[Metric]:
-        """All of it, now. Any thread may call."""
+        """All metrics, as of now. Any thread may call."""
         for family in self._families:
             yield from family.collect()
         record = None if self._feeds is None else self._feeds.latest_record
@@ -81,10 +82,10 @@ class ResultMetrics:
             yield from _step_metrics(record)
 
     def close(self) -> None:
-        """Let go of what is measured: another engine of this process may measure the same. May be called twice."""
+        """Unregister the metrics: another engine of this process may have the same ones. May be called twice."""
         families, self._families, self._collector = self._families, [], None
         for family in families:
-            with contextlib.suppress(KeyError):  # it is not there any more
+            with contextlib.suppress(KeyError):  # it is not registered any more
                 REGISTRY.unregister(family)
 
 
@@ -113,7 +114,7 @@ def _upstream_collector(model: str) -> Any:
     try:
         return MetricsCollector({"model_name": model})
     except ValueError as error:
-        # It puts its metrics into the process's registry, where each name can be but once.
+        # The collector puts its metrics into the process's registry, which takes each name only once.
         logger.warning("TensorRT-LLM's metrics of requests are left out: %s", error)
         return None
 

@@ -1,4 +1,4 @@
-"""What a model's files say of it, read before TensorRT-LLM loads it."""
+"""Facts about a model from its files, read before TensorRT-LLM loads it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ModelFacts:
         Raises:
             ModelFilesError, InvalidRequestError: files are missing or malformed, or don't say how long a sequence may
                 be and ``arguments`` don't, either.
-            ConfigError: two adapters of one name.
+            ConfigError: two adapters have one name.
         """
         files = read_text_files(Path(model_path))
         text = ModelText.from_files(files)
@@ -54,10 +54,10 @@ class ModelFacts:
 
 
 def pool_fingerprint(model_path: str, kv_dtype: str) -> str:
-    """The identity of a model within TensorRT-LLM: no other engine's, which can't take its hand-offs, is the same.
+    """The identity of a model within TensorRT-LLM. Other engines, which can't take its hand-offs, have another.
 
     Raises:
-        InvalidRequestError: field ``model``; no directory, or one without what a model needs.
+        InvalidRequestError: field ``model``; ``model_path`` is no directory, or lacks something that a model needs.
     """
     return model_fingerprint(model_path, f"{EngineKind.TRTLLM} {kv_dtype}")
 
@@ -70,7 +70,7 @@ def _max_position(files: Mapping[str, bytes]) -> int | None:
 
 
 def _adapters(arguments: LlmArguments) -> dict[str, str]:
-    """Each of the configured folders, named as its last part."""
+    """The configured folders, by the last part of their paths."""
     config = arguments.values.get("lora_config")
     given = config.get("lora_dir") if isinstance(config, Mapping) else None
     folders = [given] if isinstance(given, str | Path) else given if isinstance(given, list | tuple) else []

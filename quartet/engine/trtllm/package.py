@@ -1,4 +1,4 @@
-"""What the adapter uses of the package ``tensorrt_llm``, imported once and late: it takes long, and needs a GPU."""
+"""The parts of ``tensorrt_llm`` that the adapter uses, imported once and late: the import is slow, and needs a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quartet.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """Classes of TensorRT-LLM; their types are not known where the package isn't."""
+    """Classes of TensorRT-LLM; their types are unknown where the package is not installed."""
 
     LLM: Any
     SamplingParams: Any
@@ -25,7 +25,7 @@ class Package:
 
     @classmethod
     def load(cls) -> Package:
-        """Import it. Raises whatever an installation that is not complete raises."""
+        """Import the package. Raises whatever an incomplete installation raises."""
         with importing("torch"):
             from tensorrt_llm import LLM, SamplingParams
             from tensorrt_llm.executor.request import LoRARequest
@@ -49,7 +49,7 @@ class Package:
 
 
 def check_installed() -> None:
-    """Refuse a configuration that needs the package where it isn't. Raises ``ConfigError``."""
+    """Raise ``ConfigError`` if the package is not installed."""
     if importlib.util.find_spec("tensorrt_llm") is None:
         raise ConfigError(
             "engine.kind: trtllm needs tensorrt_llm, which comes with NVIDIA's container; see docs/trtllm.md"

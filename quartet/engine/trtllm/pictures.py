@@ -1,7 +1,7 @@
 """Pictures that TensorRT-LLM's ``MultimodalEncoder`` encodes and keeps, each until one prefill worker has taken it.
 
-The encoder blocks and belongs to one caller, so an ``EncoderThread`` runs it. For a picture it returns a handle of the
-memory that it keeps.
+The encoder blocks and belongs to one caller, so an ``EncoderThread`` runs it. For each picture the encoder returns a
+handle to the memory that it keeps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BLANK_EDGE = 224
 
 
 class PictureStates:
-    """See ``StateEncoder``: pictures, by ``MultimodalEncoder``. Its book is kept on the event loop."""
+    """See ``StateEncoder``: encodes pictures with ``MultimodalEncoder``. Keeps its records on the event loop."""
 
     kinds = frozenset({MediaKind.IMAGE})
 
@@ -59,26 +59,26 @@ class PictureStates:
         self._is_closed = False
         self._waiting: dict[PictureJob, _Waiting] = {}
         self._held: dict[int, EncodedPicture] = {}
-        self._has_settled = asyncio.Event()  # it is ready, or lost
+        self._has_settled = asyncio.Event()  # the encoder is ready, or lost
 
     @property
     def is_alive(self) -> bool:
-        """False once it has died, or hangs."""
+        """False once the encoder has died, or hangs."""
         thread = self._thread
         return self._lost is None and (thread is None or not (thread.is_shut_down or thread.is_overdue))
 
     @property
     def num_held(self) -> int:
-        """Pictures that are kept for somebody."""
+        """Pictures that are kept until their holder is released."""
         return len(self._held)
 
     @property
     def stats(self) -> EncoderStats:
-        """How it is. May be read on any thread."""
+        """The encoder's load and counts. May be read on any thread."""
         return self._stats
 
     async def start(self) -> None:
-        """Load, and encode a picture. Raises ``ServingError`` naming what is wrong."""
+        """Load the encoder, and encode a picture. Raises ``ServingError``, which names what is wrong."""
         on_loop = _OnLoop(asyncio.get_running_loop())
         self._thread = EncoderThread(
             self._make,
@@ -142,7 +142,7 @@ class PictureStates:
             _LOG.error("the encoder of TensorRT-LLM could not be shut down: processes of it may hold the GPU's memory")
 
     async def _wait_settled(self, thread: EncoderThread) -> None:
-        """However long it loads; its first picture is to come in time."""
+        """Wait for the encoder. Its load may take any time, but its first picture must come in time."""
         while not self._has_settled.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._has_settled.wait(), self._times.look_interval_s)
@@ -150,7 +150,7 @@ class PictureStates:
                 raise EngineError("the encoder of TensorRT-LLM loaded, but does not encode a picture")
 
     def _close_timeout_s(self, thread: EncoderThread) -> float:
-        """A load takes its time, whoever waits; what hangs already has had its time."""
+        """How long ``close`` waits: not for a load, which takes its time, nor for an encoding that already hangs."""
         if not self._has_settled.is_set() or thread.is_overdue:
             return 0.0
         return _CLOSE_TIMEOUT_S if self._lost is None else self._times.close_timeout_s
@@ -185,7 +185,7 @@ class PictureStates:
             waiting = self._waiting.pop(outcome.job, None)
             num_failed += isinstance(outcome.end, ServingError)
             if waiting is None or waiting.done.done():
-                self._drop(outcome.end)  # who waited is gone
+                self._drop(outcome.end)  # the request that waited is gone
             else:
                 waiting.done.set_result(outcome)
         stats = self._stats
@@ -226,8 +226,8 @@ class PictureJob:
     """A picture that is to be encoded.
 
     Attributes:
-        num_tokens: that it has been told to fill.
-        is_wanted: cleared by who waits no more.
+        num_tokens: tokens that the picture was said to fill.
+        is_wanted: cleared once its request waits no more.
     """
 
     data: bytes = field(repr=False)
@@ -237,7 +237,7 @@ class PictureJob:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedPicture:
-    """What became of one, kept until its handle is taken."""
+    """An encoded picture, which the encoder keeps until a prefill worker takes its handle."""
 
     width: int
     height: int
@@ -257,12 +257,12 @@ class PictureOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderListener:
-    """Who hears of a thread; called on that thread.
+    """Callbacks of an ``EncoderThread``, called on that thread.
 
     Attributes:
-        on_ready: it has loaded, and encoded a picture.
-        on_begin: these jobs are begun, of which an ``on_outcomes`` follows.
-        on_lost: it can't be loaded, or broke: nothing comes any more.
+        on_ready: the encoder has loaded, and encoded a picture.
+        on_begin: the encoder begins these jobs; an ``on_outcomes`` follows for them.
+        on_lost: the encoder can't be loaded, or broke: no other call follows.
     """
 
     on_ready: Callable[[], None]
@@ -272,9 +272,9 @@ class EncoderListener:
 
 
 class EncoderThread:
-    """Loads, encodes what is posted, at most ``max_batch_size`` at a time, and drops what nobody took.
+    """Loads an encoder, encodes posted pictures, at most ``max_batch_size`` at a time, and drops posted handles.
 
-    When it was quiet for a while it encodes a blank picture, which proves that it can.
+    After a quiet while it encodes a blank picture, to prove that it still can.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class EncoderThread:
         max_pixels: int,
         times: TrtllmTimes,
     ) -> None:
-        """Begin. ``make`` loads a ``MultimodalEncoder``; ``placeholder`` is the text of the model's."""
+        """Start the thread. ``make`` loads a ``MultimodalEncoder``; ``placeholder`` is the model's placeholder text."""
         self._make = make
         self._listener = listener
         self._placeholder = placeholder
@@ -295,7 +295,7 @@ class EncoderThread:
         self._max_pixels = max_pixels
         self._times = times
         self._due_at: float | None = None
-        self._quiet_at = 0.0  # nothing was encoded for long enough by then
+        self._quiet_at = 0.0  # when the encoder will have been quiet for long enough to be tried
         self._is_ready = False
         self._encoder: Any = None
         self._posted: queue.SimpleQueue[PictureJob | Mapping[str, object] | None] = queue.SimpleQueue()
@@ -304,7 +304,7 @@ class EncoderThread:
 
     @property
     def is_shut_down(self) -> bool:
-        """Whether what it has loaded is gone, though nobody closed it. May be called on any thread."""
+        """Whether the loaded encoder has shut down by itself. May be called on any thread."""
         encoder = self._encoder
         if encoder is None:
             return False
@@ -313,24 +313,24 @@ class EncoderThread:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether what it is encoding takes longer than anything may. May be called on any thread."""
+        """Whether the current encoding takes longer than it may. May be called on any thread."""
         due_at = self._due_at
         return due_at is not None and time.monotonic() > due_at
 
     def post(self, job: PictureJob) -> None:
-        """Encode that, too."""
+        """Encode the picture of ``job`` in one of the next batches."""
         self._posted.put(job)
 
     def drop(self, handle: Mapping[str, object]) -> None:
-        """Nobody will take what is behind ``handle``."""
+        """Free the memory behind ``handle``: no prefill worker will take it."""
         self._posted.put(handle)
 
     def stop(self) -> None:
-        """End after what is being done."""
+        """End the thread after what it does now."""
         self._posted.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for its end; whether it came in time."""
+        """Wait for the thread's end; return whether it came in time."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -342,8 +342,8 @@ class EncoderThread:
             self._listener.on_ready()
             while self._turn():
                 pass
-        except Exception as error:  # noqa: BLE001 - the thread's end: whoever waits for it must hear
-            # Once there are pictures of others, what it says may quote them.
+        except Exception as error:  # noqa: BLE001 - the thread's end: waiting requests must hear of it
+            # Once requests have sent pictures, the error's text may quote them.
             _LOG.error("the encoder of TensorRT-LLM broke: %s", type(error).__name__, exc_info=not self._is_ready)
             self._listener.on_lost(error)
         finally:
@@ -352,7 +352,7 @@ class EncoderThread:
                 encoder.shutdown()
 
     def _turn(self) -> bool:
-        """Do what was posted, of pictures one batch, or prove that it could. False: it is to end."""
+        """Drop posted handles and encode one batch, or a blank picture after a quiet while. False: end the thread."""
         jobs: list[PictureJob] = []
         try:
             one = self._posted.get(timeout=max(self._quiet_at - time.monotonic(), 0.0))
@@ -383,7 +383,7 @@ class EncoderThread:
             _LOG.warning("the encoder works, but failed a blank picture: %s", type(error).__name__)
 
     def _encode_blank(self, timeout_s: float) -> None:
-        """Raises whatever the encoder raises, and ``TimeoutError``."""
+        """Encode a blank picture. Raises whatever the encoder raises, and ``TimeoutError``."""
         with self._due_in(timeout_s):
             blank = Image.new("RGB", (_BLANK_EDGE, _BLANK_EDGE), "white")
             handle, _ = read_handle(self._result(self._encoder.generate_async(self._inputs(blank))))
@@ -391,7 +391,7 @@ class EncoderThread:
 
     @contextmanager
     def _due_in(self, timeout_s: float) -> Iterator[None]:
-        """While something is encoded. What hangs is overdue, whether it can be waited for with a bound or not."""
+        """Set the deadline of one encoding. A hanging one becomes overdue even if waiting for it ignores a timeout."""
         self._due_at = time.monotonic() + timeout_s
         try:
             yield
@@ -401,7 +401,7 @@ class EncoderThread:
 
     def _result(self, begun: Any) -> Any:
         assert self._due_at is not None, "something is being encoded"
-        # Not every release of the package heeds it.
+        # Not every release of the package heeds this timeout.
         return begun.result(max(self._due_at - time.monotonic(), 0.0))
 
     def _inputs(self, picture: Image.Image) -> dict[str, object]:
@@ -411,7 +411,7 @@ class EncoderThread:
         self._listener.on_begin(jobs)
         began_at = time.monotonic()
         with self._due_in(self._times.encode_timeout_s):
-            # All are on their way before the first is waited for; while one is decoded the others are computed.
+            # Submit pictures before waiting for the first: while we decode one, the encoder computes those before it.
             begun = [self._attempt(self._begin, job) for job in jobs]
             ended = [
                 first if isinstance(first, ServingError) else self._attempt(self._finish, job, *first)
@@ -426,7 +426,7 @@ class EncoderThread:
         )
 
     def _attempt(self, step: Callable[..., Any], job: PictureJob, *arguments: Any) -> Any:
-        """What ``step`` gives, or the error that is this picture's alone; anything else breaks the encoder."""
+        """Return what ``step`` gives, or an error that is this picture's alone; any other error breaks the encoder."""
         from tensorrt_llm.executor.utils import RequestError
 
         try:
@@ -445,7 +445,7 @@ class EncoderThread:
             picture = decode(job.data, max_pixels=self._max_pixels)
         except ServingError:
             raise
-        except Exception as error:  # whatever reading what strangers send raises: it is this picture's fault alone
+        except Exception as error:  # reading a stranger's file may raise anything: fail this picture alone
             raise EngineError(f"the picture could not be read: {type(error).__name__}") from error
         return self._encoder.generate_async(self._inputs(picture)), picture.width, picture.height
 
@@ -455,7 +455,7 @@ class EncoderThread:
             return _read(job, result, width, height)
         except ServingError:
             raise
-        except Exception as error:  # the encoder did its part: what we make of it is this picture's fault alone
+        except Exception as error:  # the encoder did its part, but we can't read the result: fail this picture alone
             message = f"what TensorRT-LLM made of a picture could not be read: {type(error).__name__}"
             raise EngineError(message) from error
 
@@ -469,7 +469,7 @@ def check_hands_over(encoder: Any) -> None:
 
 
 def read_handle(result: Any) -> tuple[Mapping[str, object], tuple[int, ...]]:
-    """The handle and the picture's hash of a result. Raises ``EngineError``: it is not one of one picture."""
+    """Return the handle and the picture's hash of ``result``. Raises ``EngineError`` unless it is of one picture."""
     params = getattr(result, "disaggregated_params", None)
     handles = _flat(getattr(params, "multimodal_embedding_handles", None))
     hashes = getattr(params, "multimodal_hashes", None) or []
@@ -480,16 +480,16 @@ def read_handle(result: Any) -> tuple[Mapping[str, object], tuple[int, ...]]:
 
 
 def drop(handle: Mapping[str, object]) -> None:
-    """Have the encoder free what is behind ``handle``, as nobody will take it. Never raises."""
+    """Have the encoder free the memory behind ``handle``: no prefill worker will take it. Never raises."""
     try:
         if not _count_down(handle):
             _take(handle)
-    except Exception as error:  # noqa: BLE001 - it was taken after all: nothing is held, whatever CUDA says
+    except Exception as error:  # noqa: BLE001 - a worker took it after all: nothing is held, whatever CUDA says
         _LOG.debug("a picture's embeddings were gone already: %s", type(error).__name__)
 
 
 class _OnLoop:
-    """Calls on an event loop, from other threads; none once that is closed, as nobody listens any more."""
+    """Calls functions on an event loop, from other threads; once the loop is closed, calls do nothing."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -500,7 +500,7 @@ class _OnLoop:
 
 @dataclass(eq=False)
 class _Waiting:
-    """Who waits for a picture."""
+    """A request that waits for a picture."""
 
     job: PictureJob
     queued_at: float
@@ -516,10 +516,10 @@ def _closed() -> WorkerUnavailableError:
 
 
 def _count_down(handle: Mapping[str, object]) -> bool:
-    """Do to the memory's counter what its taker does; False: there is none here.
+    """Count the memory's counter down, as a worker that takes the memory does; False: there is no counter here.
 
-    The counter lies in shared memory of the host. So this takes no context on the GPU, which costs hundreds of MB, and
-    also works in the process whose memory it is, where CUDA does not open a handle.
+    The counter lies in shared memory of the host. So this needs no context on the GPU, which costs hundreds of MB. It
+    also works in the process that owns the memory, where CUDA does not open a handle.
     """
     import torch
 
@@ -540,7 +540,7 @@ def _take(handle: Mapping[str, object]) -> None:
 
 
 def _flat(handles: Any) -> list[Any]:
-    """Some of the releases put the list into a tuple of one."""
+    """The handles as one list: some releases put the list into a tuple of one."""
     flat: list[Any] = []
     for handle in handles or ():
         flat += handle if isinstance(handle, list | tuple) else [handle]

@@ -39,17 +39,17 @@ from quartet.errors import EngineError, InvalidRequestError, RequestCancelledErr
 
 logger = logging.getLogger(__name__)
 
-# Prompts whose media are decoded at a time: that is work of a processor, and pictures are large then.
+# How many prompts have their media decoded at a time: decoding takes a CPU, and decoded pictures are large.
 _MAX_MEDIA_READERS = 4
 
 _FINISHED = {"stop": FinishReason.STOP_ID, "length": FinishReason.LENGTH}
 
-#: With these a prefill's answer goes on elsewhere.
+#: After a prefill with one of these finish reasons, the answer goes on elsewhere.
 _GOES_ON = frozenset({"length", "not_finished"})
 
 
 class LlmRequests:
-    """Gives requests to an LLM, and what their handles bring to an ``OutputCollector``."""
+    """Submits requests to an LLM, and gives the results of their handles to an ``OutputCollector``."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class LlmRequests:
         times: TrtllmTimes,
         on_lost: Callable[[Exception], None],
     ) -> None:
-        """``on_lost`` hears of errors after which the engine is not usable any more."""
+        """``on_lost`` is called with an error after which the engine is unusable."""
         self._loaded = loaded
         self._calls = CallBuilder(loaded, sampling_fields)
         self._outputs = outputs
@@ -67,13 +67,13 @@ class LlmRequests:
         self._on_lost = on_lost
         self._live: dict[int, _Live] = {}
         self._held: dict[int, Any] = {}
-        # Other streams go on while pictures are decoded.
+        # Threads of their own: other streams go on while pictures are decoded.
         self._media_readers = ThreadPoolExecutor(_MAX_MEDIA_READERS, thread_name_prefix="quartet-trtllm-media")
         self._reading: dict[int, tuple[EngineRequest, asyncio.Future[Sequence[MediaItem]]]] = {}
         self.num_blocks = loaded.num_blocks()
 
     def submit(self, request: EngineRequest, state: HandOffState | None, submitted_at: float) -> None:
-        """Give ``request`` to the LLM; its end comes out, refusal included."""
+        """Submit ``request`` to the LLM; its end, or its refusal, reaches the collector."""
         if not self._loaded.inputs.has_media(request):
             self._start(request, state, submitted_at)
             return
@@ -92,7 +92,7 @@ class LlmRequests:
     ) -> None:
         error = None if reading.cancelled() else reading.exception()
         if self._reading.pop(request.id, None) is None:
-            return  # it was cancelled
+            return  # the request was cancelled
         if isinstance(error, Exception):
             self._refuse(request, error)
         else:
@@ -108,7 +108,7 @@ class LlmRequests:
         private = None
         try:
             call = self._calls.call(request, state, self.num_blocks, media)
-            # Before its first event can come.
+            # Before the first KV event of the request can come.
             private = self._note_private(request)
             handle = self._loaded.llm.generate_async(**call.arguments)
         except Exception as error:  # noqa: BLE001 - the request ends here, and `_refuse` logs
@@ -125,7 +125,8 @@ class LlmRequests:
     def cancel(self, id: int) -> None:
         """End a request; unknown ids are ignored.
 
-        One whose KV blocks are on their way goes on until they are here: aborted earlier, prefill would keep them.
+        A request whose KV blocks are on their way goes on until they are here: if it were aborted earlier, prefill
+        would keep them.
         """
         request, reading = self._reading.pop(id, (None, None))
         if request is not None and reading is not None:
@@ -143,10 +144,10 @@ class LlmRequests:
         live.timers.append(asyncio.get_running_loop().call_later(timeout_s, self._abort, live))
 
     def release(self, id: int) -> None:
-        """Let go of what a completed prefill holds; unknown ids are ignored."""
+        """Free the blocks that a completed prefill holds; unknown ids are ignored."""
         handle = self._held.pop(id, None)
         if handle is not None:
-            # Once its blocks were pulled that changes nothing, and else nobody will pull them.
+            # If decode has pulled the blocks, this changes nothing; if not, no worker will pull them.
             handle.abort()
             self._loaded.book.release(id)
 
@@ -164,11 +165,11 @@ class LlmRequests:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        # What they read is freed after this.
+        # Wait for the readers: the caller frees the memory that they read.
         await asyncio.to_thread(self._media_readers.shutdown, cancel_futures=True)
 
     def _note_private(self, request: EngineRequest) -> Any:
-        """The cache's events don't say that blocks are of a salt, an adapter or media: they must not be told of."""
+        """Keep blocks of a salt, an adapter or media from being reported: the cache's events don't tell them apart."""
         generation = request.generation
         is_private = bool(generation.cache_salt or generation.adapter)
         if not is_private and not generation.media and not request.media_inputs:
@@ -178,7 +179,7 @@ class LlmRequests:
             first = 0
         elif generation.media:
             first = generation.media[0].first_position
-        else:  # not laid out yet: from the first placeholder on it becomes another prompt
+        else:  # not laid out yet: from the first placeholder on, the engine computes other tokens
             placeholder_id = self._loaded.inputs.placeholder_id
             assert placeholder_id is not None, "media are refused else"
             first = token_ids.index(placeholder_id)
@@ -208,10 +209,10 @@ class LlmRequests:
             self._loaded.metrics.log(live.handle)
 
     async def _read_outcome(self, live: _Live) -> ServingError | None:
-        """Read the handle to its end; how that was, unless it went well.
+        """Read the handle to its end; return an error unless it ended well.
 
         Raises:
-            _HandleError: the handle did not bring its end.
+            _HandleError: the handle raised before its end.
         """
         is_prefill = live.request.kind is RequestKind.PREFILL
         async with aclosing(_results(live.handle, streams=not is_prefill)) as results:
@@ -233,7 +234,7 @@ class LlmRequests:
         return error
 
     def _misread(self, live: _Live, raised: Exception) -> ServingError:
-        """The engine is well and goes on with the request, of which we can't read what came."""
+        """Abort a request whose result we can't read; the engine is well, and would go on with it."""
         live.handle.abort()
         if live.is_cancelled:
             return RequestCancelledError("the request was cancelled")
@@ -277,7 +278,7 @@ class LlmRequests:
 
 
 class ResultReader:
-    """What became of one request so far.
+    """Reads the results of one request as they come.
 
     Attributes:
         has_started: a decode's first output was read.
@@ -294,7 +295,7 @@ class ResultReader:
         self._loaded = loaded
         self._outputs = outputs
         self._submitted_at = submitted_at
-        # Of decodes from a hand-off the first token of the output is the last one given.
+        # In a decode from a hand-off, the first token of the output repeats the last one given to it.
         num_known = 1 if request.hand_off is not None else 0
         self._num_before = len(request.generation.generated_token_ids) - num_known
         self.has_started = False
@@ -303,10 +304,10 @@ class ResultReader:
         self.is_handed_off = False
 
     def take_step(self, result: Any) -> None:
-        """Give out what a decode's step brought.
+        """Give out the result of one step of a decode.
 
         Raises:
-            EngineError: its output does not go on from prefill's token.
+            EngineError: the output does not go on from prefill's token.
             InvalidRequestError: see ``take_prefill``.
         """
         output = result.outputs[0]
@@ -322,7 +323,7 @@ class ResultReader:
         self.has_ended = output.finish_reason is not None
 
     def end_of_decode(self, result: Any) -> ServingError | None:
-        """After the last step: say how it ended; an error if not well."""
+        """Report the end of a decode after its last step; return an error if it did not end well."""
         reason = result.outputs[0].finish_reason
         if reason not in _FINISHED:
             return _bad_end(reason)
@@ -331,11 +332,11 @@ class ResultReader:
         return None
 
     def take_prefill(self, result: Any) -> ServingError | None:
-        """Give out what a prefill brought; an error if it did not end well.
+        """Give out the result of a prefill; return an error if it did not end well.
 
         Raises:
-            InvalidRequestError: field ``prompt_token_ids``; they did not survive the way through text, and the prompt
-                that was computed is another one than was booked, hashed and told.
+            InvalidRequestError: field ``prompt_token_ids``; the ids changed on their way through text, so the engine
+                computed another prompt than the one that was booked, hashed and reported.
         """
         output = result.outputs[0]
         inputs = self._call.inputs
@@ -372,7 +373,7 @@ class ResultReader:
         return None
 
     def _state(self, output: Any) -> HandOffState | None:
-        """What decode needs, unless the answer is complete."""
+        """The state that decode needs to go on; ``None`` if the answer is complete or is not handed on."""
         if not self._call.is_handing_off or output.finish_reason not in _GOES_ON:
             return None
         generation = self._laid_out or self._request.generation
@@ -388,7 +389,7 @@ class ResultReader:
         self.has_started = True
         elapsed_s = time.monotonic() - self._submitted_at
         queue_s = min(_queue_s(result), elapsed_s)
-        # Where blocks came, that is what took its time, as far as one can tell.
+        # If blocks were pulled, count the time after the queue as their transfer: TensorRT-LLM does not tell more.
         transfer_s = elapsed_s - queue_s if self._request.hand_off is not None else 0.0
         self._loaded.book.begin(self._request.id, result.cached_tokens)
         inputs, num_prompt_tokens = self._call.inputs, 0
@@ -413,10 +414,10 @@ class ResultReader:
 
 
 class OutputCollector:
-    """What came since the last ``StepOutput``. Lives on the event loop that reads the handles."""
+    """Collects results since the last ``StepOutput``. Lives on the event loop that reads the handles."""
 
     def __init__(self, deliver: Callable[[StepOutput], None]) -> None:
-        """``deliver`` is called on this loop, at most once in a turn of it, after the handles that woke up in it."""
+        """``deliver`` is called on this loop, at most once in a turn, after the handles that woke up in that turn."""
         self._deliver = deliver
         self._is_due = False
         self._clear()
@@ -427,10 +428,10 @@ class OutputCollector:
         self._touch()
 
     def tokens(self, id: int, offset: int, new: NewTokens) -> None:
-        """Tokens of a request, the first of which is its output token number ``offset``."""
+        """Add tokens of a request; the first of them is its output token number ``offset``."""
         if not new.token_ids:
             return
-        # One entry a request, also where several steps of it came at once.
+        # One entry for each request, even if several of its steps came at once.
         tokens = self._tokens.setdefault(id, _Tokens(offset))
         tokens.token_ids += new.token_ids
         tokens.logprobs += new.logprobs
@@ -454,7 +455,7 @@ class OutputCollector:
     def _touch(self) -> None:
         if not self._is_due:
             self._is_due = True
-            # Behind all tasks that are ready now.
+            # Run after all tasks that are ready now.
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
@@ -484,7 +485,7 @@ class OutputCollector:
 
 
 class _HandleError(Exception):
-    """What a handle raised, which may be the engine's death: nothing else is."""
+    """Wraps what a handle raised: only such an error can mean that the engine is dead."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -497,7 +498,7 @@ class _Live:
 
     Attributes:
         is_pulling: the KV blocks of its hand-off may be on their way.
-        timers: what ends waiting for it.
+        timers: these end the wait for it.
     """
 
     request: EngineRequest
@@ -512,7 +513,7 @@ class _Live:
 
 
 async def _results(handle: Any, *, streams: bool) -> AsyncGenerator[Any, None]:
-    """What ``handle`` holds after each step, or at the end. Raises ``_HandleError`` for whatever it raises."""
+    """Yield ``handle``'s result after each step, or at the end. Raises ``_HandleError`` for any error of the handle."""
     try:
         if streams:
             async for result in handle:
@@ -525,7 +526,7 @@ async def _results(handle: Any, *, streams: bool) -> AsyncGenerator[Any, None]:
 
 
 def _queue_s(result: Any) -> float:
-    """Seconds until it was scheduled, where TensorRT-LLM measures that."""
+    """Seconds until the request was scheduled; 0 if TensorRT-LLM does not measure that."""
     measured = (result.metrics_dict or {}).get("request_queue_time")
     return 0.0 if measured is None else max(0.0, float(measured))
 

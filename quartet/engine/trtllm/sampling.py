@@ -1,4 +1,4 @@
-"""What a request asks for, as TensorRT-LLM's ``SamplingParams``."""
+"""Turns a request's sampling into TensorRT-LLM's ``SamplingParams``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quartet.engine.trtllm.arguments import LlmArguments
 from quartet.engine.trtllm.package import Package
 from quartet.errors import UnsupportedFieldError
 
-# Of ``Sampling`` and ``OutputOptions``, those that 1.2 honours whatever it was made with.
+# Fields of ``Sampling`` and ``OutputOptions`` that 1.2 honours, whatever arguments the engine was made with.
 _SAMPLING_FIELDS = frozenset(
     """
     temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty max_tokens min_tokens
@@ -30,7 +30,7 @@ class OutputBounds:
 
     Attributes:
         max_tokens: at least 1.
-        min_tokens: of them before anything may stop the output.
+        min_tokens: how many must come before anything may stop the output.
     """
 
     max_tokens: int
@@ -43,13 +43,13 @@ def sampling_fields(arguments: LlmArguments) -> frozenset[str]:
 
 
 def output_bounds(request: EngineRequest, max_output_tokens: int, num_done: int) -> OutputBounds:
-    """What is left of ``request``, which has ``max_output_tokens`` in all, to a call that is given ``num_done``."""
+    """The bounds of a call for ``request``: ``max_output_tokens`` in all, less ``num_done`` that it is given."""
     min_tokens = request.generation.sampling.min_tokens
     return OutputBounds(max_tokens=max_output_tokens - num_done, min_tokens=max(0, min_tokens - num_done))
 
 
 def check_sampling_fields(generation: Generation, supported: frozenset[str]) -> None:
-    """Refuse what would be ignored. Raises ``UnsupportedFieldError`` naming it."""
+    """Refuse a field that the engine would ignore. Raises ``UnsupportedFieldError``, which names it."""
     for name in sorted(generation.sampling.changed_fields() - supported):
         raise UnsupportedFieldError(f"this engine does not have {name}", field=f"sampling.{name}")
 
@@ -70,8 +70,8 @@ def sampling_params(
 ) -> Any:
     """A fresh ``SamplingParams``: each call changes the one that it is given.
 
-    Tokens of a resumed request are TensorRT-LLM's prompt, so that presence and frequency penalties forget them: that
-    an answer goes on as if nothing had happened, it promises for greedy sampling only.
+    TensorRT-LLM takes the output of a resumed request as a part of the prompt, so presence and frequency penalties
+    forget it. The engine promises only for greedy sampling that an answer goes on as if nothing had happened.
     """
     sampling, num_logprobs = generation.sampling, generation.output.logprobs
     end_id = eos_token_ids[0] if eos_token_ids else None
@@ -85,12 +85,12 @@ def sampling_params(
         pad_id=end_id,
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=stop_ids or None,
-        # Our protocol gives the stop id out. Where TensorRT-LLM takes the end's id away all the same, it is put back.
+        # Our protocol gives the stop id out. If TensorRT-LLM still trims the end's id, ``TokenCursor`` puts it back.
         include_stop_str_in_output=True,
         repetition_penalty=_unless(sampling.repetition_penalty, 1.0),
         presence_penalty=_unless(sampling.presence_penalty, 0.0),
         frequency_penalty=_unless(sampling.frequency_penalty, 0.0),
-        # To some samplers 0 means none at all, not only the token's own.
+        # To some samplers 0 means no log probabilities at all, not even the token's own.
         logprobs=None if num_logprobs is None else max(num_logprobs, 1),
         guided_decoding=_guide(package, sampling),
         detokenize=False,
@@ -105,7 +105,7 @@ def _choice(generation: Generation) -> dict[str, Any]:
         return {"temperature": 0.0}
     return {
         "temperature": sampling.temperature,
-        # Said even where they change nothing: what is left out may mean greedy.
+        # Set these even if they change nothing: TensorRT-LLM may take a missing one to mean greedy.
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "min_p": sampling.min_p or None,
@@ -114,7 +114,7 @@ def _choice(generation: Generation) -> dict[str, Any]:
 
 
 def _seed(generation: Generation) -> int:
-    """A function of the seed, the choice and the position, so that choices, and what goes on elsewhere, differ."""
+    """A seed from the request's seed, choice and position: choices, and answers that go on elsewhere, differ."""
     position = len(generation.generated_token_ids)
     key = f"{generation.seed} {generation.choice} {position}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") & _SEED_MASK

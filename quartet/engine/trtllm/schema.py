@@ -1,12 +1,12 @@
 """The arguments of ``LLM`` and its sub-configs in TensorRT-LLM 1.2, names and types, and a check of arguments by them.
 
-The tables are from its documentation and sources. They are kept here because the package itself needs a GPU to say
+The tables are from its documentation and sources. Quartet keeps them because the package itself needs a GPU to show
 them, and because 1.2 calls a keyword of 1.3 just "invalid argument". ``check_arguments`` refuses wrong names, types and
 literals before a model loads.
 
 Types are text: ``int``, ``float``, ``bool``, ``str``, ``dict``, ``list[X]``, ``set[X]`` (a list), ``dict[K,V]``,
 ``Literal['a','b']``, ``AnyCase['A','B']`` (the same in any case), ``int >= 0``, ``float in [0,1]``, and several by
-`` | ``. Any other name is a class, of which no plain value, as YAML gives it, is an instance.
+`` | ``. Any other name is a class; no plain value from YAML is an instance of it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class ConfigTable:
     """The fields of one class.
 
     Attributes:
-        types: of each field that 1.2 has.
-        required: those that must be given.
+        types: the type of each field that 1.2 has.
+        required: fields that must be given.
         uncertain: types of fields that not every 1.2 has.
         later: fields that came with 1.3.
     """
@@ -40,7 +40,7 @@ class ConfigTable:
 
 
 def types_of(names_by_type: Mapping[str, str]) -> Mapping[str, str]:
-    """Types by name, of names in one string by type."""
+    """Turn names by type, in one string for each type, into types by name."""
     return {name: kind for kind, names in names_by_type.items() for name in names.split()}
 
 
@@ -96,7 +96,7 @@ LLM = ConfigTable(
             "Nvfp4GemmConfig": "nvfp4_gemm_config",
             "TorchCompileConfig | None": "torch_compile_config",
             "KvCacheConnectorConfig | None": "kv_connector_config",
-            # Objects, which no YAML can give.
+            # Objects, which YAML can't express.
             "BatchedLogitsProcessor | None": "batched_logits_processor",
             "BaseCheckpointLoader | None": "checkpoint_loader",
         }
@@ -125,7 +125,7 @@ REFUSED = frozenset(
     """.split()
 )
 
-#: What every backend that calls itself AutoDeploy takes; some take more, which ones is not known.
+#: The fields that every backend named AutoDeploy takes. Some backends take more; which fields is not known.
 AUTODEPLOY = ConfigTable(
     types=types_of(
         {
@@ -145,7 +145,7 @@ AUTODEPLOY = ConfigTable(
     ),
 )
 
-#: What `MultimodalEncoder` has a use for: it loads the vision part alone, and keeps no KV.
+#: The arguments that `MultimodalEncoder` uses: it loads the vision part alone, and keeps no KV.
 ENCODER = frozenset(
     """
     model tokenizer tokenizer_mode revision tokenizer_revision custom_tokenizer skip_tokenizer_init trust_remote_code
@@ -325,8 +325,8 @@ CONFIGS: Mapping[str, ConfigTable] = {
     "DecodingBaseConfig": ConfigTable(types=_DECODING),
 }
 
-#: The class for each ``decoding_type`` of a ``speculative_config``. Those without a table of their own have fields
-#: beside the common ones that are not known here.
+#: The class for each ``decoding_type`` of a ``speculative_config``. Classes without a table of their own have the
+#: common fields, and others that are not known here.
 DECODING_CLASSES: Mapping[str, str] = {
     "Eagle": "EagleDecodingConfig",
     "MTP": "MTPDecodingConfig",
@@ -346,12 +346,12 @@ LATER_DECODING = frozenset({"Eagle3", "PARD", "SA"})
 
 
 def alternatives(text: str) -> tuple[str, ...]:
-    """The types of which a value must be one."""
+    """Split a type's text into its alternatives; a value must fit one of them."""
     return tuple(part.strip() for part in text.split("|"))
 
 
 def fits(text: str, value: object) -> bool:
-    """Whether ``value`` is of one of the types of ``text``."""
+    """Whether ``value`` is of one of the types in ``text``."""
     return any(_checker(part)(value) for part in alternatives(text))
 
 
@@ -376,7 +376,7 @@ _BY_KEY = re.compile(r"dict\[(\w+), ?(.+)\]")
 
 
 def _is_int(value: object) -> bool:
-    # To Python true is a 1.
+    # In Python, True is also an int.
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -436,11 +436,11 @@ def _mapping_of(is_key: _Checker, is_value: _Checker) -> _Checker:
 
 
 def _shown(value: object) -> str:
-    """``value`` itself only where it is short and plain: what is in a mapping may be nobody's business."""
+    """Show ``value`` itself only if it is short and plain: a mapping may hold private values."""
     return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
-#: Types alone let these pass, and TensorRT-LLM may notice only once the model is loaded.
+#: The types allow values below 1 here, and TensorRT-LLM may notice them only once the model is loaded.
 _POSITIVE = frozenset(
     """
     max_batch_size max_num_tokens max_seq_len max_input_len max_beam_width gpus_per_node world_size
@@ -452,10 +452,10 @@ _POSITIVE = frozenset(
 
 
 def check_arguments(values: Mapping[str, object], table: ConfigTable) -> tuple[str, ...]:
-    """Check ``values``, given by somebody, against ``table``; what that lacks is unknown.
+    """Check ``values`` from a configuration against ``table``; fields that the table lacks are unknown.
 
     Returns:
-        Warnings, each of which begins with the full name of a field.
+        Warnings; each begins with the full name of a field.
 
     Raises:
         ConfigError: its message begins with the full name of a field.

@@ -18,12 +18,12 @@ from quartet.errors import EngineError
 
 @dataclass(frozen=True, kw_only=True)
 class SessionListener:
-    """What hears of a session, on its thread.
+    """Callbacks of a session, called on its thread.
 
     Attributes:
         on_ready: the LLM has answered its first request.
-        on_output: something came.
-        on_lost: the LLM is not usable any more; heard once.
+        on_output: there is new output.
+        on_lost: the LLM is unusable from now on; called once.
     """
 
     on_ready: Callable[[LlmSession], None]
@@ -42,7 +42,7 @@ class LlmSession:
     def __init__(
         self, loaded: LoadedLlm, sampling_fields: frozenset[str], times: TrtllmTimes, listener: SessionListener
     ) -> None:
-        """Made on the loop that it lives on."""
+        """Create the session on the event loop that it lives on."""
         self.loaded = loaded
         self.num_blocks = loaded.num_blocks()
         self._times = times
@@ -54,19 +54,19 @@ class LlmSession:
 
     @property
     def is_hanging(self) -> bool:
-        """Whether the engine owes an answer to a request that any engine can answer. Any thread may ask."""
+        """Whether the engine owes an answer to a canary, which any engine can answer. Any thread may ask."""
         return self._canary.is_overdue
 
     @property
     def num_canaries(self) -> int:
-        """Requests of the adapter's own that came back. Any thread may ask."""
+        """Canaries that came back. Any thread may ask."""
         return self._canary.num_ended
 
     async def run(self, stop: asyncio.Event) -> None:
         """Warm up and serve until ``stop``.
 
         Raises:
-            EngineError: it did not warm up.
+            EngineError: the LLM did not warm up in time.
         """
         try:
             await self._canary.warm_up()
@@ -88,7 +88,7 @@ class LlmSession:
             await self._requests.close()
 
     def submit(self, request: EngineRequest, state: HandOffState | None, submitted_at: float) -> None:
-        """Run ``request``, going on from ``state`` where there is a hand-off; its end comes out, refusal included."""
+        """Run ``request``, from ``state`` if there is a hand-off; its end, or its refusal, comes out as an output."""
         self._requests.submit(request, state, submitted_at)
 
     def cancel(self, id: int) -> None:
@@ -96,11 +96,11 @@ class LlmSession:
         self._requests.cancel(id)
 
     def release(self, id: int) -> None:
-        """Let go of what a completed prefill holds; unknown ids are ignored."""
+        """Free the blocks that a completed prefill holds; unknown ids are ignored."""
         self._requests.release(id)
 
     async def _look(self) -> None:
-        """An engine without requests dies without telling anybody."""
+        """Check whether the engine is dead: without requests, an engine dies without a sign."""
         while not self._is_lost:
             await asyncio.sleep(self._times.look_interval_s)
             if self.loaded.is_gone:
@@ -109,7 +109,7 @@ class LlmSession:
     async def _run_canary(self) -> None:
         try:
             await self._canary.run()
-        except Exception as error:  # noqa: BLE001 - the engine's end, whatever it says: the listener logs
+        except Exception as error:  # noqa: BLE001 - any error here ends the engine; the listener logs it
             self._lose(error)
 
     def _num_moves(self) -> int:

@@ -1,4 +1,4 @@
-"""How long the adapter waits for what TensorRT-LLM promises no time for."""
+"""How long the adapter waits where TensorRT-LLM promises no time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ class TrtllmTimes:
     """Bounds in seconds; tests have shorter ones.
 
     Attributes:
-        warm_up_timeout_s: for the first request, with which kernels are tuned.
-        figures_timeout_s: for its first statistics, after that; without them the size of its cache is guessed.
-        canary_interval_s: without anything coming out for so long, a request of the adapter's own is sent.
-        canary_timeout_s: within which that has to come back, unless anything else does.
-        encode_timeout_s: for a batch of pictures; what takes longer hangs.
-        look_interval_s: between looks at whether the engine has died without saying so.
+        warm_up_timeout_s: for the first request, during which TensorRT-LLM tunes its kernels.
+        figures_timeout_s: for the first statistics after that; without them the adapter guesses the cache's size.
+        canary_interval_s: after this long without output, the adapter sends a canary, a request of its own.
+        canary_timeout_s: for the canary to come back, counted anew from any other output.
+        encode_timeout_s: for a batch of pictures; an encoder that takes longer counts as hanging.
+        look_interval_s: between checks whether the engine has died without a sign.
         abort_timeout_s: for the end of a request that was aborted.
         transfer_timeout_s: for the KV blocks of a cancelled request to come, where the arguments name no time.
         close_timeout_s: for the LLM to shut down.

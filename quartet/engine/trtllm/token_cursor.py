@@ -1,4 +1,4 @@
-"""What is new in an output that changes under its reader: cumulative, and sometimes shortened at its end."""
+"""Finds the new tokens of an output that TensorRT-LLM changes in place: it grows, and sometimes loses its end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quartet.engine.sampling import TokenLogprobs
 
 
 class NewTokens(NamedTuple):
-    """Tokens not given out before, the first of which is number ``position`` of the output, with log probabilities."""
+    """Tokens not given out before, with log probabilities; the first token is number ``position`` of the output."""
 
     position: int
     token_ids: tuple[int, ...]
@@ -41,7 +41,7 @@ class TokenCursor:
         return self._num_given
 
     def take(self, output: Any) -> NewTokens:
-        """What ``output`` has that was not given out before, the stop id that ended it included."""
+        """The tokens of ``output`` that were not given out before, with the stop id that ended it."""
         position = self._num_given
         new = tuple(output.token_ids[position:])
         if output.finish_reason == "stop":
@@ -53,9 +53,9 @@ class TokenCursor:
         return NewTokens(position, new, logprobs)
 
     def _missing_stop_id(self, output: Any, new: tuple[int, ...]) -> tuple[int, ...]:
-        """The id that stopped the output, where it was trimmed before it could be given out."""
+        """The id that stopped the output, if TensorRT-LLM trimmed it before it could be given out."""
         if self._num_given > len(output.token_ids):
-            return ()  # it was given out, and is taken away again
+            return ()  # it was given out, and TensorRT-LLM has trimmed it since
         last_id = new[-1] if new else self._last_id
         stop_id = output.stop_reason if isinstance(output.stop_reason, int) else None
         if stop_id is None and last_id not in self._stop_ids and self._stop_ids:
@@ -65,7 +65,7 @@ class TokenCursor:
     def _logprobs(self, output: Any, position: int, new: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
         entries = output.logprobs or ()
         if self._num_without_logprobs is None and new:
-            # Those of decode's first tokens stayed with prefill.
+            # The log probabilities of decode's first tokens stayed with prefill.
             num_missing = position + len(new) - len(entries)
             self._num_without_logprobs = min(max(num_missing, 0), self._num_known)
         shift = self._num_without_logprobs or 0
@@ -79,7 +79,7 @@ class TokenCursor:
 
 
 def token_logprobs(token_id: int, entry: Any, num_top: int) -> TokenLogprobs:
-    """One position's, from TensorRT-LLM's dict by token or its bare number; not a number where it did not say."""
+    """One position's log probabilities, from TensorRT-LLM's dict by token or its bare number; NaN if it has none."""
     if not isinstance(entry, Mapping):
         return TokenLogprobs(token_id, math.nan if entry is None else float(entry))
     own = entry.get(token_id)
