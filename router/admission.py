@@ -308,7 +308,7 @@ class QueuedRequest(Pending):
     Attributes:
         is_retry: an attempt was made before, so a full queue never refuses it.
         gang: choices that get room together or are all refused; ``None``: the choice gets room alone.
-        matches: the index's matches, from which ``num_cached_tokens`` comes.
+        matches: the same object as ``num_cached_tokens``.
         placed: the result of its wait, or its error.
         since: when it arrived, in monotonic seconds.
         ready_at: when a decode worker was last ready, in monotonic seconds.
