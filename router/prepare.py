@@ -64,7 +64,7 @@ async def run_prepared(
         InvalidRequestError: a field is impossible or unsupported; names the field.
         ModelNotFoundError: no pool serves the model.
         WorkerUnavailableError: no worker serves the model that gave the tokens of the attempt to resume.
-        RequestTimeoutError: its time ended before ``run`` did; its message says with ``late`` what was not done in time.
+        RequestTimeoutError: its time ended before ``run`` did; ``late`` says in its message what was still to be done.
         ServingError: the model's text files are unavailable; and all errors of ``run``.
     """
     request.check()
@@ -192,12 +192,12 @@ class RouterRequest:
 
     @property
     def prompt_tail(self) -> Sequence[int]:
-        """The prompt's last few tokens if the answer's text continues them; empty for a chat, whose answer stands alone."""
+        """The prompt's last few tokens if the answer's text continues them; empty for a chat, which stands alone."""
         return () if isinstance(self.start.prompt, ChatPrompt) else self.prompt_token_ids[-_TAIL_TOKENS:]
 
     @property
     def sampling(self) -> Sampling:
-        """The sampling for workers. It holds everything that can end the answer, so the answer ends alike on every worker.
+        """The sampling for workers. It holds everything that can end the answer: it ends alike on every worker.
 
         Workers may differ in their longest sequence. Engines also don't read the tokenizer's files, and for chat models
         often only these files name the end of a turn.
