@@ -47,8 +47,8 @@ class Case:
 class Windows:
     """How long and how often a load is measured.
 
-    warm_up_s: time after all streams are open and the first token flows.
-        warm_up_s: after all streams are open and the first token flows.
+    Attributes:
+        warm_up_s: time after all streams are open and the first token flows.
         round_size: windows in a row; one round covers all loads.
     """
 
