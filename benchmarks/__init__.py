@@ -1,1 +1,1 @@
-"""What Quartet costs and stands, measured: each module is a command that writes one JSON file of results."""
+"""What Quartet costs and how much it can take: each module is a command that writes one JSON file of results."""

@@ -1,8 +1,8 @@
-"""Runs the short forms of all benchmarks, one after the other, and makes the tables of docs/performance.md from them.
+"""Run the short forms of all benchmarks, one after the other, and make the tables of docs/performance.md from them.
 
     python -m benchmarks
 
-The long forms, and ``overload``, ``profile``, ``index``, ``routing`` and ``encode``, are run by name.
+Run the long forms, and ``overload``, ``profile``, ``index``, ``routing`` and ``encode``, by name.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from benchmarks.table import PAGE, RESULTS, fill_page
 from quartet.telemetry.provenance import write_report
 
 _TIME_LIMIT_S = 400.0
-# For one that is interrupted to end the servers that it started.
+# So that an interrupted benchmark can end the servers that it started.
 _CLEAN_UP_S = 15.0
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A module of this package, and what makes it run its short form.
+    """A module of this package, and the arguments that make it run its short form.
 
     Attributes:
-        module: what is run, where that is another one.
+        module: the module to run, if it is not the one named after the benchmark.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Benchmark:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What came of one benchmark.
+    """How one benchmark ended.
 
     Attributes:
-        is_done: it ended in order, within its time.
-        is_written: it wrote results, which one that found something wrong does too.
+        is_done: it ended with exit code 0, within its time.
+        is_written: it wrote results. A benchmark that found something wrong writes them too.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Total:
-    """All of them, in the order in which they ran."""
+    """All benchmarks, in the order in which they ran."""
 
     runs: Sequence[Run]
 
@@ -71,10 +71,10 @@ BENCHMARKS = (
 
 
 def run_all(benchmarks: Sequence[Benchmark], results: Path, page: Path, *, time_limit_s: float = _TIME_LIMIT_S) -> int:
-    """Run them and fill ``page``; the exit code is 1 where one failed, after the others have run.
+    """Run them and fill ``page``. The exit code is 1 if one failed; the others run all the same.
 
-    The directory ``results`` takes their JSON files, and ``total.json``: how long each took. Whichever takes longer
-    than ``time_limit_s`` is ended, and has failed.
+    The JSON files go to the directory ``results``, with ``total.json``: how long each benchmark took. A benchmark that
+    takes longer than ``time_limit_s`` is stopped and counts as failed.
     """
     report, began = Report("total", arguments=[]), time.monotonic()
     runs = [_run(benchmark, results, time_limit_s) for benchmark in benchmarks]
@@ -105,7 +105,7 @@ def _run(benchmark: Benchmark, results: Path, time_limit_s: float) -> Run:
 
 
 def _execute(command: Sequence[str], time_limit_s: float) -> bool:
-    """Whether it ends in order, in time; where it doesn't, it is stopped, with what it started."""
+    """Whether the command ends well and in time. If it does not, stop it and every process that it started."""
     process = subprocess.Popen(command, process_group=0)
     try:
         return process.wait(time_limit_s) == 0

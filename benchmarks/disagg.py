@@ -1,8 +1,8 @@
-"""What it costs one request that its prompt is prefilled by another worker: time to the first and second token.
+"""What one request pays when another worker prefills its prompt: time to the first and to the second token.
 
-Two topologies of real processes run beside each other, one Decode worker alone and a Prefill before a Decode, and are
-asked in turn, one request at a time. With the stub engine, whose steps take a fixed time, all that is left when steps
-and the copying of bytes are taken off is Quartet's own cost; the tiny model shows the same with computing.
+Two topologies of real processes run beside each other: one Decode worker alone, and a Prefill before a Decode. The
+client asks them in turn, one request at a time. Every step of the stub engine takes a fixed time, so what remains after
+subtracting the steps and the copying of bytes is Quartet's own cost. The tiny model shows the same with real computing.
 
     python -m benchmarks.disagg --json FILE [--long]
 """
@@ -39,11 +39,11 @@ from services.topology.topology import DEFAULT_MODEL_PATH, ProcessPlan, Topology
 
 _PROMPT_LENGTHS = (128, 1024, 4096)
 _NUM_WARM_UP_ROUNDS = 2
-# Lets what a request left behind come to rest, on both sides alike.
+# Time for both sides to finish cleaning up after a request.
 _PAUSE_S = 0.02
 _NUM_COPY_BLOCKS = 256
 _BLOCK_SIZE = 32
-# Room for the longest prompt and some; what it has of earlier prompts is evicted, as in a worker that runs for long.
+# Room for the longest prompt and some; blocks of earlier prompts are evicted, as in a worker that runs for long.
 _NUM_BLOCKS = 288
 _MAX_MODEL_LEN = 4608  # the tiny model's
 _DTYPE, _DTYPE_BYTES = "float32", 4
@@ -51,14 +51,14 @@ _LOGS = Path(".run")
 
 
 class Side(StrEnum):
-    """Which of the two."""
+    """Aggregated (one worker) or disaggregated (a prefill and a decode worker)."""
 
     AGG = "agg"
     DISAGG = "disagg"
 
 
 class EngineName(StrEnum):
-    """What the workers compute with: nothing at all, or the tiny model in PyTorch."""
+    """The workers' engine: the stub computes nothing, the tiny model computes in PyTorch."""
 
     STUB = "stub"
     TINY = "tiny"
@@ -66,10 +66,10 @@ class EngineName(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """The same kind of prompt once by each side, one right after the other.
+    """One prompt of the same length for each side, one right after the other.
 
     Attributes:
-        copy_ms: of as many bytes as were moved, copied once block by block in the benchmark's own process.
+        copy_ms: time to copy as many bytes as were moved, once, block by block, in the benchmark's own process.
     """
 
     agg: Answered
@@ -77,12 +77,12 @@ class Round:
     copy_ms: float
 
     def of(self, side: Side) -> Answered:
-        """That side's request."""
+        """The request of ``side``."""
         return self.agg if side is Side.AGG else self.disagg
 
     @property
     def overhead_ms(self) -> float:
-        """How much later the second token came disaggregated, less what moving the bytes takes at memory's speed.
+        """How much later the second token came disaggregated, minus the time to move the bytes at memory's speed.
 
         Both sides compute the prompt in as many steps and the second token in one more, so those cancel out.
         """
@@ -95,11 +95,11 @@ class LengthFigures:
 
     Attributes:
         ttft_ms, second_token_ms: by side, as the client saw them.
-        parts_ms: by side, what the second token's time is made of; see ``split``.
+        parts_ms: by side, the parts of the second token's time; see ``split``.
         transfer_bytes: moved for each request.
-        copy_ms, overhead_ms: as of ``Round``; ``overhead_ms`` is ``None`` where computing takes now more, now less
-            time, and hides it.
-        overhead_ms_p10: a tenth of the rounds was at or below this.
+        copy_ms, overhead_ms: as in ``Round``. ``overhead_ms`` is ``None`` where the time to compute varies so much
+            that it hides the overhead.
+        overhead_ms_p10: the overhead was at or below this in a tenth of the rounds.
     """
 
     ttft_ms: Mapping[str, float]
@@ -127,10 +127,10 @@ class Results:
     """All that was measured.
 
     Attributes:
-        step_ms: of the stub engine.
+        step_ms: length of one step of the stub engine.
         stub, tiny: by the prompt's length in tokens.
-        overhead_ms: of ``stub``, by the prompt's length: second token, less one step and moving the bytes, later than
-            aggregated.
+        overhead_ms: with the stub engine, by the prompt's length: how much later the second token came disaggregated,
+            minus one step and the time to move the bytes.
     """
 
     step_ms: float
@@ -152,7 +152,7 @@ def main() -> None:
 
 
 def summarize(rounds: Sequence[Round], transfer_bytes: int, *, is_paced: bool) -> LengthFigures:
-    """Medians of ``rounds``, of which there are at least two. ``is_paced``: every step took the same time."""
+    """Medians of ``rounds``, at least two. ``is_paced``: every step took the same time."""
     overheads = [item.overhead_ms for item in rounds]
     return LengthFigures(
         ttft_ms=_by_side(rounds, lambda answered: answered.ttft_ms),
@@ -166,10 +166,10 @@ def summarize(rounds: Sequence[Round], transfer_bytes: int, *, is_paced: bool) -
 
 
 class BlockCopier:
-    """Copies blocks between two pools of this process, made as workers have them.
+    """Copies blocks between two pools of this process, made the way workers make theirs.
 
     Attributes:
-        pools: what is copied from, and to.
+        pools: the pool to copy from, and the pool to copy to.
     """
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
@@ -184,7 +184,7 @@ class BlockCopier:
         self._next = 0
 
     def copy(self, num_blocks: int) -> float:
-        """Copy the next blocks, which no cache holds any more, one by one; milliseconds."""
+        """Copy the next blocks, which no CPU cache holds any more, one by one; returns milliseconds."""
         began = time.perf_counter()
         for number in range(self._next, self._next + num_blocks):
             block = number % self._num_blocks
@@ -249,7 +249,7 @@ def _describe(figures: LengthFigures) -> str:
 
 @dataclass(frozen=True)
 class _StackMaker:
-    """Makes both sides' stacks; workers find each other in ``discovery_directory``."""
+    """Makes both sides' stacks; workers find each other through ``discovery_directory``."""
 
     discovery_directory: Path
     on_progress: Callable[[str], None]
@@ -299,7 +299,7 @@ class _Rounds:
         self._num_done = 0
 
     async def run(self, num_rounds: int) -> Mapping[int, Sequence[Round]]:
-        """By prompt length, the rounds; what was needed to become warm is left out."""
+        """The rounds by prompt length, without those that warmed the workers up."""
         following = asyncio.create_task(self._line.follow(lambda elapsed, _: self._describe(elapsed, num_rounds)))
         rounds: dict[int, list[Round]] = {length: [] for length in _PROMPT_LENGTHS}
         try:
@@ -326,7 +326,7 @@ class _Rounds:
 
 
 async def _check_moved(stack: Stack, num_rounds: int, block_bytes: int) -> None:
-    """Every prompt must have been handed off: else this measures something else."""
+    """Check that every prompt was handed off; otherwise the benchmark would measure something else."""
     metrics = await stack.metrics()
     moved = sum(of_process.total("quartet_worker_transfer_bytes_total") for of_process in metrics.values())
     expected = num_rounds * sum(map(_num_blocks, _PROMPT_LENGTHS)) * block_bytes

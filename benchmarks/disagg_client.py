@@ -1,4 +1,4 @@
-"""One request at a time to one router, and where its time went."""
+"""Sends one request at a time to one router, and tells where its time went."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from google.protobuf.duration_pb2 import Duration
 
 from quartet.v1 import router_pb2, router_pb2_grpc, types_pb2
 
-#: The first comes from wherever the prompt was prefilled, the second from Decode, and ends it.
+#: The worker that prefilled sends the first; Decode sends the second, which ends the request.
 NUM_OUTPUT_TOKENS = 2
 
-# The tiny model's ids below the first are special tokens.
+# The tiny model's special tokens have the ids below ``_FIRST_TOKEN_ID``.
 _FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 2048
 _TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """One request. All times are in milliseconds; ``None``: it did not happen.
+    """One request. All times are in milliseconds; ``None``: this step did not happen.
 
     Attributes:
         ttft_ms, second_token_ms: from sending the request, as the client saw it.
         first_token_ms, total_ms: from arrival, as the router saw it; the second token ends the request.
         media_ms: fetching and encoding media.
         prefill_ms: the prefill hop.
-        decode_queue_ms: in the decode worker until the batch, the transfer included.
+        decode_queue_ms: from arrival at the decode worker until it joined the batch, the transfer included.
         transfer_ms: moving blocks.
-        num_prompt_tokens, num_cached_tokens: of the prompt, and of these those whose KV was cached.
+        num_prompt_tokens, num_cached_tokens: tokens of the prompt, and how many of them had cached KV.
     """
 
     ttft_ms: float
@@ -47,7 +47,7 @@ class Answered:
 
 
 async def ask(stub: router_pb2_grpc.RouterServiceAsyncStub, rng: random.Random, num_tokens: int) -> Answered:
-    """Send a prompt of ``num_tokens`` random ids, which shares nothing with any other. Raises as ``send`` does."""
+    """Send ``num_tokens`` random ids, a prompt that shares no prefix with any other. Raises as ``send`` does."""
     return await send(stub, make_start(random_prompt(rng, num_tokens)))
 
 
@@ -64,11 +64,11 @@ def make_start(
 
 
 async def send(stub: router_pb2_grpc.RouterServiceAsyncStub, start: router_pb2.GenerateStart) -> Answered:
-    """Send what ``make_start`` made, and wait for its end.
+    """Send the start that ``make_start`` made, and wait for the request's end.
 
     Raises:
-        grpc.aio.AioRpcError: it ended badly.
-        RuntimeError: not as many tokens came as were asked for.
+        grpc.aio.AioRpcError: the request failed.
+        RuntimeError: fewer or more tokens came than were asked for.
     """
     request = router_pb2.GenerateRequest(start=start)
     came_at: list[float] = []
@@ -94,12 +94,12 @@ async def send(stub: router_pb2_grpc.RouterServiceAsyncStub, start: router_pb2.G
 
 
 def split(answered: Answered) -> Mapping[str, float]:
-    """The parts of ``second_token_ms``, in the order in which they come; they add up to it.
+    """The parts of ``second_token_ms``, in order of time; they add up to it.
 
     Disaggregated: ``route`` (in the router until the prefill begins), ``prefill`` (that hop, computing included),
     ``transfer``, ``join`` (in the decode worker, until the batch), ``first_message`` (the rest of the decode hop, one
-    step included). Aggregated: ``first_token`` (all until then but ``join``), ``join``, ``step`` (until the second).
-    Both: ``edge`` (between client and router).
+    step included). Aggregated: ``first_token`` (everything before the first token except ``join``), ``join``, ``step``
+    (from the first token to the second). Both: ``edge`` (between client and router).
     """
     edge_ms = answered.second_token_ms - answered.total_ms
     after_first_ms = answered.total_ms - answered.first_token_ms
@@ -122,12 +122,12 @@ def split(answered: Answered) -> Mapping[str, float]:
 
 
 def median_parts(parts: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
-    """Each part's median; all of ``parts``, at least one, have the same."""
+    """Each part's median. All of ``parts``, at least one, have the same keys."""
     return {name: statistics.median(item[name] for item in parts) for name in parts[0]}
 
 
 def random_prompt(rng: random.Random, num_tokens: int) -> list[int]:
-    """So many random ids of the tiny model, none of a special token."""
+    """``num_tokens`` random ids of the tiny model, without special tokens."""
     return rng.choices(range(_FIRST_TOKEN_ID, _END_TOKEN_ID), k=num_tokens)
 
 

@@ -1,13 +1,13 @@
-"""What images cost: encoding them, waiting for the first token of prompts with them, and moving their embeddings.
+"""What images cost: encoding them, waiting for the first token of a prompt with an image, and moving embeddings.
 
-Real processes with the tiny model (Encode, Prefill, Decode, Router), which is so small that what is around the model
-counts as much as the model. The images are new to every worker: small ones of noise, and large smooth ones as a camera
-makes them.
+Real processes run the tiny model (Encode, Prefill, Decode, Router). It is so small that the code around the model costs
+as much as the model. No worker has seen an image before: there are small ones of noise, and large smooth ones as a
+camera makes them.
 
-*Rate*: how many images a second one Encode worker takes, asked directly, one after the other and so that batches are
-full; both ways alternate, and what the worker hands off is released after each turn, off the clock. *TTFT*: prompts
-with an image, through the Router, one at a time: what do the caches save? The *pulls* are of embeddings as LLaVA-1.6 of
-7 B makes them of its largest image, by the processes of ``benchmarks.transfer``.
+*Rate*: how many images a second one Encode worker takes. The client asks it directly, once with one image at a time and
+once so that batches are full; both ways alternate. After each turn, off the clock, the client releases what the worker
+holds for hand-off. *TTFT*: prompts with an image, one at a time through the Router, show what the caches save. *Pulls*:
+the processes of ``benchmarks.transfer`` move the embeddings that LLaVA-1.6 of 7 B makes of its largest image.
 
     python -m benchmarks.encode --json FILE
 """
@@ -60,18 +60,18 @@ _CLIENT = "client"
 ENCODE = "encode-0"
 _BLOCK_SIZE = 32  # tokens, of KV and of embeddings
 _LOG = Path(".run/benchmark-encode.log")
-# Of the tiny model: `<|image|>`, and what each fills.
+# Of the tiny model: the token `<|image|>`, and how many tokens one image fills.
 _IMAGE_TOKEN_ID, _NUM_IMAGE_TOKENS = 7, 64
 # All but the prompt's last token lie in full blocks, so all of them can be cached.
 _NUM_TEXT_TOKENS = _BLOCK_SIZE + 1
-#: Of every prompt.
+#: Length of every prompt.
 NUM_PROMPT_TOKENS = _NUM_IMAGE_TOKENS + _NUM_TEXT_TOKENS
 _OTHER_SALT = "another"
 _NUM_WARM_UP_ROUNDS = 2
-_NUM_NEW_IMAGES = 2  # a round
-_NOISE_SIDE = 96  # what the tiny model's tower looks at: nothing is to be scaled
+_NUM_NEW_IMAGES = 2  # images a round
+_NOISE_SIDE = 96  # the size that the tiny model's tower takes, so that the image is not scaled
 _PHOTO_WIDTH, _PHOTO_HEIGHT = 2000, 1500
-# Colours at so many points; in between they change smoothly.
+# The photo has random colours at this many points; between them they change smoothly.
 _COLUMNS, _ROWS = 8, 6
 
 
@@ -80,11 +80,11 @@ class Results:
     """All that was measured.
 
     Attributes:
-        num_rate_rounds, num_ttft_rounds: that were counted.
+        num_rate_rounds, num_ttft_rounds: rounds that were counted.
         images_per_s: by ``Load``.
-        worker: the same, with what else was seen.
+        worker: by ``Load``, everything else seen at the worker.
         ttft_ms, parts_ms: by ``Prompt``.
-        pulls: of one image's embeddings.
+        pulls: pulls of one image's embeddings.
     """
 
     num_rate_rounds: int
@@ -120,7 +120,7 @@ def make_stack(discovery_directory: Path, on_progress: Callable[[str], None], *,
 
 
 class Load(StrEnum):
-    """How the worker is asked."""
+    """How the client asks the worker."""
 
     BATCH_1 = "batch_1"  # a stream with one image after the other
     BATCH_8 = "batch_8"  # several streams with eight images each
@@ -131,10 +131,10 @@ class Sample:
     """One turn.
 
     Attributes:
-        cpu_s: that the worker's process used.
+        cpu_s: CPU seconds of the worker's process.
         others_share: cores that everything but worker and client used meanwhile.
-        items: what the worker told of each image.
-        num_batches: that the tower took them in.
+        items: what the worker reported of each image.
+        num_batches: runs of the tower.
     """
 
     duration_s: float
@@ -151,10 +151,10 @@ class RateFigures:
     Attributes:
         cpu_ms_per_image: of the worker's process, all threads.
         mean_batch_size: images in one run of the tower.
-        before_tower_ms: from an image's arrival until the tower began with it: decoding and preprocessing, and where
-            others come before it, their time in the tower.
+        before_tower_ms: from an image's arrival until the tower began with it: decoding, preprocessing, and the tower's
+            time for the images before it.
         tower_ms: of one run of the tower.
-        others_share: as of ``Sample``.
+        others_share: as in ``Sample``.
     """
 
     images_per_s: float
@@ -166,11 +166,11 @@ class RateFigures:
 
 
 async def measure_rate(stack: Stack, num_rounds: int, on_round: Callable[[int], None]) -> Mapping[str, RateFigures]:
-    """By ``Load``. ``on_round`` is told the number of each round; the first, 0, makes the worker warm.
+    """The figures by ``Load``. ``on_round`` gets the number of each round; round 0 warms the worker up.
 
     Raises:
         grpc.aio.AioRpcError: the worker refused an image.
-        RuntimeError: it did not encode each image once.
+        RuntimeError: the worker did not encode each image exactly once.
     """
     samples: dict[Load, list[Sample]] = {load: [] for load in Load}
     rng = random.Random(0)
@@ -198,12 +198,12 @@ def summarize_rate(samples: Sequence[Sample]) -> RateFigures:
 
 
 class Prompt(StrEnum):
-    """What is asked, in this order."""
+    """The kinds of prompt, in the order in which they are sent."""
 
-    NEW = "new"  # an image and text that nobody has seen
+    NEW = "new"  # an image and a text that no worker has seen
     CACHED_EMBEDDINGS = "cached_embeddings"  # the same with another salt: its KV cannot be shared
     CACHED_PREFIX = "cached_prefix"  # the same with the first salt
-    TEXT = "text"  # as many tokens, all of text, that nobody has seen
+    TEXT = "text"  # as many tokens, all of them text that no worker has seen
     PHOTO_NEW = "photo_new"  # as ``NEW`` with a large JPEG
     PHOTO_CACHED_EMBEDDINGS = "photo_cached_embeddings"
 
@@ -221,7 +221,7 @@ class TtftFigures:
     """Over all rounds, by ``Prompt``.
 
     Attributes:
-        parts_ms: medians of what the time is made of; see ``split``.
+        parts_ms: medians of the parts of the time; see ``split``.
     """
 
     ttft_ms: Mapping[str, Quantiles]
@@ -229,11 +229,11 @@ class TtftFigures:
 
 
 async def measure_ttft(stack: Stack, num_rounds: int, on_round: Callable[[int], None]) -> TtftFigures:
-    """Ask ``num_rounds`` times for each ``Prompt``, and some more to become warm; ``on_round`` is told the number.
+    """Ask ``num_rounds`` times for each ``Prompt``, after some rounds to warm up; ``on_round`` gets the round's number.
 
     Raises:
-        grpc.aio.AioRpcError: a request ended badly.
-        RuntimeError: something was cached that should not have been, or the other way round.
+        grpc.aio.AioRpcError: a request failed.
+        RuntimeError: something was cached that should not have been, or something was not cached that should have been.
     """
     before = (await stack.metrics())[ENCODE]
     rng = random.Random(1)
@@ -250,7 +250,7 @@ async def measure_ttft(stack: Stack, num_rounds: int, on_round: Callable[[int], 
 
 
 def summarize_ttft(rounds: Sequence[Mapping[Prompt, Answered]]) -> TtftFigures:
-    """Quantiles and medians of ``rounds``, of which there are at least two."""
+    """Quantiles and medians of ``rounds``, at least two."""
     return TtftFigures(
         ttft_ms={prompt: _quantiles([answered[prompt].ttft_ms for answered in rounds]) for prompt in Prompt},
         parts_ms={prompt: median_parts([split(answered[prompt]) for answered in rounds]) for prompt in Prompt},
@@ -258,10 +258,10 @@ def summarize_ttft(rounds: Sequence[Mapping[Prompt, Answered]]) -> TtftFigures:
 
 
 def split(answered: Answered) -> Mapping[str, float]:
-    """The parts of ``ttft_ms``, which they add up to.
+    """The parts of ``ttft_ms``; they add up to it.
 
     ``media``: that hop, with naming and fetching; ``route``: all else in the router; ``prefill``: that hop, pulling
-    embeddings and computing; ``edge``: between client and router.
+    embeddings and computing included; ``edge``: between client and router.
     """
     media_ms, prefill_ms = answered.media_ms or 0.0, answered.prefill_ms or 0.0
     return {
@@ -273,7 +273,7 @@ def split(answered: Answered) -> Mapping[str, float]:
 
 
 def checked(prompt: Prompt, answered: Answered) -> Answered:
-    """``answered``, of a ``prompt`` of which as much was cached as it is there for. Raises ``RuntimeError`` if not."""
+    """Return ``answered``. Raises ``RuntimeError`` if more or less was cached than such a ``prompt`` should find."""
     num_cached = NUM_PROMPT_TOKENS - 1 if prompt is Prompt.CACHED_PREFIX else 0
     if (answered.num_prompt_tokens, answered.num_cached_tokens) != (NUM_PROMPT_TOKENS, num_cached):
         raise RuntimeError(
@@ -290,7 +290,7 @@ def noise_image(rng: random.Random) -> bytes:
 
 
 def photo(rng: random.Random) -> bytes:
-    """A JPEG of three million pixels, without noise: costly to decode, a tower sees little of it."""
+    """A JPEG of three million pixels, without noise: costly to decode, though the tower gets only a small copy."""
     colours = Image.frombytes("RGB", (_COLUMNS, _ROWS), rng.randbytes(3 * _COLUMNS * _ROWS))
     return _file(colours.resize((_PHOTO_WIDTH, _PHOTO_HEIGHT), Image.Resampling.BICUBIC), "JPEG")
 
@@ -320,7 +320,7 @@ async def _run() -> Results:
 
 @contextmanager
 def _shown(name: str, num_rounds: int, line: LiveLine) -> Iterator[Callable[[int], None]]:
-    """Takes the numbers of rounds, and shows the latest."""
+    """Yields a function that takes a round's number and shows it."""
     latest = 0
 
     def on_round(number: int) -> None:
@@ -342,9 +342,9 @@ def _describe(values: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class _Turn:
-    """Streams of one turn.
+    """The streams of one turn.
 
-    The tower takes what is decoded by the time that it is free: one stream after the other would not fill its batches.
+    The tower takes the images that are decoded when it is free; one stream after the other would not fill its batches.
     """
 
     num_streams: int
@@ -353,12 +353,12 @@ class _Turn:
 
     @property
     def num_images(self) -> int:
-        """Of all streams."""
+        """Images of all streams together."""
         return self.num_streams * self.num_images_each
 
 
 class _Client:
-    """Asks the Encode worker of ``stack``, and lets go of what it holds."""
+    """Asks the Encode worker of ``stack``, and releases what it holds."""
 
     def __init__(self, stack: Stack, channel: grpc.aio.Channel, puller: TransferPuller) -> None:
         self._stack = stack
@@ -366,7 +366,7 @@ class _Client:
         self._puller = puller
 
     async def take(self, turn: _Turn, rng: random.Random) -> Sample:
-        """One turn with images that are made beforehand."""
+        """Run one turn, with images made beforehand."""
         streams = [_make_start(turn.num_images_each, rng) for _ in range(turn.num_streams)]
         before = await self._metrics()
         meter = CpuMeter({ENCODE: self._stack.pids[ENCODE], _CLIENT: os.getpid()})

@@ -1,8 +1,8 @@
 """The torch engine beside ``generate`` of transformers: one checkpoint, one CPU thread, the same greedy tokens.
 
-Rounds of both sides alternate in one process, each round with prompts that nobody has seen, because a machine's speed
-drifts and a prefix cache remembers. What the sides put out is compared: a wrong engine can't win. Where prompts are
-all there is, the bare kernels run in every round as well: what is the most that an engine on them could reach.
+Rounds of both sides alternate in one process, because a machine's speed drifts. Each round has new prompts, because a
+prefix cache remembers old ones. The benchmark compares both outputs, so a wrong engine can't win. Workloads of prompts
+alone also run the bare kernels in every round, to show the most that an engine on these kernels could reach.
 
     python -m benchmarks.engine --json FILE [--short] [--only NAME ...]
 """
@@ -39,12 +39,12 @@ from quartet.engine.scheduler import SchedulerConfig
 from quartet.telemetry.provenance import write_report
 
 _ROUNDS = 5
-# Of the short form. A round of these two takes 24 and 16 s of CPU time, one of all the others together 8 s.
+# Rounds of the short form. A round of these two takes 24 and 16 s of CPU time, one of all the others together 8 s.
 _SHORT_ROUNDS = {"ragged_32": 2, "shared_prefix_32": 2}
-# What is set up on first use is no workload's to pay.
+# Runs first, so that no workload pays for what is set up on first use.
 _WARM_UP = "equal_32"
-# Float32 logits of one context differ by this much between two ways to batch it; the best two are mostly whole units
-# apart. Tokens may differ where they are as near as that.
+# Float32 logits of one context differ by this much between two ways to batch it; the best two logits are mostly whole
+# units apart. If they are nearer than this, the two sides may choose different tokens.
 _TIE = 1e-2
 
 
@@ -63,11 +63,11 @@ class Comparison:
 
     Attributes:
         ratio: median over the rounds of ours over theirs, by the clock.
-        cpu_ratio: the same by CPU time of the whole process, which other processes on the machine disturb less.
-        ceiling: median over the rounds of theirs over the bare kernels' (``Floor``), by the clock; ``None``: not for
-            this workload.
+        cpu_ratio: the same by CPU time of the process, which other processes on the machine disturb less.
+        ceiling: median over the rounds of theirs over the bare kernels' (``Floor``), by the clock; ``None``: this
+            workload has no ceiling.
         cpu_ceiling: the same by CPU time.
-        num_ties: outputs that differ from a token on that both sides' logits hold for as good as the other.
+        num_ties: outputs that leave the expected one at a token that ties with it in the logits.
     """
 
     quartet: Rounds
@@ -82,7 +82,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """All workloads by name; ``ratio`` has the comparisons' most wanted figure, ``num_rounds`` how many it is of."""
+    """All workloads by name. ``ratio`` has each comparison's main figure, ``num_rounds`` how many rounds it is of."""
 
     num_parameters: int
     num_threads: int
@@ -102,7 +102,7 @@ class _Round:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sides:
-    """All that is measured."""
+    """The sides that are measured."""
 
     quartet: QuartetSide
     generate: GenerateSide
@@ -127,7 +127,7 @@ def _parse() -> argparse.Namespace:
 
 
 def rounds_of(name: str, *, is_short: bool) -> int:
-    """How often a workload is run: an odd number, for a median that was measured."""
+    """How often a workload runs: an odd number, so that the median is a round that was measured."""
     return _SHORT_ROUNDS.get(name, _ROUNDS) if is_short else _ROUNDS
 
 
@@ -169,7 +169,7 @@ async def _compare(name: str, sides: _Sides, num_rounds: int) -> Comparison:
     num_ties = 0
     for number in range(num_rounds):
         workload = WORKLOADS[name](source)
-        # Who goes first changes: what the first one leaves in caches and clocks is no side's advantage.
+        # The sides take turns to go first, so neither gains from what the first one leaves in caches and clocks.
         if number % 2:
             measured, expected = await _measure(sides.generate, workload)
             mine, tokens = await _measure(sides.quartet, workload)
@@ -194,7 +194,7 @@ async def _compare(name: str, sides: _Sides, num_rounds: int) -> Comparison:
 
 
 async def _measure(side: Side, workload: Workload) -> tuple[_Round, Tokens]:
-    gc.collect()  # nobody pays for the other's garbage
+    gc.collect()  # so that no side pays for the other's garbage
     wall, cpu = time.perf_counter(), time.process_time()
     tokens = await side.run(workload.jobs)
     wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
@@ -202,10 +202,10 @@ async def _measure(side: Side, workload: Workload) -> tuple[_Round, Tokens]:
 
 
 def count_ties(workload: Workload, tokens: Tokens, expected: Tokens, reference: GenerateSide) -> int:
-    """How many outputs leave the expected one at a token that the reference holds for as good, within rounding.
+    """How many outputs leave the expected one at a token that ties with it in the reference's logits, within rounding.
 
     Raises:
-        RuntimeError: one leaves it elsewhere, or has another length: somebody computes wrongly.
+        RuntimeError: an output leaves it at another token, or has another length: one side computes wrongly.
     """
     num_ties = 0
     for job, mine, theirs in zip(workload.jobs, tokens, expected, strict=True):

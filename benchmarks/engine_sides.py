@@ -1,6 +1,6 @@
-"""The two sides of the engine benchmark, Quartet's engine and ``generate`` of transformers, and what both compute.
+"""The two sides of the engine benchmark, Quartet's engine and ``generate`` of transformers, and their workloads.
 
-Both have one checkpoint. A workload is random prompts and how many tokens follow each.
+Both sides load the same checkpoint. A workload is random prompts and the number of output tokens of each.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ VOCAB_SIZE = 4096
 _NUM_STREAMS = 32
 _MAX_PROMPT, _MAX_OUTPUT = 512, 256
 NUM_THREADS = 1
-# Room for every workload, with what a prefix cache keeps of those before.
+# Room for every workload, and for what the prefix cache keeps of the workloads before.
 _NUM_BLOCKS = 2048
-# At the usual 0.02 the two best logits nearly tie now and then, and greedy tokens would hang on rounding.
+# At the usual 0.02 the two best logits now and then nearly tie, and rounding would decide the greedy token.
 _INIT_STD = 0.1
 Tokens = list[list[int]]
 
@@ -45,7 +45,7 @@ class Workload:
     """Requests that come at once.
 
     Attributes:
-        counts_prompts: what is useful are the prompts' tokens, not the output's; each request wants one token.
+        counts_prompts: the useful tokens are the prompts', not the output's; each request wants one token.
     """
 
     jobs: Sequence[Job]
@@ -53,17 +53,17 @@ class Workload:
 
     @property
     def num_useful_tokens(self) -> int:
-        """Tokens that somebody asked for: padding, and what comes after a request's end, are none."""
+        """Tokens that a request asked for, without padding and without tokens after a request's end."""
         return sum(len(job.prompt) if self.counts_prompts else job.num_output_tokens for job in self.jobs)
 
 
 def one_stream(source: random.Random) -> Workload:
-    """A single request that decodes."""
+    """A single request, mostly decode."""
     return Workload(jobs=[Job(prompt=_tokens(source, 32), num_output_tokens=128)])
 
 
 def equal_32(source: random.Random) -> Workload:
-    """32 requests of one length: what a padded batch does best."""
+    """32 requests of one length: the best case of a padded batch."""
     return Workload(jobs=[Job(prompt=_tokens(source, 64), num_output_tokens=64) for _ in range(_NUM_STREAMS)])
 
 
@@ -93,16 +93,16 @@ def long_prompt(source: random.Random) -> Workload:
 
 
 def shared_prefix_32(source: random.Random) -> Workload:
-    """32 requests that begin with the same 1024 tokens, go on with 16 of their own, and want 16 more."""
+    """32 requests that begin with the same 1024 tokens, continue with 16 of their own, and want 16 output tokens."""
     prefix = _tokens(source, 1024)
     return Workload(jobs=[Job(prompt=prefix + _tokens(source, 16), num_output_tokens=16) for _ in range(_NUM_STREAMS)])
 
 
 class Side(Protocol):
-    """Somebody who computes greedy tokens."""
+    """An engine that computes greedy tokens."""
 
     async def run(self, jobs: Sequence[Job]) -> Tokens:
-        """All jobs' output, which begin together."""
+        """The output of ``jobs``, which all begin together."""
         ...
 
 
@@ -122,7 +122,7 @@ def write_checkpoint(directory: Path) -> int:
         eos_token_id=None,
         pad_token_id=None,
     )
-    auto: Any = transformers.AutoModelForCausalLM  # whose methods are not typed
+    auto: Any = transformers.AutoModelForCausalLM  # its methods are not typed
     model = auto.from_config(config)
     model.save_pretrained(directory)
     return int(model.num_parameters())
@@ -132,7 +132,7 @@ class QuartetSide:
     """A whole engine: its thread, its scheduler with prefix cache, its outputs read on the event loop."""
 
     def __init__(self, checkpoint: Path) -> None:
-        """Nothing is loaded before ``start``."""
+        """Load nothing before ``start``."""
         config = TorchEngineConfig(model_path=str(checkpoint), num_blocks=_NUM_BLOCKS, num_threads=NUM_THREADS)
         self._engine = StepEngine(lambda: create_runner(config), SchedulerConfig())
         self._num_requests = 0
@@ -157,7 +157,7 @@ class QuartetSide:
         return list(tokens.values())
 
     async def close(self) -> None:
-        """Give the model back."""
+        """Release the model."""
         await self._engine.close()
 
 
@@ -166,15 +166,15 @@ class GenerateSide:
 
     def __init__(self, checkpoint: Path) -> None:
         """Load the model with the attention that transformers chooses."""
-        auto: Any = transformers.AutoModelForCausalLM  # whose methods are not typed
+        auto: Any = transformers.AutoModelForCausalLM  # its methods are not typed
         self._model = auto.from_pretrained(checkpoint, dtype=torch.float32)
 
     async def run(self, jobs: Sequence[Job]) -> Tokens:
-        """In a thread of its own, as the engine's, so that the event loop is as free as on the other side."""
+        """Run in a thread, as the engine does, so that the event loop is equally free on both sides."""
         return await asyncio.to_thread(self._generate, jobs)
 
     def logits_after(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """``[V]``: what this side thinks of the next token."""
+        """``[V]``: this side's logits of the next token."""
         with torch.inference_mode():
             logits: torch.Tensor = self._model(torch.tensor([token_ids]), logits_to_keep=1).logits
         return logits[0, -1]
@@ -217,7 +217,7 @@ def _collect(step: StepOutput, tokens: dict[int, list[int]]) -> None:
         first += num_tokens
 
 
-#: By the name under which results are given.
+#: By the name that the results use.
 WORKLOADS: Mapping[str, Callable[[random.Random], Workload]] = {
     make.__name__: make for make in (one_stream, equal_32, ragged_32, prefill, long_prompt, shared_prefix_32)
 }

@@ -11,7 +11,7 @@ from zlib import crc32
 _WIDTH, _ROW_HEIGHT, _HEAD_HEIGHT, _MARGIN = 1200, 17, 40, 10
 _FONT = 'font-family="Verdana, sans-serif" font-size="11"'
 _CHARACTER_WIDTH = 6.6
-# Narrower frames would be lines; their time is in the frame below.
+# Narrower frames would be mere lines; their time is in the frame below.
 _MIN_SHARE = 0.003
 
 
@@ -20,8 +20,8 @@ class FunctionTime:
     """One function's share of all samples.
 
     Attributes:
-        self_share: it was on top of the stack.
-        total_share: it was anywhere in it.
+        self_share: share of the samples with it on top of the stack.
+        total_share: share of the samples with it anywhere in the stack.
     """
 
     function: str
@@ -39,7 +39,7 @@ def parse_stacks(text: str) -> Mapping[Sequence[str], int]:
     """Samples by stack, outermost function first, from lines ``outer;inner 12``.
 
     Raises:
-        ValueError: a line is something else.
+        ValueError: a line has another form.
     """
     stacks: Counter[Sequence[str]] = Counter()
     for line in filter(None, text.splitlines()):
@@ -49,7 +49,7 @@ def parse_stacks(text: str) -> Mapping[Sequence[str], int]:
 
 
 def rank_functions(stacks: Mapping[Sequence[str], int]) -> list[FunctionTime]:
-    """All functions, that with the most time of its own first. Recursion counts once."""
+    """All functions, the one with the most time of its own first. Recursion counts once."""
     num_samples = sum(stacks.values())
     own: Counter[str] = Counter()
     total: Counter[str] = Counter()
@@ -109,6 +109,6 @@ def _draw(frame: _Frame, num_samples: int, x: float, level: int, height: int) ->
 
 
 def _colour(name: str) -> str:
-    """A warm colour that stays a function's own from picture to picture."""
+    """A warm colour, the same for a function in every picture."""
     number = crc32(name.encode())
     return f"rgb({205 + number % 50},{80 + number // 50 % 130},{number // 6500 % 55})"

@@ -1,4 +1,4 @@
-"""How fast the router's prefix index is, how large, and how soon it is there again after a restart.
+"""How fast and how large the router's prefix index is, and how soon it is complete again after a restart.
 
 Each size is measured in a process of its own.
 
@@ -38,7 +38,7 @@ class Results:
     """All that was measured.
 
     Attributes:
-        hash_us: time to hash the blocks of a prompt of 8192 tokens, by what its tokens are in.
+        hash_us: time to hash the blocks of a prompt of 8192 tokens, by the container of its tokens.
         cases: by blocks and workers.
         rebuild_s: median wall time of ``rebuild``.
     """
@@ -74,7 +74,7 @@ def _run(sizes: Sequence[int]) -> Results:
 
 
 def measure_hashing() -> dict[str, Percentiles]:
-    """Times of ``sequence_hashes`` for one prompt, as a list and as an array, in turn."""
+    """Times of ``sequence_hashes`` for one prompt, as a list and as an array in turn."""
     rng = random.Random(1)
     token_ids = [rng.randrange(_VOCABULARY) for _ in range(_PROMPT_TOKENS)]
     prompts: dict[str, Sequence[int]] = {"list": token_ids, "array": array("I", token_ids)}

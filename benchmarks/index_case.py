@@ -1,8 +1,8 @@
 """One size of the prefix index: how fast it stores, removes and looks up, and the sessions that fill it.
 
-The workload's sessions share system prompts. A system prompt has 16 to 64 blocks and some are far more popular than
-others; a session goes on from one to 256 blocks (8 k tokens in blocks of 32). It was served by one rank, and in three
-of ten cases, up to some point, by a second.
+The workload's sessions share system prompts. A system prompt has 16 to 64 blocks, and some are far more popular than
+others. A session goes on for up to 256 blocks in all (8 k tokens in blocks of 32). One rank served it, and in three
+of ten cases a second rank served it too, up to some block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NUM_LOOKUPS = 10_000
 _NUM_LOOKUPS_AT_ONCE = 1_000
 _NUM_PREDICTED = 100
 _NUM_REMOVED_RUNS = 2_000
-#: Blocks of a prompt.
+#: Blocks of one prompt.
 PROMPT_BLOCKS = 256
 _NUM_SYSTEM_PROMPTS = 100
 _SYSTEM_PROMPT_BLOCKS = (16, 64)
@@ -34,7 +34,7 @@ _SECOND_PLACE_SHARE = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class Percentiles:
-    """In microseconds of wall time."""
+    """Percentiles, in microseconds of wall time."""
 
     p50: float
     p99: float
@@ -45,17 +45,17 @@ class Case:
     """One size.
 
     Attributes:
-        num_blocks: different ones in the index.
-        num_stored: counting a block once for each rank that has it.
+        num_blocks: distinct blocks in the index.
+        num_stored: the same, counting a block once for each rank that has it.
         num_groups: mean number of different matches of a prompt.
         lookup_us: of ``PrefixIndex.match``, each prompt looked up once.
-        predicted_lookup_us: the same while predictions of 100 prompts are there, each made for the rank with the
-            longest match.
-        predict_us: time to predict one of these, in CPU time.
-        inserts_per_s: blocks stored a second of CPU time, in runs of up to 240.
-        removes_per_s: blocks removed a second of CPU time, in the same runs.
-        longest_store_ms: most CPU time that one run took to store: now and then the map is made anew.
-        bytes_per_block: growth of resident memory over ``num_blocks``; the hashes themselves are part of it.
+        predicted_lookup_us: the same while the index also holds predictions for 100 prompts, each made for the rank
+            with the longest match.
+        predict_us: CPU time to predict one of these.
+        inserts_per_s: blocks stored in a second of CPU time, in runs of up to 240.
+        removes_per_s: blocks removed in a second of CPU time, in the same runs.
+        longest_store_ms: most CPU time that storing one run took: now and then the index rebuilds its map.
+        bytes_per_block: growth of resident memory over ``num_blocks``, the hashes themselves included.
     """
 
     num_blocks: int
@@ -72,7 +72,7 @@ class Case:
 
 
 def measure_case(num_blocks: int, num_workers: int) -> Case:
-    """Measure it in this process, which is best a new one: memory that was given back would be used again."""
+    """Measure one size in this process. Use a new process: an old one would reuse memory that it has freed."""
     workload = Workload(num_blocks, num_workers)
     ranks = [Rank(f"worker-{number}") for number in range(num_workers)]
     before_bytes = _resident_bytes()
@@ -110,7 +110,7 @@ def measure_case(num_blocks: int, num_workers: int) -> Case:
 
 
 def percentiles(times_us: Sequence[float]) -> Percentiles:
-    """Of at least one time."""
+    """The percentiles of at least one time."""
     ordered = sorted(times_us)
     return Percentiles(p50=ordered[len(ordered) // 2], p99=ordered[len(ordered) * 99 // 100])
 
@@ -121,7 +121,7 @@ class StoredRun:
 
     Attributes:
         worker: its number.
-        parent_hash: of the block before them.
+        parent_hash: hash of the block before them.
         hashes: packed; ``tolist()`` makes new integers, as reading a message does.
     """
 
@@ -131,7 +131,7 @@ class StoredRun:
 
 
 class Workload:
-    """Of at least ``num_blocks`` different blocks at ``num_workers`` places; the same for the same numbers."""
+    """At least ``num_blocks`` distinct blocks at ``num_workers`` ranks; the same numbers give the same workload."""
 
     def __init__(self, num_blocks: int, num_workers: int) -> None:
         self._rng = random.Random(f"{num_blocks} {num_workers}")
@@ -148,7 +148,7 @@ class Workload:
         return sum(len(run.hashes) for run in self.runs)
 
     def prompts(self, count: int) -> Iterator[list[int]]:
-        """Prompts that each follow some session to some block, none and all included, and then go their own way."""
+        """Prompts that each follow some session for none, some or all of its blocks, and then have their own."""
         for _ in range(count):
             session = self._rng.choice(self._sessions)
             prompt = (session.system_prompt + session.own)[: self._rng.randint(0, PROMPT_BLOCKS)]

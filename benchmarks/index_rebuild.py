@@ -1,7 +1,7 @@
-"""How long a router that was just started takes until it knows what its workers hold.
+"""How long a router that just started needs until it knows which blocks its workers hold.
 
-Each worker is a process of this module. A router that rebuilds its index sees no more of a worker than this one has: it
-answers StreamKvSnapshot. It prints its port as JSON and ends with its standard input.
+Each worker is a process of this module. It answers StreamKvSnapshot, the only part of a worker that a router needs to
+rebuild its index. It prints its port as JSON and ends with its standard input.
 
     python -m benchmarks.index_rebuild --num-blocks N --seed N      (``measure_rebuild`` starts them)
 """
@@ -41,12 +41,12 @@ _BATCHES = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Rebuild:
-    """Workers' snapshots taken over gRPC, all at once, into one new index.
+    """Workers' snapshots, fetched over gRPC all at once, into one new index.
 
     Attributes:
-        num_blocks: of all workers together, no two alike.
+        num_blocks: blocks of all workers together, no two alike.
         runs_s: wall time of each rebuild, from the first call on.
-        router_cpu_s: CPU time that the router's process spent on one, median.
+        router_cpu_s: CPU time of the router's process for one rebuild, median.
     """
 
     num_workers: int
@@ -56,15 +56,15 @@ class Rebuild:
 
     @property
     def median_s(self) -> float:
-        """Of ``runs_s``."""
+        """Median of ``runs_s``."""
         return statistics.median(self.runs_s)
 
 
 async def measure_rebuild(num_workers: int, num_blocks: int, num_runs: int) -> Rebuild:
-    """Start the workers, rebuild ``num_runs`` times, end them.
+    """Start the workers, rebuild ``num_runs`` times, and end the workers.
 
     Raises:
-        RuntimeError: a worker did not start, or an index lacks blocks afterwards.
+        RuntimeError: a worker did not start, or the index lacks blocks afterwards.
         TimeoutError: it takes too long.
     """
     wall_s: list[float] = []
@@ -106,7 +106,7 @@ async def _take(index: PrefixIndex, rank: Rank, port: int) -> None:
 
 @asynccontextmanager
 async def _workers(count: int, num_blocks: int) -> AsyncIterator[list[int]]:
-    """Ports of that many worker processes."""
+    """Run ``count`` worker processes; yields their ports."""
     processes: list[Process] = []
     try:
         for seed in range(count):

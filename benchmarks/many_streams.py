@@ -1,6 +1,6 @@
-"""Thousands of streams opened at once on one Router: is any refused or lost, and what memory does an open one take?
+"""Thousands of streams opened at once on one Router: is any refused or lost, and how much memory does each take?
 
-All are open together, and each is followed to its end: every token has to come, in order, once.
+All are open together, and the client follows each to its end: every token must come once, in order.
 
     python -m benchmarks.many_streams --json FILE [--streams 2000] [--short]
 """
@@ -27,11 +27,11 @@ from quartet.telemetry.provenance import write_report
 
 _LOG = Path(".run/benchmark-many-streams.log")
 _NUM_STREAMS = 2_000
-# A token every 200 ms: so slow that neither Router nor client is busy with anything but the number of streams.
+# A token every 200 ms: so slow that only the number of streams loads the Router and the client.
 _PERIOD = 100
-# The first streams still run when the last ones are accepted.
+# So many that the first streams still run when the last ones are accepted.
 _NUM_TOKENS, _NUM_TOKENS_SHORT = 100, 30
-# Makes whatever is made but once, before memory is looked at.
+# These make the Router create everything that it creates only once, before its memory is measured.
 _NUM_FIRST_STREAMS, _NUM_FIRST_TOKENS = 16, 4
 _SAMPLE_INTERVAL_S = 0.05
 _TIMEOUT_S = 240.0
@@ -45,7 +45,7 @@ class Memory:
     Attributes:
         before: with nothing open.
         peak: the most while the streams ran.
-        per_stream: the difference, for each of the streams that were open at once.
+        per_stream: the difference, divided by the number of streams open at once.
     """
 
     before: int
@@ -55,7 +55,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Burst:
-    """One way of opening them.
+    """One way to open the streams.
 
     Attributes:
         num_refused_or_lost: requests that did not end well with all their tokens.
@@ -73,7 +73,7 @@ class Results:
     """By way: ``generate``, ``session`` (all on one), ``sessions_8`` (spread over eight).
 
     Attributes:
-        absent: ways that the router doesn't offer, to what it said.
+        absent: ways that the router does not offer, with the router's message.
     """
 
     num_tokens: int
@@ -105,13 +105,13 @@ def main() -> None:
 
 
 async def run(num_streams: int, num_tokens: int) -> Results:
-    """Open ``num_streams`` at once, each way, with ``num_tokens`` each. The figures of all."""
+    """Open ``num_streams`` at once, each way, with ``num_tokens`` each; returns the figures of all ways."""
     bursts: dict[str, Burst] = {}
     absent: dict[str, str] = {}
     with LiveLine() as line:
         for name, ways in _WAYS.items():
             line.say(f"{name}: opening {num_streams} at once")
-            # A stack each: memory that one burst leaves behind would hide what the next one takes.
+            # Each way gets its own stack: memory left over from one burst would hide what the next one takes.
             async with RelayStack(_LOG, line.say, period=_PERIOD) as stack:
                 burst = await _measure(stack, ways, num_streams, num_tokens)
             if burst.outcome.absent is not None:
@@ -174,7 +174,7 @@ async def _load(job: Job) -> Outcome:
 
 
 async def _sample(stack: RelayStack, peak: dict[str, int]) -> None:
-    """Keep the most that each process had. Runs until cancelled."""
+    """Keep the most memory that each process had. Runs until cancelled."""
     while True:
         for name, size_bytes in _memory_bytes(stack).items():
             peak[name] = max(peak[name], size_bytes)

@@ -1,6 +1,6 @@
 """The load of benchmarks.many_streams: requests opened all at once, each followed to its end.
 
-python -m benchmarks.many_streams_client     (reads a job, a line of JSON; answers with one when all have ended)
+python -m benchmarks.many_streams_client     (reads a job, a line of JSON; writes one line when all have ended)
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _Call: TypeAlias = "grpc.aio.StreamStreamCall[Any, Any]"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of the requests. Seconds count from just before the first was opened.
+    """How the requests ended. Seconds count from just before the first was opened.
 
     Attributes:
-        accepted_s, first_token_s, ended_s: until the last of them was so far.
-        max_open: requests accepted and not ended, at most at any one time.
+        accepted_s, first_token_s, ended_s: until the latest request so far reached this point.
+        max_open: most requests that were accepted and not ended at one time.
         num_complete: requests that ended well with every token, in order, none twice.
-        errors: the others, by what was said.
-        absent: set when the router doesn't offer this way, to what it said.
+        errors: the other requests, by error message.
+        absent: the router's message if it does not offer this way.
     """
 
     accepted_s: float = 0.0
@@ -52,7 +52,7 @@ class Burst:
     """Requests of one job, all opened at once."""
 
     def __init__(self, job: Job) -> None:
-        """Nothing is opened before ``run``."""
+        """Open nothing before ``run``."""
         self._job = job
         self._began_at = 0.0
         self._accepted_s = self._first_token_s = 0.0
@@ -62,7 +62,7 @@ class Burst:
         self._errors: Counter[str] = Counter()
 
     async def run(self) -> Outcome:
-        """Open all, and follow each to its end."""
+        """Open all requests, and follow each to its end."""
         job = self._job
         self._began_at = time.monotonic()
         async with create_channel(job.router_address, None) as channel:
@@ -91,7 +91,7 @@ class Burst:
 
     async def _generate(self, router: router_pb2_grpc.RouterServiceAsyncStub, number: int) -> None:
         call: _Call = router.Generate()
-        with contextlib.suppress(asyncio.InvalidStateError):  # refused already: the reader hears why
+        with contextlib.suppress(asyncio.InvalidStateError):  # refused already: the reader gets the error
             await call.write(router_pb2.GenerateRequest(start=self._start(number)))
             await call.done_writing()
         has_ended = False
@@ -144,7 +144,7 @@ class Burst:
     def _take(self, number: int, offset: int, num_tokens: int) -> None:
         if not offset:
             self._first_token_s = self._now()
-        # Tokens that are missing or come twice leave the count behind: the request is not complete then.
+        # After a missing token, or one that came twice, the count stops growing: the request is then not complete.
         if offset == self._received[number]:
             self._received[number] += num_tokens
 
@@ -169,7 +169,7 @@ class Burst:
 
 
 def main() -> None:
-    """Run the job that the standard input holds."""
+    """Run the job from the standard input."""
     print(json.dumps(asdict(uvloop.run(_run(decode_job(sys.stdin.readline()))))))
 
 

@@ -1,10 +1,10 @@
-"""Overload: twice the load at which finished tokens/s peak must not make the system do work twice, or less of it.
+"""Overload: at twice the load of the peak, the system must not do work twice, nor finish less of it.
 
-A closed loop of clients against one Prefill, one Decode with a small block pool, and the Router, all prompts prefilled
-remotely. First the concurrency at which finished tokens/s peak is looked for; then that load, twice that load, and that
-load again are measured in one go, because a shared machine's speed drifts: the ratio is taken against the mean of the
-two peaks. Each phase goes from an idle stack to an idle stack, and tells what the clients saw, what the processes
-counted and what it cost.
+A closed loop of clients loads one Prefill, one Decode with a small block pool, and the Router; every prompt is
+prefilled remotely. First a sweep finds the concurrency at which finished tokens/s peak. Then three phases run in a row,
+because a shared machine's speed drifts: that load, twice that load, and that load again. The ratio is taken against the
+mean of the two peaks. Each phase begins and ends with an idle stack, and reports what the clients saw, what the
+processes counted and what it cost.
 
     python -m benchmarks.overload --json FILE [--plot FILE.png] [--seconds 120] [--short]
 """
@@ -37,16 +37,16 @@ from quartet.telemetry.provenance import write_report
 from services.topology.topology import Topology
 
 _BLOCK_SIZE = 32
-# About five of the requests below: the router has to hold the others back at any load worth the name.
+# Room for about five of the requests below, so that the router must hold back the others at any real load.
 _NUM_DECODE_BLOCKS = 64
 _LOG = Path(".run/benchmark-overload.log")
-# The peak is behind us when two doublings in a row brought less than this over the best so far.
+# The sweep has passed the peak when two doublings in a row each gained less than this over the best so far.
 _GAIN, _MAX_LEVELS_WITHOUT_GAIN = 1.02, 2
 _ROUTER, _PREFILL, _DECODE, _CLIENT = "router", "prefill-0", "decode-0", "client"
 # Workers refresh their engines' figures once a second.
 _SETTLE_S = 2.5
 _SAMPLE_INTERVAL_S = 2.0
-# Longer than any request should take; one that takes longer has failed.
+# Longer than any request should take; a request that takes longer has failed.
 _REQUEST_TIMEOUT_S = 120.0
 _REFUSED, _NOT_ENDED = "RESOURCE_EXHAUSTED", "NOT_ENDED"
 
@@ -57,9 +57,9 @@ class Workload:
 
     Attributes:
         min_prompt_tokens, max_prompt_tokens: bounds of a prompt's length, drawn evenly.
-        num_output_tokens: of each answer; end-of-sequence is ignored.
+        num_output_tokens: output tokens of each request; end-of-sequence is ignored.
         first_token_id, end_token_id: ids are drawn from this range.
-        seed: of prompts and lengths: the same seed gives the same prompts, which are cached the second time.
+        seed: of prompts and lengths. The same seed gives the same prompts, which are cached the second time.
     """
 
     min_prompt_tokens: int
@@ -70,7 +70,7 @@ class Workload:
     seed: int = 0
 
     def config(self) -> WorkloadConfig:
-        """The same for the load generator of ``quartet bench``."""
+        """The same workload for the load generator of ``quartet bench``."""
         return WorkloadConfig(
             prompt_tokens=IntRange(self.min_prompt_tokens, self.max_prompt_tokens),
             output_tokens=IntRange(self.num_output_tokens, self.num_output_tokens),
@@ -83,7 +83,7 @@ class Plan:
     """How long each phase is, in seconds, and how far the sweep goes.
 
     Attributes:
-        ramp_s: before each window, for the load to become steady.
+        ramp_s: load before each window, until it is steady.
     """
 
     ramp_s: float = 3.0
@@ -95,11 +95,11 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What was loaded.
+    """The stack that was loaded.
 
     Attributes:
         num_decode_blocks, block_size: the decode worker's pool.
-        max_requests_in_pool: of the shortest kind, counted as the router books them, that it has room for at once.
+        max_requests_in_pool: most requests, of the shortest kind, that fit in the pool, by the router's accounting.
     """
 
     num_decode_blocks: int
@@ -110,10 +110,10 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The load at which finished tokens/s were highest in the sweep, measured again before and after the overload.
+    """The load with the most finished tokens/s in the sweep, measured again before and after the overload.
 
     Attributes:
-        tokens_per_s: mean of the two.
+        tokens_per_s: mean of these two measurements.
     """
 
     concurrency: int
@@ -124,12 +124,12 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True)
 class Overload:
-    """Twice that load.
+    """Twice the load of the peak.
 
     Attributes:
         ratio: tokens/s over the peak's mean.
-        ratio_to_sweep: tokens/s over the sweep's best window: the stricter of the two, as that is the best of several.
-        phase: the whole of it; the fields beside it are taken from there.
+        ratio_to_sweep: tokens/s over the sweep's best window. This is stricter: that window is the best of several.
+        phase: the whole phase; the fields beside it are copied from there.
     """
 
     concurrency: int
@@ -148,7 +148,7 @@ class Overload:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """All that was measured, in the order in which it was."""
+    """All that was measured, in this order."""
 
     setting: Setting
     sweep: tuple[Phase, ...]
@@ -181,19 +181,19 @@ def next_level(plan: Plan, sweep: Mapping[int, float]) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadFigures:
-    """What the clients saw. Requests count from the ramp on until the last has ended; rates in the window only.
+    """What the clients saw. Requests count from the ramp until the last has ended; rates are of the window only.
 
     Attributes:
-        concurrency: clients.
-        duration_s: length of the window, which begins after the ramp and ends when clients send nothing new.
-        tokens_per_s: output tokens of requests that ended well within the window, for each second of it.
-        requests_per_s: such requests.
+        concurrency: number of clients.
+        duration_s: length of the window, which begins after the ramp and ends when the clients send no new requests.
+        tokens_per_s: output tokens of requests that ended well within the window, over its length.
+        requests_per_s: requests that ended well within the window, over its length.
         requests_finished: requests that ended well.
-        requests_failed: requests that ended otherwise, but for those refused.
+        requests_failed: requests that failed, without those that were refused.
         requests_refused: requests that got RESOURCE_EXHAUSTED.
         errors: requests by status, refused ones included.
-        prompt_tokens_sent: of requests that ended well, as the router told.
-        ttft_ms_p50, ttft_ms_p99: from a request's start to its first token; 0 where there was none.
+        prompt_tokens_sent: of requests that ended well, as the router reported them.
+        ttft_ms_p50, ttft_ms_p99: from a request's start to its first token; 0 if there was none.
         duration_ms_p50, duration_ms_p99: the same to its end, of requests that ended well.
     """
 
@@ -217,9 +217,9 @@ class Extremes:
     """The largest values seen at the samples taken every two seconds.
 
     Attributes:
-        queued_requests: that waited in the router.
-        decode_blocks: in use at the decode worker.
-        prefill_held_blocks: held at the prefill worker for hand-offs.
+        queued_requests: requests waiting in the router.
+        decode_blocks: blocks in use at the decode worker.
+        prefill_held_blocks: blocks that the prefill worker held for hand-offs.
     """
 
     queued_requests: int = 0
@@ -229,7 +229,7 @@ class Extremes:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """What one phase gave."""
+    """The figures of one phase."""
 
     load: LoadFigures
     evidence: Evidence
@@ -240,9 +240,9 @@ class Phase:
 class ClosedLoop:
     """Clients against one router, made by the load generator of ``quartet bench``.
 
-    What counts is finished work: tokens of requests that ended within the window, not tokens that arrived in it, some
-    of them of requests that fail later. Requests are followed from the ramp on until the last has ended, because what
-    the processes counted is set against all of them.
+    Only finished work counts: tokens of requests that ended within the window. Tokens that arrived in it do not count,
+    because some belong to requests that fail later. The loop follows requests from the ramp until the last has ended,
+    because the processes' counters include all of them.
     """
 
     def __init__(self, router_address: str, workload: Workload) -> None:
@@ -254,7 +254,7 @@ class ClosedLoop:
         """Run ``num_clients`` for ``ramp_s`` and then for the window of ``duration_s``; wait for the last to end.
 
         Raises:
-            RuntimeError: an answer ended in order, but before its length.
+            RuntimeError: an answer ended normally, but before its length.
         """
         self._progress.ramp_s = ramp_s
         plan = BenchPlan(
@@ -271,7 +271,7 @@ class ClosedLoop:
         return self._figures(num_clients)
 
     def describe(self, elapsed_s: float, interval_s: float) -> str:
-        """What the last ``interval_s`` brought, for people."""
+        """The figures of the last ``interval_s``, for people."""
         return self._progress.describe(elapsed_s, interval_s)
 
     def _figures(self, num_clients: int) -> LoadFigures:
@@ -301,10 +301,10 @@ class ClosedLoop:
 
 
 class PhaseRunner:
-    """Runs phases one after the other, each from an idle stack to an idle stack."""
+    """Runs phases one after the other; each begins and ends with an idle stack."""
 
     def __init__(self, stack: Stack, line: LiveLine, workload: Workload, *, ramp_s: float) -> None:
-        """``workload``'s seed is the first phase's; every later one has a new one."""
+        """The first phase uses ``workload``'s seed; each later one uses a new seed."""
         self._stack = stack
         self._line = line
         self._workload = workload
@@ -330,7 +330,7 @@ class PhaseRunner:
 
     @asynccontextmanager
     async def _watched(self, name: str, concurrency: int, loop: ClosedLoop) -> AsyncIterator[_Sampler]:
-        """Show and sample while the load runs."""
+        """Show progress and take samples while the load runs."""
         sampler = _Sampler(self._stack)
         shown = self._line.follow(lambda *times: f"{name}, {concurrency} clients: {loop.describe(*times)}")
         tasks = [asyncio.create_task(shown), asyncio.create_task(sampler.run())]
@@ -439,7 +439,7 @@ def _setting() -> Setting:
 def _topology() -> Topology:
     quiet = {"log": {"level": "warning"}}
     settings = {
-        # An etcd that answers is used; nobody else's workers may be taken for ours.
+        # If an etcd answers, the stack uses it; it must not take the workers of another stack for its own.
         "namespace": f"benchmark-overload-{os.getpid()}",
         "engine": {"num_threads": 1, "block_size": _BLOCK_SIZE, "dtype": "float32"},
         "router": {"overrides": {**quiet, "policy": {"local_prefill_max_tokens": 0}}},
@@ -473,7 +473,7 @@ class _Sampler:
 
 @dataclass
 class _Progress:
-    """Looks at a run (``cli.bench.run.RunObserver``); ``in_ramp`` is what came before the window."""
+    """Observes a run (``cli.bench.run.RunObserver``); ``in_ramp`` is what came before the window."""
 
     ramp_s: float = 0.0
     recorder: Recorder = field(default_factory=lambda: Recorder(Window(None)))
@@ -519,7 +519,7 @@ def _summary(name: str, load: LoadFigures, evidence: Evidence) -> str:
     )
 
 
-# The tiny model's ids below the first are special tokens.
+# The tiny model's special tokens have the ids below ``first_token_id``.
 _WORKLOAD = Workload(
     min_prompt_tokens=200, max_prompt_tokens=400, num_output_tokens=64, first_token_id=16, end_token_id=2048
 )

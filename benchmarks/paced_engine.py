@@ -1,8 +1,8 @@
 """An engine that computes nothing and keeps a pace: one token every 20 ms on each stream.
 
-It steps every 2 ms; each step emits one token for the tenth of its requests whose turn it is, so each gets one every
-20 ms, and a step's message holds what a real engine's would. It is an ``Engine`` like any other in the real worker
-process, with a thread of its own whose CPU time is counted apart.
+It steps every 2 ms. Each step emits one token for a tenth of its requests, those whose turn it is, so each request gets
+one every 20 ms. A step's message has the same content as a real engine's. It is an ``Engine`` in the real worker
+process, with a thread of its own whose CPU time is counted separately.
 
     QUARTET_BENCHMARK_CLOCK=FILE python -m benchmarks.paced_engine --config FILE     (a Decode worker)
 """
@@ -42,13 +42,13 @@ from quartet.transfer.base import PoolMemory, Puller
 from services.workers.config import WorkerConfig
 from services.workers.process import main as run_worker
 
-#: Seconds between two steps, and in how many of them each request has its turn once, unless the clock says otherwise.
+#: Seconds between two steps, and the steps in which each request has one turn, unless the clock says otherwise.
 STEP_S, PERIOD = 0.002, 10
-#: Ids given out, in turn: words of the tiny model's vocabulary, behind its special tokens and single bytes.
+#: Ids that are emitted in turn: words of the tiny model's vocabulary, after its special tokens and single bytes.
 FIRST_TOKEN_ID, END_TOKEN_ID = 300, 600
 
 _MAX_MODEL_LEN = 1 << 20
-# None of this is computed, so nothing limits it but the clients.
+# Nothing is computed, so only the clients limit these.
 _NO_LIMIT = 1 << 30
 
 
@@ -60,12 +60,12 @@ class Submit:
     at: float
 
 
-_Message: TypeAlias = Submit | int  # an int: cancel that id
+_Message: TypeAlias = Submit | int  # an int: cancel the request with that id
 
 
 @dataclass
 class _Group:
-    """Requests whose turn is the same; aligned columns."""
+    """Requests whose turn comes in the same step; aligned columns."""
 
     ids: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -78,10 +78,10 @@ class _Group:
 
 
 class PacedSteps:
-    """The engine's pure half: who gets a token in which step."""
+    """The engine's pure half: which request gets a token in which step."""
 
     def __init__(self, clock: PacedClock) -> None:
-        """Each request's turn comes every ``clock.period`` steps; notes in ``clock`` which step it begins at."""
+        """Give each request its turn every ``clock.period`` steps; note in ``clock`` the step at which it begins."""
         self._clock = clock
         self._period = clock.period
         self._groups = [_Group() for _ in range(self._period)]
@@ -94,7 +94,7 @@ class PacedSteps:
         return len(self._group_of)
 
     def take(self, step: int, now: float, messages: Sequence[_Message]) -> StepOutput | None:
-        """Take ``messages`` before step ``step``; ``None``: there is nothing to say about them."""
+        """Take ``messages`` before step ``step``; ``None``: they need no output."""
         started: list[Started] = []
         failed: list[Failed] = []
         for message in messages:
@@ -106,7 +106,7 @@ class PacedSteps:
         return StepOutput(started=started, failed=failed) if started or failed else None
 
     def step(self, step: int, now: float, messages: Sequence[_Message]) -> StepOutput | None:
-        """Take ``messages``, then give out step ``step``; ``None``: there is nothing to give out."""
+        """Take ``messages``, then emit step ``step``; ``None``: it has no output."""
         taken = self.take(step, now, messages)
         group = self._groups[step % self._period]
         if not group.ids:
@@ -137,7 +137,7 @@ class PacedSteps:
         return Started(request.id, 0, now - message.at)
 
     def _advance(self, group: _Group) -> list[Finished]:
-        """Count the tokens just given out; those whose last it was leave."""
+        """Count the tokens just emitted, and remove the requests that got their last one."""
         group.offsets = [offset + 1 for offset in group.offsets]
         columns = zip(group.ids, group.offsets, group.ends, strict=True)
         finished = [Finished(id, FinishReason.LENGTH, offset) for id, offset, end in columns if offset >= end]
@@ -147,10 +147,10 @@ class PacedSteps:
 
 
 class PacedEngine:
-    """The ``Engine`` around ``PacedSteps``. A step that comes late is not made up for, as no engine could."""
+    """The ``Engine`` around ``PacedSteps``. Later steps don't make up for a late one, as in a real engine."""
 
     def __init__(self, config: WorkerConfig, kind: RequestKind, clock: PacedClock) -> None:
-        """Takes the identity of the model that ``config`` names, so that its tokenizer fits."""
+        """Take the identity of the model that ``config`` names, so that its tokenizer fits."""
         self._config = config
         self._kind = kind
         self._clock = clock
@@ -163,27 +163,27 @@ class PacedEngine:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """What it can do; valid after ``start``."""
+        """The engine's capabilities; valid after ``start``."""
         assert self._capabilities is not None, "the engine was not started"
         return self._capabilities
 
     @property
     def memory(self) -> PoolMemory | None:
-        """It holds no KV."""
+        """``None``: it holds no KV."""
         return None
 
     @property
     def embeddings(self) -> None:
-        """It takes text only."""
+        """``None``: it accepts text only."""
         return None
 
     @property
     def is_alive(self) -> bool:
-        """Until it is closed."""
+        """True until it is closed."""
         return not self._is_closed
 
     async def start(self) -> None:
-        """Begin to step."""
+        """Start stepping."""
         path, engine = Path(self._config.model_path), self._config.engine
         self._capabilities = EngineCapabilities(
             kinds=frozenset({self._kind}),
@@ -209,10 +209,10 @@ class PacedEngine:
         self._inbox.append(id)
 
     def release(self, id: int) -> None:
-        """Nothing is held."""
+        """Do nothing: the engine holds nothing."""
 
     def request_kv_snapshot(self) -> None:
-        """Nothing is stored."""
+        """Do nothing: the engine stores no blocks."""
         self._outputs.put_nowait(StepOutput(kv_snapshot=()))
 
     async def outputs(self) -> AsyncIterator[StepOutput]:
@@ -221,7 +221,7 @@ class PacedEngine:
             yield output
 
     def stats(self) -> Sequence[EngineStats]:
-        """What runs; blocks are all free, as nothing is kept."""
+        """The running requests; all blocks are free, because the engine keeps nothing."""
         num_blocks = self._config.engine.num_pool_blocks
         stats = EngineStats(
             num_running=self._num_running,
@@ -242,7 +242,7 @@ class PacedEngine:
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         steps = PacedSteps(self._clock)
         due_at = time.monotonic()
-        # RuntimeError: the loop is closed, so nobody listens any more.
+        # RuntimeError: the loop is closed, so no task listens any more.
         with contextlib.suppress(RuntimeError):
             while not self._is_closed:
                 due_at = max(due_at + STEP_S, time.monotonic())

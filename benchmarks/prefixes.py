@@ -1,7 +1,8 @@
-"""Shared prefixes on a live fleet: how soon do first tokens come by each policy?
+"""Shared prefixes on a live fleet: how soon do first tokens come under each policy?
 
-Real processes: a router and four Decode workers of the mock engine, which takes the time that its model says and caches
-like any engine. Requests begin with one of twenty prefixes, more than one worker's cache holds, and come at random.
+Real processes: a router and four Decode workers with the mock engine. It takes the time that its model says and caches
+like any engine. Requests arrive at random times. Each begins with one of twenty prefixes; one worker's cache can't hold
+all of them.
 
     python -m benchmarks.prefixes --json FILE [--policies round_robin,kv_aware] [--seconds 60]
 """
@@ -40,14 +41,14 @@ _LOG = Path(".run/benchmark-prefixes.log")
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is sent.
+    """The requests.
 
     Attributes:
-        num_prefixes: of ``prefix_tokens`` tokens each; every request begins with one of them, drawn at random.
-        min_own_tokens, max_own_tokens: that follow it, different in each request.
-        rate: requests a second, by a Poisson process.
-        cache_tokens: that one worker's KV blocks hold.
-        warm_up_s: requests of so many seconds are sent first and not counted.
+        num_prefixes: number of prefixes, of ``prefix_tokens`` tokens each; every request begins with one, at random.
+        min_own_tokens, max_own_tokens: tokens after the prefix, different in each request.
+        rate: requests a second, as a Poisson process.
+        cache_tokens: tokens that one worker's KV blocks hold.
+        warm_up_s: requests of the first so many seconds do not count.
     """
 
     num_prefixes: int = 20
@@ -64,7 +65,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Milliseconds:
-    """Of all requests that count."""
+    """Quantiles over all requests that count."""
 
     mean: float
     p50: float
@@ -74,14 +75,14 @@ class Milliseconds:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyResult:
-    """What one policy made of the workload.
+    """The figures of one policy.
 
     Attributes:
-        ttft_ms: from when a request was due to its first token at the client.
-        e2e_ms: to its end.
+        ttft_ms: from when a request was due until the client had its first token.
+        e2e_ms: from when a request was due until its end.
         reuse_ratio: share of the prompts' tokens that were cached.
-        requests_failed: all of them are counted, refused ones too.
-        requests_by_worker: how many each one decoded, those of the warm-up included.
+        requests_failed: all requests that failed, refused ones included.
+        requests_by_worker: requests that each worker decoded, the warm-up's included.
     """
 
     ttft_ms: Milliseconds
@@ -94,10 +95,10 @@ class PolicyResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """All that was measured, each policy on processes of its own, one after the other.
+    """All that was measured. Each policy has processes of its own; the policies run one after the other.
 
     Attributes:
-        mean_ttft_ratio: of each policy to ``round_robin``, where that was measured.
+        mean_ttft_ratio: of each policy to ``round_robin``, if that was measured.
     """
 
     workload: Workload
@@ -118,7 +119,7 @@ def main() -> None:
 
 
 async def measure(workload: Workload, policies: Sequence[str]) -> Results:
-    """Measure the policies of these names, one after the other."""
+    """Measure ``policies``, given by name, one after the other."""
     results: dict[str, PolicyResult] = {}
     with LiveLine() as line:
         for policy in policies:
@@ -140,7 +141,7 @@ async def _load(workload: Workload, stack: Stack) -> PolicyResult:
         loads=(Load(LoadKind.RATE, workload.rate),),
         limits=Limits(warmup_s=workload.warm_up_s, duration_s=workload.seconds, max_requests=None),
         workload=WorkloadConfig(
-            prompt_tokens=IntRange(1, 1),  # the trace says how long prompts and answers are
+            prompt_tokens=IntRange(1, 1),  # the trace sets the lengths of prompts and answers
             output_tokens=IntRange(1, 1),
             ids=IntRange(_FIRST_TOKEN_ID, _LAST_TOKEN_ID),
             trace=make_trace(workload),
@@ -167,7 +168,7 @@ async def _load(workload: Workload, stack: Stack) -> PolicyResult:
 
 
 def make_trace(workload: Workload) -> list[TraceRequest]:
-    """Requests for longer than the load lasts. Those with the same prefix have the same ids of its blocks."""
+    """Make requests for longer than the load lasts. Those with the same prefix have the same ids for its blocks."""
     rng = random.Random(workload.seed)
     blocks_each, rest = divmod(workload.prefix_tokens, BLOCK_SIZE)
     if rest:
@@ -177,7 +178,7 @@ def make_trace(workload: Workload) -> list[TraceRequest]:
         first = rng.randrange(workload.num_prefixes) * blocks_each
         num_own_tokens = rng.randint(workload.min_own_tokens, workload.max_own_tokens)
         request = TraceRequest(
-            arrival_s=0.0,  # they come at a rate
+            arrival_s=0.0,  # the rate sets the times
             num_input_tokens=workload.prefix_tokens + num_own_tokens,
             num_output_tokens=workload.num_output_tokens,
             hash_ids=tuple(range(first, first + blocks_each)),
@@ -187,7 +188,7 @@ def make_trace(workload: Workload) -> list[TraceRequest]:
 
 
 class _Unobserved:
-    """Does not look (``cli.bench.run.RunObserver``)."""
+    """Ignores what it is told (``cli.bench.run.RunObserver``)."""
 
     def began(self, load: Load, number: int, recorder: Recorder, window: Window) -> None:
         pass
@@ -205,7 +206,7 @@ def _topology(workload: Workload, policy: str) -> Topology:
     quiet = {"log": {"level": "warning"}}
     num_blocks = workload.cache_tokens // _BLOCK_SIZE
     settings = {
-        # An etcd that answers is used; nobody else's workers may be taken for ours.
+        # If an etcd answers, the stack uses it; it must not take the workers of another stack for its own.
         "namespace": f"benchmark-prefixes-{os.getpid()}-{policy}",
         "engine": {
             "kind": "mock",

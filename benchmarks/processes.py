@@ -1,7 +1,7 @@
-"""What processes use and tell: CPU time as Linux counts it, their /metrics, and the evidence that those give.
+"""CPU time of processes as Linux counts it, the figures of their /metrics, and the evidence that these give.
 
-CPU time is of processes and of the whole machine: who was busy, and who disturbed. ``Evidence`` answers for one phase
-of load: was work done twice, and who had to wait?
+CPU time is measured for each process and for the whole machine: it shows which process was busy and what disturbed it.
+``Evidence`` answers for one phase of load: was work done twice, and which requests had to wait?
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
-# What clock_getcpuclockid(3), which Python lacks, makes of a process id: include/linux/posix-timers_types.h.
+# How clock_getcpuclockid(3), which Python lacks, turns a process id into a clock: include/linux/posix-timers_types.h.
 _CPU_CLOCK_BITS, _CPU_CLOCK_SCHED = 3, 2
-# Fields of the line ``cpu`` of /proc/stat that mean that a core worked, or was taken by another guest.
+# Fields of the line ``cpu`` of /proc/stat that count when a core worked, or another guest had it.
 _BUSY = (0, 1, 2, 5, 6, 7)
 _TIMEOUT_S = 10.0
 _FIRST_ATTEMPT = "first"
-# A bucket's bound of the router's histogram: who waited longer did not pass straight through.
+# A bucket bound of the router's histogram: an attempt that waited longer did not pass straight through.
 _WAITED_OVER_S = "0.01"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CpuUse:
-    """What was used over some time.
+    """CPU time used over some period.
 
     Attributes:
-        duration_s: that time.
+        duration_s: length of the period.
         cpu_s: CPU seconds by process.
         share: CPU seconds by process for each second: 1 is a whole core.
-        others_share: the same of everything else on the machine: what the measurement was disturbed by.
+        others_share: the same of everything else on the machine, which disturbed the measurement.
     """
 
     duration_s: float
@@ -55,7 +55,7 @@ class CpuMeter:
         self._machine_before = machine_cpu_s()
 
     def read(self) -> CpuUse:
-        """The use until now."""
+        """The CPU time used until now."""
         duration_s = time.monotonic() - self._began
         cpu_s = {name: value - self._before[name] for name, value in self._read().items()}
         others_s = machine_cpu_s() - self._machine_before - sum(cpu_s.values())
@@ -71,16 +71,16 @@ class CpuMeter:
 
 
 def process_cpu_s(pid: int) -> float:
-    """CPU seconds that the process and its threads used so far, to the nanosecond; /proc counts in ticks of 10 ms.
+    """CPU seconds of the process and its threads so far, to the nanosecond; /proc counts in ticks of 10 ms.
 
     Raises:
-        OSError: it is gone.
+        OSError: the process is gone.
     """
     return time.clock_gettime(~pid << _CPU_CLOCK_BITS | _CPU_CLOCK_SCHED)
 
 
 def machine_cpu_s() -> float:
-    """CPU seconds that all cores together worked since the machine started."""
+    """CPU seconds that all cores together have worked since the machine started."""
     fields = Path("/proc/stat").read_text(encoding="utf-8").partition("\n")[0].split()[1:]
     return sum(int(fields[index]) for index in _BUSY) * _TICK_S
 
@@ -98,15 +98,15 @@ class Metrics:
     """All samples of one process at one time."""
 
     def __init__(self, samples: list[Sample]) -> None:
-        """Made by ``scrape``."""
+        """``scrape`` makes it."""
         self._samples = samples
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum over all samples ``name`` that have ``labels``; 0 where there are none: counters begin so."""
+        """The sum of all samples ``name`` that have ``labels``; 0 if there are none, because counters begin at 0."""
         return sum(self.by_label(name, None, **labels).values())
 
     def by_label(self, name: str, by: str | None, **labels: str) -> dict[str, float]:
-        """The sums of ``total``, apart for each value of the label ``by``."""
+        """The sums of ``total``, separately for each value of the label ``by``."""
         sums: dict[str, float] = {}
         for sample in self._samples:
             if sample.name == name and labels.items() <= sample.labels.items():
@@ -115,7 +115,7 @@ class Metrics:
         return sums
 
     def since(self, before: Metrics) -> Metrics:
-        """What each counter grew by since ``before``, of the same process; new ones began at 0."""
+        """How much each counter grew since ``before``, of the same process; new counters began at 0."""
         old = {(sample.name, *sorted(sample.labels.items())): sample.value for sample in before._samples}
         return Metrics(
             [
@@ -145,18 +145,18 @@ class Evidence:
     """Sums over one phase that began and ended with nothing in flight.
 
     Attributes:
-        hand_offs: that ended at the prefill worker, by outcome.
-        hand_offs_expired: of these, those that expired.
+        hand_offs: hand-offs that ended at the prefill worker, by outcome.
+        hand_offs_expired: the ones among them that expired.
         preemptions: requests that lost their blocks, at either worker.
-        attempts: that the router began, by cause; all but ``first`` are retries.
-        prompts_prefilled: prompts that the prefill worker was given.
-        prompts_prefilled_twice: of these, those beyond the first attempts at requests.
-        tokens_computed_again: tokens prefilled (computed or found in the cache, at either worker) beyond once each; a
-            taken-over prompt's one token that decode computes by itself does not count. Tokens of requests that
-            ended badly count in.
+        attempts: attempts that the router began, by cause; all but ``first`` are retries.
+        prompts_prefilled: prompts that the prefill worker got.
+        prompts_prefilled_twice: the ones among them beyond the first attempts at requests.
+        tokens_computed_again: tokens prefilled (computed or found in the cache, at either worker) beyond once each,
+            without the one token of a handed-off prompt that decode computes itself. Tokens of failed requests are
+            included.
         tokens_cached: prompt tokens that the prefill worker found in its cache.
-        requests_waited: attempts that waited in the router for over 10 ms.
-        mean_wait_s: wait for room, over all attempts.
+        requests_waited: attempts that waited in the router for more than 10 ms.
+        mean_wait_s: mean wait for room, over all attempts.
     """
 
     hand_offs: Mapping[str, int]
@@ -172,7 +172,7 @@ class Evidence:
 
 
 def collect_evidence(router: Metrics, prefill: Metrics, decode: Metrics, *, prompt_tokens_sent: int) -> Evidence:
-    """Read it off what each process's counters grew by; ``prompt_tokens_sent``: of requests that ended well."""
+    """Compute it from what each process's counters grew by; ``prompt_tokens_sent``: of requests that ended well."""
     hand_offs = _counts(prefill, "quartet_worker_hand_offs_total", "outcome")
     attempts = _counts(router, "quartet_router_attempts_total", "cause")
     prompts_prefilled = round(prefill.total("quartet_worker_requests_total"))

@@ -39,9 +39,9 @@ class Profile:
     """One process under one load.
 
     Attributes:
-        share: of a core that it used meanwhile.
-        threads: the same by the threads' names; gRPC's are ``event_engine`` and one of ``python``.
-        num_samples: taken while a thread held the interpreter.
+        share: share of a core that the process used meanwhile.
+        threads: the same by thread name; gRPC's threads are ``event_engine`` and one named ``python``.
+        num_samples: samples taken while a thread held the interpreter.
         functions: those with the most time of their own.
         image: the flame graph's file name.
     """
@@ -55,7 +55,7 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """Profiles by way and process; ``absent``: ways that the servers don't offer, to what they said."""
+    """Profiles by way and process; ``absent``: ways that the servers do not offer, with the servers' message."""
 
     num_streams: int
     seconds: float
@@ -132,7 +132,7 @@ async def _record(program: str, pid: int, seconds: float) -> _Recording:
         path = Path(directory) / "stacks"
         options = {"pid": pid, "duration": round(seconds), "rate": _SAMPLES_PER_S, "format": "raw", "output": path}
         before, began = _thread_cpu_s(pid), time.monotonic()
-        # Threads that wait look busy to it, in part; whoever holds the interpreter is.
+        # Waiting threads partly look busy to the profiler; a thread that holds the interpreter is busy.
         process = await asyncio.create_subprocess_exec(
             *(program, "record", "--gil", "--function", *(f"--{name}={value}" for name, value in options.items())),
             stdout=asyncio.subprocess.PIPE,
@@ -151,7 +151,7 @@ async def _record(program: str, pid: int, seconds: float) -> _Recording:
 
 
 def _thread_cpu_s(pid: int) -> Mapping[str, float]:
-    """CPU seconds so far, by the threads' names; threads of one name together."""
+    """CPU seconds so far, by thread name; threads with the same name are added up."""
     cpu_s: defaultdict[str, float] = defaultdict(float)
     for task in Path(f"/proc/{pid}/task").iterdir():
         name = "event loop" if task.name == str(pid) else (task / "comm").read_text().strip()

@@ -16,9 +16,9 @@ _INTERVAL_S = 0.5
 
 
 class LiveLine(AbstractContextManager["LiveLine"]):
-    """Shows what is going on; where nobody looks (no terminal), only what ``say`` is told.
+    """Shows the progress; without a terminal, it writes only the lines given to ``say``.
 
-    It paints twice a second, so that it costs the measurement nothing to speak of.
+    It paints twice a second, so it costs the measurement almost nothing.
     """
 
     def __init__(self) -> None:
@@ -26,14 +26,14 @@ class LiveLine(AbstractContextManager["LiveLine"]):
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
 
     def __enter__(self) -> LiveLine:
-        """Begin to show."""
+        """Start showing."""
         self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Take the line away."""
+        """Remove the line."""
         self._live.stop()
 
     def say(self, text: str) -> None:

@@ -1,10 +1,10 @@
-"""What a token and a request cost on their way through: CPU of Router and Decode, and the latency they add.
+"""What a token and a request cost as they pass through: CPU of Router and Decode, and the latency they add.
 
-One Decode worker on an engine that only keeps a pace (a step every 2 ms, one token every 20 ms on each stream), the
-Router, and clients, each in processes of their own. Every way to the tokens is measured with 256 and 1024 streams.
+One Decode worker runs an engine that only keeps a pace (a step every 2 ms, one token every 20 ms on each stream). The
+Router and the clients run in processes of their own. Every way to get tokens is measured with 256 and 1024 streams.
 
-What gRPC alone costs is measured beside it: each window of the Router comes right after one of a relay of nothing but
-gRPC under the same load, and the ratio of the two is the figure that a machine's mood disturbs least.
+The cost of gRPC alone is measured beside it: each window of the Router comes right after a window of a relay that does
+nothing but gRPC, under the same load. The machine's changing speed disturbs the ratio of the two least.
 
     python -m benchmarks.relay --json FILE [--short] [--only NAME ...] [--runs 5]
 """
@@ -42,13 +42,13 @@ from quartet.telemetry.provenance import write_report
 
 _LOG = Path(".run/benchmark-relay.log")
 _STREAMS = (256, 1024)
-# Generate with more streams than one loop can carry has no floor: it hangs on how much is merged.
+# Generate with more streams than one loop can carry has no floor: its cost depends on how many tokens are merged.
 _FLOORS = ((Way.GENERATE, 256), (Way.SESSION, 256), (Way.SESSION, 1024))
 _NUM_PROMPT_TOKENS = 128
 _NUM_REQUEST_CLIENTS = 16
 _LONG = Windows(warm_up_s=2.0, window_s=5.0, round_size=2, num_rounds=3)
 _SHORT = Windows(warm_up_s=0.5, window_s=1.0, round_size=3, num_rounds=1)
-#: Both Place ways are one to the router, which sees no token.
+#: Both Place ways are the same to the router, which sees no token.
 _REQUEST_WAYS = {"generate": Way.GENERATE, "session": Way.SESSION, "place": Way.PLACE_PER_CLIENT}
 
 
@@ -56,8 +56,8 @@ _REQUEST_WAYS = {"generate": Way.GENERATE, "session": Way.SESSION, "place": Way.
 class Setting:
     """The load, and how it was measured.
 
-    Figures are medians over all windows: ``windows.round_size * windows.num_rounds`` of each of ``num_runs`` runs, and
-    each run has servers of its own.
+    Figures are medians over all windows: ``windows.round_size * windows.num_rounds`` of each of ``num_runs`` runs. Each
+    run has servers of its own.
     """
 
     step_ms: float
@@ -70,11 +70,11 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Figures of one number of streams, with or without text, by way; a way that is missing is in ``absent``.
+    """Figures for one number of streams, with or without text, by way; ``absent`` has the ways that are missing here.
 
     Attributes:
         by_way: all figures.
-        decode_cpu_us_per_token: without the engine's thread, which ``decode_engine_cpu_us_per_token`` is.
+        decode_cpu_us_per_token: without the engine's thread, which ``decode_engine_cpu_us_per_token`` gives.
     """
 
     router_cpu_us_per_token: Mapping[str, float]
@@ -86,7 +86,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """Figures of one number of streams: token ids only, and with text."""
+    """Figures for one number of streams: token ids only, and with text."""
 
     ids: Share
     text: Share
@@ -94,11 +94,11 @@ class Streams:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """How far ratios to gRPC lie apart.
+    """How far apart the ratios to gRPC are.
 
     Attributes:
-        runs: the median over its windows, of each run.
-        lowest, highest: of all windows.
+        runs: for each run, the median over its windows.
+        lowest, highest: over all windows.
     """
 
     runs: Sequence[float]
@@ -111,15 +111,15 @@ class Results:
     """All that was measured.
 
     Attributes:
-        ratio_to_grpc: the Router's CPU time over that of a bare relay's router, by ``generate_256``, ``session_256``
-            and ``session_1024`` (a token, without text), ``request_generate``, ``request_session`` and
-            ``request_place`` (a request of one token). A window's ratio is to the bare relay's window right before it;
-            a run's is the median over its windows, and this the median over the runs.
+        ratio_to_grpc: the Router's CPU time over that of a bare relay's router. ``generate_256``, ``session_256`` and
+            ``session_1024`` are for a token, without text; ``request_generate``, ``request_session`` and
+            ``request_place`` are for a request of one token. A window's ratio is to the bare relay's window right
+            before it; a run's ratio is the median over its windows; this is the median over the runs.
         ratio_to_grpc_spread: by the same names.
-        floor: what a bare relay spends, by ``generate_256``, ``session_256`` and ``session_1024``.
-        request_floor: what a bare relay spends on a request, by the names of ``requests``.
-        absent: ways that the servers don't offer, to what they said.
-        failed: loads that could not be measured, and why.
+        floor: CPU time of a bare relay, by ``generate_256``, ``session_256`` and ``session_1024``.
+        request_floor: CPU time of a bare relay for a request, by the names of ``requests``.
+        absent: ways that the servers do not offer, with the servers' message.
+        failed: loads that could not be measured, with the reason.
     """
 
     setting: Setting
@@ -138,7 +138,7 @@ class Results:
 
 @dataclass
 class _Found:
-    """What was measured so far; ``ratios`` of each run, by the names of ``Results.ratio_to_grpc``, window by window."""
+    """The measurements so far; ``ratios`` of each run, by the names of ``Results.ratio_to_grpc``, window by window."""
 
     idle: list[IdleFigures] = field(default_factory=list)
     ratios: list[dict[str, list[float]]] = field(default_factory=list)
@@ -165,7 +165,7 @@ def main() -> None:
 
 
 def spreads(runs: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Spread]:
-    """By name, what the ratios of ``runs`` come to, each of which has those of its windows; a run may lack some."""
+    """The spread of each ratio over ``runs``, by name. A run has one ratio a window, and may lack some names."""
     found: dict[str, Spread] = {}
     for name in dict.fromkeys(name for run in runs for name in run):
         of_runs = [run[name] for run in runs if name in run]
@@ -238,7 +238,7 @@ async def _measure_streams(measurer: Measurer, line: LiveLine, case: Case, found
 
 
 async def _measure_beside_floor(measurer: Measurer, case: Case, found: _Found) -> tuple[list[Figures], str]:
-    """Figures, and a few words on what nothing but gRPC costs."""
+    """The figures, and a short text on the cost of gRPC alone."""
     name = f"{case.way}_{case.num_streams}"
     async with open_floor(case.way, case.num_streams, measurer.windows) as bare:
         items = await measurer.streams(case, bare)
@@ -253,7 +253,7 @@ async def _measure_beside_floor(measurer: Measurer, case: Case, found: _Found) -
 
 
 def _compare(name: str, ours: Sequence[float], alone: Sequence[float], found: _Found) -> float:
-    """Keep the windows' ratios; their median."""
+    """Keep the windows' ratios; returns their median."""
     ratios = [mine / theirs for mine, theirs in zip(ours, alone, strict=True)]
     found.ratios[-1].setdefault(name, []).extend(ratios)
     return median(ratios)
@@ -261,7 +261,7 @@ def _compare(name: str, ours: Sequence[float], alone: Sequence[float], found: _F
 
 @contextmanager
 def _noting(line: LiveLine, load: str, way: Way, found: _Found) -> Iterator[None]:
-    """Keep what kept ``load`` from being measured, and go on: the report tells it."""
+    """If ``load`` can't be measured, keep the reason for the report and go on."""
     try:
         yield
     except AbsentError as error:

@@ -19,7 +19,7 @@ from benchmarks.relay_requests import RequestLoad
 
 
 def main() -> None:
-    """Run until told to quit, or until the standard input ends: then whoever started it is gone."""
+    """Run until told to quit, or until the standard input ends: then the process that started this one is gone."""
     uvloop.run(_run())
 
 

@@ -1,4 +1,4 @@
-"""Load in processes of its own: started, told when to count, and ended from here."""
+"""Load in processes of its own: this module starts them, tells them when to count, and ends them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _MAX_LINE_BYTES = 1 << 26
 
 
 class LoadFailedError(Exception):
-    """The load is not what it should be; the message says why."""
+    """The load is not as it should be; the message says why."""
 
 
 class AbsentError(Exception):
-    """The servers don't offer this way to the tokens; the message is what they said."""
+    """The servers do not offer this way to get tokens; the message is the servers'."""
 
 
 class ClientProcess:
     """One process of load."""
 
     def __init__(self, job: Job) -> None:
-        """Nothing runs before ``start``."""
+        """Start nothing before ``start``."""
         self._job = job
         self._process: asyncio.subprocess.Process | None = None
 
@@ -40,7 +40,7 @@ class ClientProcess:
         return self._running.pid
 
     async def start(self) -> Opened:
-        """Begin the load; how that went."""
+        """Begin the load; returns how that went."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "benchmarks.relay_client"),
@@ -51,7 +51,7 @@ class ClientProcess:
         return Opened(**json.loads(await self._ask(encode_job(self._job))))
 
     async def command(self, command: Command) -> Window:
-        """Tell it to begin or end counting; what was counted."""
+        """Tell it to begin or end counting; returns what it counted."""
         return Window.decode(await self._ask(command))
 
     async def stop(self) -> None:
@@ -59,7 +59,7 @@ class ClientProcess:
         if self._process is None:
             return
         assert self._process.stdin is not None, "made with a pipe"
-        self._process.stdin.close()  # it ends with its input
+        self._process.stdin.close()  # the process ends with its input
         try:
             async with asyncio.timeout(_QUIT_TIMEOUT_S):
                 await self._process.wait()
@@ -84,23 +84,23 @@ class ClientProcess:
 
 
 class Clients:
-    """The processes of one load, from entry to exit."""
+    """The processes of one load, started on entry and ended on exit."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
-        """One process a job."""
+        """Make one process a job."""
         self._processes = [ClientProcess(job) for job in jobs]
         self.opened_s = 0.0
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """By name: ``client-0``, ``client-1``, ..."""
+        """Process ids by name: ``client-0``, ``client-1``, ..."""
         return {f"client-{number}": process.pid for number, process in enumerate(self._processes)}
 
     async def __aenter__(self) -> Clients:
         """Start them all; ``opened_s`` says how long that took.
 
         Raises:
-            AbsentError, LoadFailedError: there is no such load.
+            AbsentError, LoadFailedError: the load can't be opened.
         """
         try:
             opened = await asyncio.gather(*(process.start() for process in self._processes))
@@ -129,7 +129,7 @@ class Clients:
         await self._command(Command.RESUME)
 
     async def end(self) -> Window:
-        """What was counted, by all of them together. Raises ``LoadFailedError`` where requests failed."""
+        """What all of them together counted. Raises ``LoadFailedError`` if requests failed."""
         windows = await self._command(Command.END)
         latencies_us: array[int] = new_latencies()
         for window in windows:
@@ -154,7 +154,7 @@ class Clients:
 
 
 def _check(opened: Sequence[Opened]) -> float:
-    """Seconds until all was open."""
+    """Seconds until everything was open."""
     for item in opened:
         if item.absent is not None:
             raise AbsentError(item.absent)

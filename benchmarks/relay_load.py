@@ -1,8 +1,8 @@
-"""The load of the relay benchmarks: jobs for client processes, and streams of endless answers, each of the ways.
+"""The load of the relay benchmarks: jobs for client processes, and streams of endless answers, in each of the ways.
 
-A client is told its ``Job`` and then ``Command``s, and answers with ``Opened`` and ``Window``s: lines of JSON over its
-standard input and output. It uses raw stubs, and ``Tally`` counts little for each token, so that the load costs little
-beside what it measures.
+A client gets its ``Job`` and then ``Command``s, and answers with ``Opened`` and ``Window``s: lines of JSON over its
+standard input and output. It uses raw stubs, and ``Tally`` does little work for each token, so the load costs little
+compared to what it measures.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from benchmarks.paced_clock import MAX_STREAMS, PacedClock
 from quartet.rpc.channels import create_channel
 from quartet.v1 import decode_pb2, decode_pb2_grpc, router_pb2, router_pb2_grpc, types_pb2
 
-#: Output tokens of a stream that does not end while it is measured.
+#: Output tokens of a stream: so many that it does not end while it is measured.
 ENDLESS = 500_000
 _MICROSECONDS = "i"
-# The tiny model's ids below the first are special tokens, and it has 2048.
+# The tiny model has 2048 ids; those below the first one here are special tokens.
 _FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 2048
 _OFFER_TIMEOUT_S = 10.0
-# Not built, or not set up.
+# The servers were built without this way, or not configured for it.
 _ABSENT_CODES = frozenset({grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.FAILED_PRECONDITION})
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[Any, Any]"
 _NS_PER_US = 1_000
@@ -41,27 +41,27 @@ _ENDED_EARLY = "the stream ended"
 
 
 class Way(StrEnum):
-    """How answers come to the client."""
+    """How the client gets answers."""
 
-    GENERATE = "generate"  # a Generate stream each
-    SESSION = "session"  # all on one Session stream
-    PLACE_PER_REQUEST = "place_per_request"  # placed by the router, then a Decode stream each
-    PLACE_PER_CLIENT = "place_per_client"  # placed by the router, then all on one Decode stream
+    GENERATE = "generate"  # a Generate stream for each request
+    SESSION = "session"  # all requests on one Session stream
+    PLACE_PER_REQUEST = "place_per_request"  # the router places the request, then it has its own Decode stream
+    PLACE_PER_CLIENT = "place_per_client"  # the router places the request, then one Decode stream carries all
 
 
 class Load(StrEnum):
-    """What is asked for."""
+    """What clients ask for."""
 
     STREAMS = "streams"  # answers that don't end while they are measured
     REQUESTS = "requests"  # a closed loop of requests with one token out
 
 
 class Command(StrEnum):
-    """What a client is told after its job."""
+    """What a client can be told after its job."""
 
     BEGIN = "begin"  # count from now on
     END = "end"  # tell what was counted
-    PAUSE = "pause"  # send no more requests
+    PAUSE = "pause"  # send no new requests
     RESUME = "resume"  # send requests again
     QUIT = "quit"
 
@@ -73,10 +73,10 @@ class Job:
     Attributes:
         clock_path: file of the engine's ``PacedClock``.
         count: streams, or clients of the closed loop.
-        first_seed: of its requests; streams of all clients together have different ones.
-        num_opening: requests that are being opened at once.
-        num_sessions: Session or Decode streams to spread the requests over, where many share one.
-        num_output_tokens: of each stream; a request of the closed loop has one.
+        first_seed: seed of its first request; the streams of all clients together have different seeds.
+        num_opening: requests that are opened at the same time.
+        num_sessions: Session or Decode streams over which the requests are spread, if many share one.
+        num_output_tokens: output tokens of each stream; a request of the closed loop has one.
     """
 
     router_address: str
@@ -94,12 +94,12 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """The load runs, or why it doesn't.
+    """Whether the load runs, or why it does not.
 
     Attributes:
-        duration_s: until all streams ran, or a request of a closed loop had ended.
-        errors: requests that failed, by what was said.
-        absent: set when the servers don't offer this way at all, to what they said.
+        duration_s: until all streams ran, or one request of a closed loop had ended.
+        errors: requests that failed, by error message.
+        absent: the servers' message if they do not offer this way at all.
     """
 
     duration_s: float = 0.0
@@ -113,9 +113,9 @@ class Window:
 
     Attributes:
         num_messages: messages that held tokens.
-        cpu_s: its own.
+        cpu_s: CPU seconds of the client.
         errors: requests that failed.
-        latencies_us: of each token: from when the engine gave it out until the client had parsed its message.
+        latencies_us: of each token: from when the engine emitted it until the client had parsed its message.
     """
 
     duration_s: float
@@ -170,7 +170,7 @@ def make_start(
 
 
 def signed_request(placed: router_pb2.SignedPlacement, slot: int) -> decode_pb2.DecodeRequest:
-    """The start that the router signed, for the decode worker."""
+    """The start that the router signed, as a request to the decode worker."""
     start = decode_pb2.SignedDecodeStart(
         slot=slot, signed_start=placed.signed_start, key_id=placed.key_id, mac=placed.mac
     )
@@ -188,10 +188,10 @@ def describe_failure(failure: types_pb2.Failure) -> str:
 
 
 async def find_absence(job: Job) -> str | None:
-    """What the router says when it doesn't offer the job's way; ``None``: it does.
+    """The router's message if it does not offer the job's way; ``None`` if it does.
 
     Raises:
-        grpc.aio.AioRpcError: it fails in any other way.
+        grpc.aio.AioRpcError: the call failed in any other way.
     """
     async with create_channel(job.router_address, None) as channel:
         router = router_pb2_grpc.RouterServiceStub(channel)
@@ -201,7 +201,8 @@ async def find_absence(job: Job) -> str | None:
                 await call.done_writing()
                 await call.read()
             elif job.way is not Way.GENERATE:
-                await router.Place(_place(), timeout=_OFFER_TIMEOUT_S)  # nobody takes it up: it ends by itself
+                # No client uses the placement; it ends by itself.
+                await router.Place(_place(), timeout=_OFFER_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             if error.code() not in _ABSENT_CODES:
                 raise
@@ -213,8 +214,8 @@ class Tally:
     """Counts since the last ``begin``.
 
     Attributes:
-        num_waiting: streams that don't run yet.
-        errors: requests that failed, by what was said.
+        num_waiting: streams that do not run yet.
+        errors: requests that failed, by error message.
     """
 
     def __init__(self, clock: PacedClock) -> None:
@@ -224,13 +225,13 @@ class Tally:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was counted; errors are remembered for ever."""
+        """Start counting from zero, but keep all errors."""
         self._began_at, self._began_cpu_s = time.monotonic(), time.process_time()
         self._num_tokens = self._num_messages = self._num_requests = 0
         self._latencies_us = new_latencies()
 
     def read(self) -> Window:
-        """What was counted."""
+        """The counts."""
         return Window(
             duration_s=time.monotonic() - self._began_at,
             num_tokens=self._num_tokens,
@@ -242,23 +243,23 @@ class Tally:
         )
 
     def message(self) -> int:
-        """A message with tokens came; the time, for ``tokens``."""
+        """Count a message with tokens; returns the time, for ``tokens``."""
         self._num_messages += 1
         return time.monotonic_ns()
 
     def tokens(self, seed: int, offset: int, num_tokens: int, now_ns: int) -> None:
-        """It holds these of the request ``seed``, the first being output token number ``offset``."""
+        """Count the message's tokens of the request ``seed``; the first is output token number ``offset``."""
         self._num_tokens += num_tokens
         for number in range(offset, offset + num_tokens):
             self._latencies_us.append((now_ns - self._clock.made_at_ns(seed, number)) // _NS_PER_US)
 
     def request(self, num_tokens: int) -> None:
-        """A whole request has ended well."""
+        """Count a request that ended well."""
         self._num_requests += 1
         self._num_tokens += num_tokens
 
     def failed(self, why: str) -> None:
-        """A request has failed."""
+        """Count a request that failed."""
         self.errors[why] += 1
 
 
@@ -266,7 +267,7 @@ class StreamLoad:
     """The streams of one job, from ``open`` to ``close``."""
 
     def __init__(self, job: Job, tally: Tally) -> None:
-        """Nothing is opened yet; tokens are counted in ``tally``."""
+        """Open nothing yet; ``tally`` will count the tokens."""
         self._job = job
         self._tally = tally
         self._opening = asyncio.Semaphore(job.num_opening)
@@ -289,7 +290,7 @@ class StreamLoad:
         return Opened(duration_s=time.monotonic() - began, errors=dict(self._tally.errors))
 
     async def close(self) -> None:
-        """Drop all streams, which ends their requests."""
+        """Drop all streams; this ends their requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -339,11 +340,11 @@ class StreamLoad:
 
     async def _decode_many(self, seeds: range) -> None:
         placements = await asyncio.gather(*map(self._place_in_turn, seeds))
-        call: _Call = self._decode_stub(placements[0]).Decode()  # there is but one worker
+        call: _Call = self._decode_stub(placements[0]).Decode()  # there is only one worker
         await self._share(call, seeds, [signed_request(placed, slot) for slot, placed in enumerate(placements)])
 
     async def _share(self, call: _Call, seeds: range, starts: Sequence[object]) -> None:
-        """Send ``starts``, of ``seeds`` in slots from 0 on, and read the stream to its end."""
+        """Send ``starts``, of ``seeds``, in slots from 0 on, and read the stream to its end."""
         reading = asyncio.create_task(self._read_columns(call, dict(enumerate(seeds))))
         try:
             for start in starts:
@@ -353,7 +354,7 @@ class StreamLoad:
             reading.cancel()
 
     async def _read_columns(self, call: _Call, seeds: dict[int, int]) -> None:
-        """Read a Session or Decode stream, on which the requests ``seeds`` have slots."""
+        """Read a Session or Decode stream on which the requests ``seeds`` have slots."""
         tally = self._tally
         kinds = (router_pb2.SessionResponse, decode_pb2.DecodeResponse)
         while isinstance(response := await call.read(), kinds):

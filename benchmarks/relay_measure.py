@@ -1,4 +1,4 @@
-"""Windows of one load: what each process spent a token, and how much later tokens came for it."""
+"""Windows of one load: what each process spent on a token, and how much later tokens came because of it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from benchmarks.relay_clients import Clients, LoadFailedError
 from benchmarks.relay_load import Job, Load, Way, Window
 from benchmarks.relay_stack import DECODE, ROUTER, RelayStack
 
-#: A stream gets so many tokens a second.
+#: Tokens that a stream gets in a second.
 TOKENS_PER_S = 1 / (STEP_S * PERIOD)
-# Streams of one client process, where each costs it a message a token.
+# Streams of one client process, for ways in which each stream costs the client a message a token.
 _MAX_STREAMS_PER_CLIENT = 512
 _QUIET_S, _QUIET_TIMEOUT_S = 0.1, 10.0
-#: From when a load goes on after a rest until it is measured.
+#: Between resuming a load after a rest and measuring it.
 SETTLE_S = 0.3
 
 
@@ -48,8 +48,8 @@ class Windows:
     """How long and how often a load is measured.
 
     Attributes:
-        warm_up_s: after all streams are open and the first token flows.
-        round_size: windows in a row; all loads are gone through once a round.
+        warm_up_s: time after all streams are open and the first token flows.
+        round_size: windows in a row; one round covers all loads.
     """
 
     warm_up_s: float
@@ -60,19 +60,19 @@ class Windows:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What windows of one load showed; of several, each figure's median.
+    """Figures of one window of a load, or each figure's median over several windows.
 
     Attributes:
-        router_cpu_us_per_token: over tokens that reached the client.
-        decode_cpu_us_per_token: over tokens that the engine gave out, without the engine's own thread.
-        decode_engine_cpu_us_per_token: that thread.
-        added_latency_ms_p50, added_latency_ms_p99: from when the engine gave a token out to when the client had it.
-        offered_tokens_per_s: what the pace would give.
-        made_tokens_per_s: what the engine gave out; less where it could not keep its pace.
-        tokens_per_s: what reached the client.
+        router_cpu_us_per_token: the router's CPU time over the tokens that reached the client.
+        decode_cpu_us_per_token: CPU time over the tokens that the engine emitted, without the engine's own thread.
+        decode_engine_cpu_us_per_token: the same of that thread.
+        added_latency_ms_p50, added_latency_ms_p99: from when the engine emitted a token until the client had it.
+        offered_tokens_per_s: tokens at the engine's full pace.
+        made_tokens_per_s: tokens that the engine emitted; fewer if it could not keep its pace.
+        tokens_per_s: tokens that reached the client.
         tokens_per_message: as they reached the client.
         router_share, decode_share, client_share: of a core; all client processes together.
-        others_share: what everything else on the machine used.
+        others_share: the same of everything else on the machine.
         opened_s: until all streams ran, before the engine made its first step.
     """
 
@@ -102,7 +102,7 @@ class IdleFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestFigures:
-    """What windows of a closed loop of one-token requests showed."""
+    """Figures of windows of a closed loop of one-token requests."""
 
     router_cpu_ms_per_request: float
     decode_cpu_ms_per_request: float
@@ -114,7 +114,7 @@ class RequestFigures:
 
 @dataclass
 class _Reading:
-    """Counters of one moment, and the meter that began with them."""
+    """Counters at one moment, and the meter that began with them."""
 
     num_tokens: int
     engine_cpu_s: float
@@ -123,10 +123,10 @@ class _Reading:
 
 
 class BareLoad(Protocol):
-    """The same load through a relay of nothing but gRPC, which rests between its windows."""
+    """The same load through a relay that does nothing but gRPC; it rests between its windows."""
 
     async def window(self) -> None:
-        """Measure one window of it."""
+        """Measure one window."""
 
 
 class Measurer:
@@ -138,17 +138,17 @@ class Measurer:
         self.windows = windows
 
     async def idle(self) -> IdleFigures:
-        """One window without any load."""
+        """Measure one window without any load."""
         meter = CpuMeter(self._stack.pids)
         await asyncio.sleep(self.windows.window_s * self.windows.round_size)
         share = meter.read().share
         return IdleFigures(router_share=share[ROUTER], decode_share=share[DECODE])
 
     async def streams(self, case: Case, bare: BareLoad | None = None) -> list[Figures]:
-        """A round of windows of endless streams; ``bare`` has a window before each, while these get no token.
+        """Measure a round of windows of endless streams. ``bare`` has a window before each, while these get no token.
 
         Raises:
-            AbsentError, LoadFailedError: they can't be opened, or some of them failed.
+            AbsentError, LoadFailedError: the streams can't be opened, or some of them failed.
         """
         found: list[Figures] = []
         try:
@@ -169,10 +169,10 @@ class Measurer:
     async def requests(
         self, way: Way, num_clients: int, num_prompt_tokens: int, bare: BareLoad | None = None
     ) -> list[RequestFigures]:
-        """A round of windows of one-token requests; ``bare`` has a window before each, while none are sent here.
+        """Measure a round of windows of one-token requests. ``bare`` has one before each, while none are sent here.
 
         Raises:
-            AbsentError, LoadFailedError: they are not served, or some of them failed.
+            AbsentError, LoadFailedError: the requests are not served, or some of them failed.
         """
         job = Job(
             router_address=self._stack.router_address,
@@ -242,7 +242,7 @@ class Measurer:
         )
 
     async def _await_quiet(self) -> None:
-        """Until the engine gives out nothing any more: the next load begins where the last one left nothing."""
+        """Wait until the engine emits nothing more, so that the next load begins with nothing of the last one."""
         deadline = time.monotonic() + _QUIET_TIMEOUT_S
         num_tokens = -1
         while num_tokens != self._stack.clock.num_tokens:
@@ -254,10 +254,10 @@ class Measurer:
 
 @asynccontextmanager
 async def open_streams(stack: RelayStack, case: Case) -> AsyncIterator[Clients]:
-    """The streams of ``case``, all open before the first token flows.
+    """Open the streams of ``case``: all are open before the first token flows.
 
     Raises:
-        AbsentError, LoadFailedError: there is no such load.
+        AbsentError, LoadFailedError: the load can't be opened.
     """
     stack.clock.is_held = True
     try:

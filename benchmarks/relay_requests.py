@@ -1,4 +1,4 @@
-"""A closed loop of requests with one token out: what a request costs, whatever the length of its answer."""
+"""A closed loop of requests with one token out: the cost of a request, whatever the length of its answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RequestFailedError(Exception):
 
 
 class SlotStream:
-    """One stream with many short requests, each in a slot of its own: a Session, or a Decode stream."""
+    """One stream with many short requests, each in its own slot: a Session, or a Decode stream."""
 
     def __init__(self, call: _Call) -> None:
         """Over ``call``, which was just opened."""
@@ -41,7 +41,7 @@ class SlotStream:
         """Send the start ``message``, of ``slot``, and wait for its end. Raises ``RequestFailedError``."""
         ended = self._ended[slot] = asyncio.get_running_loop().create_future()
         async with self._writing:
-            with contextlib.suppress(asyncio.InvalidStateError):  # the stream is over: the reader sees why
+            with contextlib.suppress(asyncio.InvalidStateError):  # the stream is over: the reader gets the error
                 await self._call.write(message)
         await ended
 
@@ -56,7 +56,7 @@ class SlotStream:
         except grpc.aio.AioRpcError as error:
             for ended in self._ended.values():
                 ended.set_exception(error)
-                ended.exception()  # not every client is there to hear it
+                ended.exception()  # some clients do not wait for it
 
     async def close(self) -> None:
         """Drop the stream."""
@@ -68,7 +68,7 @@ class RequestLoad:
     """The closed loop of one job, from ``open`` to ``close``."""
 
     def __init__(self, job: Job, tally: Tally) -> None:
-        """Nothing is opened yet; requests are counted in ``tally``."""
+        """Open nothing yet; ``tally`` will count the requests."""
         self._job = job
         self._tally = tally
         self._rng = random.Random(job.first_seed)
@@ -90,7 +90,7 @@ class RequestLoad:
         return Opened(duration_s=time.monotonic() - began, errors=dict(self._tally.errors))
 
     def set_paused(self, is_paused: bool) -> None:
-        """Whether clients send nothing new; what they have sent ends."""
+        """If ``is_paused``, clients send no new requests; those already sent end normally."""
         if is_paused:
             self._is_running.clear()
         else:
@@ -111,7 +111,7 @@ class RequestLoad:
         return self._session if self._job.way is Way.SESSION else self._place
 
     async def _client(self, slot: int, request: Callable[[int], Awaitable[None]]) -> None:
-        """One client of the loop; it gives up at its first failure, as nothing may fail here."""
+        """Run one client of the loop; it stops at its first failure, because no request here may fail."""
         try:
             while True:
                 await self._is_running.wait()
@@ -141,7 +141,7 @@ class RequestLoad:
         await self._slots.run(slot, router_pb2.SessionRequest(start=start))
 
     async def _place(self, slot: int) -> None:
-        """Placed by the router, and taken up, as clients do, on one Decode stream."""
+        """Have the router place a request, then send it on one Decode stream, as clients do."""
         response = await self._router.Place(router_pb2.PlaceRequest(start=self._start()))
         placed = response.choices[0].stream
         if self._slots is None:
@@ -151,7 +151,7 @@ class RequestLoad:
     def _start(self) -> router_pb2.GenerateStart:
         return make_start(
             self._rng,
-            seed=MAX_STREAMS,  # nobody asks when its token was made
+            seed=MAX_STREAMS,  # no client asks when its token was made
             num_prompt_tokens=self._job.num_prompt_tokens,
             num_output_tokens=1,
             with_text=self._job.with_text,

@@ -18,20 +18,20 @@ from services.topology.topology import ProcessPlan, Topology
 ROUTER, DECODE = "router", "decode"
 
 _WORKER_ID = "decode-0"
-# Room for whatever clients ask for: admission is not what is measured.
+# Room for every request: the benchmark does not measure admission.
 _NUM_BLOCKS, _MAX_MODEL_LEN = 1 << 20, 1 << 20
 
 
 class RelayStack(Stack):
-    """Both processes, from entry to exit. Discovery is a directory: nothing else runs beside them.
+    """Both processes, started on entry and ended on exit. Discovery is a directory, so nothing else runs beside them.
 
     Attributes:
-        clock: when the engine gave out what; ``clock_path`` is its file.
+        clock: when the engine emitted which token; ``clock_path`` is its file.
         pids: ``router`` and ``decode``, within ``async with``.
     """
 
     def __init__(self, log: Path, on_progress: Callable[[str], None], *, period: int = PERIOD) -> None:
-        """Nothing runs before entry; output goes to the file ``log``, a stream's token comes every ``period`` steps."""
+        """Start nothing before entry. Output goes to the file ``log``; streams get a token every ``period`` steps."""
         self._directory = Path(tempfile.mkdtemp(prefix="quartet-relay-"))
         self.clock_path = self._directory / "clock"
         self.clock = PacedClock(self.clock_path, create=True)

@@ -1,4 +1,4 @@
-"""The JSON that every benchmark writes: what was run, of which code, where, when, and what came out."""
+"""The JSON that every benchmark writes: the command, the code's revision, place and time, and the results."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Report:
     """One benchmark's run, from its construction to ``finish``."""
 
     def __init__(self, name: str, *, arguments: Sequence[str] | None = None, packages: Sequence[str] = ()) -> None:
-        """Begin the clock.
+        """Start the clock.
 
         Args:
             name: the module, without ``benchmarks.``.
-            arguments: of its command line; ``None``: this process's own.
-            packages: whose versions matter beside gRPC's and protobuf's.
+            arguments: of the command line; ``None``: this process's own.
+            packages: packages whose versions matter, besides gRPC's and protobuf's.
         """
         self._name = name
         self._command = shlex.join(
@@ -52,10 +52,10 @@ class Report:
         self._load_before = os.getloadavg()[0]
 
     def finish(self, results: DataclassInstance) -> dict[str, object]:
-        """The whole report; the fields of ``results`` stand beside those that every report has.
+        """The whole report: the fields of ``results`` beside the fields that every report has.
 
         Raises:
-            ValueError: ``results`` has a field of one of their names.
+            ValueError: ``results`` has a field with one of those names.
         """
         about: dict[str, object] = {
             "benchmark": self._name,

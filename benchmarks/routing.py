@@ -1,8 +1,8 @@
-"""Is kv_aware better than the others on more than the trace that it was made on? One thing at a time is changed.
+"""Is kv_aware better than the others on more than the trace it was tuned on? Each case changes one thing.
 
-The recorded trace is the public Mooncake conversation trace, which is no part of this repository; without it only those
-cases are replayed that generate theirs. Time is virtual, so that nothing but how long it takes depends on the machine.
-FILE is written anew after each replay; ``--resume`` spares those that it has.
+The recorded trace is the public Mooncake conversation trace, which is not in this repository. Without it, only those
+cases run that generate their own. Time is virtual, so the machine changes only how long the benchmark takes. Each
+replay writes FILE anew; ``--resume`` skips the replays that FILE already has.
 
     python -m benchmarks.routing --json FILE [--trace FILE] [--processes 2] [--seeds 5] [--only CASE,CASE] [--resume]
 """
@@ -36,9 +36,9 @@ class Results:
     """All that was measured.
 
     Attributes:
-        trace: name of the recorded one; empty: there was none.
+        trace: name of the recorded trace; empty: there was none.
         rows: means over the runs, by case.
-        bars: what is wanted of them.
+        bars: the limits that the rows should meet.
     """
 
     trace: str
@@ -49,7 +49,7 @@ class Results:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A replay to be done."""
+    """A replay that is still to run."""
 
     case: str
     policy: str
@@ -69,12 +69,12 @@ def main() -> None:
 
 
 def find_jobs(names: Sequence[str], num_seeds: int, runs: Sequence[Run], *, has_trace: bool) -> list[Job]:
-    """What is still to be replayed of the cases ``names``, where ``runs`` have been."""
+    """The replays of the cases ``names`` that ``runs`` do not have yet."""
     cases = [CASES[name] for name in names]
     done = {(run.case, run.policy, run.seed) for run in runs}
     return [
         Job(case=case.name, policy=policy, seed=seed)
-        for seed in range(num_seeds)  # first: whoever stops it has something of every case
+        for seed in range(num_seeds)  # outermost, so that an interrupted run has some results of every case
         for case in cases
         if has_trace or case.generated is not None
         for policy in case.policies
@@ -85,7 +85,7 @@ def find_jobs(names: Sequence[str], num_seeds: int, runs: Sequence[Run], *, has_
 def replay_all(
     jobs: Sequence[Job], trace: Path | None, runs: list[Run], num_processes: int, save: Callable[[], None]
 ) -> None:
-    """Do ``jobs``, add what comes of each to ``runs``, and ``save`` then. Raises ``TraceError``."""
+    """Run ``jobs``, add the result of each to ``runs``, and then call ``save``. Raises ``TraceError``."""
     revision, began = read_commit().revision, time.monotonic()
     spawn = multiprocessing.get_context("spawn")
     with LiveLine() as line, ProcessPoolExecutor(num_processes, spawn) as pool:
@@ -102,17 +102,17 @@ def replay_all(
 
 
 def replay(job: Job, trace: Path | None, revision: str | None) -> Run:
-    """One of them. Raises ``TraceError``."""
+    """Run one replay. Raises ``TraceError``."""
     case = CASES[job.case]
     result = Simulation(case.requests(trace, job.seed), POLICIES[job.policy], case.fleet, job.seed).run()
     return Run(case=job.case, policy=job.policy, seed=job.seed, revision=revision, result=result)
 
 
 def read_runs(file: Path) -> list[Run]:
-    """Those of an earlier report of this benchmark; none where there is no such file.
+    """The runs of an earlier report of this benchmark; none if there is no such file.
 
     Raises:
-        ConfigError: it is another one's.
+        ConfigError: the report is another benchmark's.
     """
     if not file.exists():
         return []

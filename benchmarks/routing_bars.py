@@ -1,4 +1,4 @@
-"""What replays of each case come to, and whether that is good enough."""
+"""The means of each case's replays, and whether they are good enough."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cli.replay.results import PolicyResult
 _MOST_TTFT, _MOST_P99, _MOST_OF_ONE_ROUTER = 1.02, 1.05, 1.15
 _BASE, _OLD_LOAD, _SEVERAL_ROUTERS = "base", "old_load", ("routers_2", "routers_4")
 
-#: What Dynamo 1.6.1's own offline replay gives on the conversation trace, and how near replays have to come.
+#: Results of Dynamo 1.6.1's own offline replay of the conversation trace, and how near replays must come to them.
 CALIBRATION_TRACE = "mooncake_conversation"
 _ROUND_ROBIN_1X = {"ttft_mean": 321.1, "ttft_p50": 184.1, "ttft_p99": 2048.0, "itl_mean": 7.59, "reuse_ratio": 0.082}
 _ROUND_ROBIN = {"ttft_mean": 332.7, "ttft_p50": 194.1, "ttft_p99": 2069.0, "itl_mean": 8.76, "reuse_ratio": 0.082}
@@ -29,7 +29,7 @@ class Run:
     """One replay.
 
     Attributes:
-        revision: the commit that was replayed; ``None``: not known.
+        revision: the commit that was replayed; ``None``: unknown.
     """
 
     case: str
@@ -41,10 +41,10 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Mean:
-    """Over the runs of one policy on one case; latencies are in milliseconds.
+    """Means over the runs of one policy on one case; latencies are in milliseconds.
 
     Attributes:
-        requests_refused: in all of them.
+        requests_refused: in all runs together.
     """
 
     num_runs: int
@@ -59,7 +59,7 @@ class Mean:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What one case came to, by policy."""
+    """The figures of one case, by policy."""
 
     name: str
     about: str
@@ -68,7 +68,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """Something that is wanted: ``measured`` is at most ``limit``."""
+    """A requirement: ``measured`` is at most ``limit``."""
 
     case: str
     what: str
@@ -77,12 +77,12 @@ class Bar:
 
     @property
     def is_met(self) -> bool:
-        """Whether it is so."""
+        """Whether the requirement is met."""
         return self.measured <= self.limit
 
 
 def rows_of(runs: Sequence[Run]) -> list[Row]:
-    """A row for each case that was run, in the order of the cases."""
+    """A row for each case that ran, in the order of the cases."""
     rows = []
     for case in CASES.values():
         of_case = [run for run in runs if run.case == case.name]
@@ -94,7 +94,7 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
 
 
 def bars_of(rows: Sequence[Row], trace: str = "") -> list[Bar]:
-    """What is wanted of those rows that have all the policies that it takes; ``trace`` names the recorded one."""
+    """The requirements on ``rows`` that have all the policies needed; ``trace`` names the recorded one."""
     by_name = {row.name: row.policies for row in rows}
     bars: list[Bar] = _calibration(by_name) if trace.startswith(CALIBRATION_TRACE) else []
     for name, policies in by_name.items():

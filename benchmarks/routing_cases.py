@@ -1,4 +1,4 @@
-"""What policies are compared on: one trace and one fleet, of which each case changes one thing."""
+"""The cases on which policies are compared: one trace and one fleet; each case changes one thing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cli.traces.generate import ArrivalKind, Arrivals, SessionConfig, TraceConfi
 #: What the others are measured against, and against what.
 OURS = "kv_aware"
 OTHERS = ("round_robin", "least_loaded", "dynamo_1", "dynamo_16")
-#: Of which one run tells all: nothing in them is drawn.
+#: Policies that give the same result for every seed, because they draw nothing at random.
 _DETERMINISTIC = ("round_robin",)
 
 _SPEED, _NUM_WORKERS, _LOAD_AGE_S = 1.5, 8, 0.05
@@ -28,13 +28,13 @@ class Case:
     """One row of the table.
 
     Attributes:
-        name: what it is asked for by.
-        about: what it changes.
-        speed: requests of a recorded trace come so many times as fast.
-        spread_s: requests with one timestamp are spread over so long, each moment as likely; ``None``: they
-            are left as they are.
-        generated: a trace of its own for each seed, in place of the recorded one.
-        policies: that are replayed.
+        name: its name on the command line.
+        about: the thing that it changes.
+        speed: requests of a recorded trace come this many times as fast.
+        spread_s: requests with one timestamp are spread evenly at random over this time; ``None``: they stay as they
+            are.
+        generated: makes a trace for each seed, instead of the recorded one.
+        policies: policies to replay.
     """
 
     name: str
@@ -46,11 +46,11 @@ class Case:
     policies: Sequence[str] = (OURS, *OTHERS)
 
     def seeds(self, policy: str, num_seeds: int) -> range:
-        """The runs of ``policy``: one where all would be the same."""
+        """The seeds for ``policy``: only one if all runs would be the same."""
         return range(1 if policy in _DETERMINISTIC and self.generated is None else num_seeds)
 
     def requests(self, trace: Path | None, seed: int) -> list[TraceRequest]:
-        """What is replayed under ``seed``, of ``trace`` unless it is generated. Raises ``TraceError``."""
+        """The requests to replay with ``seed``: those of ``trace``, or generated ones. Raises ``TraceError``."""
         if self.generated is not None:
             return list(generate(replace(self.generated, seed=seed)))
         assert trace is not None, "the recorded trace is needed"

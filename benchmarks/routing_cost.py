@@ -1,7 +1,7 @@
-"""What routing one request costs the router: its blocks named, looked up in a full index, a rank chosen and booked.
+"""What routing one request costs the router: hashing its blocks, looking them up, choosing and booking a rank.
 
-The router's own parts, in this process, without network: a prompt of 8192 tokens, 100 decode ranks of which half
-compute something, an index of a million blocks.
+Only the router's own parts run, in this process, without network: a prompt of 8192 tokens, 100 decode ranks, half of
+them computing something, and an index of a million blocks.
 
     python -m benchmarks.routing_cost --json FILE [--short]
 """
@@ -39,7 +39,7 @@ from router.workers import PoolKey, WorkerTable
 _NUM_WORKERS, _BLOCK_SIZE, _PROMPT_TOKENS = 100, 32, 8192
 _NUM_BLOCKS, _SHORT_NUM_BLOCKS = 1_000_000, 100_000
 _NUM_REQUESTS = 300
-# Each worker reports 20 times a second and gets a request a second.
+# Each worker reports 20 times a second and gets one request a second.
 _NUM_REPORTS = 20
 _STEP_TIME = StepTime(prefill_base_s=0.0165, prefill_s_per_token=1.5e-5, decode_base_s=0.0057)
 _OUTPUT_TOKENS = 512
@@ -47,13 +47,13 @@ _OUTPUT_TOKENS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyCost:
-    """Microseconds of CPU that one request takes by one policy, means over all.
+    """Microseconds of CPU for one request under one policy, means over all requests.
 
     Attributes:
-        snapshot_us: the ranks put together for the policy.
-        assign_us: the policy's choice, with the look-up where it asks for one.
+        snapshot_us: building the snapshot of the ranks for the policy.
+        assign_us: the policy's choice, with the look-up if it asks for one.
         total_us: a request's whole way through the queue, ``snapshot`` and ``assign`` included: waiting line, matches,
-            booking, prediction, release. Naming its blocks is not in it.
+            booking, prediction, release. Hashing its blocks is not included.
     """
 
     snapshot_us: float
@@ -63,14 +63,14 @@ class PolicyCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """All that was measured; means, of CPU time.
+    """All that was measured; means of CPU time.
 
     Attributes:
-        num_workers, num_blocks, num_prompt_tokens, block_size: what the router knew, and was asked for.
-        hash_us: naming the prompt's blocks, once a request.
-        lookup_us: finding which ranks have how much of it.
-        report_us: taking in one worker's load report.
-        routing_us: by policy: ``hash_us`` and ``total_us``.
+        num_workers, num_blocks, num_prompt_tokens, block_size: the fleet and the index, and the request.
+        hash_us: hashing the prompt's blocks, once a request.
+        lookup_us: finding which ranks have how many of its blocks.
+        report_us: processing one worker's load report.
+        routing_us: by policy: ``hash_us`` plus ``total_us``.
     """
 
     num_workers: int
@@ -85,7 +85,7 @@ class Results:
 
 
 class _Router:
-    """What a router process knows, and nothing that talks."""
+    """The state of a router process, without any networking."""
 
     def __init__(self, policy: Policy, index: PrefixIndex, records: Sequence[WorkerRecord]) -> None:
         self.table = WorkerTable("router-benchmark", heartbeat_timeout_s=1e9)
@@ -99,17 +99,17 @@ class _Router:
             self.table.connected(record.key, _load(record, 0.0), time.monotonic())
 
     def report(self, records: Sequence[WorkerRecord], rng: random.Random | None) -> None:
-        """Workers tell how they are: half of them, drawn by ``rng``, compute something; none without one."""
+        """Let all workers report: with ``rng``, a random half of them compute something; without it, none do."""
         for record in records:
             step_s = rng.uniform(0.02, 0.2) if rng is not None and rng.random() < 0.5 else 0.0
             self.table.report(_load(record, step_s), time.monotonic())
 
     def queued(self, pending: Pending) -> QueuedRequest:
-        """``pending``, for the queue."""
+        """``pending`` as the queue holds it."""
         return QueuedRequest(standing=self.admission.standing(self.pool), **vars(pending))
 
     async def route(self, pending: Pending, records: Sequence[WorkerRecord]) -> float:
-        """One request on its way, from its arrival to its end, in microseconds; if it is kept, everybody gets free."""
+        """Route one request from arrival to end, in microseconds. If the queue keeps it, all workers become free."""
         began, reports_us = time.thread_time(), 0.0
         admitted = asyncio.create_task(self.admission.admit(self.queued(pending)))
         for _ in range(3):
@@ -132,7 +132,7 @@ def main() -> None:
 
 
 async def measure(num_blocks: int) -> Results:
-    """Measure with an index of so many blocks."""
+    """Measure with an index of ``num_blocks``."""
     with LiveLine() as line:
         records = [_record(number) for number in range(_NUM_WORKERS)]
         workload, index = Workload(num_blocks, _NUM_WORKERS), PrefixIndex()

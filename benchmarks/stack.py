@@ -1,4 +1,4 @@
-"""A topology of a benchmark's own: real processes, started on entry, ended on exit, watched in between."""
+"""A topology for one benchmark: real processes, started on entry, ended on exit, watched meanwhile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ROUTER = "router"
 
 
 class Stack:
-    """The running processes of one topology, with a router that has a port for its metrics.
+    """The running processes of one topology, whose router serves its metrics on a port.
 
     Attributes:
         pids: process ids by name: ``router``, and workers by their ids.
@@ -40,9 +40,9 @@ class Stack:
         *,
         adapt: Callable[[ProcessPlan], ProcessPlan] = lambda plan: plan,
     ) -> None:
-        """Nothing runs before entry; their output goes to the file ``log``, their data beside it.
+        """Start nothing before entry. The processes' output goes to the file ``log``, their data beside it.
 
-        ``adapt``: as of ``LocalTopology``.
+        ``adapt``: as in ``LocalTopology``.
         """
         self.pids: Mapping[str, int] = {}
         self.worker_addresses: Mapping[str, str] = {}
@@ -65,8 +65,8 @@ class Stack:
         """Start everything and wait until the router places requests at every worker.
 
         Raises:
-            ConfigError: it can't be started.
-            RuntimeError: a process ended, or not all served in time; the message says what it said last.
+            ConfigError: the topology can't be started.
+            RuntimeError: a process ended, or some did not serve in time; the message has the last lines of its log.
         """
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log = self._log_path.open("w", encoding="utf-8")

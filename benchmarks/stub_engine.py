@@ -1,8 +1,8 @@
-"""The stub engine: the mock engine with steps of a fixed time, whatever is in them, and blocks of a real model's size.
+"""The stub engine: the mock engine with steps of a fixed time, whatever they hold, and a real model's block size.
 
-What a request takes beyond its steps is Quartet's own cost, and a hand-off moves as many bytes as with a model of one
-billion parameters. Each block is stamped with a digest of its tokens, as the mock engine's are, so bytes that came
-wrong over a transfer, or never came, end the engine.
+So the time that a request takes beyond its steps is Quartet's own cost, and a hand-off moves as many bytes as with a
+model of one billion parameters. Each block has a digest of its tokens, as the mock engine's blocks have, so the engine
+ends if a transfer brings wrong bytes, or none.
 
     QUARTET_BENCHMARK_ROLE=prefill|decode python -m benchmarks.stub_engine --config FILE     (a worker)
 """
@@ -23,7 +23,7 @@ from services.workers.process import main
 
 #: The environment variable that names the worker's role.
 ROLE_VARIABLE = "QUARTET_BENCHMARK_ROLE"
-#: Seconds of every step, whatever is in it.
+#: Seconds of every step, whatever it holds.
 STEP_S = 0.010
 
 _STEP_MS = 1e3 * STEP_S
@@ -53,7 +53,7 @@ def stub_layout(fingerprint: str, block_size: int) -> KvLayout:
 
 
 class StubShared(SharedByRanks):
-    """What a mock engine of one rank holds, but for the size of its blocks."""
+    """The shared state of a mock engine with one rank, with larger blocks."""
 
     def __init__(self, config: MockEngineConfig) -> None:
         """Read the model's text files, reserve the pool. Raises ``ModelFilesError`` as ``SharedByRanks`` does."""
@@ -66,8 +66,8 @@ class StubShared(SharedByRanks):
 class WholeSteps(StepPacer):
     """Gives each step its whole time from when it really began.
 
-    The mock engine's pacer takes off what the step before took too long. Only a worker that does both steps of a
-    request can do that, so a request that is handed off would seem dearer than it is.
+    The mock engine's pacer deducts the time by which the step before was late. Only a worker that does both steps of a
+    request can do so, which would make a handed-off request look dearer than it is.
     """
 
     def begin(self, *, is_continued: bool) -> None:
@@ -76,7 +76,7 @@ class WholeSteps(StepPacer):
 
 
 def create_engine(config: WorkerConfig, kind: RequestKind, puller: Puller) -> Engine:
-    """A ``StepEngine`` on the mock engine's runner; of the model only its text files are used."""
+    """A ``StepEngine`` on the mock engine's runner; it uses only the model's text files."""
     settings = config.engine
     mock = MockEngineConfig(
         model_path=config.model_path,

@@ -1,9 +1,9 @@
-"""Renders the tables of docs/performance.md and docs/routing.md from benchmarks/results: nobody types figures by hand.
+"""Renders the tables of docs/performance.md and docs/routing.md from benchmarks/results, so no figure is typed by hand.
 
     python -m benchmarks.table [--check]
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->`` and is made of ``benchmarks/results/NAME.json``.
-Each benchmark's tables are made by one function, with its own private ones after it.
+A table lies between ``<!-- table: NAME -->`` and ``<!-- end -->``; its figures come from
+``benchmarks/results/NAME.json``. One function makes each benchmark's tables, followed by its private functions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from benchmarks.routing_cases import OTHERS, OURS
 
-#: What ``benchmarks.report`` wrote.
+#: A report as ``benchmarks.report`` writes it.
 Report: TypeAlias = Mapping[str, Any]
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
@@ -32,7 +32,7 @@ _TABLE = re.compile(r"(?P<begin><!-- table: (?P<name>\w+) -->\n).*?(?P<end><!-- 
 
 
 def main() -> int:
-    """Run the command line; the exit code is 1 where ``--check`` finds a page to differ."""
+    """Run the command line; the exit code is 1 if ``--check`` finds a page that differs."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing, but fail where a page is not up to date")
     arguments = parser.parse_args()
@@ -47,15 +47,15 @@ def main() -> int:
 
 
 def fill_page(page: Path, results: Path) -> None:
-    """Make every table of the file ``page`` anew, as ``render_page`` does."""
+    """Render every table of the file ``page`` anew, as ``render_page`` does."""
     page.write_text(render_page(page.read_text(encoding="utf-8"), results), encoding="utf-8")
 
 
 def render_page(page: str, results: Path) -> str:
-    """``page`` with every table made anew from the JSON files in ``results``; where there is none, it says so.
+    """``page`` with every table rendered anew from the JSON files in ``results``; a table without a file says so.
 
     Raises:
-        KeyError: a table that nobody knows how to make.
+        KeyError: the page has a table that this module can't render.
     """
 
     def render(found: re.Match[str]) -> str:
@@ -75,7 +75,7 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str
 
 
 def _describe(report: Report) -> str:
-    """What was run, of which code, when and where."""
+    """The command, the code's revision, time and machine."""
     machine, commit = report["machine"], report["commit"]
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     revision = (commit["revision"] or "unknown")[:12] + (" with changes" if commit["is_dirty"] else "")
@@ -88,7 +88,7 @@ def _describe(report: Report) -> str:
 
 
 def overload_tables(report: Report) -> str:
-    """What became of the load, and then every phase."""
+    """The overload's outcome, then every phase."""
     peak, over, setting = report["peak"], report["overload"], report["setting"]
     rows = [("sweep", phase) for phase in report["sweep"]]
     rows += [("peak, before", peak["before"]), ("**overload**", over["phase"]), ("peak, after", peak["after"])]
@@ -158,12 +158,12 @@ _PLACE = ("place_per_request", "place_per_client")
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A figure that something is wanted of.
+    """A figure that has a limit.
 
     Attributes:
-        path: where it stands in the report.
-        limit, goal: the most that it may be, and what is hoped for after that.
-        floor: where a bare relay's figure, to set it against, stands in the report; empty: there is none.
+        path: its path in the report.
+        limit, goal: the most that it may be, and the target after that.
+        floor: the path of a bare relay's figure to compare with; empty: there is none.
     """
 
     what: str
@@ -188,7 +188,7 @@ def _per_token(way: str, num_streams: int, content: str, figure: str, limit: str
         f"streams_{num_streams}.{content}.{figure}.{way}",
         limit,
         goal,
-        # A relay has no way for tokens that don't pass it.
+        # Tokens do not pass the relay on this way, so it has no figure to compare with.
         "" if way in _PLACE else f"floor.{way}_{num_streams}.{figure}",
     )
 
@@ -216,7 +216,7 @@ _WANTED = (
 )
 
 
-# By the names of ``ratio_to_grpc``: what it is of, the most that it may be, and what is hoped for after that.
+# By the names of ``ratio_to_grpc``: what the ratio is of, the most that it may be, and the target after that.
 _RATIOS = {
     "generate_256": ("generate, 256 streams: a token", "<= 1.35", ""),
     "session_256": ("session, 256 streams: a token", "<= 1.7", ""),
@@ -228,7 +228,7 @@ _RATIOS = {
 
 
 def relay_tables(report: Report) -> str:
-    """Ratios to nothing but gRPC, what is wanted, every load, one-token requests, and what could not be measured."""
+    """Ratios to gRPC alone, limits, every load, one-token requests, and what could not be measured."""
     wanted = markdown_table(
         ["what", "measured", "wanted", "goal", "nothing but gRPC (ids)", "times that"],
         [wanted.row(report) for wanted in _WANTED],
@@ -321,7 +321,7 @@ def _gaps(report: Report) -> Iterator[str]:
 
 
 def many_streams_tables(report: Report) -> str:
-    """A row for each way of opening them."""
+    """A row for each way to open the streams."""
     table = markdown_table(
         [
             "way",
@@ -356,7 +356,7 @@ def _burst_row(way: str, burst: Mapping[str, Any]) -> list[object]:
 _NUM_FUNCTIONS = 8
 
 
-# Threads with less of a core are left out.
+# The table leaves out threads that use less of a core.
 _MIN_SHARE = 0.005
 
 
@@ -384,7 +384,7 @@ def _profile_describe(way: str, process: str, profile: Mapping[str, Any]) -> str
 
 
 def index_tables(report: Report) -> str:
-    """The bars, then a row for each size."""
+    """The limits, then a row for each size."""
     rebuild, hash_us = report["rebuild"], report["hash_us"]
     [bar] = [case for case in report["cases"] if _size(case) == "1 M" and case["num_workers"] == 1000]
     bars = markdown_table(
@@ -438,7 +438,7 @@ def _both(hash_us: Mapping[str, Any]) -> str:
 
 
 def transfer_tables(report: Report) -> str:
-    """The bars, then a row for each size and temperature."""
+    """The limits, then a row for each size and temperature."""
     warm = report["warm"]
     bars = markdown_table(
         ["warm, 64 MiB", "measured", "wanted"],
@@ -451,7 +451,7 @@ def transfer_tables(report: Report) -> str:
 
 
 def speeds_table(runs: Sequence[Mapping[str, Any]]) -> str:
-    """A row for each of ``runs`` and temperature."""
+    """A row for each of ``runs`` and each temperature."""
     return markdown_table(
         [
             "blocks",
@@ -494,7 +494,7 @@ _WANTED_MS = 3
 
 
 def disagg_tables(report: Report) -> str:
-    """What it costs, then where the second token's time goes."""
+    """The cost, then the parts of the second token's time."""
     overhead = markdown_table(
         [
             "stub engine, prompt",
@@ -584,7 +584,7 @@ def _time(report: Mapping[str, Any], prompt: str) -> list[str]:
     return [f"{ttft_ms['p50']:.1f}, {ttft_ms['p90']:.1f}", *(f"{parts_ms[part]:.1f}" for part in _ENCODE_PARTS)]
 
 
-# Of each workload: what it is, and the ratio that is wanted.
+# For each workload: its description, and the ratio that is wanted.
 _WORKLOADS = {
     "one_stream": ("one request, 32 tokens in, 128 out", ">= 0.95"),
     "equal_32": ("32 requests, 64 in, 64 out", ">= 1.0"),
@@ -596,7 +596,7 @@ _WORKLOADS = {
 
 
 def engine_tables(report: Report) -> str:
-    """Both sides on every workload that was run."""
+    """Both sides on every workload that ran."""
     rows = []
     for name, measured in report["workloads"].items():
         what, wanted = _WORKLOADS[name]
@@ -617,7 +617,7 @@ def engine_tables(report: Report) -> str:
 
 
 def _ceiling(measured: Report) -> str:
-    """By the clock and by CPU time; nothing where none was measured, as before there was one."""
+    """By the clock and by CPU time; empty if none was measured, as in reports from before there was a ceiling."""
     if measured.get("ceiling") is None:
         return ""
     return f"{measured['ceiling']:.2f}, {measured['cpu_ceiling']:.2f}"
@@ -627,7 +627,7 @@ _NONE = "-"
 
 
 def routing_tables(report: Report) -> str:
-    """Mean and p99 TTFT of every policy on every case, then what is wanted and what came."""
+    """Mean and p99 TTFT of every policy on every case, then limits and measured figures."""
     head = ["", *(f"`{name}`" for name in (OURS, *OTHERS))]
     means = markdown_table(
         ["mean TTFT (ms)", *head[1:], "runs"],
@@ -657,7 +657,7 @@ def _bar(report: Report, bar: Mapping[str, Any]) -> list[object]:
 
 
 def _num_runs(row: Mapping[str, Any]) -> str:
-    """How many runs its figures are the means of, in the order of the columns."""
+    """How many runs each mean is over, in the order of the columns."""
     counts = [row["policies"][name]["num_runs"] for name in (OURS, *OTHERS) if name in row["policies"]]
     return str(counts[0]) if len(set(counts)) == 1 else ", ".join(map(str, counts))
 
@@ -671,7 +671,7 @@ def _notes(report: Report) -> str:
 
 
 def prefixes_tables(report: Report) -> str:
-    """A row a policy."""
+    """A row for each policy."""
     rows: list[list[object]] = []
     for name, found in report["policies"].items():
         ttft, ratio = found["ttft_ms"], report["mean_ttft_ratio"].get(name)
@@ -691,7 +691,7 @@ def prefixes_tables(report: Report) -> str:
 
 
 def routing_cost_tables(report: Report) -> str:
-    """A row a policy: the parts of what routing a request costs, in microseconds."""
+    """A row for each policy: the parts of the cost of routing a request, in microseconds."""
     rows: list[list[object]] = []
     for name, cost in report["policies"].items():
         rest_us = cost["total_us"] - cost["snapshot_us"] - cost["assign_us"]
@@ -700,7 +700,7 @@ def routing_cost_tables(report: Report) -> str:
     head = [
         "us of CPU a request",
         "naming its blocks",
-        "places shown",
+        "ranks shown",
         "choice, look-up",
         "queue, book, index",
     ]
@@ -713,7 +713,7 @@ def routing_cost_tables(report: Report) -> str:
 
 
 def harness_tables(report: Report) -> str:
-    """A row a figure: what the harness before and the one after it gave, in alternation."""
+    """A row for each figure: the harness before and the one after it, measured in alternation."""
     rows = []
     for figure in report["figures"]:
         before, after = (sorted(figure[side]) for side in ("before", "after"))
@@ -727,7 +727,7 @@ def _middle(values: Sequence[float]) -> str:
 
 
 def total_tables(report: Report) -> str:
-    """A row for each benchmark, and their sum with all that is between them."""
+    """A row for each benchmark, and their sum, including the time between them."""
     rows = [[run["name"], f"{run['duration_s']:.0f}", _outcome(run["is_done"])] for run in report["runs"]]
     rows.append(["all", f"{report['duration_s']:.0f}", ""])
     return markdown_table(["benchmark", "seconds", ""], rows)

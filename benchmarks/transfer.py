@@ -1,8 +1,8 @@
-"""How fast blocks move from worker to worker, by each way, beside a plain copy in memory.
+"""How fast blocks move from worker to worker, in each way, beside a plain copy in memory.
 
-The source and the puller are processes of their own that run the transfer plane as workers do: hand-off, claim, fetch,
-finish. Their pools are used in scattered order. The puller also copies a pool of its own process into the one that it
-fetches into (memcpy), once in every round: that is what the machine could do at that moment.
+The source and the puller are processes of their own. They run the transfer plane as workers do: hand-off, claim, fetch,
+finish. They use their pools' blocks in scattered order. In every round the puller also copies a pool of its own process
+into the one that it fetches into (memcpy): that is the most that the machine could do at that moment.
 
     python -m benchmarks.transfer --json FILE [--long]
 """
@@ -38,11 +38,11 @@ class CpuPerGb:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Medians over all rounds, by what moved the bytes.
+    """Medians over all rounds, by the mover of the bytes.
 
     Attributes:
-        gb_per_s: 1e9 bytes a second, from the claim until the source has let go.
-        share_of_memcpy: the same over that of the memcpy of the same round.
+        gb_per_s: 1e9 bytes a second, from the claim until the source has released the blocks.
+        share_of_memcpy: the same over the memcpy of the same round.
         cpu_s_per_gb: of both processes.
     """
 
@@ -67,8 +67,8 @@ class Results:
     """All that was measured.
 
     Attributes:
-        size_bytes, piece_size_bytes, num_rounds: of ``warm`` and ``cold``.
-        others: with other sizes; empty in the short form.
+        size_bytes, piece_size_bytes, num_rounds: as in ``warm`` and ``cold``.
+        others: runs with other sizes; empty in the short form.
     """
 
     size_bytes: int
@@ -81,7 +81,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is moved, and how often."""
+    """What to move, and how often."""
 
     shape: PoolShape
     num_rounds: int
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def summarize(samples: Sequence[Sample], temperature: Temperature) -> Figures:
-    """Medians of the samples of that temperature, which hold each mover once a round, in the order of the rounds."""
+    """Medians of the samples with ``temperature``. They have each mover once a round, in the order of the rounds."""
     by_mover = {mover: [s for s in samples if (s.temperature, s.mover) == (temperature, mover)] for mover in Mover}
     rounds = list(zip(*by_mover.values(), strict=True))
     return Figures(
@@ -131,7 +131,7 @@ def summarize(samples: Sequence[Sample], temperature: Temperature) -> Figures:
 
 
 async def measure_transfer(plan: Plan, line: LiveLine) -> Run:
-    """Move it in processes of their own. Raises ``RuntimeError``: they failed."""
+    """Move the pool in processes of their own. Raises ``RuntimeError``: a process failed."""
     name = f"{plan.shape.size_bytes // _MIB} MiB in pieces of {plan.shape.piece_size_bytes // 1024} KiB"
     samples: list[Sample] = []
     showing = asyncio.create_task(line.follow(lambda elapsed, _: f"{name}: {elapsed:.0f} s, {_last(samples)}"))
@@ -154,7 +154,7 @@ async def measure_transfer(plan: Plan, line: LiveLine) -> Run:
 
 
 def _share(samples: Sequence[Sample], mover: Mover) -> float:
-    """Speed over memcpy's in one round."""
+    """A mover's speed over memcpy's in one round."""
     duration_s = {sample.mover: sample.duration_s for sample in samples}
     return duration_s[Mover.MEMCPY] / duration_s[mover]
 
@@ -174,7 +174,7 @@ async def _run(others: Sequence[Plan]) -> Results:
 
 
 async def _puller(plan: Plan) -> AsyncGenerator[Sample, None]:
-    """What a puller of ``plan`` measures, in a process of its own."""
+    """The samples of a puller of ``plan``, which runs in a process of its own."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benchmarks.transfer_puller", *plan.shape.arguments),
         *("--num-rounds", str(plan.num_rounds)),

@@ -1,7 +1,7 @@
 """The receiving side of ``benchmarks.transfer``, in a process of its own, with the source as its child.
 
-Writes a line of JSON for each thing that it measured. Every round has each way and memcpy once, one after the other, so
-that a machine whose speed drifts does the same to all.
+It writes a line of JSON for each measurement. Every round has each way and memcpy once, one after the other, so any
+change in the machine's speed affects all of them alike.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _LINE_LIMIT_BYTES = 1 << 20
 
 
 class Temperature(StrEnum):
-    """Whether everything was used before.
+    """Whether connection and mappings were used before.
 
-    ``cold``: connection, handshake and mapping are made for this one fetch; for memcpy, the mapping that is read.
+    ``cold``: connection, handshake and mapping are made for this one fetch; memcpy makes the mapping that it reads.
     """
 
     WARM = "warm"
@@ -48,7 +48,7 @@ class Temperature(StrEnum):
 
 
 class Mover(StrEnum):
-    """What moved the bytes."""
+    """What moves the bytes."""
 
     SHM = "shm"
     GRPC = "grpc"
@@ -60,8 +60,8 @@ class Sample:
     """All blocks of a pool, moved once.
 
     Attributes:
-        cpu_s: that the receiving process used.
-        source_cpu_s: that the sending one used.
+        cpu_s: CPU seconds of the receiving process.
+        source_cpu_s: CPU seconds of the sending process.
     """
 
     temperature: Temperature
@@ -73,18 +73,18 @@ class Sample:
 
 
 class _SourceProcess:
-    """The child."""
+    """The source, as a child process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     async def offer(self) -> HandOff:
-        """Have it hold all of its blocks."""
+        """Have the source hold all of its blocks; returns the hand-off."""
         answer = await self._ask("offer")
         return from_hand_off(types_pb2.HandOff.FromString(bytes.fromhex(str(answer["hand_off"]))))
 
     async def cpu_s(self) -> float:
-        """CPU seconds that it used so far."""
+        """CPU seconds of the source so far."""
         return float(str((await self._ask("cpu"))["cpu_s"]))
 
     async def _ask(self, line: str) -> dict[str, object]:
@@ -93,7 +93,7 @@ class _SourceProcess:
         return await self.read()
 
     async def read(self) -> dict[str, object]:
-        """Its next line."""
+        """The source's next line."""
         assert self._process.stdout is not None
         line = await self._process.stdout.readline()
         if not line:
@@ -103,7 +103,7 @@ class _SourceProcess:
 
 
 class _Bench:
-    """One pool that is fetched into, by each way and by memcpy from another pool of this process."""
+    """One pool to fetch into, in each way, and to copy into from another pool of this process."""
 
     def __init__(self, shape: PoolShape, source: _SourceProcess) -> None:
         self._shape = shape
@@ -117,7 +117,7 @@ class _Bench:
         self._expected = bytes(self._local.view)
 
     def new_puller(self, way: TransferWay) -> TransferPuller:
-        """One that has no connection and no mapping yet."""
+        """A puller that has no connection and no mapping yet."""
         puller = TransferPuller(
             lambda address: create_channel(address, None, is_bulk=True), host=host_identity(), config=_WAYS[way]
         )
@@ -125,7 +125,7 @@ class _Bench:
         return puller
 
     async def fetch(self, puller: TransferPuller, way: TransferWay, temperature: Temperature) -> Sample:
-        """Fetch everything once, and make sure that it came."""
+        """Fetch everything once, and check that it came."""
         hand_off = await self._source.offer()
         self._clear()
         source_before, before = await self._source.cpu_s(), time.process_time()
@@ -138,7 +138,7 @@ class _Bench:
         return self._sample(temperature, Mover(way), duration_s, cpu_s, source_cpu_s)
 
     def copy(self, temperature: Temperature) -> Sample:
-        """Copy the other pool as a whole: what the machine can do."""
+        """Copy the other pool as a whole: the most that the machine can do."""
         self._clear()
         view = self._local.view
         if temperature is Temperature.COLD:
@@ -150,7 +150,7 @@ class _Bench:
         return self._sample(temperature, Mover.MEMCPY, duration_s, time.process_time() - before, 0.0)
 
     def _clear(self) -> None:
-        """Make nobody take what came before for what comes now, and leave the same in the caches for everybody."""
+        """Zero the pool, so that old bytes can't pass for new ones and every mover finds the same in the CPU caches."""
         np.frombuffer(self._memory.view, np.uint8)[:] = 0
 
     def _sample(
@@ -189,7 +189,7 @@ async def _run_warm(bench: _Bench, num_rounds: int) -> None:
     for number in range(num_rounds + 1):
         samples = [bench.copy(Temperature.WARM)]
         samples += [await bench.fetch(puller, way, Temperature.WARM) for way, puller in pullers.items()]
-        if number > 0:  # the first round made it warm
+        if number > 0:  # the first round warms up
             _write(samples)
     for puller in pullers.values():
         await puller.close()

@@ -1,7 +1,7 @@
-"""The sending side of ``benchmarks.transfer``, in a process of its own: a pool, and the server that gives it away.
+"""The sending side of ``benchmarks.transfer``, in a process of its own: a pool, and the server that sends its blocks.
 
-Each line on standard input asks for something, each line on standard output answers it, as JSON:
-``offer`` holds the blocks for one fetch; ``cpu`` says what this process used so far. It ends with its input.
+Each line on standard input is a request, and a line of JSON on standard output answers it: ``offer`` holds the blocks
+for one fetch; ``cpu`` gives the CPU seconds of this process so far. The process ends with its standard input.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ class PoolShape:
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole."""
+        """Size of the whole pool."""
         return self.num_blocks * self.piece_size_bytes
 
     @property
     def layout(self) -> PieceLayout:
-        """One whose blocks are that long."""
+        """A layout with blocks of this size."""
         if self.holds_embeddings:
             return self._embedding_layout
         return self._kv_layout
 
     @property
     def payload(self) -> PiecesPayload:
-        """What a hand-off of all blocks says of them."""
+        """The payload of a hand-off of all blocks."""
         num_tokens = self.num_blocks * _BLOCK_SIZE
         if self.holds_embeddings:
             return EmbeddingsPayload(self._embedding_layout, num_tokens)
@@ -91,32 +91,32 @@ class PoolShape:
         )
 
     def scattered(self, seed: int) -> list[int]:
-        """All block ids, in an order that leaves hardly any neighbours: as in a pool that has been used for a while."""
+        """All block ids, almost none next to its neighbour, as in a pool that has been used for a while."""
         block_ids = list(range(self.num_blocks))
         random.Random(seed).shuffle(block_ids)
         return block_ids
 
     @property
     def arguments(self) -> list[str]:
-        """It on a command line."""
+        """The shape as command-line arguments."""
         contents = ["--embeddings"] if self.holds_embeddings else []
         return [f"--num-blocks={self.num_blocks}", f"--piece-size-bytes={self.piece_size_bytes}", *contents]
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """Have ``parser`` read ``arguments``."""
+        """Add ``arguments`` to ``parser``."""
         parser.add_argument("--num-blocks", type=int, required=True)
         parser.add_argument("--piece-size-bytes", type=int, required=True)
         parser.add_argument("--embeddings", action="store_true", help="of media, where otherwise KV blocks")
 
     @staticmethod
     def from_arguments(arguments: argparse.Namespace) -> PoolShape:
-        """The one that was read."""
+        """The shape that ``parser`` read."""
         return PoolShape(arguments.num_blocks, arguments.piece_size_bytes, arguments.embeddings)
 
 
 def fill(memory: PoolMemory, block_id: int, piece: int) -> None:
-    """Make ``block_id`` hold what tells it from every other piece."""
+    """Fill ``block_id`` with bytes that differ from those of every other piece."""
     pattern = random.Random(piece).randbytes(64)
     memory.piece(block_id)[:] = pattern * (memory.piece_size_bytes // len(pattern))
 
@@ -139,7 +139,7 @@ class _Source:
         )
 
     def answer(self, line: str) -> dict[str, object]:
-        """What to say to one line."""
+        """The answer to one line."""
         if line == "cpu":
             return {"cpu_s": time.process_time()}
         hand_off = self.source.offer(self._next_holder, self._block_ids, self._shape.payload)
@@ -160,7 +160,7 @@ async def _serve(shape: PoolShape) -> None:
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     async with _serving(shape) as source:
-        print(json.dumps({}), flush=True)  # it serves
+        print(json.dumps({}), flush=True)  # it is ready
         while line := await reader.readline():
             print(json.dumps(source.answer(line.decode().strip())), flush=True)
 

@@ -21,13 +21,13 @@ from router.process import RouterProcess
 
 logger = logging.getLogger("router")
 
-# Requests leave little to the garbage collector, as reference counts free most of what they make: with the default of
-# 700 new objects it takes 5 % of the router's CPU time under load, with this half of that.
+# Reference counts free most of what requests make, so the garbage collector finds little. With the default threshold of
+# 700 new objects it takes 5 % of the router's CPU time under load, with this threshold half of that.
 _COLLECTED_AT_NUM_OBJECTS = 10_000
 
 
 def main() -> None:
-    """Run one router from the command line; exits with 1 and one line where it can't start."""
+    """Run one router from the command line; if it can't start, print one line and exit with 1."""
     parser = argparse.ArgumentParser(prog="python -m router", description="Place requests and stream answers.")
     parser.add_argument("--config", type=Path, help="the router's YAML file; without one, all defaults")
     parser.add_argument("--set", action="append", default=[], metavar="NAME.NAME=VALUE", help="change one setting")
@@ -49,7 +49,7 @@ async def _run(config: RouterConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    # The modules' some 90,000 objects stay for ever. Walking over them stops all tokens for 30 ms at a time.
+    # The modules' some 90,000 objects stay for ever. One walk over them stops all tokens for 30 ms.
     gc.collect()
     gc.freeze()
     gc.set_threshold(_COLLECTED_AT_NUM_OBJECTS)

@@ -22,28 +22,28 @@ from router.policy.room import with_way
 from router.signing import Gang
 from router.workers import PoolKey, WorkerTable
 
-#: The policy is shown this many requests from the head of the queue at most: those behind would hardly find room.
+#: The policy sees at most this many requests from the head of the queue: those behind would hardly find room.
 MAX_ASSIGNED_TOGETHER = 256
 
 # A wait that reached its limit ends late by at most this share of the limit, and by at most this many seconds.
 _LATENESS, _MAX_POLL_INTERVAL_S = 0.1, 1.0
 
-# Tokens pass the same event loop. A policy that computes longer than this gets a fifth of the time: after each run it
-# rests for four times as long.
+# The policy and the tokens share one event loop. A policy that computes longer than this gets a fifth of the time: it
+# rests four times as long after each run.
 _LONG_PUMP_S, _REST = 0.002, 4.0
 
 
 class Admission:
-    """Holds requests back until they fit, and no longer than allowed.
+    """Holds requests back until they fit, but no longer than allowed.
 
-    All requests that arrive, or become possible, within one turn of the event loop are assigned together. A full queue
-    refuses the request that stands last: a tenant that floods is refused itself, and keeps no other tenant out.
+    The policy assigns together all requests that arrive, or become possible, within one turn of the event loop. A full
+    queue refuses its last request, so a tenant that floods it refuses its own requests and keeps no other tenant out.
     """
 
     def __init__(
         self, table: WorkerTable, policy: Policy, config: AdmissionConfig, index: PrefixIndex, metrics: RoutingMetrics
     ) -> None:
-        """Start with an empty queue; ``index`` knows what workers have cached, and is told what they are sent."""
+        """Start with an empty queue; ``index`` knows the workers' cached blocks and learns which requests they get."""
         self._table = table
         self._policy = policy
         self._config = config
@@ -69,7 +69,7 @@ class Admission:
 
     @property
     def length(self) -> int:
-        """Choices that wait now. May be read from any thread."""
+        """Choices that wait now. Any thread may read it."""
         return self._length
 
     def standing(
@@ -106,7 +106,7 @@ class Admission:
         return len(self._queues[pool]) if pool in self._queues else 0
 
     def preview(self, queued: QueuedRequest) -> tuple[Pending, Snapshot]:
-        """What the policy would be shown if ``queued`` waited; it is not queued."""
+        """The input that the policy would get if ``queued`` waited; ``queued`` stays out of the queue."""
         now = time.monotonic()
         self._look_up(queued, now)
         snapshot = self._table.snapshot(queued.standing.pool, now)
@@ -118,8 +118,8 @@ class Admission:
         A member of a gang does not wait while another member holds room.
 
         Raises:
-            PlaceTooLargeError: it would.
-            QueueFullError: the queue is full of others that come first, or no room came up in time.
+            PlaceTooLargeError: it would have to wait while another member holds room.
+            QueueFullError: the queue is full of requests that come first, or no room came up in time.
             WorkerUnavailableError: no decode worker was ready for too long.
         """
         self._enqueue(queued)
@@ -130,7 +130,7 @@ class Admission:
             self.wake()
             return await placed
         except BaseException as error:
-            # The policy may have placed it in the very moment in which its wait ended otherwise.
+            # The policy may have placed the request at the moment when its wait ended for another reason.
             if placed.done() and not placed.cancelled() and placed.exception() is None:
                 placed.result().release()
                 self.wake()
@@ -138,13 +138,13 @@ class Admission:
             raise
         finally:
             if self._take_out(queued):
-                # A backfill reservation made for it falls: others may fit now.
+                # A backfill reservation made for it ends, so other requests may fit now.
                 self.wake()
 
     def _enqueue(self, queued: QueuedRequest) -> None:
         loop, now = asyncio.get_running_loop(), time.monotonic()
         self._look_up(queued, now)
-        # A choice of a gang can't be kept for the best moment while others of the gang hold room.
+        # The policy can't keep a choice of a gang for the best moment while other members hold room.
         queued.binds_at_once = queued.gang is not None and not queued.gang.is_alone
         self._num_entries += 1
         standing = queued.standing
@@ -161,7 +161,7 @@ class Admission:
         queued.num_cached_tokens = queued.matches = PromptMatches(self._index, queued.sequence_hashes, block_size)
 
     def _make_room(self, newcomer: QueuedRequest) -> None:
-        """Shorten a queue that is too long: place what can be placed now, else refuse the request that stands last."""
+        """Shorten a queue that is too long: place what can be placed now, else refuse the last request."""
         if asyncio.get_running_loop().time() >= self._rests_until:
             self._pump()
         if self._length <= self._config.max_queue_length or newcomer.placed.done():
@@ -188,7 +188,7 @@ class Admission:
         self._metrics.count_admission(outcome)
 
     def _end_waits(self) -> None:
-        """End the waits that took too long. Polling all of them now and then costs less than a timer for each."""
+        """End the waits that took too long. Polling all requests sometimes costs less than a timer for each."""
         self._poll, now = None, time.monotonic()
         for pool, queue in self._queues.items():
             is_ready = self._table.has_ready_decode(pool, now)
@@ -212,13 +212,13 @@ class Admission:
         return QueueFullError(message, retry_delay_s=self._config.retry_delay_s)
 
     def _pump(self) -> None:
-        """Let the policy place what it will, and run it again when it asks for that."""
+        """Let the policy assign requests, and run it again when it asks for that."""
         for pump in (self._due_pump, self._next_pump):
             if pump is not None:
                 pump.cancel()
         self._due_pump = self._next_pump = None
         loop, now = asyncio.get_running_loop(), time.monotonic()
-        began_s = time.thread_time()  # what others took of the processor meanwhile is no reason to rest
+        began_s = time.thread_time()  # thread time: CPU time that other threads took is no reason to rest
         again_s = [self._assign(pool, queue, now) for pool, queue in list(self._queues.items())]
         spent_s, ended = time.thread_time() - began_s, loop.time()
         self._rests_until = ended + _REST * spent_s if spent_s > _LONG_PUMP_S else 0.0
@@ -236,7 +236,7 @@ class Admission:
             queued.matches.renew()
         decision = self._policy.assign([with_way(queued, snapshot) for queued in head], snapshot)
         placed = list(zip(head, decision.placements, strict=True))
-        # Gangs with a member that has to wait.
+        # Gangs with a member that must wait.
         torn = {queued.gang for queued, placement in placed if placement is None and queued.gang is not None}
         for queued, placement in placed:
             gang = queued.gang
@@ -282,8 +282,8 @@ class Standing:
         priority: higher first.
         start: among equals, lower first (see ``router.fair_share``).
         number: arrival at this router; lower first among those that start together.
-        num_tokens: of work that each of its choices is.
-        deadline: when the request ends in any case, in monotonic seconds.
+        num_tokens: tokens of work in each of its choices.
+        deadline: when the request ends at the latest, in monotonic seconds.
     """
 
     pool: PoolKey
@@ -295,24 +295,24 @@ class Standing:
     deadline: float = float("inf")
 
 
-#: Orders a queue; less is further ahead. Priority, start, number of the request, and number of the entry.
+#: Orders a queue; lower comes first. Priority, start, number of the request, and number of the entry.
 QueuePosition: TypeAlias = tuple[int, float, int, int]
 
 
 @dataclass(eq=False, kw_only=True)
 class QueuedRequest(Pending):
-    """One choice on its way through the queue: what the policy is shown of it, and how it waits.
+    """One choice on its way through the queue: what the policy sees of it, and how it waits.
 
-    ``Admission`` sets ``num_cached_tokens``, ``binds_at_once`` and what has no default here.
+    ``Admission`` sets ``num_cached_tokens``, ``binds_at_once`` and the fields without a default here.
 
     Attributes:
-        is_retry: an attempt was made before: it is never refused for want of room in the queue.
-        gang: choices that get room together or are refused; ``None``: it goes alone.
-        matches: the same as ``num_cached_tokens``.
-        placed: the end of its wait, good or bad.
-        since: when it came, in monotonic seconds.
-        ready_at: when a decode worker was last seen to be ready.
-        position: where in the queue it stands.
+        is_retry: an attempt was made before, so a full queue never refuses it.
+        gang: choices that get room together or are all refused; ``None``: the choice gets room alone.
+        matches: the same object as ``num_cached_tokens``.
+        placed: the result of its wait, or its error.
+        since: when it arrived, in monotonic seconds.
+        ready_at: when a decode worker was last ready, in monotonic seconds.
+        position: its position in the queue.
     """
 
     standing: Standing
@@ -341,7 +341,7 @@ class RequestQueue:
         return iter(self._queue)
 
     def head(self, length: int, decode: Sequence[Candidate]) -> list[QueuedRequest]:
-        """The first ``length`` requests, at most, that still wait and whose adapter one of ``decode`` serves."""
+        """The first ``length`` requests that still wait and whose adapter at least one of ``decode`` serves."""
         adapters: frozenset[str] | None = None
         found: list[QueuedRequest] = []
         for queued in self._queue:
@@ -370,5 +370,5 @@ class RequestQueue:
         return True
 
     def last_refusable(self) -> QueuedRequest | None:
-        """The last request that may be refused to make room: it waits still, and is no retry."""
+        """The last request that may be refused to make room: one that still waits and is not a retry."""
         return next((queued for queued in reversed(self._queue) if not (queued.is_retry or queued.placed.done())), None)

@@ -1,4 +1,4 @@
-"""One choice from its first placement to its end: hop after hop, and again elsewhere when something breaks."""
+"""One choice from its first placement to its end: hop after hop, and on another worker when something breaks."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class ChoiceRun:
         Args:
             request: the request, prepared.
             choice: number of the choice.
-            output: takes what workers return.
+            output: takes the workers' output.
             context: what to run on.
-            standing: of the request, in the queue.
+            standing: the request's standing in the queue.
             on_placed: called with the choice and its placement when an attempt begins.
-            avoid: ids of workers that the first attempt avoids, if others can take it.
+            avoid: ids of workers that the first attempt avoids, if other workers can take it.
         """
-        # Each choice learns by itself what the prompt becomes with its media, so this may become a copy.
+        # Each choice learns separately how media change the prompt, so this may become a copy.
         self._request = request
         self._choice = choice
         self._output = output
@@ -77,7 +77,7 @@ class ChoiceRun:
         self._inputs: ReadyInputs | None = None
 
     async def run(self) -> FinishReason:
-        """Generate to the end and return why it ended; the output is not finished yet.
+        """Generate to the end and return why it ended. The caller still has to finish the output.
 
         Raises:
             ServingError: the last attempt's error, or why no attempt could be made.
@@ -85,14 +85,14 @@ class ChoiceRun:
         return await self._repeat(self._attempt)
 
     async def place(self, signer: Signer, gang: Gang) -> SignedRun | FinishReason:
-        """Run the hops before the decode and sign the start of that one; or run to the end if that comes first.
+        """Run the hops before the decode and sign the decode start; or run to the end if that comes first.
 
         The start is signed once all members of ``gang`` can be. A caller that does not give the ``SignedRun`` to the
-        client lets go of it.
+        client must call its ``let_go``.
 
         Raises:
-            PlaceTooLargeError: there is no room for it beside the others.
-            ServingError: as ``run``.
+            PlaceTooLargeError: there is no room for it beside the other members of the gang.
+            ServingError: as in ``run``.
         """
         self._gang = gang
         end = await self._repeat(partial(self._place_attempt, signer, gang))
@@ -101,7 +101,7 @@ class ChoiceRun:
         return end
 
     async def _repeat(self, attempt: Callable[[Reservation], Awaitable[ResultT]]) -> ResultT | FinishReason:
-        """The result of the first ``attempt`` that succeeds, or why there is nothing left to do."""
+        """The result of the first ``attempt`` that succeeds, or why the choice has already ended."""
         cause = "first"
         while (reason := self._reason_ended()) is None:
             async with self._media_ready():
@@ -121,7 +121,7 @@ class ChoiceRun:
         return reason
 
     def _reason_ended(self) -> FinishReason | None:
-        """Why there is nothing left to do: a worker may break after its last token and before it reports the end."""
+        """Why the choice has already ended: a worker may break after its last token and before it reports the end."""
         output, request = self._output, self._request
         if output.has_stopped:
             return FinishReason.STOP_STRING
@@ -132,7 +132,7 @@ class ChoiceRun:
     # One attempt: media, a placement, prefill where that is elsewhere, decode.
 
     def _media_ready(self) -> AbstractAsyncContextManager[None]:
-        """Have one attempt's media encoded and keep them within the block, in which a placement is asked for.
+        """Encode one attempt's media and keep them during the block, in which the caller asks for a placement.
 
         Raises:
             ServingError: they can't be encoded, or with them the prompt is too long.
@@ -161,7 +161,7 @@ class ChoiceRun:
         try:
             return await self._context.admission.admit(queued)
         finally:
-            # Also where it never got room: how long it waited is then all that is known of it.
+            # Also if it never got room: then nothing but its wait is known.
             self._output.note_wait(time.monotonic() - began)
 
     def _begin(self, reservation: Reservation, cause: str) -> None:
@@ -172,14 +172,14 @@ class ChoiceRun:
         self._context.metrics.count_attempt(cause)
 
     async def _attempt(self, reservation: Reservation) -> FinishReason:
-        """Raises ``HopFailedError``."""
+        """Prefill and decode once. Raises ``HopFailedError``."""
         if reservation.prefill is None:
             return await self._decode(reservation, None)
         hand_off = await self._prefill(reservation, reservation.prefill)
         return hand_off if isinstance(hand_off, FinishReason) else await self._decode(reservation, hand_off)
 
     async def _place_attempt(self, signer: Signer, gang: Gang, reservation: Reservation) -> SignedRun | FinishReason:
-        """Raises ``HopFailedError``."""
+        """Prefill once and sign the decode start. Raises ``HopFailedError``."""
         signer.check_size(len(self._request.prompt_token_ids) + len(self._output.token_ids))
         hand_off: HandOff | None = None
         if reservation.prefill is not None:
@@ -212,11 +212,11 @@ class ChoiceRun:
     # The prefill hop.
 
     async def _prefill(self, reservation: Reservation, booking: Booking) -> HandOff | FinishReason:
-        """Prefill on a worker that does not decode: the hand-off to decode from, or why the choice has ended.
+        """Prefill on a worker that does not decode: returns the hand-off to decode from, or why the choice has ended.
 
         Raises:
-            HopFailedError: no prefill, or none that makes sense.
-            ServingError: with its media the prompt is too long.
+            HopFailedError: the prefill failed, or its outcome is invalid.
+            ServingError: the prompt with its media is too long.
         """
         outcome = await self._prefill_outcome(reservation, booking)
         booking.release()
@@ -254,7 +254,7 @@ class ChoiceRun:
         return outcome
 
     def _learn_prompt(self, outcome: PrefillOutcome) -> None:
-        """Take the prompt with its media from the worker that laid them out.
+        """Take the prompt with its media as the worker laid it out.
 
         Raises ``HopFailedError``, ``PromptTooLongError``.
         """
@@ -266,12 +266,12 @@ class ChoiceRun:
             self._drop(outcome.hand_off)
             silent = WorkerUnavailableError("the prefill worker did not tell what the prompt became")
             raise HopFailedError(Hop.PREFILL, silent)
-        if not request.media.is_encoded:  # encoded media fill what the encode worker said, whatever is put around them
+        if not request.media.is_encoded:  # an encode worker's sizes hold, whatever surrounds them
             request.media.learn(outcome.media)
         self._take_prompt(outcome.prompt_token_ids, outcome.media)
 
     def _take_first_token(self, outcome: PrefillOutcome) -> FinishReason | None:
-        """Show the first token at once: it waits for no transfer."""
+        """Show the first token at once, before the transfer."""
         logprobs = () if outcome.logprobs is None else (outcome.logprobs,)
         self._output.take(len(self._output.token_ids), (outcome.token_id,), logprobs, time.monotonic())
         if self._output.has_stopped:
@@ -281,7 +281,7 @@ class ChoiceRun:
     # The decode hop.
 
     async def _decode(self, reservation: Reservation, hand_off: HandOff | None) -> FinishReason:
-        """Decode to the end, from ``hand_off`` if there is one, and return why it ended. Raises ``HopFailedError``."""
+        """Decode to the end, from ``hand_off`` if there is one; returns why it ended. Raises ``HopFailedError``."""
         rank, booking, config = reservation.placement.decode, reservation.decode, self._context.config
         media = self._take_media() if hand_off is None else ()
         is_handed_off = hand_off is not None
@@ -324,11 +324,11 @@ class ChoiceRun:
         """The start for one worker.
 
         Args:
-            booking: at that worker.
-            number: of the start, among those that this router sends to the worker.
-            rank: data-parallel rank that serves it.
-            hand_off: what it decodes from; ``None``: the worker computes the prompt.
-            media: what that takes.
+            booking: its booking at that worker.
+            number: its number among the starts that this router sends to the worker.
+            rank: the data-parallel rank that serves it.
+            hand_off: the hand-off to decode from; ``None``: the worker computes the prompt.
+            media: the media that the worker needs.
         """
         request, start = self._request, self._request.start
         context = RequestContext(
@@ -345,7 +345,7 @@ class ChoiceRun:
         )
         token_ids, spans = request.prompt_token_ids, request.spans
         if media and request.media is not None and isinstance(media[0].source, MediaFile):
-            # A worker that is given files lays them out itself, also where another worker has told the result by now.
+            # A worker that gets files lays them out itself, even if another worker has reported its layout by now.
             token_ids, spans = request.media.token_ids, ()
         generation = Generation(
             prompt_token_ids=token_ids,
@@ -362,14 +362,14 @@ class ChoiceRun:
         return WorkerStart(context=context, generation=generation, hand_off=hand_off, media=tuple(media))
 
     def _take_media(self) -> Sequence[MediaInput]:
-        """The media that computing the prompt takes; their hand-offs are this attempt's from now on."""
+        """The media that computing the prompt needs; this attempt owns their hand-offs from now on."""
         if self._inputs is None:
             return ()
         self._output.note_media(self._inputs.encode_s)
         return self._inputs.take()
 
     def _take_prompt(self, token_ids: Sequence[int], spans: tuple[MediaSpan, ...]) -> None:
-        """Take the prompt with its media in it, unless it is known. Raises ``PromptTooLongError``."""
+        """Take the prompt with its media in it, unless it is already known. Raises ``PromptTooLongError``."""
         if spans != self._request.spans:
             self._request = self._request.with_prompt(token_ids, spans)
             self._output.note_prompt(len(token_ids), self._request.num_media_tokens)
@@ -397,7 +397,7 @@ class ChoiceRun:
 
 
 class BookedSink:
-    """Brings the tokens of one decode to the choice's output, and what they hold to the book."""
+    """Passes the tokens of one decode to the choice's output, and their KV blocks to the book."""
 
     __slots__ = (
         "_booking",
@@ -417,9 +417,9 @@ class BookedSink:
         is_handed_off: bool,
         on_length: Callable[[int], None],
     ) -> None:
-        """Nothing has come yet; ``is_handed_off``: another worker gave the first token.
+        """Start without tokens; ``is_handed_off``: another worker gave the first token.
 
-        ``on_length`` is called with the number of the prompt's tokens where the worker tells it.
+        ``on_length`` is called with the number of the prompt's tokens if the worker reports it.
         """
         self.has_started = False
         self._output = output
@@ -430,7 +430,7 @@ class BookedSink:
         self._on_length = on_length
 
     def started(self, started: DecodeStarted) -> None:
-        """It runs; a hand-off was taken."""
+        """The decode began; the worker has taken the hand-off, if any."""
         self.has_started = True
         if started.num_prompt_tokens:
             self._num_prompt_tokens = started.num_prompt_tokens
@@ -438,7 +438,7 @@ class BookedSink:
         self._output.note_started(started, is_handed_off=self._is_handed_off)
 
     def take(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:
-        """Take tokens; returns whether more are wanted."""
+        """Take tokens; returns whether the choice needs more."""
         output = self._output
         is_more_wanted = output.take(offset, token_ids, logprobs, now)
         num_tokens = self._num_prompt_tokens + len(output.token_ids)
@@ -448,7 +448,7 @@ class BookedSink:
 
 
 def draw_standing(request: RouterRequest, num_choices: int, context: RouterContext) -> Standing:
-    """The standing in the queue of ``request``, of which ``num_choices`` choices run."""
+    """The standing in the queue of ``request``, which runs ``num_choices`` choices."""
     num_output_tokens = min(request.max_output_tokens, context.config.reserve_tokens)
     return context.admission.standing(
         request.pool.key,
@@ -474,16 +474,16 @@ def make_queued(
 
     Args:
         request: the request, prepared.
-        config: bounds of its attempts.
-        standing: of the request, in the queue.
-        hints: where it should go.
+        config: limits of its attempts.
+        standing: the request's standing in the queue.
+        hints: workers to avoid or to prefer.
         generated_token_ids: the tokens that the choice has.
         is_retry: an attempt was made before.
-        gang: the choices that a client goes on with alone, this one included; ``None``: the router runs it.
+        gang: choices whose client continues alone, this one included; ``None``: the router runs the choice.
     """
     num_generated = len(generated_token_ids)
     num_prompt_tokens = request.num_prompt_tokens
-    # The last token needs no room, as nothing attends to it.
+    # The last token needs no room, because no later token attends to it.
     num_most_tokens = num_prompt_tokens + request.max_output_tokens - 1
     num_tokens = num_prompt_tokens + num_generated
     if request.num_unknown_tokens:
@@ -499,7 +499,7 @@ def make_queued(
         num_most_tokens=num_most_tokens,
         adapter=request.start.adapter,
         needs_media=_NO_MEDIA if request.media is None else request.media.needs,
-        # A signature protects no media: they are not held for as long as a client may take.
+        # A signature does not protect media: workers do not hold them as long as a client may take.
         is_remote=gang is not None and request.media is not None,
         avoid=frozenset(hints.avoid),
         prefer_prefill=hints.prefer_prefill,
@@ -511,7 +511,7 @@ def make_queued(
 
 
 def _cap_unknown(request: RouterRequest, num_generated: int, num_most_tokens: int) -> int:
-    """Tokens to prefill at most, of a prompt that is not too long for every worker."""
+    """The most tokens to prefill, for a prompt that at least one worker can hold."""
     pool, num_least_tokens = request.pool, len(request.prompt_token_ids) + num_generated
     num_tokens = min(request.num_prompt_tokens + num_generated, num_most_tokens)
     if pool.num_prefill_tokens:

@@ -1,9 +1,9 @@
 """The router's book: the room that it has promised to requests, summed by data-parallel rank.
 
-``WorkerBook.reserve`` reserves room for one attempt of a request; ``Booking.release`` gives it back. A request that is
-placed for its client (the RPC Place) outlives its attempt: ``Booking.commit`` keeps the same room until the worker
-reports that the request has ended, or until its client can't bring it any more. Sums are kept up to date, so that no
-look-up goes through requests. Pure: no clock, no task.
+``WorkerBook.reserve`` reserves room for one attempt of a request; ``Booking.release`` gives it back. A request placed
+for its client (the RPC Place) outlives its attempt: ``Booking.commit`` keeps the same room until the worker reports
+that the request has ended, or until its client can no longer bring it. Sums are kept up to date, so no look-up goes
+through all requests. Pure: no clock, no task.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _NO_PLACEMENTS = PlacementProgress()
 def numbering(router_id: str, epoch: int) -> str:
     """The ``router_id`` under which a router numbers its starts to one life of a worker, as load reports name it.
 
-    A start that was meant for one life may reach the next life, at the same address. Its number must not count among
-    the numbers of the starts that are meant for that life.
+    A start meant for one life may reach the next life, at the same address. Its number must not count among the numbers
+    of the starts meant for that life.
     """
     return f"{router_id}.{epoch:x}"
 
@@ -35,8 +35,8 @@ class RankAccount:
 
     Attributes:
         num_promised_blocks: blocks that the bookings may take beyond those that the rank reports as used.
-        num_unreported_tokens: tokens to prefill of bookings that have not arrived, as far as the rank's reports tell.
-        num_placed_tokens: tokens to prefill of placed starts that clients may bring at any time, or never.
+        num_unreported_tokens: tokens to prefill of bookings whose arrival the rank has not reported yet.
+        num_placed_tokens: tokens to prefill of placed starts, which clients may bring at any time or never.
         version: grows with each change.
     """
 
@@ -56,14 +56,14 @@ class RankAccount:
 class WorkerBook:
     """All bookings at one life of one worker.
 
-    A booking counts in full until a load report includes it. From then on it counts only with what it may still take,
-    since the report's used blocks hold the rest. Tokens reach the router before the report that counts their blocks as
-    used, so what a booking holds is subtracted from its promise one report late: every block is always counted. Its
-    tokens to prefill count until it has arrived, since reports include the tokens of requests that wait there.
+    A booking counts in full until a load report includes it. Then it counts only with what it may still take, since the
+    report's used blocks include the rest. Tokens reach the router before the report that counts their blocks as used,
+    so the book subtracts them from the booking's promise one report late: every block is always counted. Its tokens to
+    prefill count until it has arrived, since reports include the tokens of requests that wait at the worker.
 
     Attributes:
         accounts: the sums of each data-parallel rank, in order.
-        placed: starts that were placed for clients; they have numbers of their own.
+        placed: starts that were placed for clients; they are numbered separately.
     """
 
     def __init__(self, data_parallel_size: int, block_size: int, *, epoch: int = 0) -> None:
@@ -74,8 +74,8 @@ class WorkerBook:
         self._last_number = 0
         self._unreported: deque[Booking] = deque()
         self._not_arrived: deque[Booking] = deque()
-        self._grown: list[Booking] = []  # since the last report
-        self._settling: list[Booking] = []  # before it
+        self._grown: list[Booking] = []  # bookings that grew since the last report
+        self._settling: list[Booking] = []  # bookings that grew before it
         self._num_booked = 0
         self.placed = PlacedBookings()
 
@@ -93,12 +93,12 @@ class WorkerBook:
     def on_report(
         self, number: int, placements: PlacementProgress = _NO_PLACEMENTS, *, arrived_number: int = 0
     ) -> None:
-        """A load report came.
+        """Apply a load report.
 
         Args:
-            number: the report includes all starts up to it.
-            placements: what became of placed starts.
-            arrived_number: all starts up to it, or up to ``number``, have arrived.
+            number: the report includes all starts up to this number.
+            placements: the progress of placed starts.
+            arrived_number: all starts up to this number, or up to ``number``, have arrived.
         """
         self.placed.on_report(placements)
         for booking in self._settling:
@@ -113,11 +113,11 @@ class WorkerBook:
             self._unreported.popleft().count_in()
 
     def on_release(self) -> None:
-        """A booking was released."""
+        """Note that a booking was released."""
         self._num_booked -= 1
 
     def on_growth(self, booking: Booking) -> None:
-        """``booking`` holds more than at the last report; called once between two reports."""
+        """Note that ``booking`` holds more than at the last report; called once between two reports."""
         self._grown.append(booking)
 
     def next_number(self, booking: Booking) -> int:
@@ -140,32 +140,32 @@ class Booking:
         self._block_size = block_size
         self._num_reserved = self._num_promised = num_blocks
         self._num_queued_tokens = num_queued_tokens
-        # Blocks that it holds: as known now, as known at the last report, and as certainly included in reports by now.
+        # Blocks that it holds: as known now, as known at the last report, and as certainly included in reports now.
         self._num_held = self._num_settling = self._num_settled = 0
         self._has_grown = self._is_reported = self._is_released = False
         account.add(num_promised_blocks=num_blocks, num_unreported_tokens=num_queued_tokens)
 
     @property
     def epoch(self) -> int:
-        """The life of the worker that it is for."""
+        """The life of the worker to which it belongs."""
         return self._book.epoch
 
     @property
     def is_released(self) -> bool:
-        """Whether it counts no more."""
+        """Whether it no longer counts."""
         return self._is_released
 
     def send(self) -> int:
-        """The start goes out now: its ``router_request_number``."""
+        """The start goes out now: returns its ``router_request_number``."""
         self.number = self._book.next_number(self)
         return self.number
 
     def commit(
         self, request_id: str, choice: int, *, num_first_tokens: int, lapses_at: float, ends_at: float
     ) -> PlacedBooking:
-        """Keep the same room for a client that may bring the start; this booking itself is released as any other.
+        """Keep the same room for a client that may bring the start; this booking itself is released like any other.
 
-        ``num_first_tokens`` are those whose KV the request has from its first step on; the rest is as in
+        ``num_first_tokens``: tokens whose KV the request has from its first step on. The other arguments are as in
         ``PlacedShare``.
         """
         share = PlacedShare(
@@ -180,13 +180,13 @@ class Booking:
         return self._book.placed.add(share, self._account)
 
     def hold(self, num_tokens: int) -> int:
-        """The rank now has the KV of ``num_tokens`` tokens of the request.
+        """Note that the rank now has the KV of ``num_tokens`` tokens of the request.
 
         Returns:
-            The next call is needed only when the rank has more tokens than this.
+            The caller need not call again until the rank has more tokens than this.
         """
         if self._num_queued_tokens:
-            self.arrive()  # a request that decodes waits for no prefill any more, whatever reports say
+            self.arrive()  # a request that decodes waits for no prefill, whatever the reports say
         num_held = -(-num_tokens // self._block_size)
         if num_held != self._num_held:
             self._num_held = num_held
@@ -196,28 +196,28 @@ class Booking:
         return num_held * self._block_size
 
     def begin_settling(self) -> None:
-        """A report came: the next one certainly includes what is held now."""
+        """A report came: the next report certainly includes what the request holds now."""
         self._has_grown = False
         self._num_settling = self._num_held
 
     def settle(self) -> None:
-        """The next report has come."""
+        """The next report came."""
         self._num_settled = self._num_settling
         self._update_promise()
 
     def arrive(self) -> None:
-        """The rank's reports include its tokens to prefill from now on."""
+        """From now on the rank's reports include its tokens to prefill."""
         if self._num_queued_tokens:
             self._account.add(num_unreported_tokens=-self._num_queued_tokens)
             self._num_queued_tokens = 0
 
     def count_in(self) -> None:
-        """The rank's reports include its blocks from now on."""
+        """From now on the rank's reports include its blocks."""
         self._is_reported = True
         self._update_promise()
 
     def release(self) -> None:
-        """The request is no longer there. May be called twice."""
+        """The request has left the rank. May be called twice."""
         if not self._is_released:
             self._is_released = True
             self._book.on_release()
@@ -247,36 +247,36 @@ class Reservation:
 
     @property
     def is_released(self) -> bool:
-        """Whether its room at the decode rank was given back."""
+        """Whether its room at the decode rank was released."""
         return self.decode.is_released
 
     def release(self) -> None:
-        """Give back what is left of it. May be called twice."""
+        """Release what is left of it. May be called twice."""
         if self.prefill is not None:
             self.prefill.release()
         self.decode.release()
 
 
 class PlacedState(Enum):
-    """How far a placed start is, as its worker's reports tell."""
+    """The progress of a placed start, as its worker reports it."""
 
-    WAITING = auto()  # no client brought it yet, or it waits for the running batch
-    STARTED = auto()  # it is in the worker's load
-    LAPSED = auto()  # its signature has expired; it can only come if it waits for the batch already
+    WAITING = auto()  # no client has brought it yet, or it waits for the running batch
+    STARTED = auto()  # the worker's load includes it
+    LAPSED = auto()  # its signature has expired: it can only run if it already waits for the batch
     ENDED = auto()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedShare:
-    """What one placed start takes, in blocks and tokens, and for how long it is kept, in monotonic seconds.
+    """How much room one placed start takes, in blocks and tokens, and until when, in monotonic seconds.
 
     Attributes:
-        request_id, choice: whose it is.
-        num_reserved_blocks: blocks that it may take in all.
+        request_id, choice: the choice that it belongs to.
+        num_reserved_blocks: blocks that it may take in total.
         num_first_blocks: blocks that it has from its first step on.
         num_queued_tokens: tokens to prefill at the rank itself.
-        lapses_at: from then on no client can bring it.
-        ends_at: by then it has ended in any case.
+        lapses_at: from then on no client can bring it to the worker.
+        ends_at: when it has ended at the latest.
     """
 
     request_id: str
@@ -291,8 +291,8 @@ class PlacedShare:
 class PlacedBooking:
     """One placed start's share of one rank, after the router has answered Place.
 
-    It counts in full until a report says that it started. From then on, until it ends, it counts with what it may still
-    take beyond its first blocks: its tokens don't pass the router, which can't know how much of that it has taken.
+    It counts in full until a report says that it started. From then on it counts with what it may still take beyond its
+    first blocks until it ends: its tokens do not pass the router, so the router can't know how much it has taken.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class PlacedBooking:
 
     @property
     def changes_at(self) -> float:
-        """When time alone changes it next."""
+        """When it next changes if no report comes."""
         return self._share.lapses_at if self.state is PlacedState.WAITING else self._share.ends_at
 
     @property
@@ -319,24 +319,24 @@ class PlacedBooking:
         return self.state in (PlacedState.WAITING, PlacedState.STARTED)
 
     def is_for(self, request_id: str, choice: int) -> bool:
-        """Whether it is an attempt of that choice of that request."""
+        """Whether it is an attempt of ``choice`` of the request ``request_id``."""
         return (self._share.request_id, self._share.choice) == (request_id, choice)
 
     def start(self) -> None:
-        """A report includes it. It may have lapsed before: then it had waited at the worker."""
+        """A report includes it. If it had lapsed before, it was waiting at the worker then."""
         if self.state is not PlacedState.ENDED:
             num_promised = max(0, self._share.num_reserved_blocks - self._share.num_first_blocks)
             self._change(PlacedState.STARTED, num_promised)
 
     def poll(self, now: float) -> None:
-        """Apply the time that has passed."""
+        """Apply the passage of time."""
         if now >= self._share.ends_at:
             self.release()
         elif self.state is PlacedState.WAITING and now >= self._share.lapses_at:
             self._change(PlacedState.LAPSED, 0)
 
     def release(self) -> None:
-        """It has ended, or no client was given it. May be called twice."""
+        """It has ended, or no client ever got it. May be called twice."""
         if self.state is not PlacedState.ENDED:
             self._change(PlacedState.ENDED, 0)
 
@@ -353,10 +353,10 @@ class PlacedBooking:
 
 
 class PlacedBookings:
-    """The placed starts of one life of one worker, by their own sequence of numbers."""
+    """The placed starts of one life of one worker, numbered separately from all other starts."""
 
     def __init__(self) -> None:
-        """Nothing is placed."""
+        """Start without placed starts."""
         self._bookings: dict[int, PlacedBooking] = {}
         self._due: list[tuple[float, int]] = []  # a heap: when to poll which number; some have ended meanwhile
         self._num_booked = 0
@@ -377,11 +377,11 @@ class PlacedBookings:
         return booking
 
     def has(self, request_id: str, choice: int) -> bool:
-        """Whether that choice of that request was placed here, and has not ended as far as is known."""
+        """Whether ``choice`` of that request was placed here, and is not known to have ended."""
         return any(booking.is_for(request_id, choice) for booking in self._bookings.values())
 
     def on_report(self, progress: PlacementProgress) -> None:
-        """The worker reported what became of some; it reports each several times."""
+        """Apply a worker's report on placed starts; it reports each of them several times."""
         for number in progress.started:
             if number in self._bookings:
                 self._bookings[number].start()
@@ -390,7 +390,7 @@ class PlacedBookings:
                 self._bookings[number].release()
 
     def poll(self, now: float) -> None:
-        """Release the room of those that no client brought in time."""
+        """Release the room of starts that no client brought in time."""
         while self._due and self._due[0][0] <= now:
             _, number = heapq.heappop(self._due)
             booking = self._bookings.get(number)

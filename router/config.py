@@ -19,13 +19,13 @@ from router.policy.create import PolicyConfig
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptConfig:
-    """Bounds of one choice's attempts.
+    """Limits of one choice's attempts.
 
     Attributes:
-        max_attempts: attempts in all; the last one's error is the choice's.
-        reserve_tokens: a decode worker must have room for the prompt, what was generated, and this many tokens more
-            (or what is left to generate, if less).
-        encode_timeout_s: longest encode of a request's media at one worker, that one's queue included.
+        max_attempts: attempts in all; the choice fails with the last one's error.
+        reserve_tokens: a decode worker must have room for the prompt, the generated tokens, and this many tokens
+            more (or the remaining tokens, if fewer).
+        encode_timeout_s: longest encode of a request's media at one worker, the worker's queue included.
         prefill_timeout_s: longest prefill hop, the worker's queue included.
         decode_start_timeout_s: longest wait for a decode worker's first message, its queue and the transfer included.
         decode_stall_timeout_s: longest silence of a decode worker after that.
@@ -48,20 +48,20 @@ class AttemptConfig:
                 raise ConfigError(f"{name}: must be above 0")
 
 
-# Bounds of the router's queue.
+# Limits of the router's queue.
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionConfig:
-    """Bounds of the queue.
+    """Limits of the queue.
 
     Attributes:
-        max_queue_length: choices that wait at most; more are refused at once. Retries are always queued.
+        max_queue_length: most choices that may wait; more are refused at once. Retries are always queued.
         queue_timeout_s: longest wait for room.
         unavailable_timeout_s: longest wait while no decode worker is ready at all.
         retry_delay_s: the delay that refused clients are told to wait.
-        tenant_weights: by tenant, its share of the work while others wait too; a tenant that is not listed weighs 1.
-        prediction_life_s: for so long a prompt's blocks count as cached where it was sent, unless KV events tell.
+        tenant_weights: by tenant, its share of the work while other tenants wait too; unlisted tenants weigh 1.
+        prediction_life_s: how long a prompt's blocks count as cached where it was sent, without word from KV events.
     """
 
     max_queue_length: int = 4096
@@ -86,22 +86,22 @@ class RouterConfig:
     """One router process.
 
     Attributes:
-        server: where gRPC listens; its ``tls`` is also what workers are dialled with.
-        http_address: ``host:port`` of /metrics, /livez and /readyz, in the clear.
+        server: where gRPC listens; the router also dials workers with its ``tls``.
+        http_address: ``host:port`` of /metrics, /livez and /readyz, without TLS.
         policy: how requests are placed.
-        media: which media requests may name.
-        max_request_timeout_s: caps every request's time.
-        heartbeat_timeout_s: a worker silent for longer gets nothing new.
-        stall_timeout_s: a client that reads nothing for so long loses its request, or its session.
-        session: bounds of each session.
+        media: media that requests may name.
+        max_request_timeout_s: upper limit of every request's time.
+        heartbeat_timeout_s: a worker that is silent for longer gets no new requests.
+        stall_timeout_s: a client that reads nothing for this long loses its request, or its session.
+        session: limits of each session.
         signing_keys_file: keys that sign placements (``quartet.streams.signed_start``); ``None``: Place is not offered.
-        signed_start_ttl_s: a client must bring a placement to its worker within it; less where a hand-off expires
+        signed_start_ttl_s: a client must bring a placement to its worker within this time; less if a hand-off expires
             sooner.
-        events_key_file: the key that workers serve their events with (see ``quartet.events.curve``); ``None``: the
-            router listens in the clear.
-        custom_chat_template: a Jinja file that lays out the chats of every model here, in place of the model's own.
-            Read once; routers that share clients need equal ones.
-        trusted_gateways: names of client identities whose ``tenant`` is believed.
+        events_key_file: the key with which workers serve their events (see ``quartet.events.curve``); ``None``: the
+            router receives them without encryption.
+        custom_chat_template: a Jinja file that lays out the chats of every model here, instead of the model's own.
+            Read once; routers that share clients need the same one.
+        trusted_gateways: names of client identities whose ``tenant`` the router believes.
         drain_timeout_s: running requests get this long to end after SIGTERM.
     """
 

@@ -1,4 +1,4 @@
-"""What a router's requests run on: one object for the whole process."""
+"""What all requests of a router share: one object for the whole process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from router.workers import WorkerTable
 
 @dataclass(frozen=True, kw_only=True)
 class RouterContext:
-    """What requests run on.
+    """What all requests share.
 
     Attributes:
-        router_id: names this router to workers.
-        config: bounds of each choice's attempts.
-        max_timeout_s: caps the time of each request.
-        signer: signs what is placed for clients; ``None``: nothing is.
+        router_id: identifies this router to workers.
+        config: limits of each choice's attempts.
+        max_timeout_s: upper limit of each request's time.
+        signer: signs starts that are placed for clients; ``None``: the router places none.
         sleep: pauses between attempts, in seconds.
     """
 

@@ -1,4 +1,4 @@
-"""Explain: runs a request as far as the policy, which tells where it would place it."""
+"""Explain: runs a request as far as the policy, which says where it would place it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _ROLES = frozenset({Role.PREFILL, Role.DECODE})
 
 
 async def explain(start: GenerateStart, context: RouterContext) -> Explanation:
-    """Where one choice of the request would go now, were it all that waits. Books, encodes and runs nothing.
+    """Where one choice of the request would go now if nothing else waited. Books, encodes and runs nothing.
 
     Raises:
-        ServingError: as a new request would be refused, before it waits for room.
+        ServingError: the error with which a new request would be refused before it waits for room.
     """
 
     async def run(request: RouterRequest) -> Explanation:
@@ -40,7 +40,7 @@ def _explain(request: RouterRequest, context: RouterContext) -> Explanation:
     policy = admission.policy
     queued = make_queued(request, context.config, Standing(pool=pool), RetryHints())
     pending, snapshot = admission.preview(queued)
-    # Copies of the policy decide, so that neither its turn nor its random numbers are used up. The second one may not
+    # Copies of the policy decide, so the policy's own turn and random numbers stay as they are. The second copy may not
     # keep the request for a better moment.
     decision = copy.deepcopy(policy).assign([pending], snapshot)
     [now], wait_s = decision.placements, decision.poll_again_in_s
@@ -75,7 +75,7 @@ def _to_rank_option(option: Option, chosen: set[Rank]) -> RankOption:
 
 
 def _not_ready(pool: PoolKey, table: WorkerTable) -> Iterable[RankOption]:
-    """Workers that no policy is shown."""
+    """Workers that the policies do not see."""
     for status in table.statuses(time.monotonic()):
         record = status.record
         is_of_pool = PoolKey(record.model_name, record.model_fingerprint) == pool and record.role in _ROLES
@@ -86,6 +86,6 @@ def _not_ready(pool: PoolKey, table: WorkerTable) -> Iterable[RankOption]:
 
 
 def _rank(option: RankOption) -> tuple[bool, bool, float, str, Rank]:
-    """Orders options: chosen ones first, those that can't take it last; costs of one role can be compared."""
+    """Orders options: chosen ones first, impossible ones last. Costs are comparable within one role."""
     cost = math.inf if option.cost is None else option.cost
     return not option.is_chosen, bool(option.obstacle), cost, option.role, option.rank

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from quartet.errors import ConfigError
 
-# With more of them, tenants whose next request would begin at the present anyway are forgotten.
+# Above this many tenants, forget those whose next request would begin at the present anyway.
 _MAX_TENANTS = 4096
 
 
@@ -15,7 +15,7 @@ class FairShare:
 
     Each request gets a start on it: the present, or the end of its tenant's last request if that is later. Serving
     requests in the order of their starts gives each busy tenant a share of the work: its weight over the weights of all
-    busy tenants. A tenant alone gets everything, and being idle saves nothing up.
+    busy tenants. A tenant alone gets everything, and an idle tenant saves nothing up.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
@@ -35,7 +35,7 @@ class FairShare:
         return start
 
     def served(self, start: float) -> None:
-        """A request with that start is served: the present is not before it."""
+        """A request with that start is served, so the present moves at least to it."""
         self._now = max(self._now, start)
 
     def give_back(self, tenant: str, num_tokens: int) -> None:
@@ -45,7 +45,7 @@ class FairShare:
 
 
 def check_weights(weights: Mapping[str, float]) -> None:
-    """Raises ``ConfigError``, naming the field and the tenant: a weight is not above 0."""
+    """Raises ``ConfigError``, naming the field and the tenant, if a weight is not above 0."""
     for tenant, weight in weights.items():
         if not 0 < weight < float("inf"):
             raise ConfigError(f"tenant_weights.{tenant}: must be above 0")

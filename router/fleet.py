@@ -67,8 +67,8 @@ _FILES_TIMEOUT_S = 30.0
 class Fleet:
     """All workers that discovery lists, as ``Hops``; ``texts`` has the text side of their models.
 
-    Everything that happens to a worker is entered in ``table``. A worker is probed (``GetInfo``) when it is new, when
-    its stream broke, and when it has been silent for long.
+    The fleet enters everything that happens to a worker in ``table``. It probes a worker (``GetInfo``) that is new,
+    whose stream broke, or that has been silent for long.
     """
 
     def __init__(
@@ -81,18 +81,18 @@ class Fleet:
         kv: KvJoins | None = None,
         chat_template: str | None = None,
     ) -> None:
-        """Needs a running event loop; connects to no worker yet.
+        """Connect to no worker yet; needs a running event loop.
 
         Args:
-            table: kept up to date.
-            metrics: of the router.
+            table: the fleet keeps it up to date.
+            metrics: the router's.
             tls: to dial workers with.
-            events_key: that workers serve their events with; ``None``: in the clear.
-            kv: told of workers and of what they publish; ``None``: their KV events are not listened to.
-            chat_template: the source of every model's; ``None``: each has its own.
+            events_key: the key with which workers serve their events; ``None``: without encryption.
+            kv: gets the workers and the KV events that they publish; ``None``: the fleet ignores KV events.
+            chat_template: the source of every model's template; ``None``: each model has its own.
         """
         self.texts = FetchedTexts(self._fetch_files, chat_template=chat_template)
-        #: Set once discovery has told of every worker that it knew at the start.
+        #: Set once discovery has reported every worker that it knew at the start.
         self.is_synchronised = asyncio.Event()
         self._table = table
         self._metrics = metrics
@@ -106,7 +106,7 @@ class Fleet:
         self._must_tend = asyncio.Event()
         self._is_draining = False
         self._shown_states: Counter[tuple[Role, WorkerState]] = Counter()
-        # Only to keep hand-offs and to let go of them: it has no pool to pull into.
+        # Only keeps and releases hand-offs: it has no pool to pull into.
         self._puller = TransferPuller(
             lambda address: create_channel(address, tls), host=host_identity(), config=TransferConfig()
         )
@@ -135,15 +135,15 @@ class Fleet:
         return connection.start(start, sink)
 
     def keep(self, hand_off: HandOff) -> PullClaim:
-        """Renew ``hand_off`` until told to stop. Raises ``TransferError`` when closing."""
+        """Renew ``hand_off`` until stopped. Raises ``TransferError`` when closing."""
         return self._puller.claim_for_another(hand_off)
 
     def drop(self, hand_off: HandOff) -> None:
-        """Tell the source that no worker will take ``hand_off``; if that fails, it expires."""
+        """Tell the source that no worker will take ``hand_off``; if that fails, the hand-off expires."""
         try:
             claim = self._puller.claim_for_another(hand_off)
         except TransferError:
-            return  # closing: it expires
+            return  # closing: the hand-off expires
         self._spawn(claim.release())
 
     # Following the workers.
@@ -154,7 +154,7 @@ class Fleet:
             self._follow(event)
 
     async def tend(self) -> None:
-        """Probe workers that need it, forget those that are gone. Runs until cancelled."""
+        """Probe workers that need it, and forget those that are gone. Runs until cancelled."""
         while True:
             now = time.monotonic()
             for record in self._table.forget_gone(now):
@@ -172,7 +172,7 @@ class Fleet:
                 continue
 
     def drain(self) -> None:
-        """The router goes away. Warn no more when streams break: at the end of a deployment workers go away too."""
+        """The router shuts down: log no more broken streams, since workers also stop when a deployment ends."""
         self._is_draining = True
 
     async def close(self) -> None:
@@ -184,7 +184,7 @@ class Fleet:
         if self._kv is not None:
             await self._kv.close()
         await self.texts.close()
-        # Sources are still told of the hand-offs that were just dropped: each takes a second at most.
+        # The sources must still learn of the hand-offs that were just dropped: each takes a second at most.
         await asyncio.gather(*tasks, *self._background, return_exceptions=True)
         await asyncio.gather(*(connection.close() for connection in self._connections.values()))
         await self._puller.close()
@@ -204,7 +204,7 @@ class Fleet:
             return
         known = self._connections.get(record.key)
         is_new = self._table.put(record, time.monotonic())
-        # A worker may also come back to another address without a new life, behind another proxy.
+        # Behind another proxy, a worker may also get another address without a new life.
         if known is not None and (is_new or known.record.grpc_address != record.grpc_address):
             self._leave(known.record)
         if record.key not in self._connections:
@@ -282,7 +282,7 @@ class Fleet:
             self._table.broken(record.key, record.epoch)
             return
         if report.record.key == record.key and report.record.epoch != record.epoch:
-            # It restarted, and discovery has not reported it yet or can't. Adopting it ends this probe.
+            # The worker restarted, and discovery can't report it, or not yet. Adopting it ends this probe.
             self._adopt(report.record)
             return
         self._table.connected(record.key, report.load, time.monotonic())
@@ -298,7 +298,7 @@ class Fleet:
             try:
                 return await connection.client.model_files(
                     names,
-                    # The address may be old: another worker may listen there by now.
+                    # The address may be old: another worker may now listen there.
                     model_fingerprint=pool.fingerprint,
                     max_size_bytes=MAX_FILES_BYTES,
                     timeout_s=_FILES_TIMEOUT_S,
@@ -323,15 +323,15 @@ class WorkerConnection(ABC):
     """One channel to one life of one worker; each role's subclass starts its requests.
 
     Attributes:
-        record: of the life that this connects to.
+        record: of the life to which this connects.
         client: asks the worker about itself.
     """
 
     def __init__(self, record: WorkerRecord, tls: TlsConfig | None, on_lost: Callable[[WorkerRecord], None]) -> None:
         """Connect at the first use.
 
-        ``on_lost`` is called when the connection is lost while no stream is open on it: a worker's death shows also
-        where only clients run something.
+        ``on_lost`` is called when the connection is lost while no stream is open on it, so the router also notices the
+        death of a worker that serves only clients.
         """
         self.record = record
         self._channel = create_channel(record.grpc_address, tls)
@@ -343,7 +343,7 @@ class WorkerConnection(ABC):
         self._is_closed = False
 
     async def close(self) -> None:
-        """Break the stream: requests on it fail with ``WorkerUnavailableError`` and go on elsewhere."""
+        """Break the stream: requests on it fail with ``WorkerUnavailableError`` and continue on other workers."""
         self._is_closed = True
         self._watching.cancel()
         await asyncio.wait([self._watching])
@@ -352,7 +352,7 @@ class WorkerConnection(ABC):
 
     @abstractmethod
     async def _close_requests(self) -> None:
-        """Break what requests go through."""
+        """Break the streams that requests use."""
 
     @property
     @abstractmethod
@@ -365,13 +365,13 @@ class WorkerConnection(ABC):
             raise _gone(self.record.worker_id)
 
     def _lost(self) -> None:
-        # A stream may outlive the message that no new ones are taken.
+        # A stream may stay open after new ones are no longer accepted.
         if not self._has_stream:
             self._on_lost(self.record)
 
 
 class DecodeConnection(WorkerConnection):
-    """To a decode worker, with its stream once that is needed."""
+    """To a decode worker; it opens its stream with the first decode."""
 
     def __init__(
         self,
@@ -380,13 +380,13 @@ class DecodeConnection(WorkerConnection):
         on_lost: Callable[[WorkerRecord], None],
         on_broken: Callable[[WorkerRecord, ServingError], None],
     ) -> None:
-        """As of any; ``on_broken`` is called when the stream breaks, unless this closes it."""
+        """As in ``WorkerConnection``; ``on_broken`` is called when the stream breaks, unless ``close`` broke it."""
         super().__init__(record, tls, on_lost)
         self._on_broken = on_broken
         self._requests = DecodeClient(record.worker_id, self._channel, self._broken)
 
     def start(self, start: WorkerStart, sink: DecodeSink) -> DecodeCall:
-        """Start a decode, whose outputs go to ``sink``. Raises ``WorkerUnavailableError`` when this is closed."""
+        """Start a decode with outputs to ``sink``. Raises ``WorkerUnavailableError`` when this is closed."""
         self._check_open()
         return self._requests.start(start, sink)
 
@@ -403,7 +403,7 @@ class DecodeConnection(WorkerConnection):
 
 
 class PrefillConnection(WorkerConnection):
-    """To a prefill worker, with its stream once that is needed."""
+    """To a prefill worker; it opens its stream with the first prefill."""
 
     def __init__(
         self,
@@ -413,7 +413,7 @@ class PrefillConnection(WorkerConnection):
         on_broken: Callable[[WorkerRecord, ServingError], None],
         drop: Callable[[HandOff], None],
     ) -> None:
-        """As of a decode worker; ``drop`` is given hand-offs whose requests have ended."""
+        """As in ``DecodeConnection``; ``drop`` gets hand-offs whose requests have ended."""
         super().__init__(record, tls, on_lost)
         self._on_broken = on_broken
         self._requests = PrefillClient(record.worker_id, self._channel, self._broken, drop)
@@ -445,7 +445,7 @@ class EncodeConnection(WorkerConnection):
         on_lost: Callable[[WorkerRecord], None],
         drop: Callable[[HandOff], None],
     ) -> None:
-        """As of any; ``drop`` is given hand-offs whose requests have ended."""
+        """As in ``WorkerConnection``; ``drop`` gets hand-offs whose requests have ended."""
         super().__init__(record, tls, on_lost)
         self._requests = EncodeClient(record.worker_id, self._channel, drop)
 
@@ -459,7 +459,7 @@ class EncodeConnection(WorkerConnection):
 
     @property
     def _has_stream(self) -> bool:
-        return False  # when the connection is lost, encodes just fail
+        return False  # when the connection is lost, its encodes fail by themselves
 
 
 def _gone(worker_id: str) -> WorkerUnavailableError:
@@ -473,10 +473,10 @@ class PrefillHop(Protocol):
     """One prefill under way."""
 
     async def outcome(self) -> PrefillOutcome:
-        """Wait for its output. A caller that is cancelled here leaves nothing behind.
+        """Wait for its output. If the caller is cancelled here, nothing is left behind.
 
         Raises:
-            ServingError: it ended badly.
+            ServingError: it failed.
         """
         ...
 
@@ -486,35 +486,35 @@ class DecodeHop(Protocol):
 
     @property
     def heard_at(self) -> float | None:
-        """When the worker's last message of it came, monotonic seconds; ``None`` before the first."""
+        """When the worker's last message about it came, in monotonic seconds; ``None`` before the first."""
         ...
 
     async def outcome(self) -> DecodeFinished | None:
-        """Wait for its end; ``None``: the sink wanted no more. Raises ``ServingError`` when it ended badly."""
+        """Wait for its end; ``None``: the sink wanted no more tokens. Raises ``ServingError`` when it failed."""
         ...
 
     def cancel(self) -> None:
-        """End it early; harmless when it has ended."""
+        """End it early; harmless after its end."""
         ...
 
 
 class EncodeHop(Protocol):
-    """One request's media on their way into embeddings."""
+    """The encoding of one request's media."""
 
     async def sizes(self) -> Sequence[MediaSize]:
-        """Wait for the size of each item, in order. Raises ``ServingError``: it ended badly before."""
+        """Wait for the size of each item, in order. Raises ``ServingError``: it failed before all came."""
         ...
 
     async def hand_offs(self) -> Sequence[HandOff]:
-        """Wait for the hand-off of each item, in order; they are the caller's then.
+        """Wait for the hand-off of each item, in order; the caller then owns them.
 
         Raises:
-            ServingError: it ended badly; nothing is held then.
+            ServingError: it failed; no hand-off is left.
         """
         ...
 
     def cancel(self) -> None:
-        """End it early and drop the hand-offs that were not taken; harmless when all were."""
+        """End it early and drop the hand-offs that were not taken; harmless if all were."""
         ...
 
 
@@ -527,7 +527,7 @@ class KeptHandOff(Protocol):
 
 
 class Hops(Protocol):
-    """The ways to workers. Nothing here waits."""
+    """The ways to workers. No method here waits."""
 
     def encode(self, rank: Rank, start: EncodeStart, on_encoded: Callable[[HandOff], None]) -> EncodeHop:
         """Start to encode; ``on_encoded`` is called with each hand-off as it comes.
@@ -541,15 +541,15 @@ class Hops(Protocol):
         ...
 
     def decode(self, rank: Rank, start: WorkerStart, sink: DecodeSink) -> DecodeHop:
-        """Start a decode, whose outputs go to ``sink``. Raises ``WorkerUnavailableError`` when the worker is gone."""
+        """Start a decode with outputs to ``sink``. Raises ``WorkerUnavailableError`` when the worker is gone."""
         ...
 
     def keep(self, hand_off: HandOff) -> KeptHandOff:
-        """Renew a hand-off until told to stop. Raises ``TransferError`` when this is closing."""
+        """Renew a hand-off until stopped. Raises ``TransferError`` when this is closing."""
         ...
 
     def drop(self, hand_off: HandOff) -> None:
-        """Tell the source of a hand-off that no worker will take it; harmless when one did."""
+        """Tell the source of a hand-off that no worker will take it; harmless if one did."""
         ...
 
 
@@ -561,19 +561,19 @@ class ModelTexts(Protocol):
 
         Raises:
             WorkerUnavailableError: no worker gave the files in time.
-            ModelFilesError: the files make no sense.
+            ModelFilesError: the files are invalid.
         """
         ...
 
 
 # The text side of every model served: fetched from a worker once, kept while the pool lives.
 
-#: Asks one worker after another for the named files; raises ``ServingError`` when none gives them.
+#: Asks one worker after another for the named files; raises ``ServingError`` if none gives them.
 FetchFiles = Callable[[PoolKey, Collection[str]], Awaitable[Mapping[str, bytes]]]
 
 
 def read_chat_template(file: Path) -> str:
-    """The Jinja source in ``file``. Raises ``ConfigError``: it can't be read, or is none."""
+    """The Jinja source in ``file``. Raises ``ConfigError``: the file can't be read, or is no template."""
     try:
         return read_template_file(file)
     except ModelFilesError as error:
@@ -584,13 +584,13 @@ class FetchedTexts:
     """``ModelTexts`` from workers. Requests that wait for the same model share one fetch."""
 
     def __init__(self, fetch: FetchFiles, *, chat_template: str | None = None) -> None:
-        """``chat_template`` is the source of every model's; ``None``: each has its own."""
+        """``chat_template`` is the source of every model's template; ``None``: each model has its own."""
         self._fetch = fetch
         self._chat_template = chat_template
         self._cache: TextCache[PoolKey] = TextCache()
 
     def known(self, pool: PoolKey) -> ModelText | None:
-        """The text side, if it is here already."""
+        """The text side, if it is already here."""
         return self._cache.known(pool)
 
     async def model_text(self, pool: PoolKey) -> ModelText:
@@ -598,23 +598,23 @@ class FetchedTexts:
 
         Raises:
             WorkerUnavailableError: no worker gave the files.
-            ModelFilesError: the files make no sense.
+            ModelFilesError: the files are invalid.
         """
         return await self._cache.get(pool, lambda: self._files(pool))
 
     async def prefetch(self, pool: PoolKey) -> None:
-        """Fetch the text side before a request needs it; a failure is logged, and the next request tries again."""
+        """Fetch the text side before a request needs it. A failure is only logged: the next request tries again."""
         try:
             await self.model_text(pool)
         except ServingError as error:
             logger.warning("no tokenizer for %s yet: %s", pool.model_name, error)
 
     def keep(self, pools: Collection[PoolKey]) -> None:
-        """Forget all pools but these."""
+        """Forget all pools except ``pools``."""
         self._cache.keep(pools)
 
     async def close(self) -> None:
-        """End what is being fetched."""
+        """Cancel the running fetches."""
         await self._cache.close()
 
     async def _files(self, pool: PoolKey) -> Mapping[str, bytes]:

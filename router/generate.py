@@ -1,4 +1,4 @@
-"""One way for a request: prepared, placed, prefilled, decoded, choice by choice; its sink takes the answer."""
+"""The path of a request: prepare, place, prefill and decode each choice; the request's sink takes the answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Pipeline:
     """Runs requests."""
 
     def __init__(self, context: RouterContext) -> None:
-        """Nothing runs yet."""
+        """Start without requests."""
         self._context = context
         self._running: set[GenerateRun | PlaceRun] = set()
 
@@ -37,7 +37,7 @@ class Pipeline:
     def generate(
         self, start: GenerateStart, sink: AnswerSink, *, resume: Resume | None = None, traceparent: str = ""
     ) -> GenerateRun:
-        """Run a request; its answer goes to ``sink``, its failure too."""
+        """Run a request; its answer goes to ``sink``, and so does its failure."""
         run = GenerateRun(RouterRequest(start, resume, traceparent), self._context, sink)
         self._running.add(run)
         run.begin(self._running.discard)
@@ -46,11 +46,11 @@ class Pipeline:
     async def place(
         self, start: GenerateStart, *, resume: Resume | None = None, traceparent: str = ""
     ) -> PlacedRequest:
-        """Run a request as far as its prefill, for a client that fetches the tokens itself.
+        """Run a request up to its prefill, for a client that fetches the tokens itself.
 
         Raises:
             NoSigningKeyError: this router has no key.
-            ServingError: it failed, and nothing is left of it.
+            ServingError: it failed and left nothing behind.
         """
         signer = self._context.signer
         if signer is None:
@@ -63,7 +63,7 @@ class Pipeline:
             self._running.discard(run)
 
     async def explain(self, start: GenerateStart) -> Explanation:
-        """Where a request would go now. Raises ``ServingError`` as it would be refused before it waits for room."""
+        """Where a request would go now. Raises the ``ServingError`` that would refuse it before it waits for room."""
         return await explain(start, self._context)
 
     def abort_all(self, error: ServingError) -> None:
@@ -76,7 +76,7 @@ class GenerateRun:
     """One request, from arrival to the end of all its choices."""
 
     def __init__(self, request: RouterRequest, context: RouterContext, sink: AnswerSink) -> None:
-        """``begin`` begins it."""
+        """Prepare the run; ``begin`` starts it."""
         self._request = request
         self._context = context
         self._sink = sink
@@ -89,14 +89,14 @@ class GenerateRun:
         self._abort_error: ServingError | None = None
 
     def begin(self, on_end: Callable[[GenerateRun], None]) -> None:
-        """Run; ``on_end`` is called when it has ended and holds nothing any more."""
+        """Run; ``on_end`` is called once it has ended and holds nothing any more."""
         self._on_end = on_end
         work = run_prepared(self._request, self._context, self._generate, late="did not end")
         self._work = asyncio.create_task(work, name=f"request-{self._request.request_id}")
         self._work.add_done_callback(self._settle)
 
     def cancel(self) -> None:
-        """End it early: each choice that has not ended gets its end, CANCELLED."""
+        """End it early: each choice that has not ended ends as CANCELLED."""
         self._is_cancelled = True
         assert self._work is not None, "it has begun"
         self._work.cancel()
@@ -108,14 +108,14 @@ class GenerateRun:
         self._work.cancel()
 
     async def drop(self) -> None:
-        """The client reads no more: end it, and wait until it holds nothing. Harmless once it has ended."""
+        """The client no longer reads: end it, and wait until it holds nothing. Harmless after its end."""
         assert self._work is not None, "it has begun"
         if not self._work.done():
             self._work.cancel()
             await asyncio.wait([self._work])
 
     def _settle(self, work: asyncio.Task[None]) -> None:
-        """Tell the sink and the log how the work ended."""
+        """Report to the sink and the log how the work ended."""
         is_cancelled = self._is_cancelled and self._abort_error is None
         error = self._choices.settle(
             work, cancelled=self._accept_cancelled if is_cancelled else None, dropped=self._abort_error
@@ -154,13 +154,13 @@ class GenerateRun:
     async def _run_choice(self, choice: int, run: ChoiceRun) -> None:
         reason = await run.run()
         if not self._choices.is_accepted:
-            self._choices.accept(self._accepted())  # resumed where nothing was left to do
+            self._choices.accept(self._accepted())  # the resumed request had nothing left to do
         self._choices.finish(self._choices.outputs[choice].finish(reason))
 
     def _placed(self, choice: int, placement: Placement) -> None:
         self._log.placed(placement)
         if choice in self._placed_choices:
-            return  # a later attempt: the client was told where the first one went
+            return  # a later attempt: the client knows only the first placement
         self._placed_choices.add(choice)
         told = told_placement(choice, placement)
         if self._choices.is_accepted:
@@ -180,7 +180,7 @@ class GenerateRun:
         )
 
     def _accept_cancelled(self) -> Accepted:
-        """What a request is accepted with that was cancelled before it was placed, and maybe before it was checked."""
+        """The ``Accepted`` of a request that was cancelled before it was placed, and maybe before it was checked."""
         request = self._request
         request.check()
         if self._choices.outputs:

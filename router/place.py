@@ -1,4 +1,4 @@
-"""Place: a request as far as its prefill; its client fetches the tokens from the decode workers itself."""
+"""Place: runs a request up to its prefill; its client fetches the tokens from the decode workers itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from router.request_log import RequestLog, outcome_of
 from router.signing import Gang, SignedRun, Signer
 from router.workers import PoolKey
 
-# The client makes the text; the router counts tokens only.
+# The client makes the text; the router only counts tokens.
 _NO_TEXT = TextOptions(omit_text=True)
 
 
@@ -31,7 +31,7 @@ class PlaceRun:
     """One call of Place. Unless it ends well, nothing is left behind."""
 
     def __init__(self, request: RouterRequest, context: RouterContext, signer: Signer) -> None:
-        """``run`` runs it."""
+        """Prepare the call; ``run`` runs it."""
         self._request = request
         self._context = context
         self._signer = signer
@@ -47,7 +47,7 @@ class PlaceRun:
             self._task.cancel()
 
     async def run(self) -> PlacedRequest:
-        """Place every choice. Cancelled, it lets go of everything.
+        """Place every choice. If cancelled, it releases everything.
 
         Raises:
             ServingError: a choice can't be placed, or the request is impossible.
@@ -69,7 +69,7 @@ class PlaceRun:
     def add(
         self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:
-        """The first token of a choice came, as ``DeltaSink`` says; its output has the token."""
+        """Take a choice's first token, as ``DeltaSink`` says; the choice's output has the token itself."""
         self._choices[choice].logprobs.extend(logprobs)
 
     async def _place(self, request: RouterRequest) -> PlacedRequest:
@@ -85,7 +85,7 @@ class PlaceRun:
             request_id=request.request_id,
             attempt=max(choice.last_attempt for choice in choices),
             seed=request.seed,
-            # The prefill worker told it where it was given files.
+            # If the prefill worker got media files, it reported this number.
             num_prompt_tokens=max(choice.output.usage().num_prompt_tokens for choice in choices),
             choices=placed,
             model=request.pool.key.model_name,
@@ -95,7 +95,7 @@ class PlaceRun:
         )
 
     def _check_media(self, media: RequestMedia, pool: PoolKey) -> None:
-        """Refuse what only decode workers could compute: they would need the media with the signature."""
+        """Refuse media that only decode workers could process: they would need the media along with the signature."""
         candidates = self._context.table.snapshot(pool, time.monotonic()).prefill
         if not any(media.needs <= candidate.media for candidate in candidates):
             message = "no prefill worker takes this request's media, so it can't be placed; Generate runs it"
@@ -104,7 +104,7 @@ class PlaceRun:
     def _make_choices(self, request: RouterRequest) -> None:
         outputs = request.make_outputs(self, _NO_TEXT, self._context.metrics)
         if request.resume is not None:
-            # Place makes no text, so it owes none.
+            # Place makes no text, so there is none to skip.
             outputs[request.resume.choice].resume(replace(request.resume, num_text_bytes=0))
         self._choices = {number: _Choice(number, output) for number, output in outputs.items()}
         self._log.prepared(outputs.values())
@@ -123,7 +123,7 @@ class PlaceRun:
     async def _place_choice(self, request: RouterRequest, choice: _Choice, standing: Standing, gang: Gang) -> None:
         avoid: frozenset[str] = frozenset()
         if request.resume is not None:
-            # Something went wrong there that only the client has seen.
+            # The client alone saw what failed at these workers.
             avoid = self._context.table.placed_at(request.request_id, choice.number)
         run = ChoiceRun(request, choice.number, choice.output, self._context, standing, self._placed, avoid)
         choice.end = await run.place(self._signer, gang)
@@ -140,7 +140,7 @@ class PlaceRun:
 
 
 class _Choice:
-    """One choice's way through Place."""
+    """One choice on its way through Place."""
 
     def __init__(self, number: int, output: ChoiceOutput) -> None:
         self.number = number
@@ -148,17 +148,17 @@ class _Choice:
         self.placement: Placement | None = None
         self.end: SignedRun | FinishReason | None = None
         self.logprobs: list[TokenLogprobs] = []
-        # What the client has of a resumed one.
+        # A resumed choice's output starts with what the client already has.
         self._num_given_tokens = len(output.token_ids)
         self._num_given_attempts = output.num_attempts
 
     @property
     def last_attempt(self) -> int:
-        """The number of its last attempt; of one that needed none, that of the one before."""
+        """The number of its last attempt; if it needed no new one, the number of the attempt before."""
         return max(self.output.num_attempts - 1, 0)
 
     def placed(self) -> PlacedChoice:
-        """How the client goes on."""
+        """What the client needs to continue."""
         assert self.end is not None, "it was placed"
         times = self.output.time_breakdown()
         return PlacedChoice(
@@ -176,7 +176,7 @@ class _Choice:
 
 
 def told_placement(choice: int, placement: Placement) -> ChoicePlacement:
-    """The placement of a choice, for its client."""
+    """The placement of a choice, as its client gets it."""
     return ChoicePlacement(
         choice=choice,
         prefill=placement.prefill,

@@ -1,4 +1,4 @@
-"""A request of the router: from its arrival through checks, pool, tokens and media to where it can be placed."""
+"""A request of the router on its way from arrival to placement: checks, pool, tokens and media."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from router.context import RouterContext
 from router.media.request import MediaRequest, RequestMedia, check_items, has_media, prepare_media
 from router.workers import Pool, WorkerTable
 
-# Below so many characters tokenizing costs less than handing it to a thread.
+# Tokenizing fewer characters than this costs less than handing them to a thread.
 _MAX_INLINE_LENGTH = 2_000
 
-# So many of the prompt's last tokens let a first word keep its space, and an accent find its letter.
+# This many of the prompt's last tokens let the answer's first word keep its space, and an accent find its letter.
 _TAIL_TOKENS = 4
 
 ResultT = TypeVar("ResultT")
@@ -56,16 +56,16 @@ async def run_prepared(
     late: str,
     encodes: bool = True,
 ) -> ResultT:
-    """Check ``request``, prepare it, and ``run`` it: all of that within its time.
+    """Check ``request``, prepare it, and ``run`` it, all within its time.
 
-    Its media are encoded meanwhile, if ``encodes``; hand-offs that no prefill took are dropped in the end.
+    If ``encodes``, its media are encoded meanwhile; at the end, hand-offs that no prefill took are dropped.
 
     Raises:
-        InvalidRequestError: an impossible or unsupported field, named.
+        InvalidRequestError: a field is impossible or unsupported; names the field.
         ModelNotFoundError: no pool serves the model.
-        WorkerUnavailableError: no worker serves the very model that gave the tokens to go on after.
-        RequestTimeoutError: its time ended before ``run`` did; ``late`` says in its message what was not done in time.
-        ServingError: the model's text files can't be had; and what ``run`` raises.
+        WorkerUnavailableError: no worker serves the model that gave the tokens of the attempt to resume.
+        RequestTimeoutError: its time ended before ``run`` did; ``late`` says in its message what was still to be done.
+        ServingError: the model's text files are unavailable; and all errors of ``run``.
     """
     request.check()
     timeout_s = min(request.start.timeout_s or context.max_timeout_s, context.max_timeout_s)
@@ -84,26 +84,26 @@ async def run_prepared(
 
 
 class RouterRequest:
-    """A request of the router: as it arrived and, once ``run_prepared`` prepared it, bound to a pool and tokenized.
+    """A request of the router: as it arrived and, after ``run_prepared`` prepared it, bound to a pool and tokenized.
 
     Attributes:
         start: what the client asked for.
-        resume: what it goes on after; ``None``: a new request.
+        resume: the attempt to resume; ``None``: a new request.
         traceparent: W3C trace context; empty: no trace.
-        request_id: 32 lower-case hexadecimal digits where it is new; else what ``resume`` says.
-        arrived_at: monotonic seconds.
-        deadline: monotonic seconds; set when it is checked, as all below when it is prepared.
-        pool: where it runs.
+        request_id: 32 lower-case hexadecimal digits for a new request; otherwise the id in ``resume``.
+        arrived_at: in monotonic seconds.
+        deadline: in monotonic seconds; set by the check, while all fields below are set by preparing.
+        pool: the pool that serves it.
         text: text side of the pool's model.
-        prompt_token_ids: with the tokens of its media in it where ``spans`` says where they lie; else with one
-            placeholder an item.
-        seed: of its sampling.
+        prompt_token_ids: if ``spans`` says where its media lie, the tokens of the media are included; otherwise each
+            item is one placeholder.
+        seed: seed of its sampling.
         tokenize_s: seconds that template and tokenizer took.
-        max_output_tokens: output tokens at which each choice ends at the latest; as long as the tokens of its media are
-            unknown, its worker may end it sooner where no number of them was asked for.
-        media: ``None``: it is text only.
-        spans: where its media lie in the prompt; empty: that is unknown, or it has none.
-        num_unknown_tokens: that the prompt grows by at most once its media are in it.
+        max_output_tokens: output tokens at which each choice ends at the latest. While the number of its media's tokens
+            is unknown, the worker may end a choice sooner unless the client set the limit.
+        media: ``None``: the request is text only.
+        spans: where its media lie in the prompt; empty: unknown, or it has none.
+        num_unknown_tokens: most tokens by which the prompt can grow once its media are in it.
     """
 
     deadline: float
@@ -114,7 +114,7 @@ class RouterRequest:
     max_output_tokens: int
 
     def __init__(self, start: GenerateStart, resume: Resume | None = None, traceparent: str = "") -> None:
-        """It arrives; nothing of it is checked yet. A new request's id is drawn here."""
+        """Accept it without any check, and draw the id of a new request."""
         self.start = start
         self.resume = resume
         self.traceparent = traceparent
@@ -128,7 +128,7 @@ class RouterRequest:
         self._prompt_hashes: Sequence[int] | None = None
 
     def check(self) -> None:
-        """Refuse what is impossible with any model. Raises ``InvalidRequestError``."""
+        """Refuse what no model can serve. Raises ``InvalidRequestError``."""
         check_start(self.start)
         if self.resume is not None:
             check_resume(self.resume, self.start)
@@ -140,30 +140,30 @@ class RouterRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt; as long as those of its media are unknown, the most that it can have."""
+        """Tokens of the prompt; while the number of its media's tokens is unknown, the most that it can have."""
         return len(self.prompt_token_ids) + self.num_unknown_tokens
 
     @property
     def num_media_tokens(self) -> int:
-        """Of the prompt's tokens, those that media fill; 0 also as long as they are unknown."""
+        """Tokens of the prompt that media fill; 0 also while their number is unknown."""
         return sum(span.num_tokens for span in self.spans)
 
     @property
     def encode_worker(self) -> str:
-        """The encode worker that has its media; empty: none has."""
+        """The encode worker that has its media; empty: no worker has."""
         rank = None if self.media is None else self.media.encode_rank
         return "" if rank is None else rank.worker_id
 
     @property
     def num_placeholders(self) -> int:
-        """Tokens of the prompt that stand for media whose own number is unknown."""
+        """Tokens of the prompt that stand for media with an unknown number of tokens."""
         return 0 if self.media is None or self.spans else len(self.media.items)
 
     def with_prompt(self, token_ids: Sequence[int], spans: tuple[MediaSpan, ...]) -> RouterRequest:
-        """A copy with the prompt as a worker laid it out, its media in it.
+        """A copy with the prompt as a worker laid it out, media included.
 
         Raises:
-            PromptTooLongError: it leaves no room for the answer.
+            PromptTooLongError: the prompt leaves no room for the answer.
         """
         check_length(self.start, len(token_ids), self.pool)
         request = copy.copy(self)
@@ -173,7 +173,7 @@ class RouterRequest:
         return request
 
     def make_outputs(self, sink: DeltaSink, options: TextOptions, metrics: RouterMetrics) -> dict[int, ChoiceOutput]:
-        """The outputs of the choices that run, by choice; they go to ``sink``, with text as ``options`` say."""
+        """The outputs of the choices that run, by choice; they write to ``sink``, with text as ``options`` say."""
         model = metrics.for_model(self.pool.key.model_name)
         return make_outputs(
             self.choices,
@@ -192,15 +192,15 @@ class RouterRequest:
 
     @property
     def prompt_tail(self) -> Sequence[int]:
-        """The prompt's last few tokens where the answer's text continues it; a chat's answer stands alone."""
+        """The prompt's last few tokens if the answer's text continues them; empty for a chat, which stands alone."""
         return () if isinstance(self.start.prompt, ChatPrompt) else self.prompt_token_ids[-_TAIL_TOKENS:]
 
     @property
     def sampling(self) -> Sampling:
-        """The sampling for workers. It holds everything that ends the answer, so that it ends alike on every worker.
+        """The sampling for workers. It holds everything that can end the answer: it ends alike on every worker.
 
-        Workers may disagree about the longest sequence; and engines don't read the tokenizer's files, which for chat
-        models often are the only ones to name the end of a turn.
+        Workers may differ in their longest sequence. Engines also don't read the tokenizer's files, and for chat models
+        often only these files name the end of a turn.
         """
         if self._sampling is None:
             self._sampling = self._find_sampling()
@@ -212,19 +212,19 @@ class RouterRequest:
         if not given.ignore_eos and "stop_token_ids" in self.pool.sampling_fields:
             known = [token_id for token_id in self.text.eos_token_ids if token_id < self.text.vocab_size]
             stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *known)))[:MAX_STOP_IDS]
-        # The worker that learns the prompt's length first says how much room it leaves.
+        # The worker that first learns the prompt's length decides how much room it leaves.
         max_tokens = given.max_tokens if self.num_placeholders else self.max_output_tokens
         if given.max_tokens == max_tokens and stop_token_ids == given.stop_token_ids:
             return given
-        # `replace` would check every field once more, at twice the price.
+        # `replace` would check every field once more, at twice the cost.
         sampling = copy.copy(given)
         vars(sampling).update(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
         return sampling
 
     def sequence_hashes(self, generated: Sequence[int]) -> Sequence[int]:
-        """Names of the full blocks of the prompt and of ``generated``, which follows it, as workers name them.
+        """Hashes of the full blocks of the prompt and of ``generated``, which follows it, as workers compute them.
 
-        Empty where the pool's workers have blocks of different sizes.
+        Empty if the pool's workers have different block sizes.
         """
         if generated:
             return self._hashes([*self.prompt_token_ids, *generated])
@@ -237,21 +237,21 @@ class RouterRequest:
             return ()
         extra_key = ExtraKey(adapter=self.start.adapter, cache_salt=self.start.cache_salt)
         if self.media is not None and not self.spans:
-            # Where the tokens after the first item will lie is unknown.
+            # The position of the tokens after the first item is unknown.
             token_ids = token_ids[: token_ids.index(self.media.placeholder_id)]
         return sequence_hashes(token_ids, self.pool.block_size, extra_key, self.spans)
 
     def ended_by(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last of ``token_ids`` is one that ends the output."""
+        """Whether the last of ``token_ids`` ends the output."""
         sampling = self.start.sampling
         eos_token_ids = () if sampling.ignore_eos else self.text.eos_token_ids
-        # Before min_tokens, engines treat such a token like any other.
+        # Before min_tokens, engines treat an end token like any other.
         return len(token_ids) > sampling.min_tokens and (
             token_ids[-1] in sampling.stop_token_ids or token_ids[-1] in eos_token_ids
         )
 
 
-# What a pool can't serve, refused before any worker is touched; a refusal names the field of ``GenerateStart``.
+# Refusals of what a pool can't serve, before any worker is asked; each names the field of ``GenerateStart``.
 
 # W3C Trace Context, section 3.2: version, trace id, parent id, flags; later versions may add fields.
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?P<more>-.*)?")
@@ -260,7 +260,7 @@ _MAX_TRACEPARENT_LENGTH = 256
 
 
 def check_pool(start: GenerateStart, pool: Pool) -> None:
-    """Refuse what this pool can't honour. Raises ``UnsupportedFieldError``."""
+    """Refuse what this pool can't serve. Raises ``UnsupportedFieldError``."""
     unsupported = sorted(start.sampling.changed_fields() - pool.sampling_fields)
     if unsupported:
         raise UnsupportedFieldError(f"this model takes no {unsupported[0]}", field=f"sampling.{unsupported[0]}")
@@ -273,7 +273,7 @@ def check_pool(start: GenerateStart, pool: Pool) -> None:
 def check_tokens(start: GenerateStart, prompt_token_ids: Sequence[int], vocab_size: int, pool: Pool) -> None:
     """Refuse token ids that don't exist and lengths that never fit. Raises ``InvalidRequestError``.
 
-    Media of unknown sizes count as one token each, which is the least that they can fill: workers refuse the rest.
+    Each media item of unknown size counts as one token, the least that it can fill; workers refuse the rest.
     """
     if not prompt_token_ids:
         raise InvalidRequestError("the prompt has no tokens", field=prompt_field(start.prompt))
@@ -286,7 +286,7 @@ def check_tokens(start: GenerateStart, prompt_token_ids: Sequence[int], vocab_si
 
 
 def check_length(start: GenerateStart, num_prompt_tokens: int, pool: Pool) -> None:
-    """Refuse a prompt that never fits together with what is wanted. Raises ``PromptTooLongError``."""
+    """Refuse a prompt that can never fit together with the wanted output. Raises ``PromptTooLongError``."""
     limit = max_sequence_tokens(pool)
     if num_prompt_tokens + 1 > limit:
         message = f"the prompt has {num_prompt_tokens} tokens; it and the answer have room for {limit}"
@@ -300,7 +300,7 @@ def check_length(start: GenerateStart, num_prompt_tokens: int, pool: Pool) -> No
 
 
 def check_generated(resume: Resume, vocab_size: int, max_tokens: int) -> None:
-    """Refuse tokens that no answer of ``max_tokens`` at most can have given. Raises ``InvalidRequestError``."""
+    """Refuse tokens that no answer of at most ``max_tokens`` can contain. Raises ``InvalidRequestError``."""
     field = "resume.generated_token_ids"
     _check_ids(resume.generated_token_ids, vocab_size, field)
     if len(resume.generated_token_ids) > max_tokens:
@@ -308,7 +308,7 @@ def check_generated(resume: Resume, vocab_size: int, max_tokens: int) -> None:
 
 
 def num_output_tokens(start: GenerateStart, num_prompt_tokens: int, pool: Pool) -> int:
-    """At how many output tokens an answer ends at the latest. Raises ``PromptTooLongError``: there is room for none."""
+    """The number of output tokens at which an answer ends at the latest. Raises ``PromptTooLongError``: it is 0."""
     num_left = max_sequence_tokens(pool) - num_prompt_tokens
     if num_left < 1:
         raise PromptTooLongError(
@@ -327,7 +327,7 @@ def valid_traceparent(header: str) -> str:
 
 def max_sequence_tokens(pool: Pool) -> int:
     """Tokens of the longest sequence that the pool's largest decode rank can end."""
-    # The last token needs no room, as nothing attends to it.
+    # The last token needs no room, because no later token attends to it.
     return min(pool.max_model_len, pool.num_rank_tokens + 1) if pool.num_rank_tokens else pool.max_model_len
 
 
@@ -337,7 +337,7 @@ def _check_ids(token_ids: Iterable[int], vocab_size: int, field: str) -> None:
 
 
 async def _prepare(request: RouterRequest, context: RouterContext, *, encodes: bool) -> None:
-    """Bind and tokenize; workers are asked only for media and, once for each model, its text files.
+    """Bind and tokenize it; workers are asked only for media and, once for each model, for its text files.
 
     The caller closes the request's media.
     """
@@ -402,7 +402,7 @@ def _find_pool(start: GenerateStart, table: WorkerTable, resume: Resume | None) 
 
 
 def _find_same_pool(model_name: str, fingerprint: str, table: WorkerTable) -> Pool:
-    """The pool of that very model: while a new version is rolled out, several serve one name."""
+    """The pool of that very model: several pools serve one name while a new version is rolled out."""
     for pool in table.pools(time.monotonic()):
         if pool.key.fingerprint == fingerprint and model_name in ("", pool.key.model_name):
             return pool
@@ -425,6 +425,6 @@ async def _tokenize_chat(prompt: ChatPrompt, text: ModelText) -> Sequence[int]:
             return text.encode_messages(prompt.messages, prompt.add_generation_prompt)
         return await asyncio.to_thread(text.encode_messages, prompt.messages, prompt.add_generation_prompt)
     except InvalidRequestError as error:
-        # To the text side the messages are all there is; in a request they are part of `chat`.
+        # The text side reads only the messages; in a request they are part of `chat`.
         field = "chat.messages" if error.field == "messages" else error.field
         raise type(error)(error.message, field=field) from error

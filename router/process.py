@@ -40,7 +40,7 @@ from router.workers import WorkerTable
 
 logger = logging.getLogger(__name__)
 
-# After a drain timed out, running requests are told why; this long for that to reach their clients.
+# After a drain timed out, running requests end with an error. It has this long to reach their clients.
 _LAST_WORDS_S = 0.5
 
 
@@ -48,7 +48,7 @@ class RouterProcess:
     """One router, from the start to the end of ``run``."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """No port is opened before ``run``. Raises ``ConfigError``: a file that it names is not what it should be."""
+        """Open no port before ``run``. Raises ``ConfigError``: a file that the configuration names is invalid."""
         self._config = config
         self._registry = CollectorRegistry()
         self._metrics = RouterMetrics(self._registry)
@@ -59,14 +59,14 @@ class RouterProcess:
         template_file = config.custom_chat_template
         self._chat_template = None if template_file is None else read_chat_template(template_file)
         self._is_ready = False
-        #: ``host:port`` of gRPC once ``run`` serves.
+        #: gRPC's ``host:port``, once ``run`` serves.
         self.address = ""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop`` is set, then drain and take everything down.
 
         Raises:
-            ConfigError: it can't start; the message names the setting.
+            ConfigError: the router can't start; the message names the setting.
         """
         config = self._config
         async with AsyncExitStack() as stack:
@@ -74,7 +74,7 @@ class RouterProcess:
             telemetry = TelemetryServer(config.http_address, self._registry, probes)
             http_port = telemetry.start()
             stack.push_async_callback(telemetry.close)
-            # New at each start: workers' reports must not count in what an earlier life of this router placed.
+            # New at each start, so workers' reports do not include requests that an earlier life of this router placed.
             router_id = f"router-{secrets.token_hex(8)}"
             table = WorkerTable(router_id, heartbeat_timeout_s=config.heartbeat_timeout_s)
             index = PrefixIndex()

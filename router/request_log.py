@@ -1,4 +1,4 @@
-"""The log line and the metrics of one request, gathered while it runs."""
+"""The log line and the metrics of one request, collected while it runs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from router.prepare import RouterRequest
 
 logger = logging.getLogger(__name__)
 
-# The outcome of a choice that its client goes on with.
+# The outcome of a choice that its client continues.
 _PLACED = "placed"
 _TIMES = tuple(item.name for item in fields(TimeBreakdown))
 
 
 class RequestLog:
-    """Notes what happens to one request; writes when it has ended."""
+    """Notes what happens to one request, and writes it when the request has ended."""
 
     def __init__(self, request: RouterRequest, metrics: RouterMetrics, *, path: str = "") -> None:
-        """``path``: how its client gets the tokens, where that is not by the call itself."""
+        """``path``: how the client gets the tokens, if not through the call itself."""
         self._path = path
         self._request = request
         self._metrics = metrics
@@ -39,13 +39,13 @@ class RequestLog:
         self._failure = ""
 
     def prepared(self, outputs: Collection[ChoiceOutput]) -> None:
-        """It is checked and tokenized; ``outputs`` tell what each choice used, however it ends."""
+        """The request is checked and tokenized; ``outputs`` know what each choice used, however it ends."""
         self._is_prepared = True
         self._outputs = outputs
         self._metrics.observe_tokenize(self._request.tokenize_s)
 
     def placed(self, placement: Placement) -> None:
-        """An attempt begins there."""
+        """An attempt begins at ``placement``."""
         self._placement = placement
 
     def finished(self, finished: ChoiceFinished) -> None:
@@ -53,19 +53,19 @@ class RequestLog:
         self._finished.append(finished)
 
     def placed_for_client(self, placed: PlacedChoice) -> None:
-        """The client was told how one choice ended, or where to go on with it."""
+        """The client got the end of one choice, or where to continue it."""
         if isinstance(placed.next, ChoiceFinished):
             self.finished(placed.next)
         else:
             self._num_given_to_client += 1
 
     def failed(self, outcome: str) -> None:
-        """The request ended badly; ``outcome`` is the error's reason in lower case."""
+        """The request failed; ``outcome`` is the error's reason in lower case."""
         self._failure = outcome
 
     def write(self, total_s: float) -> None:
-        """Write the line and count; called once, at the end."""
-        if len(self._finished) == len(self._outputs):  # their ends tell everything
+        """Write the line and update the metrics; called once, at the end."""
+        if len(self._finished) == len(self._outputs):  # their ends have all figures
             usages = [finished.usage for finished in self._finished]
             times = [finished.time for finished in self._finished]
         else:
@@ -118,7 +118,7 @@ class RequestLog:
             self._metrics.count_request(_PLACED)
         if not self._failure:
             return
-        # Before it was prepared, its number of choices is only a client's word.
+        # Before the request is prepared, its number of choices is only the client's claim.
         num_failed = len(self._outputs) - len(self._finished) if self._is_prepared else 1
         for _ in range(num_failed):
             self._metrics.count_request(self._failure)
@@ -131,19 +131,19 @@ class RequestLog:
             model.cached_tokens.inc(used.num_cached_tokens)
         for usage, time in zip(usages, times, strict=True):
             model.output_tokens.inc(usage.num_output_tokens)
-            if not self._num_given_to_client:  # else its end is not seen here
+            if not self._num_given_to_client:  # otherwise the router does not see its end
                 model.duration.observe(time.total_s or 0.0)
 
 
 def outcome_of(error: BaseException) -> str:
-    """The outcome of a request that ended with ``error``, in a word."""
+    """The outcome of a request that ended with ``error``, as one word."""
     if isinstance(error, ServingError):
         return error.reason.lower()
     return "cancelled" if isinstance(error, asyncio.CancelledError) else "internal"
 
 
 def _summed(usages: Sequence[Usage]) -> Usage | None:
-    """What the choices used together: output tokens added up, and the most of the rest. ``None``: there are none."""
+    """What the choices used together: the sum of output tokens, and the highest of the rest. ``None``: no choices."""
     if len(usages) < 2:
         return usages[0] if usages else None
     return Usage(
@@ -155,7 +155,7 @@ def _summed(usages: Sequence[Usage]) -> Usage | None:
 
 
 def _longest(times: Sequence[TimeBreakdown]) -> TimeBreakdown:
-    """For each part of the time the choice that it took longest."""
+    """For each part of the time, the longest that any choice took."""
     if len(times) == 1:
         return times[0]
     durations = {name: [vars(time)[name] for time in times if vars(time)[name] is not None] for name in _TIMES}

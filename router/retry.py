@@ -64,7 +64,7 @@ class RetryHints:
         self._num_failures += 1
         self.prefer_prefill = None
         if isinstance(error, errors.MediaLostError):
-            pass  # no worker failed: embeddings are not kept for as long as a sequence lives
+            pass  # no worker failed: embeddings are kept for less time than a sequence runs
         elif failure.pulls_media and isinstance(error, TRANSFER):
             self._note_media_transfer(placement.prefills_at)
         elif failure.hop is Hop.PREFILL and placement.prefill is not None:
@@ -78,7 +78,7 @@ class RetryHints:
     def _is_final(self, failure: HopFailedError, placement: Placement) -> bool:
         if not isinstance(failure.error, errors.PromptTooLongError):
             return isinstance(failure.error, FINAL)
-        # Workers differ in size, so another may take it. One that was asked although it is avoided was the last one.
+        # Workers differ in size, so another may take it. If the worker was already to be avoided, no other was left.
         rank = placement.prefill if failure.hop is Hop.PREFILL else placement.decode
         return rank is not None and rank.worker_id in self.avoid
 

@@ -1,4 +1,4 @@
-"""RouterService: what clients call."""
+"""RouterService: the service that clients call."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from router.workers import Pool, WorkerTable
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-# Watchers are told of changes at most this often.
+# Watchers get changes at most this often.
 _WATCH_INTERVAL_S = 0.25
-# Long enough for another router to be tried, or for the next one at this address to start.
+# Long enough for a client to try another router, or for the next one at this address to start.
 _DRAINING_RETRY_DELAY_S = 1.0
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
-    """Translates; the work is the pipeline's."""
+    """Translates between messages and the pipeline, which does the work."""
 
     def __init__(
         self,
@@ -53,12 +53,11 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         trusted_gateways: Collection[str] = (),
         session_limits: SessionLimits | None = None,
     ) -> None:
-        """Answers are written through ``stalled``, which ends calls whose client reads nothing.
+        """Write answers through ``stalled``, which ends calls whose client reads nothing.
 
-        A request's ``tenant`` is believed from ``trusted_gateways``, and on loopback from callers without identity.
-
-        Any other request's tenant is its caller, by the name in the certificate, or empty. Without ``has_tls`` no
-        caller has a certificate, and none is looked for.
+        The router believes a request's ``tenant`` if it comes from ``trusted_gateways``, or over loopback from a caller
+        without identity. Any other request's tenant is its caller: the name in the certificate, or empty. Without
+        ``has_tls`` callers have no certificates, and the servicer does not look for them.
         """
         self._pipeline = pipeline
         self._table = table
@@ -159,7 +158,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return pb.GetModelResponse(models=[to_model(self._model(pool)) for pool in pools])
 
     async def _read_start(self, context: _Context) -> GenerateStart:
-        # A client that opens a stream and sends nothing must not hold up a drain.
+        # A client that opens a stream and sends nothing must not delay a drain.
         with self._until_closing():
             request = await context.read()
         if request is grpc.aio.EOF or request.WhichOneof("message") != "start":
@@ -183,7 +182,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return [status for status in statuses if model in ("", status.record.model_name)]
 
     def _changes(self, model: str, told: dict[tuple[Role, str], WorkerStatus]) -> pb.WatchWorkersResponse:
-        """The changes since ``told``, which is brought up to date."""
+        """The changes since ``told``; brings ``told`` up to date."""
         now = {(status.record.role, status.record.worker_id): status for status in self._statuses(model)}
         removed = [worker_id for role, worker_id in told.keys() - now.keys()]
         updated = [status for key, status in now.items() if key not in told or _differ(told[key], status)]
@@ -195,7 +194,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     @contextmanager
     def _until_closing(self) -> Iterator[None]:
-        """Wait within the block, in the current task; ``DrainingError`` out of it when the router closes before."""
+        """Stop waiting in the block when the router closes: ``DrainingError`` then comes out of the block."""
         task = asyncio.current_task()
         assert task is not None, "a handler runs in a task"
         if self._closing.is_set():
@@ -232,7 +231,7 @@ def router_service(servicer: RouterServicer) -> Service:
 
 
 async def _listen(context: _Context, run: GenerateRun) -> None:
-    """Read what the client sends after its start."""
+    """Read the client's messages after its start."""
     try:
         while (request := await context.read()) is not grpc.aio.EOF:
             if request.WhichOneof("message") != "cancel":
@@ -254,5 +253,5 @@ def _traceparent(context: _Context) -> str:
 
 
 def _differ(one: WorkerStatus, other: WorkerStatus) -> bool:
-    """Whether there is anything to tell; the age of a report alone is not."""
+    """Whether they differ in more than the age of a report."""
     return replace(one, load_age_s=None) != replace(other, load_age_s=None)

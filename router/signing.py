@@ -1,4 +1,4 @@
-"""Signs the decode start of a choice, so that its client can go on alone, and books room for as long as it can."""
+"""Signs a choice's decode start so that its client can continue alone, and books room for as long as that may take."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from router.book import PlacedBooking, Reservation
 from router.fleet import Hops
 from router.workers import WorkerTable
 
-# A signature ends well before the hand-off of the blocks that it leads to: the worker has yet to ask for them.
+# A signature expires well before its hand-off does, because the worker must still ask for the blocks.
 _TTL_SHARE = 0.8
 
-# Of a hand-off that was renewed meanwhile: that is done at each third of it, and again a ninth later if it failed.
+# For a hand-off that was renewed meanwhile: at each third of its time to live, and again a ninth later on failure.
 _KEPT_TTL_SHARE = 0.5
 
-# Clocks of router and worker differ a little, and the report of a start takes its time.
+# Clocks of router and worker differ a little, and the report of a start takes time.
 _MARGIN_S = 5.0
 
 _TOKEN_BYTES = 4
@@ -34,9 +34,9 @@ class SigningTerms:
 
     Attributes:
         request_id, choice: the choice that it starts.
-        hand_off: what it decodes from; ``None``: the decode worker computes the prompt.
+        hand_off: the hand-off to decode from; ``None``: the decode worker computes the prompt.
         is_kept: the time to live of ``hand_off`` began a while ago and was renewed since.
-        deadline: of its request, monotonic seconds.
+        deadline: of its request, in monotonic seconds.
         num_first_tokens: tokens whose KV it has from its first step on.
     """
 
@@ -50,7 +50,7 @@ class SigningTerms:
 
 @dataclass(frozen=True)
 class SignedRun:
-    """One choice that its client goes on with."""
+    """One choice that its client continues."""
 
     signed: SignedPlacement
     hand_off: HandOff | None = field(repr=False)
@@ -69,7 +69,7 @@ class Signer:
     def __init__(
         self, keys: Keys, table: WorkerTable, *, ttl_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """A signature is good for ``ttl_s`` seconds, or less where its hand-off's lease or the request ends sooner."""
+        """A signature is valid for ``ttl_s`` seconds, less if its hand-off expires or the request ends sooner."""
         self._keys = keys
         self._table = table
         self._ttl_s = ttl_s
@@ -82,12 +82,12 @@ class Signer:
     def sign(
         self, reservation: Reservation, terms: SigningTerms, make_start: Callable[[int], WorkerStart]
     ) -> SignedRun:
-        """Sign what ``make_start`` gives for the number of the placement, for the reservation's decode worker.
+        """Sign the start that ``make_start`` makes from the placement's number, for the reservation's decode worker.
 
-        The caller still releases the reservation; the booking for the client is apart from it.
+        The caller must still release the reservation; the client's booking is independent of it.
 
         Raises:
-            WorkerUnavailableError: the worker takes no requests any more.
+            WorkerUnavailableError: the worker no longer takes requests.
             MessageTooLargeError: the start is too long.
         """
         now, rank, epoch = self._clock(), reservation.placement.decode, reservation.decode.epoch
@@ -98,7 +98,7 @@ class Signer:
             terms.choice,
             num_first_tokens=terms.num_first_tokens,
             lapses_at=now + ttl_s + _MARGIN_S,
-            # Its time begins anew when the client brings it, at most the signature's time from now.
+            # The request's time begins anew when the client brings the start, at most the signature's time from now.
             ends_at=terms.deadline + ttl_s + _MARGIN_S,
         )
         try:
@@ -123,7 +123,7 @@ class Signer:
         return max(ttl_s, 0.0)
 
 
-# A gang: the choices of one request that is placed for its client get room together, or are refused.
+# A gang: choices of one request, placed for its client, that all get room together or are all refused.
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,13 +135,14 @@ class _Ready:
 
 
 class Gang:
-    """Makes choices wait for each other before they are signed: one answer tells of all, and signatures soon expire.
+    """Makes choices wait for each other before they are signed: one answer has all of them, and signatures soon expire.
 
-    A member must not wait for room while others hold some: it might wait for theirs, and two gangs for each other's.
+    A member must not wait for room while others hold some: it might wait for theirs, and two gangs might wait for each
+    other's.
     """
 
     def __init__(self, num_choices: int) -> None:
-        """None of its ``num_choices`` members is placed yet."""
+        """Start with ``num_choices`` members, none of them placed yet."""
         self._num_open = num_choices
         self._is_alone = num_choices == 1
         self._reservations: list[Reservation] = []
@@ -158,12 +159,12 @@ class Gang:
         return any(not reservation.is_released for reservation in self._reservations)
 
     def booked(self, reservation: Reservation) -> None:
-        """A member has got room."""
+        """Note that a member has got room."""
         self._reservations.append(reservation)
 
     @contextmanager
     def kept(self, hand_off: HandOff | None, hops: Hops) -> Iterator[None]:
-        """Renew ``hand_off`` within the block, in which other members are waited for. Raises ``TransferError``."""
+        """Renew ``hand_off`` during the block, in which its member waits for others. Raises ``TransferError``."""
         if hand_off is None or self._is_alone:
             yield
             return
@@ -174,17 +175,17 @@ class Gang:
             kept.stop()
 
     def leave(self) -> None:
-        """A member has ended: the others wait for it no more."""
+        """A member has ended: the others stop waiting for it."""
         self._num_open -= 1
         self._sign_all()
 
     async def sign(self, sign: Callable[[], SignedRun]) -> SignedRun:
-        """Call ``sign`` once all other members can be signed too, and return its result. Cancelled, it books nothing.
+        """Call ``sign`` once all other members can be signed too; returns its result. If cancelled, it books nothing.
 
-        ``sign`` may be called several times, as other members' signs may fail; its earlier results are released.
+        ``sign`` may be called several times, because other members' signing may fail; earlier results are released.
 
         Raises:
-            ServingError: as ``sign`` raised; the others go on waiting for this member.
+            ServingError: the error of ``sign``; the others continue to wait for this member.
         """
         ready = _Ready(sign, asyncio.get_running_loop().create_future())
         self._ready.append(ready)
@@ -192,7 +193,7 @@ class Gang:
         try:
             return await ready.signed
         except asyncio.CancelledError:
-            # It may have been signed in the very moment in which it was cancelled.
+            # The member may have been signed at the very moment of its cancellation.
             if ready.signed.done() and not ready.signed.cancelled() and ready.signed.exception() is None:
                 ready.signed.result().booking.release()
             raise

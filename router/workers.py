@@ -1,8 +1,8 @@
-"""What the router knows of all workers: discovery, connections, load reports and its own book, put together. Pure.
+"""All that the router knows of workers: discovery, connections, load reports and its own book in one table. Pure.
 
-``WorkerTable`` has a ``KnownWorker`` for each life of a worker. From these it describes pools (``Pool``), whose workers
-have one model and can stand in for each other. Policies are shown a ``Snapshot`` of a pool's ranks. ``PeerWatch`` finds
-the other routers that place requests at the same workers.
+``WorkerTable`` has a ``KnownWorker`` for each life of a worker. From these it describes pools (``Pool``): workers of a
+pool have the same model and can stand in for each other. Policies see a ``Snapshot`` of a pool's ranks. ``PeerWatch``
+finds the other routers that place requests at the same workers.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _MODEL_ROLES = frozenset({Role.PREFILL, Role.DECODE})
 
 _NO_PLACEMENTS = PlacementProgress()
 
-# A worker's last reports may come after its end was noticed, but not later than that.
+# A worker's last reports may come after the router noticed its end, but not later than this.
 _LAST_REPORTS_S = 0.5
 
-# Heartbeats come once a second. A worker whose events don't come is only probed now and then.
+# Heartbeats come once a second. A worker whose events don't arrive is only probed now and then.
 _QUIET_S = 3.0
 
-# A router that has started nothing new for so long has nothing to place, or is gone.
+# A router that has started nothing for this long has nothing to place, or is gone.
 _ACTIVE_S = 10.0
 
 _HAND_OFF = frozenset({TAKES_HAND_OFF})
@@ -50,13 +50,13 @@ class WorkerTable:
     """All known workers. Times are monotonic seconds, given by the caller."""
 
     def __init__(self, router_id: str, *, heartbeat_timeout_s: float) -> None:
-        """``router_id`` is new at each start, so workers' reports never include what another life of it placed."""
+        """``router_id`` is new at each start, so workers' reports never include what an earlier life of it placed."""
         self.router_id = router_id
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._workers: dict[WorkerKey, KnownWorker] = {}
         self._peers = PeerWatch(router_id)
         self._listeners: list[Callable[[], None]] = []
-        # Both are computed when next needed, and kept until a state changes; only ``tick`` notices silence.
+        # Both are computed when next needed and kept until a state changes; only ``tick`` notices silence.
         self._pools: dict[PoolKey, Pool] | None = None
         self._ready: dict[PoolKey, _Ready] = {}
 
@@ -70,7 +70,7 @@ class WorkerTable:
         return lambda: self._listeners.remove(on_change)
 
     def put(self, record: WorkerRecord, now: float) -> bool:
-        """Discovery has ``record``. Returns whether it is a new worker, or a new life of one."""
+        """Add ``record`` from discovery. Returns whether it is a new worker, or a new life of one."""
         known = self._workers.get(record.key)
         is_new = known is None or known.record.epoch != record.epoch
         if known is None or is_new:
@@ -82,7 +82,7 @@ class WorkerTable:
         return is_new
 
     def unlist(self, key: WorkerKey) -> None:
-        """Discovery has the record no more. That alone stops nothing."""
+        """Discovery no longer has the record. That alone stops nothing."""
         if key in self._workers:
             self._workers[key].is_listed = False
             self._changed()
@@ -98,7 +98,7 @@ class WorkerTable:
         return [worker.record for worker in gone]
 
     def connected(self, key: WorkerKey, load: WorkerLoad, now: float) -> None:
-        """The worker answered with ``load``; ignored for another epoch than the known one."""
+        """The worker answered with ``load``; ignored if the worker's known epoch is another one."""
         worker = self._life(key, load.epoch)
         if worker is not None:
             worker.is_connected = worker.has_joined = True
@@ -121,12 +121,12 @@ class WorkerTable:
             self._changed()
 
     def is_draining(self, key: WorkerKey, epoch: int) -> bool:
-        """Whether that life of the worker reported that it only finishes the work that it has."""
+        """Whether that life of the worker reported that it only finishes its present work."""
         worker = self._life(key, epoch)
         return worker is not None and worker.load is not None and worker.load.is_draining
 
     def report(self, load: WorkerLoad, now: float) -> None:
-        """A load report came; ignored if it is from an unknown worker or life."""
+        """Apply a load report; a report from an unknown worker or life is ignored."""
         for role in Role:
             worker = self._life(WorkerKey(role=role, worker_id=load.worker_id), load.epoch)
             if worker is not None:
@@ -134,7 +134,7 @@ class WorkerTable:
                 return
 
     def tick(self, now: float) -> None:
-        """Time has passed: states that depend on silence may have changed, and placements may have lapsed."""
+        """Apply the passage of time: silence may have changed states, and placements may have lapsed."""
         for worker in self._workers.values():
             worker.book.placed.poll(now)
             worker.poll(now)
@@ -148,9 +148,8 @@ class WorkerTable:
     def pool(self, model_name: str, now: float) -> Pool | None:
         """The pool that serves new requests for ``model_name``; an empty name means the only model.
 
-        Where workers of several fingerprints serve one name (a new version is being rolled out), the pool with the
-        most ready decode workers takes new requests; at a tie, the first by fingerprint. Running requests stay in
-        their pool.
+        Several fingerprints may serve one name while a new version is being rolled out. The pool with the most ready
+        decode workers then takes new requests; at a tie, the first by fingerprint. Running requests stay in their pool.
         """
         pools = [pool for pool in self.pools(now) if model_name in ("", pool.key.model_name)]
         if not pools or (not model_name and len({pool.key.model_name for pool in pools}) > 1):
@@ -163,7 +162,7 @@ class WorkerTable:
         return known is not None and known.num_ready_decode > 0
 
     def block_size(self, pool: PoolKey, now: float) -> int:
-        """``Pool.block_size`` of ``pool``; 0 also where it is gone."""
+        """``Pool.block_size`` of ``pool``; 0 also if the pool is gone."""
         known = self._pools_by_key(now).get(pool)
         return 0 if known is None else known.block_size
 
@@ -185,17 +184,17 @@ class WorkerTable:
         return [worker.encode_candidate() for worker in ready if kinds <= frozenset(worker.record.media)]
 
     def num_encode_tokens(self, pool: PoolKey, now: float) -> int:
-        """Tokens whose embeddings the ready encode workers of ``pool`` can hold."""
+        """Tokens of embeddings that the ready encode workers of ``pool`` can hold."""
         ready = self._ready_of(pool, now).encode
         return sum(worker.record.num_blocks * worker.record.block_size for worker in ready)
 
     def reserve_encode(self, rank: Rank, num_items: int) -> Booking:
-        """Count ``num_items`` to encode at an encode worker of ``encode_candidates``."""
+        """Count ``num_items`` to encode at ``rank``, one of ``encode_candidates``."""
         key = WorkerKey(role=Role.ENCODE, worker_id=rank.worker_id)
         return self._workers[key].book.reserve(rank.data_parallel_rank, num_queued_tokens=num_items)
 
     def reserve(self, placement: Placement, pending: Pending, *, waited_s: float = 0.0) -> Reservation:
-        """Reserve the room that ``placement`` of ``pending`` takes; it was made on a snapshot of this moment."""
+        """Reserve the room for ``placement`` of ``pending``, which must come from a snapshot of this moment."""
         prefill: Booking | None = None
         if placement.prefill is not None:
             rank = placement.prefill
@@ -218,7 +217,7 @@ class WorkerTable:
         return worker.record
 
     def placed_at(self, request_id: str, choice: int) -> frozenset[str]:
-        """Ids of workers where that choice of that request was placed for its client, and has not ended."""
+        """Ids of workers where that choice was placed for its client and has not ended."""
         books = ((worker.record.worker_id, worker.book) for worker in self._workers.values())
         return frozenset(worker_id for worker_id, book in books if book.placed.has(request_id, choice))
 
@@ -228,7 +227,7 @@ class WorkerTable:
         return [worker.status(now, timeout_s) for _key, worker in sorted(self._workers.items())]
 
     def to_probe(self, now: float) -> list[WorkerRecord]:
-        """Workers to ask how they are: not connected, cut, not listed, or silent for half the heartbeat timeout."""
+        """Workers to probe: not connected, cut, not listed, or silent for half the heartbeat timeout."""
         limit_s = self._heartbeat_timeout_s / 2
         return [
             worker.record
@@ -253,7 +252,7 @@ class WorkerTable:
             load.placements.get(name, _NO_PLACEMENTS),
             arrived_number=load.router_arrivals.get(name, 0),
         )
-        # Dozens of reports come a second; few of them change what a pool is.
+        # Dozens of reports come each second; few of them change a pool.
         is_same = (state, num_tokens) == (worker.state(now, self._heartbeat_timeout_s), worker.num_rank_tokens)
         self._changed(keep_pools=is_same)
 
@@ -309,16 +308,16 @@ class _Ready:
 
 @dataclass
 class KnownWorker:
-    """What is known of one life of a worker, which its epoch names.
+    """All that the router knows of one life of a worker; its epoch names the life.
 
     Attributes:
         pool: the pool that it belongs to.
-        known_at: when discovery first had it, monotonic seconds like all times here.
-        num_rank_tokens: tokens whose KV its largest rank holds.
+        known_at: when discovery first had it, in monotonic seconds like all times here.
+        num_rank_tokens: tokens of KV that its largest rank holds.
         is_listed: discovery has its record.
-        is_connected: it answered since its stream last broke.
-        has_joined: it ever answered.
-        cut_at: when the connection to it was lost; ``None``: it has reported since.
+        is_connected: it has answered since its stream last broke.
+        has_joined: it has answered at least once.
+        cut_at: when its connection was lost; ``None``: it has reported since.
     """
 
     record: WorkerRecord
@@ -339,9 +338,9 @@ class KnownWorker:
         self.describe(self.record)
 
     def describe(self, record: WorkerRecord) -> None:
-        """Discovery has ``record`` of this life of it."""
+        """Take ``record``, discovery's record of this life."""
         self.record = record
-        # Kept, as every snapshot of its pool needs them.
+        # Kept, because every snapshot of its pool needs them.
         self.pool = PoolKey(record.model_name, record.model_fingerprint)
         self._ranks = [Rank(record.worker_id, number) for number in range(record.data_parallel_size)]
         self._adapters, self._media = frozenset(record.adapters), frozenset(record.media)
@@ -351,19 +350,19 @@ class KnownWorker:
         self._is_shown = True
 
     def on_load(self, load: WorkerLoad, now: float) -> None:
-        """A load report came."""
+        """Apply a load report."""
         self.load, self.load_at = load, now
         self._read_load()
         self.poll(now)
 
     def poll(self, now: float) -> None:
-        """Time has passed. What old reports said of waiting prompts counts no more once reports have stopped."""
+        """Apply the passage of time. Once reports stop, the waiting prompts of old reports no longer count."""
         is_quiet = self.silence_s(now) > _QUIET_S
         if is_quiet is not self._is_quiet:
             self._is_quiet, self._is_shown = is_quiet, False
 
     def silence_s(self, now: float) -> float:
-        """Seconds since its last report, or since it is known."""
+        """Seconds since its last report, or since discovery first had it."""
         return now - (self.known_at if self.load_at is None else self.load_at)
 
     def state(self, now: float, heartbeat_timeout_s: float) -> WorkerState:
@@ -379,7 +378,7 @@ class KnownWorker:
         return WorkerState.SUSPECT
 
     def status(self, now: float, heartbeat_timeout_s: float) -> WorkerStatus:
-        """What ListWorkers and WatchWorkers show of it."""
+        """Its status for ListWorkers and WatchWorkers."""
         return WorkerStatus(
             record=self.record,
             state=self.state(now, heartbeat_timeout_s),
@@ -389,7 +388,7 @@ class KnownWorker:
         )
 
     def candidates(self) -> Sequence[Candidate]:
-        """Its ranks, for a policy; the same ones again until something changes, as mostly nothing has."""
+        """Its ranks, for a policy. Until something changes, which is rare, these are the same objects."""
         for number, account in enumerate(self.book.accounts):
             if not self._is_shown or self._shown_versions[number] != account.version:
                 self._shown_versions[number] = account.version
@@ -398,17 +397,17 @@ class KnownWorker:
         return self._candidates
 
     def encode_candidate(self) -> EncodeCandidate:
-        """It as a worker that encodes."""
+        """The worker as a candidate for encoding."""
         load = self._rank_loads[0]
         num_reported = 0 if self._is_quiet else load.num_running + load.num_waiting
         return EncodeCandidate(self._ranks[0], num_reported + self.book.accounts[0].num_unreported_tokens)
 
     def num_total_blocks(self, data_parallel_rank: int) -> int:
-        """Blocks of one rank: as last reported, else as announced."""
+        """Blocks of one rank, as last reported; as announced if no report has come."""
         return self._rank_loads[data_parallel_rank].num_total_blocks or self.record.num_blocks
 
     def _read_load(self) -> None:
-        """Take what the load and the record say of each rank; a rank that no report has is idle."""
+        """Read each rank's state from the load and the record; a rank that is in no report is idle."""
         size = self.record.data_parallel_size
         reported = () if self.load is None else self.load.ranks
         self._rank_loads = [*reported[:size], *[RankLoad()] * (size - len(reported))]
@@ -459,14 +458,14 @@ class MediaWay(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolMedia:
-    """What a pool takes of media: the kinds of files of each worker, as in ``WorkerRecord.media``, without repeats.
+    """The media that a pool takes: the kinds of files of each worker, as in ``WorkerRecord.media``, without repeats.
 
     Attributes:
-        encoded: of ready encode workers; empty too if no ready worker pulls what they hand off.
-        filed: of ready workers that compute prompts.
-        known: of both, ready or not.
-        awaits_encode: workers that compute prompts pull what encode workers hand off, but no encode worker is known.
-        max_tokens: tokens that one item fills at most, whichever worker encodes it; 0: no worker says.
+        encoded: kinds of ready encode workers; also empty if no ready worker pulls their hand-offs.
+        filed: kinds of ready workers that compute prompts.
+        known: kinds of both, ready or not.
+        awaits_encode: workers that compute prompts pull encode workers' hand-offs, but no encode worker is known.
+        max_tokens: most tokens of one item, whichever worker encodes it; 0: no worker reports this.
     """
 
     encoded: frozenset[frozenset[str]] = frozenset()
@@ -481,10 +480,10 @@ class PoolMedia:
         return frozenset().union(*self.known)
 
     def way(self, items: Sequence[MediaItem], fields: Sequence[str]) -> MediaWay:
-        """How ``items``, which the client knows by ``fields``, get into a prompt now.
+        """How ``items``, which the client knows by ``fields``, can get into a prompt now.
 
         Raises:
-            UnsupportedFieldError: an item of a kind that no worker takes, or not with the others; its field is named.
+            UnsupportedFieldError: no worker takes an item's kind, alone or with the others; names the item's field.
             WorkerUnavailableError: the workers that take them are not ready.
         """
         kinds = frozenset[str]()
@@ -503,21 +502,21 @@ class PoolMedia:
 
 
 def needs_of(way: MediaWay, items: Iterable[MediaItem]) -> frozenset[str]:
-    """What a rank has to take to compute a prompt with ``items``."""
+    """What a rank must support to compute a prompt with ``items``."""
     return _HAND_OFF if way is MediaWay.ENCODE else frozenset(item.file.kind.value for item in items)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """What a pool can do: what all its workers can.
+    """The abilities of a pool: those that all its workers have.
 
     Attributes:
         max_model_len: tokens of prompt and output together.
-        num_rank_tokens: tokens whose KV the largest decode rank holds.
-        num_prefill_tokens: tokens whose KV every prefill worker has a rank for; 0: there are none.
-        block_size: tokens of a block; 0: workers differ, so that none has the same blocks as another.
-        sampling_fields: fields of ``Sampling`` and ``OutputOptions`` that are honoured.
-        media: unlike the rest, what any of its workers can.
+        num_rank_tokens: tokens of KV that the largest decode rank holds.
+        num_prefill_tokens: tokens of KV for which every prefill worker has a rank; 0: there are no prefill workers.
+        block_size: tokens of a block; 0: workers differ, so they have no blocks in common.
+        sampling_fields: fields of ``Sampling`` and ``OutputOptions`` that the workers honour.
+        media: unlike the rest, media that any of its workers takes.
         adapters: adapters that at least one decode worker serves; requests for them go only there.
     """
 
@@ -535,12 +534,12 @@ class Pool:
 
 
 def describe_pool(key: PoolKey, workers: Sequence[KnownWorker], is_ready: Callable[[KnownWorker], bool]) -> Pool:
-    """The pool of ``workers``, at least one of which computes prompts or decodes."""
+    """The pool of ``workers``; at least one of them must compute prompts or decode."""
     encode, prefill, decode = (
         [worker for worker in workers if worker.record.role is role]
         for role in (Role.ENCODE, Role.PREFILL, Role.DECODE)
     )
-    # Encode workers have blocks of their own size, and sample no tokens.
+    # Encode workers have their own block size, and sample no tokens.
     models = [*prefill, *decode]
     block_sizes = {worker.record.block_size for worker in models}
     ready_models = [worker for worker in models if is_ready(worker)]
@@ -589,10 +588,10 @@ _NO_MEDIA = PoolMedia()
 
 
 class PeerWatch:
-    """Finds the other routers by the starts that workers report: no router has to be told of the others."""
+    """Finds the other routers by the starts that workers report, so routers need not be told of each other."""
 
     def __init__(self, router_id: str) -> None:
-        """Only the router of that id is known."""
+        """Start with only this router known."""
         self._router_id = router_id
         self._last_numbers: dict[tuple[str, str], int] = {}  # by worker and router's numbering
         self._epochs: dict[str, int] = {}
@@ -600,9 +599,9 @@ class PeerWatch:
         self.peers = Peers()
 
     def on_report(self, load: WorkerLoad, now: float) -> None:
-        """A load report came: it names the last start of each router."""
+        """Apply a load report, which names the last start of each router."""
         has_new = False
-        # The first report of a worker's life may tell of starts that ended long ago.
+        # The first report of a worker's life may include starts that ended long ago.
         is_known = self._epochs.get(load.worker_id) == load.epoch
         self._epochs[load.worker_id] = load.epoch
         for name, number in load.router_arrivals.items():
@@ -621,7 +620,7 @@ class PeerWatch:
         self._last_numbers = {key: number for key, number in self._last_numbers.items() if key[0] != worker_id}
 
     def poll(self, now: float) -> None:
-        """Time has passed: some routers may not be active any more."""
+        """Apply the passage of time: some routers may no longer be active."""
         self._active_at = {name: at for name, at in self._active_at.items() if now - at <= _ACTIVE_S}
         routers = sorted(self._active_at.keys() | {self._router_id})
         self.peers = Peers(number=routers.index(self._router_id), num_routers=len(routers))

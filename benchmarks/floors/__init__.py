@@ -1,1 +1,1 @@
-"""The least that a thing can cost, with as little of Quartet in it as possible: what its figures are set against."""
+"""The least that something can cost, with as little of Quartet in it as possible: the base of comparisons."""

@@ -1,6 +1,6 @@
-"""The processes of a bare relay: worker, router and client with nothing of Quartet between ``read`` and ``write``.
+"""The processes of a bare relay: worker, router and client, with none of Quartet's code between ``read`` and ``write``.
 
-``benchmarks.floors.relay_floor`` and ``benchmarks.floors.request_floor`` say what each of them does.
+``benchmarks.floors.relay_floor`` and ``benchmarks.floors.request_floor`` say what each process does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BareHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _SERVICE = "quartet.floor.Floor"
 _TIMEOUT_S = 60.0
 _OPTIONS = [
-    # By default part of a burst of calls is silently answered CANCELLED.
+    # By default gRPC silently answers part of a burst of calls with CANCELLED.
     ("grpc.server.max_pending_requests", 100_000),
     ("grpc.server.max_pending_requests_hard_limit", 200_000),
     ("grpc.so_reuseport", 0),
@@ -43,7 +43,7 @@ _OPTIONS = [
 
 
 class BareRole(StrEnum):
-    """What a process is."""
+    """The part that a process plays."""
 
     WORKER = "worker"
     ROUTER = "router"
@@ -52,12 +52,12 @@ class BareRole(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class BareJob:
-    """What all three are told.
+    """The job that all three processes are given.
 
     Attributes:
         count: streams, or clients of a closed loop.
         num_prompt_tokens: of each request of a closed loop.
-        worker_address, router_address: ``host:port`` that they listen on.
+        worker_address, router_address: ``host:port`` where they listen.
     """
 
     way: Way
@@ -73,8 +73,8 @@ class BareWindow:
     """One window of the router.
 
     Attributes:
-        cpu_s, worker_cpu_s: CPU seconds of its process, and of the worker's.
-        count: how much of what the router counts came meanwhile.
+        cpu_s, worker_cpu_s: CPU seconds of the router's process, and of the worker's.
+        count: how much the router's counter grew in the window.
     """
 
     duration_s: float
@@ -84,15 +84,15 @@ class BareWindow:
 
 
 class Order(StrEnum):
-    """What the processes are told while they run, a line each."""
+    """Orders to the running processes, a line each."""
 
-    LOAD = "load"  # make the load, as they do from the start
-    REST = "rest"  # make none: another measurement has the machine
-    MEASURE = "measure"  # the router's alone: measure one window and tell of it
+    LOAD = "load"  # make the load; the processes start in this state
+    REST = "rest"  # make no load: another measurement has the machine
+    MEASURE = "measure"  # only for the router: measure one window and report it
 
 
 class BareControl:
-    """What one of the processes has been told."""
+    """The latest orders to one of the processes."""
 
     def __init__(self) -> None:
         """The load begins at once."""
@@ -101,7 +101,7 @@ class BareControl:
         self._measurements: asyncio.Queue[None] = asyncio.Queue()
 
     def obey(self, order: Order) -> None:
-        """Take an order."""
+        """Take ``order``."""
         if order is Order.MEASURE:
             self._measurements.put_nowait(None)
         elif order is Order.LOAD:
@@ -110,11 +110,11 @@ class BareControl:
             self._is_loaded.clear()
 
     async def loaded(self) -> None:
-        """Return when there is to be load."""
+        """Return when the process should make load."""
         await self._is_loaded.wait()
 
     async def measurement(self) -> None:
-        """Return when a window is to be measured."""
+        """Return when the router should measure a window."""
         await self._measurements.get()
 
 
@@ -122,19 +122,19 @@ class BareRelay:
     """The three processes, while they run."""
 
     def __init__(self, processes: Mapping[BareRole, Process], windows: Windows) -> None:
-        """``processes`` measure windows of the length of ``windows``."""
+        """The windows that ``processes`` measure are as long as ``windows`` says."""
         self._processes = processes
         self._router = processes[BareRole.ROUTER]
         self._worker_pid = processes[BareRole.WORKER].pid
         self._duration_s = windows.window_s
 
     async def begun(self) -> None:
-        """Until all is connected and warm; then it rests. Raises ``RuntimeError``, ``TimeoutError``: it never did."""
+        """Wait until all are connected and warm, then rest. Raises ``RuntimeError``, ``TimeoutError``: they failed."""
         await self._read_line(_TIMEOUT_S)
         self._tell(Order.REST, self._processes.values())
 
     async def window(self) -> BareWindow:
-        """Load it for one window. Raises ``RuntimeError``, ``TimeoutError``: it failed, or nothing came for long."""
+        """Make load for one window. Raises ``RuntimeError``, ``TimeoutError``: a process failed, or was silent."""
         self._tell(Order.LOAD, self._processes.values())
         await asyncio.sleep(SETTLE_S)
         worker_cpu_s = process_cpu_s(self._worker_pid)
@@ -162,7 +162,7 @@ class BareRelay:
 async def bare_relay(
     module: str, way: Way, count: int, windows: Windows, *, num_prompt_tokens: int = 0
 ) -> AsyncIterator[BareRelay]:
-    """The three roles of ``module``, as processes, for as long as the block lasts."""
+    """Run the three roles of ``module`` as processes while the block runs."""
     worker_address, router_address = (f"127.0.0.1:{free_port()}" for _ in range(2))
     job = BareJob(
         way=way,
@@ -176,7 +176,7 @@ async def bare_relay(
     try:
         for role in BareRole:
             command = [sys.executable, "-m", module, role, json.dumps(asdict(job))]
-            # They end when their standard input does: with the process that started them.
+            # Each process ends with its standard input, and so with the process that started it.
             processes[role] = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
         yield BareRelay(processes, windows)
     finally:
@@ -187,14 +187,14 @@ async def bare_relay(
 
 
 def run_bare_role(work: Callable[[BareRole, BareJob, BareControl], Awaitable[None]]) -> None:
-    """Do the part that the command line names until the standard input ends, or ``work`` fails."""
+    """Play the role that the command line names until the standard input ends, or ``work`` fails."""
     values = json.loads(sys.argv[2])
     job = BareJob(**values | {"way": Way(values["way"]), "windows": Windows(**values["windows"])})
     uvloop.run(_run(work, BareRole(sys.argv[1]), job))
 
 
 async def serve(address: str, methods: dict[str, BareHandler], work: Awaitable[None]) -> None:
-    """Serve ``methods`` at ``address`` while ``work`` is done."""
+    """Serve ``methods`` at ``address`` while ``work`` runs."""
     server = grpc.aio.server(options=_OPTIONS)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, methods),))
     server.add_insecure_port(address)
@@ -206,12 +206,12 @@ async def serve(address: str, methods: dict[str, BareHandler], work: Awaitable[N
 
 
 def method_path(method: str) -> str:
-    """What a client calls it by."""
+    """The path by which a client calls ``method``."""
     return f"/{_SERVICE}/{method}"
 
 
 async def paced_steps(control: BareControl) -> AsyncIterator[int]:
-    """The number of each step of an engine, from 0, when it is due; one that comes late is not made up for."""
+    """The number of each step of an engine, from 0, when it is due. Later steps don't make up for a late one."""
     due_at = time.monotonic()
     for step in itertools.count():
         await control.loaded()
@@ -221,9 +221,9 @@ async def paced_steps(control: BareControl) -> AsyncIterator[int]:
 
 
 async def tell_windows(control: BareControl, windows: Windows, count: Callable[[], int]) -> None:
-    """As the router: when told to, measure a window of this process, in which ``count`` grows, and tell of it.
+    """In the router: measure a window of this process when told to, and report how much ``count`` grew in it.
 
-    A window in which it did not grow goes on.
+    A window goes on until ``count`` has grown.
     """
     await asyncio.sleep(windows.warm_up_s)
     print("begin", flush=True)
@@ -232,7 +232,7 @@ async def tell_windows(control: BareControl, windows: Windows, count: Callable[[
         began, num_before, cpu_s = time.monotonic(), count(), time.process_time()
         while True:
             await asyncio.sleep(windows.window_s)
-            if count() > num_before:  # else the machine is far too busy
+            if count() > num_before:  # otherwise the machine is far too busy
                 break
         cpu_s = time.process_time() - cpu_s
         told = {"cpu_s": cpu_s, "count": count() - num_before, "duration_s": time.monotonic() - began}
@@ -245,7 +245,7 @@ async def rest() -> None:
 
 
 async def _run(work: Callable[[BareRole, BareJob, BareControl], Awaitable[None]], role: BareRole, job: BareJob) -> None:
-    # The Router's poller yields (``router.__main__``), so this one's has to: else their ratio would tell of that, too.
+    # The Router's poller yields (``router.__main__``). This one must too, or the ratio would show that difference.
     with yielding_poller() if role is BareRole.ROUTER else nullcontext():
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

@@ -18,7 +18,7 @@ from quartet.engine.torch.decoder import ROWS_ON_CPU, Linear, PlainLinear, best_
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """Random weights of one layer's shapes; each layer has its own, as they share a cache."""
+    """Random weights in one layer's shapes. Each layer has its own, because all layers compete for one CPU cache."""
 
     query_key_value: Linear
     output: Linear
@@ -27,19 +27,19 @@ class _Layer:
 
 
 class Floor:
-    """Calls the kernels that the engine calls for whole prompts, on as many rows, and throws away what they yield.
+    """Calls the kernels that the engine calls for whole prompts, on as many rows, and discards the results.
 
-    No norm, rotary embedding, activation or embedding, no KV written, no scheduler, no token chosen.
+    It has no norm, rotary embedding, activation or embedding; it writes no KV, schedules nothing and chooses no token.
     """
 
     def __init__(self, checkpoint: Path, *, max_num_batched_tokens: int) -> None:
-        """Make weights of the checkpoint's shapes.
+        """Make random weights in the checkpoint's shapes.
 
         Args:
             checkpoint: directory with a config.json.
-            max_num_batched_tokens: of one step of the engine.
+            max_num_batched_tokens: limit of one step of the engine.
         """
-        auto: Any = transformers.AutoConfig  # whose methods are not typed
+        auto: Any = transformers.AutoConfig  # its methods are not typed
         config = auto.from_pretrained(checkpoint)
         self._budget = max_num_batched_tokens
         self._num_heads: int = config.num_attention_heads
@@ -53,16 +53,16 @@ class Floor:
         self._activated = torch.randn(ROWS_ON_CPU, config.intermediate_size)
 
     async def run(self, jobs: Sequence[Job]) -> Tokens:
-        """Compute what ``jobs`` cost at least, in a thread of its own, as the engine's; no tokens come of it.
+        """Do the least work that ``jobs`` need, in a thread, as the engine does; returns no tokens.
 
         Raises:
-            ValueError: a job wants more than one token, or a prompt is longer than a step.
+            ValueError: a job wants more than one token, or a prompt does not fit in a step.
         """
         await asyncio.to_thread(self._run, list(self._steps(jobs)))
         return []
 
     def _steps(self, jobs: Sequence[Job]) -> Iterator[list[int]]:
-        """Lengths of the prompts that one step computes."""
+        """Lengths of the prompts in each step."""
         lengths: list[int] = []
         for job in jobs:
             if job.num_output_tokens != 1 or len(job.prompt) > self._budget:
@@ -81,13 +81,13 @@ class Floor:
             for layer in layers:
                 self._attend(layer, hidden, lengths, is_causal=True)
                 self._run_mlp(layer, hidden)
-            # Of the last one's rows only those count whose logits are wanted: one of each prompt.
+            # Of the last layer only the rows whose logits are needed count: one of each prompt.
             self._attend(last, hidden, lengths, is_causal=False)
             self._run_mlp(last, hidden[: len(lengths)])
             self._head(hidden[: len(lengths)])
 
     def _attend(self, layer: _Layer, hidden: torch.Tensor, lengths: Sequence[int], *, is_causal: bool) -> None:
-        """Not causal: of each prompt only its last query."""
+        """Not causal: compute only the last query of each prompt."""
         for rows, output in zip(
             torch.split(hidden, ROWS_ON_CPU), torch.split(self._heads[: len(hidden)], ROWS_ON_CPU), strict=True
         ):

@@ -1,8 +1,8 @@
-"""The least that a relay in Python can cost: nothing but gRPC, paced like the real one, bytes passed on unread.
+"""The least that a relay in Python can cost: only gRPC, at the real one's pace, passing bytes on unread.
 
-A worker writes one message a step; a router reads it and writes either one message to the only client stream
-(``session``), or a small one to each of the tenth of its client streams whose turn it is (``generate``). No parsing, no
-text, no metrics, no bookkeeping: what the real Router spends beyond this is its own.
+A worker writes one message a step. A router reads it. With ``session`` the router writes one message to its only client
+stream. With ``generate`` it writes a small message to a tenth of its client streams: those whose turn it is. It does no
+parsing, text, metrics or bookkeeping: the real Router is responsible for whatever it spends beyond this.
 
     python -m benchmarks.floors.relay_floor worker|router|client JOB      (``open_floor`` starts all three)
 """
@@ -37,24 +37,24 @@ from benchmarks.relay_measure import Windows
 from quartet.rpc.channels import create_channel
 
 _METHOD = "Stream"
-# A token of a step's message takes about so many bytes: slot, offset, count and id.
+# One token takes about this many bytes of a step's message: slot, offset, count and id.
 _BYTES_PER_TOKEN = 8
 _TOKEN_BYTES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """What the bare relay's router and worker spent for each token that passed; the worker's pacing counts in."""
+    """CPU time of the bare relay's router and worker for each token that passed; the worker's includes its pacing."""
 
     router_cpu_us_per_token: float
     decode_cpu_us_per_token: float
 
 
 class BareStreams:
-    """Endless streams through a bare relay; made by ``open_floor``.
+    """Endless streams through a bare relay. ``open_floor`` makes it.
 
     Attributes:
-        found: of each window so far.
+        found: the figures of each window so far.
     """
 
     def __init__(self, relay: BareRelay, num_streams: int) -> None:
@@ -63,7 +63,7 @@ class BareStreams:
         self._num_tokens_per_step = num_streams / PERIOD
 
     async def window(self) -> None:
-        """Measure one more. Raises ``RuntimeError``, ``TimeoutError``: a process failed."""
+        """Measure one more window. Raises ``RuntimeError``, ``TimeoutError``: a process failed."""
         window = await self._relay.window()
         num_tokens = window.count * self._num_tokens_per_step
         self.found.append(
@@ -76,10 +76,10 @@ class BareStreams:
 
 @asynccontextmanager
 async def open_floor(way: Way, num_streams: int, windows: Windows) -> AsyncIterator[BareStreams]:
-    """Start the three processes, which rest between windows.
+    """Start the three processes; they rest between windows.
 
     Raises:
-        RuntimeError, TimeoutError: one of them failed.
+        RuntimeError, TimeoutError: a process failed.
     """
     async with bare_relay("benchmarks.floors.relay_floor", way, num_streams, windows) as relay:
         await relay.begun()
@@ -87,7 +87,7 @@ async def open_floor(way: Way, num_streams: int, windows: Windows) -> AsyncItera
 
 
 class _Worker:
-    """Writes one message a step to whoever opens a stream."""
+    """Writes one message a step to each client that opens a stream."""
 
     def __init__(self, num_streams: int, control: BareControl) -> None:
         self._control = control
@@ -121,7 +121,7 @@ class _Router:
             await context.write(message)
 
     async def measure(self) -> None:
-        """Relay, and tell of the windows."""
+        """Relay, and report the windows."""
         await self._all_connected.wait()
         async with create_channel(self._job.worker_address, None) as channel, asyncio.TaskGroup() as group:
             group.create_task(self._relay(channel))
@@ -153,7 +153,7 @@ async def _read_one(channel: grpc.aio.Channel) -> None:
 
 
 async def _work(role: BareRole, job: BareJob, control: BareControl) -> None:
-    """One process's part; it goes on until the process is killed, unless it fails."""
+    """Play one process's part until the process is killed or fails."""
     if role is BareRole.CLIENT:
         await _read(job)
     elif role is BareRole.WORKER:

@@ -1,11 +1,12 @@
-"""The least that a request through a relay in Python can cost: nothing but gRPC, bytes passed on unread.
+"""The least that a request through a relay in Python can cost: only gRPC, passing bytes on unread.
 
-Clients ask in a closed loop. Their starts are as long as real ones with prompts of token ids. The router passes them on
-to the worker by one stream, all that wait in one message, and answers each with what the real one would: placement,
-tokens and end are a message each of the request's own stream (``generate``), or parts of the messages of the stream
-that all share, at most one a tick (``session``). ``place`` is a unary call; the client then takes the placement up at
-the worker. The worker is paced like the real one's engine: each request has its turn in one of ten steps. Nothing reads
-the messages, which have the real ones' lengths: the request that has waited longest has the next answer.
+Clients ask in a closed loop. Their starts are as long as real ones with prompts of token ids. The router passes them to
+the worker on one stream: all waiting starts go in one message. It answers each request as the real router would. With
+``generate``, placement, tokens and end are a message each on the request's own stream. With ``session``, they are parts
+of the messages of one stream that all requests share, at most one message a tick. ``place`` is a unary call; the client
+then sends the placement to the worker. The worker has the pace of the real one's engine: each request has its turn in
+one of ten steps. No process reads the messages, which have the real ones' lengths: the request that has waited longest
+gets the next answer.
 
     python -m benchmarks.floors.request_floor worker|router|client JOB      (``open_request_floor`` starts all three)
 """
@@ -45,32 +46,32 @@ from quartet.api.request import SessionLimits
 from quartet.rpc.channels import create_channel
 from quartet.v1 import router_pb2
 
-# The event loop's timers count milliseconds: for less than half of one none is set.
+# The event loop's timers count milliseconds, so a wait of less than half of one needs no timer.
 _TIMER_RESOLUTION_S = 0.0005
-#: Ends each answer's last message, and is in no other: a client counts them.
+#: Ends each answer's last message and occurs in no other message, so a client can count the answers.
 MARK = b"\1"
-#: What a request with one token out is answered with, less what tells whose it is on a shared stream.
+#: The router's answer to a request with one token out, without the field that names the request on a shared stream.
 ACCEPTED, DELTA, FINISHED = bytes(122), bytes(6), bytes(46) + MARK
-#: What the worker says of one request.
+#: The worker's answer to one request.
 WORKER_ANSWER = bytes(39) + MARK
 _LONG_SEED = 1 << 13
-# The prompt is in the signed start, four bytes a token.
+# The signed start contains the prompt, four bytes a token.
 _PLACE_BYTES, _PLACE_BYTES_PER_TOKEN = 360, 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestFloor:
-    """What the bare relay's router spent for each request, and how many it had."""
+    """CPU time of the bare relay's router for each request, and the number of requests."""
 
     router_cpu_ms_per_request: float
     requests_per_s: float
 
 
 class BareRequests:
-    """A closed loop of requests through a bare relay; made by ``open_request_floor``.
+    """A closed loop of requests through a bare relay. ``open_request_floor`` makes it.
 
     Attributes:
-        found: of each window so far.
+        found: the figures of each window so far.
     """
 
     def __init__(self, relay: BareRelay) -> None:
@@ -78,7 +79,7 @@ class BareRequests:
         self._relay = relay
 
     async def window(self) -> None:
-        """Measure one more. Raises ``RuntimeError``, ``TimeoutError``: a process failed."""
+        """Measure one more window. Raises ``RuntimeError``, ``TimeoutError``: a process failed."""
         window = await self._relay.window()
         self.found.append(
             RequestFloor(
@@ -92,10 +93,10 @@ class BareRequests:
 async def open_request_floor(
     way: Way, num_clients: int, num_prompt_tokens: int, windows: Windows
 ) -> AsyncIterator[BareRequests]:
-    """Start the three processes, which rest between windows; both Place ways are one to the router.
+    """Start the three processes; they rest between windows. Both Place ways are the same to the router.
 
     Raises:
-        RuntimeError, TimeoutError: one of them failed.
+        RuntimeError, TimeoutError: a process failed.
     """
     module = "benchmarks.floors.request_floor"
     async with bare_relay(module, way, num_clients, windows, num_prompt_tokens=num_prompt_tokens) as relay:
@@ -104,7 +105,7 @@ async def open_request_floor(
 
 
 class Method(StrEnum):
-    """What is called: the first three of the router, the last of the worker."""
+    """The methods: the first three are the router's, the last is the worker's."""
 
     GENERATE = "Generate"
     SESSION = "Session"
@@ -113,7 +114,7 @@ class Method(StrEnum):
 
 
 async def run_clients(job: BareJob, control: BareControl) -> None:
-    """Ask until cancelled; it fails with the first request that does."""
+    """Ask until cancelled. The first request that fails ends it."""
     async with (
         create_channel(job.router_address, None) as router,
         create_channel(job.worker_address, None) as worker,
@@ -127,19 +128,19 @@ async def run_clients(job: BareJob, control: BareControl) -> None:
 
 
 def make_start_bytes(num_prompt_tokens: int) -> bytes:
-    """A start with so many token ids."""
+    """A start with ``num_prompt_tokens`` token ids."""
     rng = random.Random(0)
     start = make_start(rng, seed=_LONG_SEED, num_prompt_tokens=num_prompt_tokens, num_output_tokens=1, with_text=False)
     return bytes(router_pb2.GenerateRequest(start=start).ByteSize())
 
 
 def make_place_response(num_prompt_tokens: int) -> bytes:
-    """A placement of such a start."""
+    """A placement of a start with ``num_prompt_tokens`` token ids."""
     return bytes(_PLACE_BYTES + _PLACE_BYTES_PER_TOKEN * num_prompt_tokens)
 
 
 class _Worker:
-    """Answers each start when its turn comes; of a stream, those of one step together."""
+    """Answers each start when its turn comes; starts of one stream and one step are answered together."""
 
     def __init__(self, job: BareJob, control: BareControl) -> None:
         self._control = control
@@ -164,7 +165,7 @@ class _Worker:
 
 
 class _Router:
-    """Passes starts on to the worker, and its answers to the clients."""
+    """Passes starts to the worker, and its answers to the clients."""
 
     def __init__(self, job: BareJob, control: BareControl) -> None:
         self._job = job
@@ -180,7 +181,7 @@ class _Router:
     async def generate(self, _requests: object, context: BareContext) -> None:
         answered = asyncio.Event()
         self._pass_on(await context.read(), answered.set)
-        reading = asyncio.create_task(_read_out(context))  # a cancel could come
+        reading = asyncio.create_task(_read_out(context))  # as in the real router, which must see a cancel
         try:
             await context.write(ACCEPTED)
             await answered.wait()
@@ -214,7 +215,7 @@ class _Router:
         return self._place_response
 
     async def measure(self) -> None:
-        """Relay, and tell of the windows."""
+        """Relay, and report the windows."""
         async with create_channel(self._job.worker_address, None) as channel, asyncio.TaskGroup() as group:
             call: BareCall = channel.stream_stream(method_path(Method.WORK))(wait_for_ready=True)
             group.create_task(self._write_starts(call))
@@ -223,7 +224,7 @@ class _Router:
             await tell_windows(self._control, self._job.windows, lambda: self._num_requests)
 
     async def _write_ticks(self, context: BareContext, pending: list[bytes], has_pending: asyncio.Event) -> None:
-        """At most one message a tick, but at once after a pause."""
+        """Write at most one message a tick, but at once after a pause."""
         loop = asyncio.get_running_loop()
         next_at = 0.0
         while True:
@@ -261,7 +262,7 @@ class _Router:
 
 
 async def _work(role: BareRole, job: BareJob, control: BareControl) -> None:
-    """One process's part; it goes on until the process is killed, unless it fails."""
+    """Play one process's part until the process is killed or fails."""
     if role is BareRole.CLIENT:
         await run_clients(job, control)
     elif role is BareRole.WORKER:
@@ -283,7 +284,7 @@ async def _read_out(context: BareContext) -> None:
 
 
 class _SharedStream:
-    """One stream for the requests of all clients. Nobody reads whose an answer is: who waits longest has it."""
+    """One stream for the requests of all clients. Answers are unread: the request that waits longest gets the next."""
 
     def __init__(self, call: BareCall) -> None:
         self._call = call
@@ -322,7 +323,7 @@ class _Clients:
             self.shared = _SharedStream(channel.stream_stream(method_path(method))(wait_for_ready=True))
 
     async def run_one(self) -> None:
-        """One client: a request, and when it has its end, the next."""
+        """Run one client: it sends a request, and the next one when that has ended."""
         while True:
             await self._control.loaded()
             if self.shared is None:

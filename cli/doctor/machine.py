@@ -198,7 +198,7 @@ async def _pools() -> Finding:
     try:
         memory = PoolMemory(1, _PAGE)
     except OSError as error:
-        return _without_pools(f"no signed memfd: {error.strerror}")
+        return _without_pools(f"no sealed memfd: {error.strerror}")
     server = ShmServer(memory)
     try:
         await server.start()
@@ -213,7 +213,7 @@ async def _pools() -> Finding:
         memory.close()
     if not is_same:
         return wrong("pools by memfd", "the bytes read are not those written", "report it, with the kernel's version")
-    return ok("pools by memfd", "a signed memfd passes over a Unix socket: workers of one host share pools")
+    return ok("pools by memfd", "a sealed memfd passes over a Unix socket: workers of one host share pools")
 
 
 def _without_pools(reason: str) -> Finding:

@@ -13,20 +13,20 @@ from quartet.streams.wakeable import Wakeable
 
 
 class DeltaSink(Protocol):
-    """Takes what choices give."""
+    """Takes the deltas of choices."""
 
     def add(
         self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:
-        """More of one choice, as the fields of ``Delta``; called for each token, so no object is made of them."""
+        """Take more of one choice, as the fields of ``Delta``. It is called for each token, so they form no object."""
         ...
 
 
 class AnswerSink(DeltaSink, Protocol):
-    """Takes the answer to one request, from all its choices. Nothing here waits.
+    """Takes the answer to one request, from all its choices. No method waits.
 
-    ``accept`` comes first, unless ``end`` does; ``end`` comes last, once. A choice's placement comes before its
-    deltas, and those before its end.
+    ``accept`` comes first, unless ``end`` does; ``end`` comes last, once. A choice's placement comes before its deltas,
+    and those come before its end.
     """
 
     def accept(self, accepted: Accepted) -> None:
@@ -42,15 +42,15 @@ class AnswerSink(DeltaSink, Protocol):
         ...
 
     def end(self, error: BaseException | None = None) -> None:
-        """Everything has been said; with ``error`` the request failed with it."""
+        """The answer is complete; with ``error``, the request failed with it."""
         ...
 
 
 class Answer(Wakeable):
-    """An ``AnswerSink`` for one reader: deltas that gather between two reads become one part for each choice."""
+    """An ``AnswerSink`` for one reader: deltas that collect between two reads become one part for each choice."""
 
     def __init__(self, *, max_unread: int | None = None) -> None:
-        """Begin with nothing gathered; of one choice, ``max_unread`` tokens and characters may. ``None``: no bound."""
+        """Begin empty. ``max_unread`` limits the unread tokens and characters of one choice; ``None``: no limit."""
         super().__init__()
         self._max_unread = max_unread
         self._accepted: Accepted | None = None
@@ -58,7 +58,7 @@ class Answer(Wakeable):
         self._placed: list[Placed] = []
         self._deltas: dict[int, Delta] = {}
         self._finished: dict[int, ChoiceFinished] = {}
-        self._has_rare = False  # something else than deltas
+        self._has_rare = False  # whether anything but deltas waits
         self._has_more = False
         self._has_ended = False
         self._error: BaseException | None = None
@@ -75,14 +75,14 @@ class Answer(Wakeable):
             self._placed.append(Placed(placement=placement))
             self._has_rare = True
             self._has_news()
-        else:  # it has not gone out yet: it can say this too
+        else:  # ``Accepted`` has not gone out yet and can include this placement
             choices = (*self._accepted.choices, placement)
             self._accepted = replace(self._accepted, choices=tuple(sorted(choices, key=lambda placed: placed.choice)))
 
     def add(
         self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:
-        """More of one choice. Raises ``StalledStreamError`` where too much of it was left unread."""
+        """Take more of one choice. Raises ``StalledStreamError`` if too much of it is unread."""
         delta = self._deltas.get(choice)
         if delta is None:
             self._deltas[choice] = Delta(
@@ -109,13 +109,13 @@ class Answer(Wakeable):
         self._has_news()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Everything has been said; with ``error`` the stream ends with it."""
+        """The answer is complete; with ``error``, the stream ends with it."""
         self._error = error
         self._has_ended = True
         self._has_news()
 
     def take(self) -> Sequence[AnswerPart] | None:
-        """All that gathered, in order; ``None`` at the end. Raises what ``end`` was given, once all else is taken."""
+        """All that waits, in order; ``None`` at the end. After all else is taken, raises the error of ``end``."""
         if self._has_more:
             self._has_more = False
             if self._is_accepted and (parts := self._gathered()):
@@ -126,11 +126,11 @@ class Answer(Wakeable):
             raise self._error
         return None
 
-    #: ``more()`` is done when there is more to take. For one reader, who has taken everything.
+    #: ``more()`` is done when there is more to take. For one reader, which has taken everything.
     more = Wakeable._woken
 
     async def next(self) -> Sequence[AnswerPart]:
-        """Wait for more; all that gathered, in order. Empty at the end. Raises what ``end`` was given."""
+        """Wait for more; returns all that waits, in order. Empty at the end. Raises the error of ``end``."""
         while (parts := self.take()) is not None:
             if parts:
                 return parts
@@ -138,8 +138,8 @@ class Answer(Wakeable):
         return ()
 
     async def parts(self) -> AsyncGenerator[AnswerPart, None]:
-        """Everything, in order, for one reader. Raises what ``end`` was given."""
-        # Waits for the future itself: each coroutine in between would cost something for each token.
+        """Everything, in order, for one reader. Raises the error of ``end``."""
+        # It waits for the future itself: each coroutine in between would cost time for each token.
         while (parts := self.take()) is not None:
             for part in parts:
                 yield part

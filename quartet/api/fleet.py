@@ -11,12 +11,12 @@ from quartet.events.load import WorkerLoad
 
 
 class WorkerState(StrEnum):
-    """Whether requests are placed at a worker."""
+    """Whether a router places requests at a worker."""
 
     JOINING = "joining"  # known, but has not answered yet
     READY = "ready"  # requests are placed there
     SUSPECT = "suspect"  # its stream broke, its heartbeats are silent, or it is unwell
-    DRAINING = "draining"  # it lets its work run out
+    DRAINING = "draining"  # it only finishes its present work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +24,9 @@ class WorkerStatus:
     """A worker as a router sees it.
 
     Attributes:
-        load: its last report; ``None``: none came yet.
+        load: its last report; ``None``: none has come yet.
         load_age_s: age of that report in seconds.
-        num_requests: requests of this router that are there now.
+        num_requests: requests of this router that are at the worker now.
     """
 
     record: WorkerRecord
@@ -43,10 +43,10 @@ class Model:
     Attributes:
         fingerprint: hex SHA-256 of everything that decides its tokens.
         max_model_len: tokens of prompt and output together.
-        num_prefill_workers: ready now.
-        num_decode_workers: ready now.
+        num_prefill_workers: prefill workers that are ready now.
+        num_decode_workers: decode workers that are ready now.
         sampling_fields: fields of ``Sampling`` and ``OutputOptions`` that all of its workers honour.
-        media: kinds that it takes.
+        media: kinds of media that it takes.
     """
 
     name: str
@@ -68,11 +68,11 @@ class RankOption:
     """One rank, as a router's policy sees it for one request.
 
     Attributes:
-        role: of its worker; a decode rank may prefill itself.
-        is_chosen: the request would go there, as things stand.
-        num_matched_tokens: prompt tokens that are cached there.
-        cost: what it would cost, in ``cost_unit``; ``None``: the policy weighs nothing, or the request can't go there.
-        terms: what the policy went by; each name ends with its unit.
+        role: role of its worker; a decode rank may prefill itself.
+        is_chosen: the request would go there in the present state.
+        num_matched_tokens: prompt tokens cached on the rank.
+        cost: cost of the request there, in ``cost_unit``; ``None``: the policy has no costs, or it can't go there.
+        terms: the figures that the policy used; each name ends with its unit.
         obstacle: why the request can't go there now; empty: it can.
     """
 
@@ -91,12 +91,12 @@ class Explanation:
     """Where a request would go now.
 
     Attributes:
-        policy: the one that places requests.
-        model, model_fingerprint: what would answer.
+        policy: the router's policy.
+        model, model_fingerprint: the model that would answer.
         num_waiting: choices that wait in the router's queue for this model; ``options`` are as if none did.
-        options: every place of the model, the chosen ones first, then by cost.
-        wait_s: seconds for which the router would keep it before it goes to the chosen ones, if nothing changed
-            meanwhile; ``None``: it goes at once, or there is no room.
+        options: every rank of the model, the chosen ones first, then by cost.
+        wait_s: seconds for which the router would keep the request before sending it to the chosen ranks, if nothing
+            changed; ``None``: it goes at once, or there is no room.
     """
 
     policy: str

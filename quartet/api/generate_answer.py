@@ -16,8 +16,8 @@ from quartet.v1 import router_pb2
 class GenerateAnswer(Wakeable):
     """An ``AnswerSink`` for one stream of Generate.
 
-    Tokens go into the message that will be sent, and as long as that waits, later ones of their choice into it too:
-    there is one for each token, so objects between would be most of what it costs.
+    Tokens go into a message that is ready to be sent. While it waits, later tokens of the same choice go into it too.
+    This runs for each token, so intermediate objects would be most of its cost.
     """
 
     __slots__ = ("_accepted", "_deltas", "_error", "_has_ended", "_messages")
@@ -40,14 +40,14 @@ class GenerateAnswer(Wakeable):
         """One more choice is placed."""
         if self._accepted is None:
             self._send(to_generate_response(Placed(placement=placement)))
-        else:  # it has not gone out yet: it can say this too
+        else:  # ``Accepted`` has not gone out yet and can include this placement
             choices = (*self._accepted.choices, placement)
             self._accepted = replace(self._accepted, choices=tuple(sorted(choices, key=lambda placed: placed.choice)))
 
     def add(
         self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:
-        """More of one choice."""
+        """Take more of one choice."""
         delta = self._deltas.get(choice)
         if delta is None:
             message = router_pb2.GenerateResponse()
@@ -65,13 +65,13 @@ class GenerateAnswer(Wakeable):
         self._send(to_generate_response(finished))
 
     def end(self, error: BaseException | None = None) -> None:
-        """Everything has been said; with ``error`` the stream ends with it."""
+        """The answer is complete; with ``error``, the stream ends with it."""
         self._error = error
         self._has_ended = True
         self._wake()
 
     async def next(self) -> router_pb2.GenerateResponse | None:
-        """Wait for the next message; ``None`` at the end. Raises what ``end`` was given. For one reader."""
+        """Wait for the next message; ``None`` at the end. Raises the error of ``end``. For one reader."""
         while True:
             if self._accepted is not None:
                 accepted, self._accepted = self._accepted, None

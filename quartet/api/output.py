@@ -1,4 +1,4 @@
-"""What the choices of a request have given so far: tokens of all attempts, their text, where their time went, ends."""
+"""What the choices of a request have given so far: tokens of all attempts, their text, their times and their ends."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _UNOBSERVED = _Unobserved()
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSettings:
-    """What the outputs of one request's choices have in common.
+    """What the outputs of one request's choices share.
 
     Attributes:
-        num_prompt_tokens: with those of media where these are known.
-        num_media_tokens: of these, those that media fill.
-        num_placeholders: tokens of the prompt that stand for media whose own number is unknown.
-        arrived_at: monotonic seconds.
+        num_prompt_tokens: tokens of the prompt, with those of media if their number is known.
+        num_media_tokens: the ones among them that media fill.
+        num_placeholders: tokens of the prompt that stand for media with an unknown number of tokens.
+        arrived_at: in monotonic seconds.
         tokenize_s: seconds that template and tokenizer took.
         omits_token_ids: text only.
-        ttft: observes the time from arrival to the first token that is shown.
-        itl: observes, for each part that is shown, the time since the one before, divided by its tokens.
+        ttft: observes the time from arrival to the first token shown.
+        itl: observes, for each part shown, the time since the part before, divided by its tokens.
     """
 
     num_prompt_tokens: int
@@ -61,10 +61,10 @@ class OutputSettings:
 
 
 class ChoiceOutput:
-    """Turns tokens into deltas and keeps the accounts of one choice.
+    """Turns one choice's tokens into deltas, and counts its tokens and times.
 
     Attributes:
-        token_ids: all tokens that came, those included that are still held back from the client.
+        token_ids: all tokens that came, including those not yet shown to the client.
         num_attempts: attempts begun.
         num_shown: tokens shown to the client.
     """
@@ -96,7 +96,7 @@ class ChoiceOutput:
     )
 
     def __init__(self, settings: OutputSettings, choice: int, text: TextStream, sink: DeltaSink) -> None:
-        """What may be shown goes to ``sink``."""
+        """``sink`` takes all that may be shown."""
         self.token_ids: list[int] = []
         self.num_attempts = 0
         self.num_shown = 0
@@ -105,7 +105,7 @@ class ChoiceOutput:
         self._text = text
         self._matches = text.has_stop_strings
         self._sink = sink
-        # Attributes of this object, as each token needs them.
+        # Copied to attributes of this object, because each token needs them.
         self._makes_text = text.makes_text
         self._observe_itl = settings.itl.observe
         self._omits_token_ids = settings.omits_token_ids
@@ -121,19 +121,19 @@ class ChoiceOutput:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether a stop string ended it."""
+        """Whether a stop string ended the choice."""
         return self._stop_string is not None
 
     def take(self, offset: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:
-        """Take tokens, the first of which is output token number ``offset``; those that are here already are dropped.
+        """Take tokens, the first of them output token number ``offset``; drop those that are already here.
 
         ``logprobs`` is empty or has one entry a token; ``now`` is monotonic seconds.
 
         Returns:
-            Whether more is wanted: neither a stop string nor ``finish`` has ended it.
+            Whether the choice needs more: neither a stop string nor ``finish`` has ended it.
 
         Raises:
-            WorkerUnavailableError: tokens before ``offset`` are missing: the attempt is broken.
+            WorkerUnavailableError: tokens before ``offset`` are missing, so the attempt is broken.
         """
         known = self.token_ids
         if offset != len(known):
@@ -148,16 +148,16 @@ class ChoiceOutput:
             self._logprobs.extend(logprobs)
             self._deliver(self._text.push(token_ids), now)
             return self._stop_string is None
-        # Nothing is ever held back: tokens go as they came.
+        # Nothing is ever held back: tokens go out as they came.
         text = self._text.push_text(token_ids) if self._makes_text else ""
         self._show(token_ids, len(token_ids), text, logprobs, now)
         return True
 
     def resume(self, resume: Resume) -> None:
-        """Go on after what was given elsewhere; called before anything else.
+        """Continue after the tokens that the client already has; called before anything else.
 
         Raises:
-            InvalidRequestError: no text of these tokens has so many bytes; ``field`` is named.
+            InvalidRequestError: these tokens can't give that many bytes of text; names ``field``.
         """
         self.num_attempts = resume.attempt
         self.token_ids.extend(resume.generated_token_ids)
@@ -165,7 +165,7 @@ class ChoiceOutput:
         delta = self._text.push(self.token_ids)
         self._stop_string, self._is_over = delta.stop_string, delta.stop_string is not None
         known = delta.text.encode()
-        # Text that is held back here, as it may begin a stop string, was given out if more tokens had come by then.
+        # Text held back here, because it may begin a stop string, was shown if more tokens had come by then.
         self._num_given_tokens = self.num_shown - delta.num_tokens
         self._num_given_bytes = max(resume.num_text_bytes - len(known), 0)
         try:
@@ -175,16 +175,16 @@ class ChoiceOutput:
             raise InvalidRequestError(message, field="resume.num_text_bytes") from error
 
     def begin_attempt(self) -> None:
-        """One more attempt begins; the sink knows that the choice is placed."""
+        """One more attempt begins; the sink already has the choice's placement."""
         self.num_attempts += 1
         self._give_owed()
 
     def note_wait(self, waited_s: float) -> None:
-        """It waited in the router."""
+        """The choice waited in the router."""
         self._add_time("router_queue_s", waited_s)
 
     def note_media(self, duration_s: float) -> None:
-        """Media were fetched or encoded for it."""
+        """Media were fetched or encoded for the choice."""
         self._add_time("media_s", duration_s)
 
     def note_prompt(self, num_prompt_tokens: int, num_media_tokens: int) -> None:
@@ -201,7 +201,7 @@ class ChoiceOutput:
         self._note_cached(num_cached_tokens)
 
     def note_started(self, started: DecodeStarted, *, is_handed_off: bool) -> None:
-        """A decode worker began with it."""
+        """A decode worker began the choice."""
         self._add_time("decode_queue_s", started.queue_s)
         if started.num_prompt_tokens:
             settings = self._settings
@@ -214,7 +214,7 @@ class ChoiceOutput:
             self._note_cached(started.num_cached_tokens)
 
     def finish(self, reason: FinishReason) -> ChoiceFinished:
-        """Give out what was held back, and the end. Tokens that a worker still has on the way come too late."""
+        """Show what was held back, and end the choice. Tokens still on their way from a worker come too late."""
         self._is_over = True
         self._give_owed()
         self._deliver(self._text.finish(), time.monotonic())
@@ -227,7 +227,7 @@ class ChoiceOutput:
         )
 
     def usage(self) -> Usage:
-        """What it used so far, finished or not."""
+        """What the choice has used so far, finished or not."""
         return Usage(
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=min(self._num_cached_tokens or 0, self._num_prompt_tokens),
@@ -237,7 +237,7 @@ class ChoiceOutput:
         )
 
     def time_breakdown(self) -> TimeBreakdown:
-        """Where its time went: until its end, or until now where it has none."""
+        """Where the choice's time went: until its end, or until now if it still runs."""
         total_s = time.monotonic() - self._settings.arrived_at
         return TimeBreakdown(tokenize_s=self._settings.tokenize_s, **{"total_s": total_s, **self._times})
 
@@ -276,7 +276,7 @@ class ChoiceOutput:
         logprobs: Sequence[TokenLogprobs],
         now: float,
     ) -> None:
-        """A part leaves now: what was held back counts as late as the client sees it."""
+        """Show a part now; tokens held back until now count from when the client sees them."""
         offset = self.num_shown
         self.num_shown = num_shown = offset + num_tokens
         if self._omits_token_ids:
@@ -296,7 +296,7 @@ class ChoiceOutput:
         self._sink.add(self._choice, offset, token_ids, text, logprobs)
 
     def _note_cached(self, num_tokens: int) -> None:
-        # Later attempts find what the first one computed.
+        # Later attempts find the first attempt's tokens in the cache.
         if self._num_cached_tokens is None:
             self._num_cached_tokens = num_tokens
 
@@ -323,17 +323,17 @@ def make_outputs(
 
     Args:
         choices: their numbers.
-        sink: takes what may be shown.
+        sink: takes all that may be shown.
         options: the client's wishes for the text.
-        tokenizer: makes the text; ``None``: there is none, whatever ``options`` say.
+        tokenizer: makes the text; ``None``: no text, whatever ``options`` say.
         prompt_tail: the prompt's last few token ids, which the text continues.
-        num_prompt_tokens: this and all below as in ``OutputSettings``.
-        arrived_at: monotonic seconds.
+        num_prompt_tokens: this and all below are as in ``OutputSettings``.
+        arrived_at: in monotonic seconds.
         tokenize_s: in seconds.
         ttft: observes the first token.
         itl: observes later ones.
-        num_media_tokens: of the prompt.
-        num_placeholders: of the prompt.
+        num_media_tokens: media tokens of the prompt.
+        num_placeholders: placeholders in the prompt.
     """
     settings = OutputSettings(
         num_prompt_tokens=num_prompt_tokens,
@@ -359,15 +359,15 @@ def make_outputs(
 
 
 class RunningChoices:
-    """The choices of one request that runs: what they have given, and what its sink was told of their ends.
+    """The choices of one running request: their outputs, and the ends that its sink already has.
 
     Attributes:
         outputs: by choice; empty until the request is ready to run.
-        is_accepted: the sink was told that it is.
+        is_accepted: the sink has the request's ``Accepted``.
     """
 
     def __init__(self, choices: Sequence[int], sink: AnswerSink, arrived_at: float) -> None:
-        """``choices`` are their numbers; the request arrived at ``arrived_at``, monotonic seconds."""
+        """``choices`` are their numbers; ``arrived_at`` is the request's arrival, in monotonic seconds."""
         self.outputs: Mapping[int, ChoiceOutput] = {}
         self.is_accepted = False
         self._choices = choices
@@ -377,33 +377,33 @@ class RunningChoices:
 
     @property
     def finished(self) -> Sequence[ChoiceFinished]:
-        """The ends of those that have ended."""
+        """The ends of the choices that have ended."""
         return tuple(self._finished.values())
 
     def accept(self, accepted: Accepted) -> None:
-        """Tell the sink that the request is accepted; called once."""
+        """Give the sink the request's ``Accepted``; called once."""
         self.is_accepted = True
         self._sink.accept(accepted)
 
     def finish(self, finished: ChoiceFinished) -> None:
-        """Tell the sink that one choice has ended."""
+        """Give the sink the end of one choice."""
         self._finished[finished.choice] = finished
         self._sink.finish(finished)
 
     def settle(
         self, work: asyncio.Task[None], *, cancelled: Callable[[], Accepted] | None, dropped: ServingError | None = None
     ) -> BaseException | None:
-        """Tell the sink how ``work``, the task that ran the request, ended.
+        """Report to the sink how ``work``, the task that ran the request, ended.
 
         Args:
             work: the task, which is done.
-            cancelled: the client cancelled the request: gives what to accept it with, where nothing was placed yet,
-                or raises ``ServingError``. Choices that have not ended get their end then. ``None``: it did not.
-            dropped: the error of a task that was cancelled though the client did not cancel the request; ``None``:
-                most likely the client reads no more, which ``RequestCancelledError`` says.
+            cancelled: set if the client cancelled the request: returns its ``Accepted`` if nothing was placed yet, or
+                raises ``ServingError``. Choices that have not ended then get their end.
+            dropped: the error of a task that was cancelled although the client did not cancel the request; ``None``:
+                ``RequestCancelledError``, because most likely the client no longer reads.
 
         Returns:
-            The error that the request failed with.
+            The error with which the request failed.
         """
         error: BaseException | None = None
         if not work.cancelled():
@@ -419,7 +419,7 @@ class RunningChoices:
         return error
 
     def _finish_cancelled(self, cancelled: Callable[[], Accepted]) -> None:
-        """The client gets ``Accepted`` and an end of each choice, though maybe nothing was placed."""
+        """Give the client ``Accepted`` and an end of each choice, even if nothing was placed."""
         if not self.is_accepted:
             self.accept(cancelled())
         for choice in self._choices:
@@ -435,7 +435,7 @@ class RunningChoices:
 
 
 def first_error(error: BaseException | None) -> BaseException | None:
-    """The error that ended the others of a group; ``error`` itself where it is no group."""
+    """The error that ended the others of a group; ``error`` itself if it is no group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

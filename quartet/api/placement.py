@@ -1,4 +1,4 @@
-"""What Place answers, in domain terms: where each choice goes on, and under which sign."""
+"""The answer of Place in domain terms: where each choice continues, and the signed start for it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from quartet.streams.messages import SignedPlacement
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedChoice:
-    """One choice's first token and the way to the rest.
+    """One choice's first token and how to get the rest.
 
     Attributes:
-        placement: where it runs; ``None``: it was resumed where nothing was left to do.
-        token_ids: the first token, where it was prefilled remotely.
-        logprobs: its log probabilities, where asked for.
-        next: the way to the rest, or how the first token ended it.
-        num_cached_tokens: of the prompt's, those whose KV was cached where it was prefilled.
+        placement: where it runs; ``None``: it was resumed with nothing left to do.
+        token_ids: the first token, if it was prefilled remotely.
+        logprobs: the first token's log probabilities, if the client asked for them.
+        next: how to get the rest, or how the first token ended the choice.
+        num_cached_tokens: prompt tokens whose KV was cached where it was prefilled.
         num_attempts: attempts that this placement took.
         router_queue_s, prefill_s, prefill_queue_s: as in ``TimeBreakdown``.
     """
@@ -40,8 +40,8 @@ class PlacedRequest:
     """A request whose tokens its client fetches itself.
 
     Attributes:
-        attempt: the highest attempt's number among the choices; one that resumes it needs a higher one.
-        model_fingerprint: names the text files that the decode worker gives.
+        attempt: the highest attempt's number among the choices; a request that resumes it needs a higher number.
+        model_fingerprint: identifies the text files that the decode worker gives.
         prompt_tail_token_ids: the prompt's last few tokens, which the answer's text continues.
         tokenize_s: seconds that template and tokenizer took.
     """

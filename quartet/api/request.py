@@ -43,14 +43,14 @@ Prompt: TypeAlias = TextPrompt | ChatPrompt | TokenPrompt
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """How text is made and where it stops.
+    """How the text of the answer is made, and where it stops.
 
     Attributes:
-        stop_strings: each ends the answer; neither it nor what follows is shown.
-        include_stop_string: shows the one that ended it.
+        stop_strings: each ends the answer; neither it nor any text after it is shown.
+        include_stop_string: show the stop string that ended the answer.
         omit_text: token ids only.
         omit_token_ids: text only.
-        show_special_tokens: as text.
+        show_special_tokens: show them as text.
     """
 
     stop_strings: tuple[str, ...] = ()
@@ -65,14 +65,14 @@ class GenerateStart:
     """A client's request.
 
     Attributes:
-        model: empty: the only one, if there is but one.
+        model: empty: the only model, if there is only one.
         seed: unsigned 64 bit; ``None``: the router draws one and returns it.
-        tenant: the tenant that it is accounted to; empty: the client itself.
+        tenant: the tenant that the request is accounted to; empty: the client itself.
         priority: higher first among waiting requests.
-        session_key: requests of one conversation share it; empty: none.
+        session_key: shared by the requests of one conversation; empty: none.
         timeout_s: seconds for the whole request; ``None``: the router's limit.
         num_choices: answers wanted.
-        client_request_id: the client's own name for it, for logs.
+        client_request_id: the client's own name for the request, for logs.
         media: items that a prompt of text or token ids refers to, in order; a chat's are in its messages.
     """
 
@@ -95,15 +95,15 @@ class GenerateStart:
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """Goes on with a request after an attempt that broke.
+    """Resumes a request after an attempt that broke.
 
     Attributes:
         request_id, seed: as the first placement returned them.
         attempt: the new attempt's number, above the last one's, so at least 1.
-        choice: the one that broke; only it runs.
-        generated_token_ids: the tokens that it already gave.
-        num_text_bytes: UTF-8 bytes of the text that it already gave.
-        model_fingerprint: names the model that gave them, and that alone may go on; empty: any of that name.
+        choice: the choice that broke; only it runs.
+        generated_token_ids: the tokens that the choice already gave.
+        num_text_bytes: UTF-8 bytes of the text that the choice already gave.
+        model_fingerprint: identifies the model that gave them; only it may continue. Empty: any model of that name.
     """
 
     request_id: str
@@ -122,8 +122,8 @@ class ChoicePlacement:
     Attributes:
         prefill: where the prompt is prefilled; ``None``: at the decode rank.
         num_matched_tokens: prompt tokens that the router expects to be cached where it is prefilled.
-        cost: what the router's policy took it to cost there, in the unit that Explain tells; ``None``: it weighs
-            nothing.
+        cost: the cost there by the router's policy, in the unit that Explain reports; ``None``: the policy has no
+            costs.
     """
 
     choice: int
@@ -139,10 +139,10 @@ class Accepted:
 
     Attributes:
         request_id: names the request in every log of the system.
-        choices: those placed so far, in their order; empty where the request was cancelled before.
-        seed: the seed in use: with it the same request gives the same tokens.
-        model_fingerprint: names the model that answers; empty where the request was cancelled before one was found.
-        encode: where its media are encoded; ``None``: it has none, or the worker that computes the prompt encodes them.
+        choices: the choices placed so far, in order; empty if the request was cancelled before.
+        seed: the seed in use; the same request with this seed gives the same tokens.
+        model_fingerprint: identifies the model that answers; empty if the request was cancelled before one was found.
+        encode: where its media are encoded; ``None``: no media, or the worker that computes the prompt encodes them.
     """
 
     request_id: str
@@ -162,13 +162,13 @@ class Placed:
 
 @dataclass(slots=True, kw_only=True)
 class Delta:
-    """More of one choice. Not frozen, unlike the others: there is one for each token, and freezing doubles its price.
+    """More of one choice. Not frozen, unlike the others: each token makes one, and freezing doubles its cost.
 
     Attributes:
         token_offset: number of the first of ``token_ids`` within the output.
         text: new text, never half a character; not aligned with the tokens, because text that may begin a stop
             string comes later.
-        logprobs: one entry a token, where asked for.
+        logprobs: one entry a token, if the client asked for them.
     """
 
     choice: int
@@ -183,10 +183,10 @@ class Usage:
     """What one choice used, in tokens.
 
     Attributes:
-        num_cached_tokens: of the prompt's, those whose KV was cached.
+        num_cached_tokens: prompt tokens whose KV was cached.
         num_output_tokens: tokens that were shown.
-        num_attempts: attempts it took, at least 1 where any was made.
-        num_media_tokens: of the prompt's, those that media fill; 0 also where who encoded them did not tell.
+        num_attempts: attempts made; at least 1 if there was any.
+        num_media_tokens: prompt tokens that media fill; 0 also if the worker that encoded the media did not report it.
     """
 
     num_prompt_tokens: int
@@ -198,15 +198,15 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeBreakdown:
-    """Where one choice's time went, in seconds, as the router saw it; ``None``: did not happen.
+    """Where one choice's time went, in seconds, as the router saw it; ``None``: this step did not happen.
 
-    Parts of failed attempts are counted in.
+    The times of failed attempts are included.
 
     Attributes:
         tokenize_s: template and tokenizer.
         router_queue_s: waiting in the router for room.
         prefill_s: the prefill hop, the worker's queue (``prefill_queue_s``) included.
-        decode_queue_s: waiting in the decode worker, less ``transfer_s``, which is moving blocks there.
+        decode_queue_s: waiting in the decode worker, without ``transfer_s``, the time to move blocks there.
         first_token_s: from arrival to the first token.
         total_s: from arrival to the end.
         media_s: fetching media, and encoding them at an encode worker, before ``router_queue_s``.
@@ -228,7 +228,7 @@ class ChoiceFinished:
     """One choice ended well.
 
     Attributes:
-        stop_string: the one that ended it; ``None``: none did.
+        stop_string: the stop string that ended it; ``None``: none did.
     """
 
     choice: int
@@ -241,7 +241,7 @@ class ChoiceFinished:
 AnswerPart: TypeAlias = Accepted | Placed | Delta | ChoiceFinished
 
 
-# What is impossible with any model; every refusal names the field of ``GenerateStart``.
+# Refusals of what no model can serve; each names the field of ``GenerateStart``.
 
 _MAX_CHOICES = 64
 
@@ -255,10 +255,10 @@ _MAX_NAME_LENGTH = 256
 
 
 def check_start(start: GenerateStart) -> None:
-    """Refuse what is impossible with any model; the router does, and clients may save themselves the way to it.
+    """Refuse what no model can serve. The router checks this; clients may check it before they send a request.
 
     Raises:
-        InvalidRequestError: naming the field.
+        InvalidRequestError: names the field.
     """
     if not 1 <= start.num_choices <= _MAX_CHOICES:
         raise InvalidRequestError(f"num_choices must be in [1, {_MAX_CHOICES}]", field="num_choices")
@@ -276,7 +276,7 @@ def check_start(start: GenerateStart) -> None:
 
 
 def check_resume(resume: Resume, start: GenerateStart) -> None:
-    """Refuse to go on with what never was. Raises ``InvalidRequestError`` naming the field."""
+    """Refuse to resume an attempt that can't have existed. Raises ``InvalidRequestError`` naming the field."""
     if not is_request_id(resume.request_id):
         message = "request_id is not 32 lower-case hexadecimal digits"
         raise InvalidRequestError(message, field="resume.request_id")
@@ -289,14 +289,14 @@ def check_resume(resume: Resume, start: GenerateStart) -> None:
 
 
 def prompt_field(prompt: Prompt) -> str:
-    """The path of the field that the prompt came in."""
+    """The path of the field that held the prompt."""
     if isinstance(prompt, TextPrompt):
         return "text"
     return "chat.messages" if isinstance(prompt, ChatPrompt) else "token_ids.ids"
 
 
 def _check_timeout(timeout_s: float) -> None:
-    if not timeout_s > 0:  # not a number is refused here too
+    if not timeout_s > 0:  # this also refuses NaN
         raise InvalidRequestError("timeout must be above 0", field="timeout")
     if math.isinf(timeout_s):
         raise InvalidRequestError("timeout must be finite", field="timeout")
@@ -321,11 +321,11 @@ def _is_empty(prompt: Prompt) -> bool:
 
 
 def _size_bytes(text: str) -> int:
-    # Half a surrogate pair is refused where messages are written, not while it is measured.
+    # Half a surrogate pair is refused when messages are written, not while it is measured.
     return len(text.encode(errors="surrogatepass"))
 
 
-# A session in domain terms: many requests on one stream, by slot, and the bounds that it keeps.
+# A session in domain terms: many requests on one stream, by slot, and its limits.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,8 +333,8 @@ class SessionStart:
     """A request of a session.
 
     Attributes:
-        slot: chosen by the client; free again after the request's end.
-        resume: goes on after an attempt that broke; ``None``: a new request.
+        slot: the client chooses it; it is free again after the request's end.
+        resume: the attempt to resume; ``None``: a new request.
         traceparent: W3C trace context of this request, not checked; empty: that of the stream.
     """
 
@@ -345,7 +345,7 @@ class SessionStart:
 
 
 class SessionRun(Protocol):
-    """One request that runs; its sink's ``end`` is called once it holds nothing any more."""
+    """One running request; it calls its sink's ``end`` once it holds nothing any more."""
 
     def cancel(self) -> None:
         """End it early: each choice that has not ended gets its end."""
@@ -358,17 +358,17 @@ class SessionRun(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SessionLimits:
-    """Bounds of each session.
+    """Limits of each session.
 
     Attributes:
         tick_s: time between two messages to the client; the first after a pause goes at once.
-        max_requests: requests at most, those included whose end the client has not taken; more are refused.
-        max_pending_tokens: of one request for a client that reads too slowly; if more gather, the request is ended.
-            They are counted whenever so many deltas have come, at most 4,096, so that much may come on top.
-        max_pending_bytes: the same of its tokens, text and log probabilities together.
+        max_requests: most requests, including those whose end the client has not read; more are refused.
+        max_pending_tokens: most tokens of one request that may wait for a slow client; more end the request.
+            They are counted whenever a number of deltas has come, at most 4,096, so that many may come on top.
+        max_pending_bytes: the same limit for its tokens, text and log probabilities together.
 
     Raises:
-        ConfigError: naming the field.
+        ConfigError: names the field.
     """
 
     tick_s: float = 0.002

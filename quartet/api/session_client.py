@@ -23,10 +23,10 @@ _Add: TypeAlias = Callable[[int, int, Sequence[int], str, Sequence[TokenLogprobs
 
 
 class SessionCall:
-    """One request of a session: what comes for it gathers in its ``answer``."""
+    """One request of a session; its ``answer`` collects what comes for it."""
 
     def __init__(self, send_cancel: Callable[[], None], num_choices: int, answer: Answer) -> None:
-        """``send_cancel`` asks the router to end it."""
+        """``send_cancel`` asks the router to end the request."""
         self.is_over = False
         self._send_cancel = send_cancel
         self._num_unfinished = num_choices
@@ -35,17 +35,17 @@ class SessionCall:
         self.add: _Add = answer.add
 
     def cancel(self) -> None:
-        """Ask the router to end it; what it still gives comes to the answer. Harmless when it has ended."""
+        """Ask the router to end it; what the router still sends goes to the answer. Harmless after its end."""
         if not self.is_over:
             self._send_cancel()
 
     def drop(self, error: ServingError) -> None:
-        """End it here and now, and at the router soon."""
+        """End it here at once, and at the router soon."""
         self.cancel()
         self.fail(error)
 
     def fail(self, error: ServingError) -> None:
-        """End it badly, unless it is over."""
+        """Fail it, unless it has ended."""
         if not self.is_over:
             self._end()
             self._answer.end(error)
@@ -61,7 +61,7 @@ class SessionCall:
             self._answer.place(placement)
 
     def finish(self, finished: ChoiceFinished) -> bool:
-        """One choice has ended; whether that was the last. Raises ``ProtocolError`` where all had."""
+        """One choice has ended; returns whether it was the last. Raises ``ProtocolError`` if all had ended before."""
         if not self._num_unfinished:
             raise ProtocolError("a choice ended twice")
         self._num_unfinished -= 1
@@ -80,7 +80,7 @@ class SessionCall:
 class SessionClient(SlotClient[router_pb2.SessionRequest, router_pb2.SessionResponse, SessionCall]):
     """The session with one router: it opens at the first request, and again at the next one after a break.
 
-    It never waits for a reader: what comes for a request that is read slowly gathers in its answer.
+    It never waits for a reader: what comes for a slowly read request collects in its answer.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class SessionClient(SlotClient[router_pb2.SessionRequest, router_pb2.SessionResp
         stub: router_pb2_grpc.RouterServiceAsyncStub,
         to_error: Callable[[grpc.aio.AioRpcError], ServingError],
     ) -> None:
-        """``to_error``: what a broken stream's status is to its requests."""
+        """``to_error`` turns a broken stream's status into the error of its requests."""
         super().__init__(
             f"the router at {address}", router_pb2.SessionResponse, _nothing, lost_error=RouterUnavailableError
         )
@@ -97,7 +97,7 @@ class SessionClient(SlotClient[router_pb2.SessionRequest, router_pb2.SessionResp
         self._to_error = to_error
 
     def start(self, start: router_pb2.GenerateStart, answer: Answer) -> SessionCall:
-        """Start a request; never waits or raises: errors come out of ``answer``."""
+        """Start a request. Never waits or raises: errors come out of ``answer``."""
         num_choices = start.num_choices if start.HasField("num_choices") else 1
         return self._begin(
             lambda send_cancel: SessionCall(send_cancel, num_choices, answer),
@@ -150,7 +150,7 @@ class SessionClient(SlotClient[router_pb2.SessionRequest, router_pb2.SessionResp
 
 
 class _LogprobsColumn:
-    """One entry for each entry of the columns that has some, in their order."""
+    """One entry for each entry of the columns that has log probabilities, in their order."""
 
     def __init__(self, entries: Sequence[router_pb2.SessionLogprobs]) -> None:
         self._entries = deque(entries)
@@ -160,7 +160,7 @@ class _LogprobsColumn:
         return len(self._entries)
 
     def take(self, slot: int, choice: int) -> Sequence[TokenLogprobs]:
-        """Those of the next entry of the columns."""
+        """The log probabilities of the next entry of the columns."""
         first = self._entries[0]
         if (first.slot, first.choice) != (slot, choice):
             return ()
@@ -171,8 +171,8 @@ class _LogprobsColumn:
 def _ignore(
     _choice: int, _token_offset: int, _token_ids: Sequence[int], _text: str, _logprobs: Sequence[TokenLogprobs]
 ) -> None:
-    """The request is over: drop its deltas."""
+    """Drop the deltas: the request has ended."""
 
 
 def _nothing(_error: ServingError) -> None:
-    """A break of the stream needs no more: its calls have failed."""
+    """Do nothing when the stream breaks: its calls have failed already."""

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 from quartet.engine.sampling import TokenLogprobs
 from quartet.streams.outbox import TOKEN_BYTES, payload_bytes
 
-#: Slot, choice, token offset, token ids, text, log probabilities. A tuple, as one is made for each token: columns are
-#: made of many of them without running a line of Python for each.
+#: Slot, choice, token offset, token ids, text, log probabilities. A tuple, because each token makes one, and columns
+#: can be made of many tuples without running a line of Python for each.
 Entry: TypeAlias = tuple[int, int, int, Sequence[int], str, Sequence[TokenLogprobs]]
 
 # Upper bounds of serialized sizes.
@@ -72,7 +72,7 @@ class _PendingRequest:
 
 
 class SessionBacklog:
-    """What waits, by request, in the order in which requests began to wait."""
+    """Waiting entries by request, in the order in which the requests began to wait."""
 
     def __init__(self) -> None:
         """Nothing waits."""
@@ -87,7 +87,7 @@ class SessionBacklog:
         return slot in self._requests
 
     def add(self, entries: Iterable[Entry]) -> None:
-        """Put ``entries`` behind what waits of the same choices."""
+        """Put ``entries`` behind the waiting ones of the same choices."""
         for slot, choice, offset, token_ids, text, logprobs in entries:
             request = self._requests.get(slot)
             if request is None:
@@ -108,11 +108,11 @@ class SessionBacklog:
         return [slot for slot, it in requests if it.num_tokens > max_tokens or it.size_bytes > max_bytes]
 
     def drop(self, slot: int) -> None:
-        """Forget what waits of the request in ``slot``, if anything."""
+        """Forget what waits of the request in ``slot``, if anything does."""
         self._requests.pop(slot, None)
 
     def take(self, room_bytes: int) -> list[Entry]:
-        """The first entries, one a choice, that fit into ``room_bytes``; the last of them may be a part of one."""
+        """The first entries, one a choice, that fit into ``room_bytes``; the last one may be a part of an entry."""
         taken: list[Entry] = []
         while self._requests and room_bytes > _ENTRY_BYTES:
             slot, request = next(iter(self._requests.items()))
@@ -139,7 +139,7 @@ class SessionBacklog:
 
 
 def _split(entry: Entry, room_bytes: int) -> tuple[Entry, _PendingChoice]:
-    """What fits into ``room_bytes``, tokens before text, which need not be aligned with them, and the rest."""
+    """The part that fits into ``room_bytes``, tokens before text (which need not match them), and the rest."""
     slot, choice, offset, token_ids, text, logprobs = entry
     num_tokens = 0
     for token_id, logprob in zip_longest(token_ids, logprobs):  # either may have been left out

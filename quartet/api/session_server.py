@@ -1,7 +1,7 @@
 """A router's end of a session: many requests by slot, one writer, exactly one end for each start.
 
-No request waits for its session's reader. What gathers between two messages goes out in one; for a reader that is too
-slow even for that, it is merged by choice and bounded by request.
+No request waits for its session's reader. What collects between two messages goes out in one. If the reader is too
+slow even for that, it is merged by choice and limited by request.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from quartet.streams.outbox import ENTRY_BYTES, ROOM_BYTES
 from quartet.streams.wakeable import Wakeable
 from quartet.v1 import router_pb2 as pb
 
-#: Begins a request whose answer goes to the sink; raises ``ServingError`` where it can't.
+#: Begins a request whose answer goes to the sink; raises ``ServingError`` if it can't.
 Begin: TypeAlias = Callable[[SessionStart, AnswerSink], SessionRun]
 SideT = TypeVar("SideT", pb.SessionAccepted, pb.SessionPlaced, pb.SessionFinished, pb.SessionFailure)
 
-# After which a client may try another router, or the next one at this address.
+# After this time a client may try another router, or the next one at this address.
 _DRAINING_RETRY_DELAY_S = 1.0
 
-# The event loop's timers count milliseconds: for less than half of one none is set.
+# The event loop's timers count milliseconds, so a wait of less than half of one needs no timer.
 _TIMER_RESOLUTION_S = 0.0005
 _MAX_UNSEEN_ENTRIES = 4096
 
@@ -53,8 +53,8 @@ _MAX_UNSEEN_ENTRIES = 4096
 class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
     """Serves one call of Session until the client has half-closed and every request has ended.
 
-    ``serve`` raises in an ``ExceptionGroup``: ``ProtocolError`` for messages that make no sense, and ``DrainingError``
-    once ``drain`` was called and the last request has ended, unless the client has half-closed by then.
+    ``serve`` raises in an ``ExceptionGroup``: ``ProtocolError`` for invalid messages; ``DrainingError`` after ``drain``
+    was called and the last request has ended, unless the client has half-closed by then.
     """
 
     def __init__(self, begin: Begin, limits: SessionLimits, stalled: StalledCalls) -> None:
@@ -69,7 +69,7 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
         self._next_at = 0.0
 
     def drain(self) -> None:
-        """Take nothing new; end when the last request has ended, also where the client doesn't half-close."""
+        """Take no new requests; end when the last request has ended, even if the client doesn't half-close."""
         self._is_draining = True
         self._outbox.wake()
 
@@ -87,7 +87,7 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
 
     def _start(self, message: pb.SessionStart) -> None:
         slot = message.slot
-        # A slot is free only once its end was sent: before, the client could not tell the two requests apart.
+        # A slot is free only after its end was sent: before that, the client could not tell the two requests apart.
         if slot in self._requests.by_slot or self._outbox.owes(slot):
             raise ProtocolError(f"slot {slot} is still in use", field="start.slot")
         try:
@@ -115,7 +115,7 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
 
     def _overflowed(self, slot: int, error: ServingError) -> None:
         request = self._requests.by_slot.pop(slot, None)
-        if request is not None:  # else it ended before
+        if request is not None:  # otherwise it ended before
             request.silence()
             self._requests.runs[request].abort(error)
 
@@ -137,8 +137,8 @@ class SessionStream(ServerStream[pb.SessionRequest, pb.SessionResponse]):
         return (self._is_half_closed or self._is_draining) and not self._requests.by_slot and self._outbox.is_empty
 
     async def _end(self) -> None:
-        """End what runs, and wait until nothing holds anything."""
-        # This task may be cancelled at the first `await`: tell every request before that.
+        """End all running requests, and wait until none holds anything."""
+        # This task may be cancelled at the first `await`, so tell every request before that.
         for request in tuple(self._requests.by_slot.values()):
             request.silence()
             if not request.is_cancelled:
@@ -152,13 +152,13 @@ class SessionOutbox(Wakeable):
     """Pending columns and side messages of one session.
 
     Attributes:
-        entries: deltas as they came. After appending one, call ``poll`` if there are ``poll_at`` of them: a method that
-            did both would double the price of a token.
+        entries: deltas as they came. After appending one, call ``poll`` if there are ``poll_at`` of them: one method
+            for both would double the cost of a token.
         poll_at: the number of entries at which ``poll`` must be called.
     """
 
     def __init__(self, limits: SessionLimits, on_overflow: Callable[[int, ServingError], None]) -> None:
-        """``on_overflow`` is called with a request of which too much gathered, once it has its failure here."""
+        """``on_overflow`` is called with a request for which too much waits, after its failure was added here."""
         super().__init__()
         self.entries: Final[list[Entry]] = []
         self._limits = limits
@@ -179,11 +179,11 @@ class SessionOutbox(Wakeable):
 
     @property
     def num_ended(self) -> int:
-        """Slots whose request has ended, but whose end is here, not taken yet."""
+        """Slots whose request has ended, and whose end waits here."""
         return len(self._ended)
 
     def owes(self, slot: int) -> bool:
-        """Whether the end of the request in ``slot`` is here, not taken yet."""
+        """Whether the end of the request in ``slot`` waits here."""
         return slot in self._ended
 
     def accept(self, slot: int, accepted: Accepted) -> None:
@@ -192,32 +192,32 @@ class SessionOutbox(Wakeable):
         self.wake()
 
     def place(self, slot: int, placement: ChoicePlacement) -> None:
-        """One more of its choices is."""
+        """One more choice of the request in ``slot`` is placed."""
         self._placed.append(to_session_placed(slot, placement))
         self.wake()
 
     def finish(self, slot: int, finished: ChoiceFinished, *, is_last: bool) -> None:
-        """One of its choices has ended; with the last one, it has."""
+        """One choice of the request in ``slot`` has ended; with the last one, the request has."""
         self._finished.append(to_session_finished(slot, finished))
         if is_last:
             self._ended.add(slot)
         self.wake()
 
     def fail(self, slot: int, error: BaseException) -> None:
-        """It has ended badly."""
+        """The request in ``slot`` has failed."""
         self._failures.append(to_session_failure(slot, error))
         self._ended.add(slot)
         self.wake()
 
     def poll(self) -> None:
-        """Many entries have come: wake the stream, or, where the message before still is not taken, count them."""
+        """Many entries have come: wake the stream, or, if the message before is still not taken, count them."""
         if not self._is_writing:
             self._release()
             return
         self._gather()
         for slot in self._backlog.beyond(self._limits.max_pending_tokens, self._limits.max_pending_bytes):
             self._backlog.drop(slot)
-            # The failure is the end also of those of its choices that ended well and wait here.
+            # The failure is also the end of those of its choices that ended well and wait here.
             self._finished = deque(item for item in self._finished if item.slot != slot)
             error = SlowReaderError("the session's reader took too little for too long")
             self.fail(slot, error)
@@ -229,14 +229,14 @@ class SessionOutbox(Wakeable):
             self._release()
 
     async def wait(self) -> None:
-        """Wait until something is pending or ``wake`` is called. For one reader, who has written what it took."""
+        """Wait until something is pending or ``wake`` is called. For one reader, which has written what it took."""
         self._is_writing = False
         if self.is_empty:
             self.poll_at = 1
             await self._woken()
 
     async def pause(self, duration_s: float) -> None:
-        """Let more gather for ``duration_s`` seconds, or until there is much. For one reader."""
+        """Let more collect for ``duration_s`` seconds, or until there is much. For one reader."""
         timer = asyncio.get_running_loop().call_later(duration_s, self._release)
         try:
             await self._woken()
@@ -246,7 +246,7 @@ class SessionOutbox(Wakeable):
     def take(self) -> pb.SessionResponse | None:
         """The next message, at most 1 MiB; ``None`` when nothing is pending.
 
-        A request's deltas are never before its placement, nor its end before them.
+        A request's placement comes before its deltas, and its end comes after them.
         """
         if self.is_empty:
             return None
@@ -255,7 +255,7 @@ class SessionOutbox(Wakeable):
         room = ROOM_BYTES
         accepted: Sequence[pb.SessionAccepted] = ()
         placed: Sequence[pb.SessionPlaced] = ()
-        # Most messages hold only deltas: what is empty costs no call. What finds no room leaves none to what follows.
+        # Most messages hold only deltas, so empty parts cost no call. A part without room leaves none for later parts.
         if self._accepted:
             accepted, room = _first(self._accepted, (), room)
         if self._placed:
@@ -275,7 +275,7 @@ class SessionOutbox(Wakeable):
         return message
 
     def _take_deltas(self, room: int) -> tuple[pb.SessionResponse, int]:
-        """A message with them, and the room that they leave."""
+        """A message with the deltas, and the room that they leave."""
         if not (self.entries or self._backlog) or not room:
             return pb.SessionResponse(), room
         if not self._backlog:
@@ -289,7 +289,7 @@ class SessionOutbox(Wakeable):
         if not entries:
             return pb.SessionResponse(), 0
         columns = to_columns(entries)
-        # Its bound may be above what the backlog counted, character by character.
+        # Its upper bound may be above the backlog's count, character by character.
         return to_session_response(columns), max(0, room - columns.max_size_bytes)
 
     def _gather(self) -> None:
@@ -301,15 +301,15 @@ class SessionOutbox(Wakeable):
 
     def _release(self) -> None:
         self._wake()
-        # The stream takes them before long: until then there is nothing to be done about more.
+        # The stream takes them soon; until then there is nothing to do about more.
         self.poll_at = len(self.entries) + self._max_unseen
 
 
 @dataclass
 class _Requests:
-    """Those of one session: ``by_slot`` such as have no end yet, ``runs`` such as still may hold something.
+    """The requests of one session: ``by_slot`` has those without an end yet, ``runs`` those that may hold something.
 
-    ``none_runs`` is set when the last of these ends.
+    ``none_runs`` is set when the last request in ``runs`` ends.
     """
 
     by_slot: dict[int, _Request] = field(default_factory=dict)
@@ -318,9 +318,9 @@ class _Requests:
 
 
 class _Request:
-    """Brings one request's answer to the outbox, until it has its end there."""
+    """Passes one request's answer to the outbox, until its end is there."""
 
-    # There are thousands, and a token finds each of them cold: without a dictionary they lie closer together.
+    # There are thousands, and each is out of the CPU cache when a token comes: without a dictionary they are denser.
     __slots__ = ("_entries", "_is_over", "_num_open", "_outbox", "_requests", "_slot", "is_cancelled")
 
     def __init__(self, asked: SessionStart, outbox: SessionOutbox, requests: _Requests) -> None:
@@ -339,14 +339,14 @@ class _Request:
             self._outbox.accept(self._slot, accepted)
 
     def place(self, placement: ChoicePlacement) -> None:
-        """One more of them is."""
+        """One more choice is placed."""
         if not self._is_over:
             self._outbox.place(self._slot, placement)
 
     def add(
         self, choice: int, token_offset: int, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:
-        """More of one choice."""
+        """Take more of one choice."""
         if self._is_over:
             return
         entries = self._entries
@@ -355,7 +355,7 @@ class _Request:
             self._outbox.poll()
 
     def finish(self, finished: ChoiceFinished) -> None:
-        """One choice has ended: with the last one the request has, for the client."""
+        """One choice has ended; with the last one, the client's request has."""
         if self._is_over:
             return
         self._num_open -= 1
@@ -365,7 +365,7 @@ class _Request:
         self._outbox.finish(self._slot, finished, is_last=is_last)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Nothing runs any more."""
+        """The request no longer runs."""
         del self._requests.runs[self]
         if not self._requests.runs:
             self._requests.none_runs.set()
@@ -384,7 +384,7 @@ class _Request:
 
 
 def _first(pending: deque[SideT], held: Container[int], room: int) -> tuple[list[SideT], int]:
-    """Take what fits into ``room`` and is not of a ``held`` slot; where one doesn't fit, no room is left."""
+    """Take what fits into ``room`` and is not of a ``held`` slot; if one item doesn't fit, no room is left."""
     taken: list[SideT] = []
     for _ in range(len(pending)):
         item = pending.popleft()

@@ -22,21 +22,21 @@ class TextCache(Generic[KeyT]):
     """Text sides by key. Callers that wait for the same model share one fetch."""
 
     def __init__(self, *, max_texts: int | None = None) -> None:
-        """Keep at most ``max_texts``: the one fetched first goes first. ``None``: until ``keep`` drops them."""
+        """Keep at most ``max_texts``: drop the one fetched first. ``None``: keep them until ``keep`` drops them."""
         self._max_texts = max_texts
         self._texts: dict[KeyT, ModelText] = {}
         self._fetches: dict[KeyT, asyncio.Task[ModelText]] = {}
 
     def known(self, key: KeyT) -> ModelText | None:
-        """The text side, if it is here already."""
+        """The text side, if it is already here."""
         return self._texts.get(key)
 
     async def get(self, key: KeyT, fetch: FetchFiles) -> ModelText:
-        """The text side of ``key``, by ``fetch`` unless it is here or on its way.
+        """The text side of ``key``; ``fetch`` gets it unless it is here or on its way.
 
         Raises:
             WorkerUnavailableError: no worker gave the files.
-            ModelFilesError: the files make no sense.
+            ModelFilesError: the files are invalid.
         """
         text = self._texts.get(key)
         if text is not None:
@@ -51,7 +51,7 @@ class TextCache(Generic[KeyT]):
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if task.cancelled() and not (caller is not None and caller.cancelling()):
-                # The channel of the fetch was closed. For a caller that was not cancelled, the worker is gone.
+                # The fetch's channel was closed. To a caller that was not cancelled, the worker is gone.
                 raise WorkerUnavailableError("the worker that gave the model's files is gone") from None
             raise
 

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 #: Seconds for calls that run no model.
 _LOOK_UP_TIMEOUT_S = 4.0
-#: Seconds for one that tokenizes a prompt, for which a router may have to fetch the tokenizer first.
+#: Seconds for calls that tokenize a prompt, for which a router may have to fetch the tokenizer first.
 _EXPLAIN_TIMEOUT_S = 30.0
 
 
 class QuartetClient:
-    """Talks to one router, or to several equal ones: where one can't be reached, the next is tried.
+    """Talks to one router, or to several equal ones: if one can't be reached, the client tries the next.
 
     ::
 
@@ -42,7 +42,7 @@ class QuartetClient:
     """
 
     def __init__(self, target: str | Sequence[str], *, tls: TlsConfig | None = None) -> None:
-        """``target``: router addresses, ``host:port``, in the order to try; they are dialled when first used.
+        """``target``: router addresses, ``host:port``, in the order to try; the client dials them when first used.
 
         Raises:
             ConfigError: an address is malformed, or a file of ``tls`` can't be used.
@@ -61,11 +61,11 @@ class QuartetClient:
     ) -> GenerateStream:
         """Stream the answer to ``prompt``, ``messages`` or ``token_ids``; arguments are ``GenerateFields``.
 
-        ``path``: ``generate``, ``session`` or ``direct``. The answer is the same on all three; on the last two, which
-        carry many requests on one stream, one whose reader lets 65,536 tokens and characters wait is ended.
+        ``path``: ``generate``, ``session`` or ``direct``. The answer is the same on all three. The last two carry many
+        requests on one stream, so a request ends if its reader lets 65,536 tokens and characters wait.
 
         Raises:
-            InvalidRequestError: naming the field, already here where no router could take it.
+            InvalidRequestError: no router could take the request; names the field. Raised before anything is sent.
         """
         return GenerateStream(self._request(to_path(path), make_start(prompt, **fields)))
 
@@ -76,7 +76,7 @@ class QuartetClient:
         path: RequestPath | str = RequestPath.GENERATE,
         **fields: Unpack[GenerateFields],
     ) -> Completion:
-        """The whole answer, when it is complete; arguments and errors are those of ``generate``."""
+        """The whole answer; arguments and errors are those of ``generate``."""
         builder = CompletionBuilder()
         async with self.generate(prompt, path=path, **fields) as stream:
             async for part in stream:
@@ -84,7 +84,7 @@ class QuartetClient:
         return builder.build(stream.router)
 
     async def explain(self, prompt: str | None = None, **fields: Unpack[GenerateFields]) -> Explanation:
-        """Where such a request would go now, and why; nothing is run. Arguments, errors: those of ``generate``."""
+        """Where such a request would go now, and why; runs nothing. Arguments and errors are those of ``generate``."""
         start = make_start(prompt, **fields)
         request = to_explain_request(start)
         check_size(start, request)
@@ -95,7 +95,7 @@ class QuartetClient:
         return await self._routers.call(call)
 
     async def list_workers(self, model: str = "") -> list[WorkerStatus]:
-        """The workers that the router knows, by role and id; ``model``: only those of this model."""
+        """The workers that the router knows, by role and id; with ``model``, only those of that model."""
 
         async def call(router: Router) -> list[WorkerStatus]:
             request = router_pb2.ListWorkersRequest(model=model)
@@ -105,7 +105,7 @@ class QuartetClient:
         return await self._routers.call(call)
 
     async def watch_workers(self, model: str = "") -> AsyncIterator[list[WorkerStatus]]:
-        """The workers by role and id, now and again after each change, from one router until it goes away."""
+        """The workers by role and id, now and after each change, from one router until it goes away."""
         router = await self._routers.call(_reachable)
         call = router.stub.WatchWorkers(router_pb2.WatchWorkersRequest(model=model))
         workers: dict[str, WorkerStatus] = {}
@@ -153,7 +153,7 @@ class QuartetClient:
                 return self._direct_request(start)
 
     def _direct_request(self, start: GenerateStart) -> ClientRequest:
-        # Imported late: with it come tokenizers and chat templates, which take as long as all the rest of a client.
+        # Imported late: it imports tokenizers and chat templates, which take as long as the rest of a client.
         from quartet.client.direct import DirectRequest, DirectTools
 
         if self._direct is None:

@@ -66,7 +66,7 @@ class DirectRequest:
 
     @property
     def router(self) -> str | None:
-        """``host:port`` of the router that placed it last."""
+        """``host:port`` of the router that last placed it."""
         return self._placer.router if self._by_router is None else self._by_router.router
 
     async def cancel(self) -> None:
@@ -78,7 +78,7 @@ class DirectRequest:
             self._work.cancel()
 
     async def parts(self) -> AsyncGenerator[AnswerPart, None]:
-        """Send it and give its answer. Raises ``ServingError``."""
+        """Send the request and yield its answer. Raises ``ServingError``."""
         self._placer = Placer(self._tools, self._start)
         self._choices = self._make_choices()
         work = self._work = asyncio.create_task(self._run(), name="direct request")
@@ -99,7 +99,7 @@ class DirectRequest:
         return RunningChoices(range(self._start.num_choices), self._answer, self._placer.arrived_at)
 
     def _settle(self, work: asyncio.Task[None]) -> None:
-        """Tell the answer how the work ended."""
+        """Report to the answer how the work ended."""
         self._choices.settle(work, cancelled=self._accept_cancelled if self._is_cancelled else None)
 
     async def _run(self) -> None:
@@ -114,7 +114,7 @@ class DirectRequest:
         try:
             request, tokenizer = await self._placer.place()
         except (MessageTooLargeError, PlaceTooLargeError, NoTextError):
-            # Too long to be signed, no room for all choices at once, or no worker is known that has the tokenizer.
+            # Too long to be signed, no room for all choices at once, or no known worker has the tokenizer.
             await self._generate_by_router()
             return
         self._choices.accept(_accepted(request))
@@ -158,7 +158,7 @@ class DirectRequest:
         self._choices.finish(await choice.run(placed))
 
     def _accept_cancelled(self) -> Accepted:
-        """What a request is accepted with that was cancelled before a router placed it, so no router has named it."""
+        """The ``Accepted`` of a request that was cancelled before a router placed it, so no router has named it."""
         return Accepted(request_id=secrets.token_hex(16), choices=(), num_prompt_tokens=0, seed=self._start.seed or 0)
 
 
@@ -172,9 +172,9 @@ def _accepted(request: PlacedRequest) -> Accepted:
     )
 
 
-# One choice of a direct request: decoded at one worker after the other, until one ends it.
+# One choice of a direct request: workers decode it one after the other, until one ends it.
 
-# As a router's: the worker's queue and the transfer come before its first message.
+# As for a router: the worker's queue and the transfer come before its first message.
 _START_TIMEOUT_S = 120.0
 
 _STALL_TIMEOUT_S = 60.0
@@ -184,10 +184,10 @@ PlaceAgain = Callable[[Sequence[int]], Awaitable[PlacedChoice]]
 
 
 class DirectChoice:
-    """Runs one choice. However ``run`` ends, nothing of it is left at a worker."""
+    """Runs one choice. However ``run`` ends, it leaves nothing at a worker."""
 
     def __init__(self, output: ChoiceOutput, workers: DecodeWorkers, place_again: PlaceAgain) -> None:
-        """``output`` takes its tokens."""
+        """``output`` takes the choice's tokens."""
         self._output = output
         self._workers = workers
         self._place_again = place_again
@@ -197,7 +197,7 @@ class DirectChoice:
         """Generate from ``placed`` to the end.
 
         Raises:
-            ServingError: the last attempt's error, or the router's where it placed it no more.
+            ServingError: the last attempt's error, or the router's if no router placed the choice again.
         """
         while True:
             try:
@@ -234,7 +234,7 @@ class DirectChoice:
 
     async def _decode(self, placement: SignedPlacement, sink: _Sink) -> FinishReason:
         with self._workers.use(placement.address) as worker:
-            # Also of a choice that its first token ended: so the worker lets go of what is handed off to it.
+            # Also for a choice that its first token ended, so that the worker releases its hand-off.
             call = worker.decode.start_signed(placement, sink)
             try:
                 if self._output.has_stopped:
@@ -261,7 +261,7 @@ class _AttemptFailedError(Exception):
 
 
 class _Sink:
-    """Brings what a decode gives to the choice's output."""
+    """Passes the output of a decode to the choice's output."""
 
     def __init__(self, output: ChoiceOutput, *, is_handed_off: bool) -> None:
         self._output = output
@@ -276,7 +276,7 @@ class _Sink:
 
 # What all direct requests of a client share.
 
-#: Models whose text side is kept; a large one takes some 100 MB.
+#: Models whose text side is kept; that of a large model takes some 100 MB.
 _MAX_TEXTS = 8
 
 
@@ -284,26 +284,26 @@ class DirectTools:
     """Routers to place requests, workers to stream from, and the text sides of their models."""
 
     def __init__(self, routers: Routers, tls: TlsConfig | None) -> None:
-        """Dial workers with ``tls``; ``routers`` stay the caller's."""
+        """Dial workers with ``tls``; the caller still owns ``routers``."""
         self.routers = routers
         self.workers = DecodeWorkers(tls)
         self._texts: TextCache[str] = TextCache(max_texts=_MAX_TEXTS)
 
     def known_text(self, fingerprint: str) -> ModelText | None:
-        """The text side of the model, if it is here already."""
+        """The text side of the model, if it is already here."""
         return self._texts.known(fingerprint)
 
     async def model_text(self, fingerprint: str, addresses: Sequence[str]) -> ModelText:
-        """The text side of the model, from the first worker at ``addresses`` that gives it, unless it is here.
+        """The text side of the model: the one kept here, or from the first worker at ``addresses`` that gives it.
 
         Raises:
-            WorkerUnavailableError: none does.
-            ModelFilesError: the files make no sense.
+            WorkerUnavailableError: no worker gives it.
+            ModelFilesError: the files are invalid.
         """
         return await self._texts.get(fingerprint, lambda: self._fetch(fingerprint, addresses))
 
     async def close(self) -> None:
-        """End what goes on at workers."""
+        """End all requests at workers."""
         await self._texts.close()
         await self.workers.close()
 
@@ -324,14 +324,14 @@ class DirectTools:
 
 
 class NoTextError(Exception):
-    """The request ended before a worker was chosen, so none can be asked for its model's text files."""
+    """The request ended before a router chose a worker, so there is none to ask for its model's text files."""
 
 
 class Placer:
     """Places one request.
 
     Attributes:
-        router: ``host:port`` of the router that did so last.
+        router: ``host:port`` of the router that last placed it.
     """
 
     def __init__(self, tools: DirectTools, start: GenerateStart) -> None:
@@ -344,7 +344,7 @@ class Placer:
         self._attempts: dict[int, int] = {}
 
     async def place(self) -> tuple[PlacedRequest, Tokenizer | None]:
-        """Where it goes on, and what makes its text; no tokenizer where none is wanted.
+        """The placement, and the tokenizer that makes its text; no tokenizer if no text is wanted.
 
         Raises:
             NoTextError: another path must make the text.
@@ -361,13 +361,13 @@ class Placer:
             except ServingError as error:
                 failure = error
             self._tools.workers.let_go(request.choices)
-            # Nothing was shown yet, so the request can begin anew.
+            # The client has shown nothing yet, so the request can start over.
             await asyncio.sleep(retries.note(failure))
 
     async def place_again(self, choice: int, token_ids: Sequence[int]) -> PlacedChoice:
-        """Where ``choice`` goes on, which has ``token_ids``. Raises ``ServingError``: no router places it."""
+        """Place ``choice``, which has ``token_ids``, again. Raises ``ServingError``: no router places it."""
         assert self._request is not None, "it was placed before"
-        # An attempt that no router answered counts as well: a worker may still be running it.
+        # An attempt without an answer from a router counts too: a worker may still be running it.
         attempt = self._attempts[choice] = self._attempts.get(choice, self._request.attempt) + 1
         resume = Resume(
             request_id=self._request.request_id,
@@ -439,7 +439,7 @@ _PASSING = (
     errors.WorkerUnavailableError,
 )
 
-#: Longer than between workers: a router that restarts takes seconds, and often there is no other.
+#: Longer than between workers: a router takes seconds to restart, and often there is no other.
 _FIRST_ROUTER_PAUSE_S, _MAX_ROUTER_PAUSE_S = 0.5, 5.0
 
 
@@ -447,23 +447,23 @@ class Retries:
     """Counts the failed attempts of one choice."""
 
     def __init__(self) -> None:
-        """None has failed."""
+        """Start without failures."""
         self._num_failures = 0
 
     def note(self, error: ServingError) -> float:
-        """Learn of a failure at a decode worker and return the seconds to pause before asking for another placement.
+        """Note a failure at a decode worker; returns the seconds to pause before asking for another placement.
 
         Raises:
-            ServingError: ``error``, where another placement would fail as well, or there were enough of them.
+            ServingError: ``error``, if another placement would fail too, or too many attempts have failed.
         """
         self._count(error, is_final=isinstance(error, _FINAL))
         return client.pause_s(error, self._num_failures)
 
     def note_refusal(self, error: ServingError) -> float:
-        """Learn that no router placed the choice again and return the seconds to pause before asking once more.
+        """Note that no router placed the choice again; returns the seconds to pause before asking once more.
 
         Raises:
-            ServingError: ``error``, where asking again would fail as well, or there were enough attempts.
+            ServingError: ``error``, if asking again would fail too, or too many attempts have failed.
         """
         self._count(error, is_final=isinstance(error, _FINAL) or not isinstance(error, _PASSING))
         pause_s = error.retry_delay_s

@@ -54,13 +54,13 @@ class GenerateRequest:
             await _write(self._call, router_pb2.GenerateRequest(cancel=types_pb2.Cancel()))
 
     async def parts(self) -> AsyncGenerator[AnswerPart, None]:
-        """Send it and give its answer. Raises ``ServingError``."""
+        """Send the request and yield its answer. Raises ``ServingError``."""
         failures: list[ServingError] = []
         for router in self._routers.in_order():
             is_begun = False
             try:
                 await router.connect()
-                # Closed here and now, also when this generator is: its end cancels the call.
+                # Close it at once, also when this generator is closed: its end cancels the call.
                 async with contextlib.aclosing(self._parts_from(router)) as parts:
                     async for part in parts:
                         is_begun = True
@@ -89,11 +89,11 @@ class GenerateRequest:
                 num_finished += isinstance(part, ChoiceFinished)
                 yield part
         except grpc.aio.AioRpcError as error:
-            # Where a cancel loses the race with the end, gRPC puts a status of its own making over the router's.
+            # If a cancel loses the race with the end, gRPC replaces the router's status with its own.
             if error.details() != MADE_UP_DETAILS or num_finished < self._num_choices:
                 raise
         except asyncio.CancelledError:
-            # Closing the channel of a call cancels the call, as if its reader had been cancelled.
+            # Closing a call's channel cancels the call, as if the reader had been cancelled.
             if router.is_closed and not _is_cancelled():
                 raise ClientClosedError from None
             raise
@@ -106,8 +106,8 @@ class GenerateRequest:
     async def _open(self, router: Router) -> _Call:
         """Open the call and send the start.
 
-        A router that refuses at once ends the call while the start is on its way out. Where the write loses that race,
-        gRPC puts a status of its own over the router's. Nothing was sent then, and asking again gives the router's.
+        A router that refuses at once ends the call while the start is being sent. If the write loses that race, gRPC
+        replaces the router's status with its own. Nothing was sent then, and asking again gives the router's status.
         """
         for _ in range(MAX_OPENINGS):
             call = self._call = router.stub.Generate(timeout=self._deadline_s)
@@ -123,6 +123,6 @@ def _is_cancelled() -> bool:
 
 
 async def _write(call: _Call, message: router_pb2.GenerateRequest) -> None:
-    # Where the call has ended, its reader gets the status.
+    # If the call has ended, its reader gets the status.
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         await call.write(message)

@@ -1,4 +1,4 @@
-"""A request as the caller says it."""
+"""A request as the caller describes it."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from quartet.text.chat_message import ChatMessage, media_of
 
 _DEFAULT_SAMPLING = Sampling()
 
-#: Of each message, for what a request is wrapped in: its slot, or what it goes on after.
+#: Bytes of each message for what wraps the request: its slot, or the attempt that it resumes.
 _WRAPPING_BYTES = 64 * 1024
 
 
 class GenerateFields(TypedDict, total=False):
-    """What to continue instead of a text ``prompt``, and how.
+    """The prompt, if it is not a text ``prompt``, and how to continue it.
 
     Attributes:
         messages: a conversation, laid out by the model's chat template.
-        token_ids: a prompt that is tokenized already.
-        media: what the placeholders in ``prompt`` or ``token_ids`` stand for, in order; messages hold their own.
-        model: empty: the only one, if there is but one.
+        token_ids: a prompt that is already tokenized.
+        media: the media that the placeholders in ``prompt`` or ``token_ids`` stand for, in order; messages hold theirs.
+        model: empty: the only model, if there is only one.
         stop: strings that end the answer; they are not shown.
         num_choices: answers wanted, 1 to 64.
         logprobs: alternatives to report at each position, 0 to 20; ``None``: no log probabilities.
         seed: unsigned 64 bit; ``None``: the router draws one and returns it.
         timeout_s: seconds for the whole request; ``None``: the router's limit.
-        session_key: requests of one conversation share it, which routers may keep together; empty: none.
+        session_key: shared by the requests of one conversation, which routers may keep together; empty: none.
         include_stop_string: show the string that ended the answer.
         omit_text: token ids only; not together with ``stop``.
         omit_token_ids: text only.
-        show_special_tokens: as text.
+        show_special_tokens: show them as text.
     """
 
     messages: Sequence[ChatMessage] | None
@@ -81,10 +81,10 @@ def make_start(
     """The request that ``GenerateFields`` describe, with exactly one of ``prompt``, ``messages`` and ``token_ids``.
 
     Raises:
-        InvalidRequestError: naming the field that no router could take; what depends on the model, routers check.
+        InvalidRequestError: no router could take the field that it names. Routers check what depends on the model.
     """
     if isinstance(stop, str):
-        # Its letters would become the stop strings.
+        # A string would count as a list of its letters.
         raise InvalidRequestError("stop is a list of strings, not a string", field="text_options.stop_strings")
     if media and messages is not None:
         raise InvalidRequestError("the media of a conversation are in its messages", field="media")
@@ -111,12 +111,12 @@ def make_start(
 
 
 def check_size(start: GenerateStart, message: Message) -> None:
-    """Refuse media that make ``message``, which holds ``start``, longer than a router takes.
+    """Refuse media that make ``message``, which holds ``start``, longer than a router accepts.
 
-    The router could only break off the stream, and with a session's all that others have on it.
+    The router could only break the stream, and with a session's stream all other requests on it.
 
     Raises:
-        MediaTooLargeError: naming the field that holds them.
+        MediaTooLargeError: names the field that holds them.
     """
     in_chat = isinstance(start.prompt, ChatPrompt) and any(media_of(start.prompt.messages))
     # Measuring costs as much as serializing the message, so requests without media skip it.
@@ -142,18 +142,18 @@ def _make_prompt(text: str | None, messages: Sequence[ChatMessage] | None, token
 
 
 class RequestPath(StrEnum):
-    """How a request reaches its workers. Its answer is the same on all of them."""
+    """How a request reaches its workers. Its answer is the same on all paths."""
 
     #: A call of its own to the router, which streams the answer.
     GENERATE = "generate"
     #: One of many on the client's one stream with the router, which streams all answers.
     SESSION = "session"
-    #: Placed by the router; its tokens come straight from the decode worker, and the client makes the text.
+    #: The router places it; its tokens come straight from the decode worker, and the client makes the text.
     DIRECT = "direct"
 
 
 def to_path(path: str) -> RequestPath:
-    """The path of this name. Raises ``InvalidRequestError`` where there is none."""
+    """The path named ``path``. Raises ``InvalidRequestError`` if there is none."""
     try:
         return RequestPath(path)
     except ValueError as error:
@@ -167,18 +167,18 @@ _EMBEDDINGS_SUFFIX = ".safetensors"
 
 
 def read_media(path: str | Path) -> MediaFile:
-    """The file at ``path``: embeddings where its name ends in ``.safetensors``, else a picture.
+    """The file at ``path``: embeddings if its name ends in ``.safetensors``, otherwise a picture.
 
-    Its contents are not checked: routers do that.
+    Routers check its contents; this function does not.
 
     Raises:
-        OSError: it can't be read.
-        MediaTooLargeError: it is longer than a request can be.
+        OSError: the file can't be read.
+        MediaTooLargeError: the file is longer than a request can be.
     """
     path = Path(path)
     kind = MediaKind.EMBEDDINGS if path.suffix.lower() == _EMBEDDINGS_SUFFIX else MediaKind.IMAGE
     with path.open("rb") as file:
-        # Not by its size: that of a pipe or a device says nothing.
+        # Do not ask for the file's size: that of a pipe or a device says nothing.
         data = file.read(MAX_API_MESSAGE_BYTES + 1)
     if len(data) > MAX_API_MESSAGE_BYTES:
         raise MediaTooLargeError(f"the file is longer than the {MAX_API_MESSAGE_BYTES >> 20} MiB of a request")

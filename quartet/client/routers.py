@@ -13,19 +13,19 @@ from quartet.rpc.channels import TlsConfig, create_channel
 from quartet.rpc.errors import DETAILS_KEY, from_rpc_error
 from quartet.v1 import router_pb2_grpc
 
-#: Seconds in which a router must take a connection; name resolution and TLS included.
+#: Seconds within which a router must accept a connection, name resolution and TLS included.
 CONNECT_TIMEOUT_S = 3.0
 
-#: A router ends a request at its timeout and says so; only one that no longer does is cut off, so much later.
+#: A router ends a request at its timeout and says so. The client cuts off only a router that fails to, much later.
 DEADLINE_GRACE_S = 2.0
 
-#: Tokens and characters of one choice that may wait for a slow reader: one stream carries many requests, so it
-#: is always read on.
+#: Tokens and characters of one choice that may wait for a slow reader. One stream carries many requests, so the client
+#: never stops reading it.
 MAX_UNREAD = 1 << 16
 
-#: What gRPC makes up where a router refuses a stream before the first message is written.
+#: The status that gRPC makes up if a router refuses a stream before the first message is written.
 MADE_UP_DETAILS = "Internal error from Core"
-#: Times to ask again then: nothing was sent, and the router's own status says more.
+#: Times to ask again after that status: nothing was sent, and the router's own status says more.
 MAX_OPENINGS = 5
 
 _MAX_DETAILS_LENGTH = 200
@@ -34,14 +34,14 @@ ResultT = TypeVar("ResultT")
 
 
 class ClientClosedError(RouterUnavailableError):
-    """The client was closed: it sends nothing any more."""
+    """The client was closed and sends nothing more."""
 
     def __init__(self) -> None:
         super().__init__("the client was closed")
 
 
 class Router:
-    """One router's address and its channel, which connects when first used and again whenever it must."""
+    """One router's address and its channel, which connects when first used and reconnects when needed."""
 
     def __init__(self, address: str, tls: TlsConfig | None) -> None:
         """Raises ``ConfigError``: ``address`` is not ``host:port``, or a file of ``tls`` can't be used."""
@@ -54,10 +54,10 @@ class Router:
         self.stub: router_pb2_grpc.RouterServiceAsyncStub = router_pb2_grpc.RouterServiceStub(self._channel)
 
     async def connect(self) -> None:
-        """Return once calls are sent, or fail at once.
+        """Return once calls can be sent, or will fail at once.
 
         Raises:
-            RouterUnavailableError: that takes too long.
+            RouterUnavailableError: connecting takes too long.
             ClientClosedError: the client was closed.
         """
         if self.is_closed:
@@ -70,7 +70,7 @@ class Router:
             raise RouterUnavailableError(message) from error
 
     def error(self, error: grpc.aio.AioRpcError, *, is_begun: bool) -> ServingError:
-        """What a call here failed with; ``is_begun``: after the router had answered something."""
+        """The error of a failed call here; ``is_begun``: the router had already answered something."""
         if error.details() == MADE_UP_DETAILS:
             return RouterUnavailableError(f"the router at {self.address} ended the call before it was sent")
         is_from_router = DETAILS_KEY in dict(error.trailing_metadata() or ())
@@ -86,15 +86,15 @@ class Router:
         await self._channel.close()
 
     async def _connect(self) -> None:
-        # A call would wait for name resolution and handshakes as long as they take; one on a failed channel
-        # fails at once and knows why.
+        # A call would wait for name resolution and handshakes however long they take. A call on a failed channel fails
+        # at once, with the reason.
         ended = (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE)
         while (state := self._channel.get_state(try_to_connect=True)) not in ended:
             await self._channel.wait_for_state_change(state)
 
 
 class Routers:
-    """Routers in the order in which they are tried, beginning with the one that answered last."""
+    """Routers in the order in which the client tries them, beginning with the one that answered last."""
 
     def __init__(self, addresses: Sequence[str], tls: TlsConfig | None) -> None:
         """Raises ``ConfigError``: no address, a wrong one, or a file of ``tls`` can't be used."""
@@ -133,14 +133,14 @@ class Routers:
 
 
 def go_on_or_raise(error: ServingError) -> ServingError:
-    """Return ``error`` where another router may do better; raise it where it would say the same."""
+    """Return ``error`` if another router may do better; raise it if another router would say the same."""
     if isinstance(error, RouterUnavailableError | DrainingError):
         return error
     raise error
 
 
 def raise_all(failures: Sequence[ServingError]) -> NoReturn:
-    """Raise one error for what every router failed with."""
+    """Raise one error for the failures of all routers."""
     if len(failures) == 1 or isinstance(failures[-1], ClientClosedError):
         raise failures[-1]
     raise RouterUnavailableError("; ".join(failure.message for failure in failures))

@@ -29,10 +29,10 @@ from quartet.errors import (
 
 
 class Sessions:
-    """The session with each router, kept for all requests that go there."""
+    """The session with each router, shared by all requests that go there."""
 
     def __init__(self) -> None:
-        """None is open."""
+        """Start without sessions."""
         self._sessions: dict[str, SessionClient] = {}
         self._is_closed = False
 
@@ -80,12 +80,12 @@ class SessionRequest:
             self._call.cancel()
 
     async def parts(self) -> AsyncGenerator[AnswerPart, None]:
-        """Send it and give its answer. Raises ``ServingError``."""
+        """Send the request and yield its answer. Raises ``ServingError``."""
         try:
             for part in await self._open():
                 yield part
             answer = self._answer
-            # As ``Answer.parts``, but that a generator within this one would cost something for each token.
+            # As ``Answer.parts``, copied because a generator within this one would cost time for each token.
             while (parts := answer.take()) is not None:
                 for part in parts:
                     yield part
@@ -95,7 +95,7 @@ class SessionRequest:
             self._drop()
 
     async def _open(self) -> Sequence[AnswerPart]:
-        """The first parts, from the first router that takes it."""
+        """The first parts, from the first router that takes the request."""
         failures: list[ServingError] = []
         for router in self._routers.in_order():
             try:
@@ -110,8 +110,8 @@ class SessionRequest:
     async def _ask(self, router: Router) -> Sequence[AnswerPart]:
         """The first parts from ``router``.
 
-        While it can be reached it is asked again where the stream broke: that of earlier requests may have broken
-        under this one, and one that is refused at once may end with a status that isn't the router's.
+        If the stream broke, ask again while the router can be reached: the stream of earlier requests may have broken
+        under this one, and a request that is refused at once may end with a status that isn't the router's.
         """
         for _ in range(MAX_OPENINGS):
             await router.connect()

@@ -1,4 +1,4 @@
-"""The answer to one request, whichever way it comes."""
+"""The answer to one request, on any path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quartet.errors import ProtocolError
 
 
 class ClientRequest(Protocol):
-    """One request on its way; each path has its own."""
+    """One request under way; each path has its own class."""
 
     @property
     def router(self) -> str | None:
@@ -20,7 +20,7 @@ class ClientRequest(Protocol):
         ...
 
     def parts(self) -> AsyncGenerator[AnswerPart, None]:
-        """Send it and give its answer, part by part. When the generator ends, however it does, the request ends."""
+        """Send the request and yield its answer, part by part. However the generator ends, the request ends with it."""
         ...
 
     async def cancel(self) -> None:
@@ -33,25 +33,25 @@ class GenerateStream:
 
     For a choice that waited for room longer than the first, ``Placed`` comes before its first ``Delta``.
 
-    Dropping it, or ``aclose``, cancels the request; ``cancel`` ends it in order. The request is sent when the first
-    part is asked for. Until the first part has come, another router takes over from one that can't be reached.
+    Dropping it, or ``aclose``, cancels the request; ``cancel`` lets each choice end normally. The request is sent when
+    the first part is asked for. If a router can't be reached before the first part has come, another one takes over.
 
     Raises, while it is iterated:
-        ServingError: of the type that the router failed with; ``RouterUnavailableError`` where none answers;
-            ``StalledStreamError`` where too much was left unread.
+        ServingError: of the type with which the router failed; ``RouterUnavailableError`` if none answers;
+            ``StalledStreamError`` if too much was left unread.
     """
 
     def __init__(self, request: ClientRequest) -> None:
-        """Made by ``QuartetClient.generate``."""
+        """``QuartetClient.generate`` makes it."""
         self._request = request
-        # This must hold the only reference: the generator's end, also when it is dropped, cancels the request.
+        # Hold the only reference: the generator's end, also when it is dropped, cancels the request.
         self._parts = request.parts()
 
     def __aiter__(self) -> GenerateStream:
         return self
 
     def __anext__(self) -> Awaitable[AnswerPart]:
-        # Not a coroutine of its own around it, which would cost something for each token.
+        # Return the generator's own coroutine: one around it would cost time for each token.
         return self._parts.__anext__()
 
     @property
@@ -60,11 +60,11 @@ class GenerateStream:
         return self._request.router
 
     async def cancel(self) -> None:
-        """Ask for an early end; each choice that runs still gets its ``ChoiceFinished``. Keep on iterating for it."""
+        """Ask for an early end. Each running choice still gets its ``ChoiceFinished``, so continue to iterate."""
         await self._request.cancel()
 
     async def aclose(self) -> None:
-        """Drop the request, wherever it is. May be called twice."""
+        """Drop the request, whatever its state. May be called twice."""
         await self._parts.aclose()
 
     async def __aenter__(self) -> GenerateStream:
@@ -93,7 +93,7 @@ class Completion:
 
     Attributes:
         router: ``host:port`` of the router that took the request.
-        accepted: with every choice that was placed, also those that were placed later.
+        accepted: with every placed choice, also those placed later.
     """
 
     router: str
@@ -114,7 +114,7 @@ class _Answer:
 
 
 class CompletionBuilder:
-    """Takes the parts of one request's answer, in order; ``build`` once they are all there."""
+    """Takes the parts of one request's answer, in order; call ``build`` after the last one."""
 
     def __init__(self) -> None:
         self._accepted: Accepted | None = None
@@ -123,7 +123,7 @@ class CompletionBuilder:
         self._finished: dict[int, ChoiceFinished] = {}
 
     def add(self, part: AnswerPart) -> None:
-        """Take one part. Raises ``ProtocolError`` where tokens are missing before it."""
+        """Take one part. Raises ``ProtocolError`` if tokens before it are missing."""
         match part:
             case Accepted():
                 self._accepted = part
@@ -140,7 +140,7 @@ class CompletionBuilder:
                 answer.logprobs += part.logprobs
 
     def build(self, router: str | None) -> Completion:
-        """The answers of ``router``. Raises ``ProtocolError`` where none ever accepted the request."""
+        """The answers of ``router``. Raises ``ProtocolError`` if none accepted the request."""
         if self._accepted is None or router is None:
             raise ProtocolError("the router answered without accepting the request")
         choices = tuple(self._choice(choice) for choice in sorted(self._finished))

@@ -1,4 +1,4 @@
-"""The same client for code without an event loop: it runs one in a thread of its own."""
+"""The same client for code without an event loop: it runs a loop in a thread of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quartet.client.stream import Completion, GenerateStream
 from quartet.rpc.channels import TlsConfig
 
 _CLOSE_TIMEOUT_S = 5.0
-# CPython sees a signal that comes just before it begins to wait only once the wait is over.
+# If a signal comes just before CPython begins to wait, CPython notices it only after the wait.
 _SIGNAL_INTERVAL_S = 0.25
 
 ResultT = TypeVar("ResultT")
@@ -53,7 +53,7 @@ class SyncClient:
         path: RequestPath | str = RequestPath.GENERATE,
         **fields: Unpack[GenerateFields],
     ) -> Completion:
-        """The whole answer, when it is complete; see ``QuartetClient.complete``."""
+        """The whole answer; see ``QuartetClient.complete``."""
         return self._loop.run(self._client.complete(prompt, path=path, **fields))
 
     def explain(self, prompt: str | None = None, **fields: Unpack[GenerateFields]) -> Explanation:
@@ -91,7 +91,7 @@ class SyncGenerateStream:
     """Iterate it once, from one thread; see ``GenerateStream``. Dropping it cancels the request."""
 
     def __init__(self, stream: GenerateStream, loop: _LoopThread) -> None:
-        """Made by ``SyncClient.generate``."""
+        """``SyncClient.generate`` makes it."""
         self._stream = stream
         self._loop = loop
 
@@ -108,11 +108,11 @@ class SyncGenerateStream:
         return self._stream.router
 
     def cancel(self) -> None:
-        """Ask for an early end; each choice that runs still gets its ``ChoiceFinished``. Keep on iterating for it."""
+        """Ask for an early end. Each running choice still gets its ``ChoiceFinished``, so continue to iterate."""
         self._loop.run(self._stream.cancel())
 
     def close(self) -> None:
-        """Drop the request, wherever it is. May be called twice."""
+        """Drop the request, whatever its state. May be called twice."""
         if self._loop.is_running:
             self._loop.run(self._stream.aclose())
 
@@ -130,8 +130,8 @@ class _LoopThread:
         return self._thread.is_alive()
 
     def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """The result of ``work``, which is cancelled, and waited for, when the caller is interrupted (Ctrl-C)."""
-        # Not `run_coroutine_threadsafe`: its future is over once cancelled, while the work still unwinds.
+        """The result of ``work``. If the caller is interrupted (Ctrl-C), cancel ``work`` and wait for it."""
+        # Not `run_coroutine_threadsafe`: its future ends when cancelled, while the work still unwinds.
         ended: concurrent.futures.Future[ResultT] = concurrent.futures.Future()
         tasks: list[asyncio.Task[ResultT]] = []
 

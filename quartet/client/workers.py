@@ -28,7 +28,7 @@ _FILES_TIMEOUT_S = 30.0
 
 @dataclass(eq=False)
 class DecodeWorker:
-    """One worker that is connected to when first used, and again whenever it must.
+    """One worker, connected when first used and reconnected when needed.
 
     Attributes:
         decode: its Decode stream, shared by all requests of this client.
@@ -40,7 +40,7 @@ class DecodeWorker:
     idle_since: float = field(default=0.0, init=False)
 
     async def text_files(self, model_fingerprint: str) -> dict[str, bytes]:
-        """The text files of this model. Raises ``ServingError``; ``ModelMismatchError``: it serves another one."""
+        """The text files of this model. Raises ``ServingError``; ``ModelMismatchError``: it serves another model."""
         return await WorkerClient(self.channel).model_files(
             TEXT_FILE_NAMES,
             model_fingerprint=model_fingerprint,
@@ -58,11 +58,11 @@ class DecodeWorkers:
     """The workers that this client streams from, by address; unused ones are closed after a while.
 
     Attributes:
-        is_closed: no worker is streamed from any more.
+        is_closed: the client streams from no worker any more.
     """
 
     def __init__(self, tls: TlsConfig | None, *, idle_s: float = IDLE_S) -> None:
-        """Dial with ``tls``; forget after ``idle_s``."""
+        """Dial with ``tls``; close workers that are unused for ``idle_s`` seconds."""
         self._tls = tls
         self._idle_s = idle_s
         self._workers: dict[str, DecodeWorker] = {}
@@ -76,7 +76,7 @@ class DecodeWorkers:
 
     @contextmanager
     def use(self, address: str) -> Iterator[DecodeWorker]:
-        """The worker at ``address``, which is kept at least as long as the block lasts.
+        """The worker at ``address``, kept at least until the block ends.
 
         Raises:
             ClientClosedError: the client was closed.
@@ -105,14 +105,14 @@ class DecodeWorkers:
         await asyncio.gather(*(worker.close() for worker in workers), *self._closing)
 
     def let_go(self, choices: Iterable[PlacedChoice]) -> None:
-        """Take these up and cancel them at once, so that workers don't keep for them what is handed off."""
+        """Start these choices at their workers and cancel them at once, so that the workers release their hand-offs."""
         for choice in choices:
             if isinstance(choice.next, SignedPlacement) and not self.is_closed:
                 with self.use(choice.next.address) as worker:
                     worker.decode.start_signed(choice.next, _Unwanted()).cancel()
 
     def _sweep_later(self) -> None:
-        # One timer for all: most workers are used again long before it rings.
+        # One timer for all: most workers are used again long before it fires.
         if self._sweep is None and not self.is_closed:
             self._sweep = asyncio.get_running_loop().call_later(self._idle_s, self._drop_idle)
 
@@ -132,14 +132,14 @@ class DecodeWorkers:
 
 
 class _Unwanted:
-    """Drops the outputs of a decode that is not wanted."""
+    """Drops the output of an unwanted decode."""
 
     def started(self, started: DecodeStarted) -> None:
-        """It ends soon."""
+        """Do nothing: it ends soon."""
 
     def take(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:
         return False
 
 
 def _nothing(_error: ServingError) -> None:
-    """Its calls have failed already, so there is nothing to do."""
+    """Do nothing: its calls have already failed."""

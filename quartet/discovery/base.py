@@ -71,7 +71,7 @@ class WorkerRecord:
         model_name: what requests ask for.
         model_fingerprint: hex SHA-256; pools are (name, fingerprint) and never mixed.
         host: where the process runs, for the ways that need shared memory.
-        data_parallel_size: number of data-parallel ranks, each a place of its own.
+        data_parallel_size: number of data-parallel ranks, each routed to by itself.
         num_blocks: KV blocks per rank; 0 where the worker holds none.
         block_size: tokens per KV block; 0 where the worker holds none.
         max_model_len: most tokens of one sequence, prompt and output together.

@@ -33,7 +33,7 @@ class RequestKind(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended well. Engines report ``STOP_ID`` and ``LENGTH``; the others are found at the edge."""
+    """Why a generation ended well. Engines report ``STOP_ID`` and ``LENGTH``; the others are found above engines."""
 
     STOP_ID = "stop_id"  # an end-of-sequence or stop id was sampled; it is the last token given out
     STOP_STRING = "stop_string"  # found where tokens become text

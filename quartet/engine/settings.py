@@ -79,7 +79,7 @@ class EngineSettings:
         dtype: of weights and KV cache, as PyTorch names it; ``auto``: the checkpoint's own. Not for ``mock``.
         device: ``cpu``, or ``cuda:N``. For ``torch`` only.
         num_blocks: KV blocks of each rank's pool; ``None``: 512, or for ``trtllm`` as many as its memory holds.
-        data_parallel_size: attention-data-parallel ranks, each a place to route to. For ``mock`` only: the engine
+        data_parallel_size: attention-data-parallel ranks, each a rank to route to. For ``mock`` only: the engine
             ``torch`` has one, and ``trtllm`` one for each GPU with ``enable_attention_dp``.
         block_size: tokens of a block.
         max_model_len: tokens of prompt and output together; ``None``: what the model was made for.
@@ -96,7 +96,7 @@ class EngineSettings:
         tensor_parallel_size: GPUs that share each layer. For ``trtllm`` only, as all that follow.
         pipeline_parallel_size: groups of GPUs that share the layers.
         expert_parallel_size: GPUs that share the experts; ``None``: the engine's choice.
-        enable_attention_dp: every GPU attends to requests of its own, and is a place to route to.
+        enable_attention_dp: every GPU attends to requests of its own, and is a rank to route to.
         max_beam_width: beams to reserve memory for.
         gpus_per_node: GPUs of a host; ``None``: those that it sees.
         backend: of ``trtllm``; ``None``: ``pytorch``.

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 
 class AdmissionOutcome(StrEnum):
-    """How a choice's wait for a place ended."""
+    """How a choice's wait for room ended."""
 
     PLACED = "placed"
     REFUSED = "refused"  # the queue was full
@@ -31,7 +31,7 @@ class RoutingMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         admissions = Counter(
-            "quartet_router_admissions", "Waits for a place that ended, by outcome.", ["outcome"], registry=registry
+            "quartet_router_admissions", "Waits for room that ended, by outcome.", ["outcome"], registry=registry
         )
         self._admissions = {outcome: admissions.labels(outcome.value) for outcome in AdmissionOutcome}
         snapshots = Counter(

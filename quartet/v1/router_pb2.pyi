@@ -778,7 +778,8 @@ class ExplainResponse(_message.Message):
     @_builtins.property
     def wait(self) -> _duration_pb2.Duration:
         """Time for which the router would keep the request before it goes to the chosen ranks, if nothing changed meanwhile:
-        they are busy, or it is better planned together with requests that may come. Absent: it goes at once, or there is no room.
+        they are busy, or it is better planned together with requests that may come. Absent: it goes at once, or
+        there is no room.
         """
 
     def __init__(
@@ -852,7 +853,7 @@ class RankOption(_message.Message):
 
     @_builtins.property
     def terms(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """The terms of the cost; each name ends with its unit, as in `wait_s`. Empty: the policy looks at nothing of the rank."""
+        """The terms of the cost; each name ends with its unit, as in `wait_s`. Empty: it has none."""
 
     def __init__(
         self,
@@ -931,9 +932,12 @@ class Resume(_message.Message):
     choice: _builtins.int
     """The choice that broke. Default 0."""
     num_text_bytes: _builtins.int
-    """UTF-8 bytes of the text that it already gave: only what follows is sent. Place makes no text and ignores it. 0: none."""
+    """UTF-8 bytes of the text that it already gave: only what follows is sent. Place makes no text and ignores it.
+    0: none.
+    """
     model_fingerprint: _builtins.str
-    """The model that gave them, from the first placement: no other model continues them. UNAVAILABLE: it is no longer served.
+    """The model that gave them, from the first placement: no other model continues them. UNAVAILABLE: it is no longer
+    served.
     Empty: the model that serves the name now.
     """
     @_builtins.property

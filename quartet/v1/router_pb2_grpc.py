@@ -96,8 +96,8 @@ class RouterServiceServicer:
 
     def Place(self, request, context):
         """Tokenizes, prefills and places only. The client streams from Decode directly, and resumes here what breaks. A
-        placement that the client does not use expires. FAILED_PRECONDITION: the router has no key to sign with, or has no room for all
-        choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit. INVALID_ARGUMENT: the start is too long
+        placement that the client does not use expires. FAILED_PRECONDITION: the router has no key to sign with, or has no
+        room for all choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit. INVALID_ARGUMENT: the start is too long
         for one message of a worker stream (1 MiB, some 260,000 tokens).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -45,8 +45,8 @@ class RouterServiceStub:
     """
     Place: _grpc.UnaryUnaryMultiCallable[_router_pb2.PlaceRequest, _router_pb2.PlaceResponse]
     """Tokenizes, prefills and places only. The client streams from Decode directly, and resumes here what breaks. A
-    placement that the client does not use expires. FAILED_PRECONDITION: the router has no key to sign with, or has no room for all
-    choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit. INVALID_ARGUMENT: the start is too long
+    placement that the client does not use expires. FAILED_PRECONDITION: the router has no key to sign with, or has no
+    room for all choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit. INVALID_ARGUMENT: the start is too long
     for one message of a worker stream (1 MiB, some 260,000 tokens).
     """
     Session: _grpc.StreamStreamMultiCallable[_router_pb2.SessionRequest, _router_pb2.SessionResponse]
@@ -84,8 +84,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """
     Place: _aio.UnaryUnaryMultiCallable[_router_pb2.PlaceRequest, _router_pb2.PlaceResponse]  # type: ignore[assignment]
     """Tokenizes, prefills and places only. The client streams from Decode directly, and resumes here what breaks. A
-    placement that the client does not use expires. FAILED_PRECONDITION: the router has no key to sign with, or has no room for all
-    choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit. INVALID_ARGUMENT: the start is too long
+    placement that the client does not use expires. FAILED_PRECONDITION: the router has no key to sign with, or has no
+    room for all choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit. INVALID_ARGUMENT: the start is too long
     for one message of a worker stream (1 MiB, some 260,000 tokens).
     """
     Session: _aio.StreamStreamMultiCallable[_router_pb2.SessionRequest, _router_pb2.SessionResponse]  # type: ignore[assignment]
@@ -132,8 +132,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.PlaceResponse, _abc.Awaitable[_router_pb2.PlaceResponse]]:
         """Tokenizes, prefills and places only. The client streams from Decode directly, and resumes here what breaks. A
-        placement that the client does not use expires. FAILED_PRECONDITION: the router has no key to sign with, or has no room for all
-        choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit. INVALID_ARGUMENT: the start is too long
+        placement that the client does not use expires. FAILED_PRECONDITION: the router has no key to sign with, or has no
+        room for all choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit. INVALID_ARGUMENT: the start is too long
         for one message of a worker stream (1 MiB, some 260,000 tokens).
         """
 

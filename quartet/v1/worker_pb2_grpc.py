@@ -79,8 +79,8 @@ class WorkerServiceServicer:
 
     def StreamKvSnapshot(self, request, context):
         """Streams the names of all blocks that the worker could share, as of one number of its topic `kv`. A reader that then
-        applies the batches above that number knows what the worker holds. At least one message a rank, however little it holds;
-        the snapshot is whole if the stream ends with OK. UNAVAILABLE: the engine is dead, or took no step in time.
+        applies the batches above that number knows what the worker holds. At least one message a rank, even if it holds
+        nothing; the snapshot is whole if the stream ends with OK. UNAVAILABLE: the engine is dead, or took no step in time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

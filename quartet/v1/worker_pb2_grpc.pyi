@@ -42,8 +42,8 @@ class WorkerServiceStub:
     """
     StreamKvSnapshot: _grpc.UnaryStreamMultiCallable[_worker_pb2.StreamKvSnapshotRequest, _worker_pb2.StreamKvSnapshotResponse]
     """Streams the names of all blocks that the worker could share, as of one number of its topic `kv`. A reader that then
-    applies the batches above that number knows what the worker holds. At least one message a rank, however little it holds;
-    the snapshot is whole if the stream ends with OK. UNAVAILABLE: the engine is dead, or took no step in time.
+    applies the batches above that number knows what the worker holds. At least one message a rank, even if it holds
+    nothing; the snapshot is whole if the stream ends with OK. UNAVAILABLE: the engine is dead, or took no step in time.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Takes nothing new, leaves discovery, lets running requests end, and answers when all have ended or the
@@ -64,8 +64,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
     StreamKvSnapshot: _aio.UnaryStreamMultiCallable[_worker_pb2.StreamKvSnapshotRequest, _worker_pb2.StreamKvSnapshotResponse]  # type: ignore[assignment]
     """Streams the names of all blocks that the worker could share, as of one number of its topic `kv`. A reader that then
-    applies the batches above that number knows what the worker holds. At least one message a rank, however little it holds;
-    the snapshot is whole if the stream ends with OK. UNAVAILABLE: the engine is dead, or took no step in time.
+    applies the batches above that number knows what the worker holds. At least one message a rank, even if it holds
+    nothing; the snapshot is whole if the stream ends with OK. UNAVAILABLE: the engine is dead, or took no step in time.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes nothing new, leaves discovery, lets running requests end, and answers when all have ended or the
@@ -101,8 +101,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.StreamKvSnapshotResponse], _abc.AsyncIterator[_worker_pb2.StreamKvSnapshotResponse]]:
         """Streams the names of all blocks that the worker could share, as of one number of its topic `kv`. A reader that then
-        applies the batches above that number knows what the worker holds. At least one message a rank, however little it holds;
-        the snapshot is whole if the stream ends with OK. UNAVAILABLE: the engine is dead, or took no step in time.
+        applies the batches above that number knows what the worker holds. At least one message a rank, even if it holds
+        nothing; the snapshot is whole if the stream ends with OK. UNAVAILABLE: the engine is dead, or took no step in time.
         """
 
     @_abc_1.abstractmethod

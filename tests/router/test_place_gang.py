@@ -1,4 +1,4 @@
-"""Choices of one rank: signed together at the end, kept alive until then, and never waiting for each other's room."""
+"""Choices of one Place call: signed together, kept alive until then, and never waiting for each other's room."""
 
 from __future__ import annotations
 
