@@ -63,7 +63,7 @@ class Pipeline:
             self._running.discard(run)
 
     async def explain(self, start: GenerateStart) -> Explanation:
-        """Where a request would go now. Raises the ``ServingError`` that would refuse it before it waits for room."""
+        """Where a request would go now. Raises ``ServingError`` as it would be refused before it waits for room."""
         return await explain(start, self._context)
 
     def abort_all(self, error: ServingError) -> None:
