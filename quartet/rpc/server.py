@@ -303,7 +303,9 @@ class WatchedCall:
         try:
             await self._context.write(message)
         except grpc.aio.InternalError:
-            # gRPC may fail the write before it cancels the task, which it does as soon as it sees why.
+            # gRPC may fail the write before it cancels the task, which it does as soon as it sees why. The client has
+            # gone by then: it must not be taken for one that stalls.
+            self._num_polls = None
             await asyncio.sleep(_CANCEL_FOLLOWS_S)
             raise
         self._num_polls = None
