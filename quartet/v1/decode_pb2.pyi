@@ -88,9 +88,7 @@ class DecodeStart(_message.Message):
     """`StartChunk`s follow, up to `StartDone`. Default false."""
     @_builtins.property
     def context(self) -> _types_pb2.RequestContext:
-        """Who asks and how long it may take. Absent: no tenant, and no limit of its own; the worker draws a
-        request id.
-        """
+        """The caller and the time limit. Absent: no tenant, and no limit of its own; the worker draws a request id."""
 
     @_builtins.property
     def generation(self) -> _types_pb2.Generation:
@@ -102,7 +100,7 @@ class DecodeStart(_message.Message):
 
     @_builtins.property
     def media(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.MediaInput]:
-        """Media items of a prompt that is computed here, in order. Empty: text only, or what they gave is in the KV of
+        """Media items of a prompt that is computed here, in order. Empty: text only, or they are already in the KV of
         `hand_off`.
         """
 
@@ -160,7 +158,7 @@ Global___SignedDecodeStart: _TypeAlias = SignedDecodeStart  # noqa: Y015
 
 @_typing.final
 class SignedStart(_message.Message):
-    """What a signature protects. It can be used once, at one worker's one life, until it expires."""
+    """What a signature protects. It can be used once, at one epoch of one worker, until it expires."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -171,7 +169,7 @@ class SignedStart(_message.Message):
     worker_id: _builtins.str
     """The only worker that may run it. Required."""
     epoch: _builtins.int
-    """That worker's life. Required."""
+    """That worker's epoch. Required."""
     expires_at_unix_ms: _builtins.int
     """Unix time in milliseconds after which it is refused. Required."""
     @_builtins.property
@@ -221,7 +219,7 @@ class DecodeResponse(_message.Message):
     @_builtins.property
     def token_offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Number of each one's first token here within its output, from 0, `generated_token_ids` included. A receiver drops
-        what it has; a hole means that the attempt is broken. Aligned with `slots`.
+        tokens that it already has; a gap means that the attempt is broken. Aligned with `slots`.
         """
 
     @_builtins.property
@@ -370,7 +368,7 @@ Global___SlotFinished: _TypeAlias = SlotFinished  # noqa: Y015
 
 @_typing.final
 class SlotFailure(_message.Message):
-    """A request ended badly; nothing of it is held any more."""
+    """A request ended badly; the worker no longer holds anything for it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -51,9 +51,9 @@ class DecodeServiceServicer:
         Each start gets exactly one terminal output (`finished` or `failures`). One request's failure is a `Failure`:
         RESOURCE_EXHAUSTED (no free blocks), INVALID_ARGUMENT (an impossible field), ALREADY_EXISTS (a repeated key
         of request id, choice and attempt), UNAVAILABLE (the hand-off could not be pulled, or the worker drains).
-        With TLS, `start` takes the identity of a router or worker: PERMISSION_DENIED to others, which use `signed_start`.
+        With TLS, `start` needs the identity of a router or worker: others get PERMISSION_DENIED and use `signed_start`.
         A signed start is refused with PERMISSION_DENIED (altered, or an unknown key), FAILED_PRECONDITION (expired, for
-        another worker or life, or the worker has no key) or ALREADY_EXISTS (used before).
+        another worker or epoch, or the worker has no key) or ALREADY_EXISTS (used before).
         A start in a slot still in use, or a message that holds nothing, ends the stream with INVALID_ARGUMENT.
         Half-closing cancels nothing; dropping the stream cancels its requests.
         """

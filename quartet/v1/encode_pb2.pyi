@@ -77,7 +77,7 @@ class EncodeStart(_message.Message):
     """`StartChunk`s follow, up to `StartDone`. Default false."""
     @_builtins.property
     def context(self) -> _types_pb2.RequestContext:
-        """Who asks and how long it may take. Absent: no tenant, and no limit of its own."""
+        """The caller and the time limit. Absent: no tenant, and no limit of its own."""
 
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___EncodeItem]:
@@ -107,7 +107,7 @@ class EncodeItem(_message.Message):
     MEDIA_ID_FIELD_NUMBER: _builtins.int
     FILE_FIELD_NUMBER: _builtins.int
     media_id: _builtins.bytes
-    """SHA-256 over the encoded bytes and the preprocessing fingerprint, 32 bytes. Empty: the worker works it out."""
+    """SHA-256 over the encoded bytes and the preprocessing fingerprint, 32 bytes. Empty: the worker computes it."""
     @_builtins.property
     def file(self) -> _types_pb2.MediaFile:
         """The file. Required."""
@@ -266,7 +266,7 @@ class EncodedItem(_message.Message):
 
     @_builtins.property
     def compute(self) -> _duration_pb2.Duration:
-        """Time in the vision tower, with all that it was batched with. Absent: it was cached."""
+        """Time of its whole batch in the vision tower. Absent: it was cached."""
 
     def __init__(
         self,

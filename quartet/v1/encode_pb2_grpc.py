@@ -47,13 +47,13 @@ class EncodeServiceServicer:
     """
 
     def Encode(self, request_iterator, context):
-        """Encodes the media items of one request, which has a stream of its own: media never ride a shared one. Up: `start`,
-        the rest of the files in chunks if it says so, then optionally `cancel`. Down: `sized` as soon as all items were
-        looked at and before any is encoded, then an `encoded` for each item, in any order; then the stream ends.
-        Half-closing after the start is complete is normal; dropping the stream cancels, but a hand-off that was already
-        sent lives on until pulled, aborted or expired. Fails by gRPC status with google.rpc details. INVALID_ARGUMENT: a
-        file that is none, too large, or not what the model takes (`items[1].file`). RESOURCE_EXHAUSTED: no room for its
-        embeddings. UNAVAILABLE: the worker drains, or its engine is dead.
+        """Encodes the media items of one request, on a stream of its own: requests with media never share a stream. Up:
+        `start`, the rest of the files in chunks if it says so, then optionally `cancel`. Down: `sized` once the headers
+        of all items are read and before any item is encoded, then an `encoded` for each item, in any order; then the
+        stream ends. Half-closing after the start is complete is normal; dropping the stream cancels, but a hand-off that
+        was already sent lives until it is pulled, aborted or expired. Fails by gRPC status with google.rpc details.
+        INVALID_ARGUMENT: a file that is malformed, too large, or not what the model takes (`items[1].file`).
+        RESOURCE_EXHAUSTED: no room for its embeddings. UNAVAILABLE: the worker drains, or its engine is dead.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

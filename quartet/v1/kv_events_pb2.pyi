@@ -37,7 +37,7 @@ class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType],
     """Its disk."""
 
 class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
-    """Where a block lies, dearer the further down."""
+    """Where a block lies; each next one costs more to read."""
 
 TIER_UNSPECIFIED: Tier.ValueType  # 0
 """Never sent."""
@@ -51,9 +51,9 @@ Global___Tier: _TypeAlias = Tier  # noqa: Y015
 
 @_typing.final
 class KvEventBatch(_message.Message):
-    """Payload of topic `kv`: what changed at one rank. Its frame's number counts the batches of one life of a worker, of all
-    its ranks, from 1 on, so that a lost one shows; WorkerService.StreamKvSnapshot makes up for it. At most 1 MiB: more is
-    told in several batches.
+    """Payload of topic `kv`: what changed at one rank. Its frame's number counts the batches of one epoch of a worker, of
+    all its ranks, from 1 on, so that receivers notice a lost one; WorkerService.StreamKvSnapshot makes up for it. At
+    most 1 MiB: more comes in several batches.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -65,7 +65,7 @@ class KvEventBatch(_message.Message):
     worker_id: _builtins.str
     """The worker. Always set: a batch without it is dropped."""
     epoch: _builtins.int
-    """Its life, as in its record. Always set."""
+    """Its epoch, as in its record. Always set."""
     data_parallel_rank: _builtins.int
     """The rank whose blocks these are. 0: the first, or the only one."""
     @_builtins.property
@@ -103,11 +103,11 @@ class KvEvent(_message.Message):
 
     @_builtins.property
     def removed(self) -> Global___BlocksRemoved:
-        """Blocks are there no more."""
+        """Blocks are gone."""
 
     @_builtins.property
     def cleared(self) -> Global___AllBlocksCleared:
-        """No block is there any more, on any tier."""
+        """All blocks are gone, on every tier."""
 
     def __init__(
         self,
@@ -141,8 +141,8 @@ class BlocksStored(_message.Message):
     """Where they lie. Always set."""
     @_builtins.property
     def sequence_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Their names: sequence hashes, XXH3-64 with seed 1337. Always at least one. An encode worker, whose cache holds media
-        items, tells each as a first block, named by the first 8 bytes of the media id as a big-endian number.
+        """Their names: sequence hashes, XXH3-64 with seed 1337. Always at least one. An encode worker, whose cache holds
+        media items, reports each as a first block, named by the first 8 bytes of the media id as a big-endian number.
         """
 
     def __init__(
@@ -209,9 +209,10 @@ Global___AllBlocksCleared: _TypeAlias = AllBlocksCleared  # noqa: Y015
 
 @_typing.final
 class WorkerLoad(_message.Message):
-    """Payload of topic `load`: sent at once when a rank has no prompt tokens left to compute, and when it begins a step with
-    prompt tokens after which none is left to begin, or before which none was; else at most 20 times a second, and once a
-    second as a heartbeat. Its frame's number is that of the last frame of topic `kv`, so that a lost tail shows.
+    """Payload of topic `load`: sent at once when a rank has no prompt tokens left to compute, and when it begins a step
+    with prompt tokens if none was left to begin before it, or none is left after it; else at most 20 times a second,
+    and once a second as a heartbeat. Its frame's number is that of the last frame of topic `kv`, so that receivers
+    notice lost ones.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -225,9 +226,9 @@ class WorkerLoad(_message.Message):
     worker_id: _builtins.str
     """The worker. Always set: a report without it is dropped."""
     epoch: _builtins.int
-    """Its life, as in its record. Always set."""
+    """Its epoch, as in its record. Always set."""
     is_draining: _builtins.bool
-    """It drains: nothing new is taken. Default false."""
+    """It drains: it takes no new requests. Default false."""
     is_healthy: _builtins.bool
     """Whether it is well. Default false, that is, its health is NOT_SERVING for another reason than draining."""
     @_builtins.property
@@ -280,9 +281,9 @@ class RankLoad(_message.Message):
     num_running: _builtins.int
     """Requests in the running batch. 0: none."""
     num_waiting: _builtins.int
-    """Requests that wait for it. 0: none."""
+    """Requests queued for it. 0: none."""
     num_queued_prefill_tokens: _builtins.int
-    """Prompt tokens not computed yet, of running and waiting requests. 0: none."""
+    """Prompt tokens not computed yet, of running and queued requests. 0: none."""
     num_in_use_blocks: _builtins.int
     """Blocks that running requests use. 0: none."""
     num_held_blocks: _builtins.int
@@ -296,8 +297,8 @@ class RankLoad(_message.Message):
     num_steps: _builtins.int
     """Steps done since the start: it grows while anything moves. 0: none yet."""
     num_unbegun_prefill_tokens: _builtins.int
-    """Prompt tokens that wait and that no step has begun to compute; of those whose request is in no step yet, cached ones
-    count too. 0: none: what comes now is in the next step.
+    """Queued prompt tokens that no step has begun to compute; for a request that is in no step yet, cached tokens count
+    too. 0: none: a prompt that comes now is in the next step.
     """
     step_ends_in_s: _builtins.float
     """Seconds until the running step should end. 0: none runs, it should have ended, or nothing is known."""
@@ -340,9 +341,9 @@ Global___RankLoad: _TypeAlias = RankLoad  # noqa: Y015
 
 @_typing.final
 class StepTime(_message.Message):
-    """Seconds of a step: a part for the `n` prompt tokens that it computes, which is
-    prefill_base_s + n (prefill_s_per_token + n prefill_s_per_token2), and one for those that decode, which have `c` tokens
-    together: decode_base_s + c decode_s_per_context_token. A part that has nothing to do takes no time.
+    """Seconds of a step: a part for the `n` prompt tokens that it computes, which is prefill_base_s + n
+    (prefill_s_per_token + n prefill_s_per_token2), and one for those that decode, which have `c` tokens together:
+    decode_base_s + c decode_s_per_context_token. A part that has nothing to do takes no time.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -394,22 +395,22 @@ class RouterProgress(_message.Message):
     """The router. Always set."""
     router_request_number: _builtins.int
     """All its starts up to this `router_request_number` are counted in, or have ended. 0: none. A prefill is counted in
-    when it arrives: its tokens are. A decode is when it joins the running batch: the blocks of one that waits are in
-    no figure, so the router that placed it keeps them booked.
+    when it arrives, because its tokens are. A decode is counted in when it joins the running batch: no figure holds
+    the blocks of a queued one, so the router that placed it keeps them booked.
     """
     arrived_request_number: _builtins.int
-    """All its starts up to this `router_request_number` have arrived: their prompt tokens are in the ranks' load, or they
-    have ended. At least `router_request_number`. 0: none.
+    """All its starts up to this `router_request_number` have arrived: their prompt tokens are in the ranks' load, or
+    they have ended. At least `router_request_number`. 0: none.
     """
     @_builtins.property
     def started_placements(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Starts that it placed for clients (RouterService.Place) come in any order or never, so they have numbers of their
-        own. Of these, those counted in within the last seconds; each is told several times. Empty: none.
+        own. Of these, those counted in within the last seconds; each is reported several times. Empty: none.
         """
 
     @_builtins.property
     def ended_placements(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of these, those that ended within the last seconds; each is told several times. Empty: none."""
+        """Of these, those that ended within the last seconds; each is reported several times. Empty: none."""
 
     def __init__(
         self,

@@ -81,9 +81,7 @@ class PrefillStart(_message.Message):
     """`StartChunk`s follow, up to `StartDone`. Default false."""
     @_builtins.property
     def context(self) -> _types_pb2.RequestContext:
-        """Who asks and how long it may take. Absent: no tenant, and no limit of its own; the worker draws a
-        request id.
-        """
+        """The caller and the time limit. Absent: no tenant, and no limit of its own; the worker draws a request id."""
 
     @_builtins.property
     def generation(self) -> _types_pb2.Generation:
@@ -151,7 +149,7 @@ class PrefillOutput(_message.Message):
 
     @_builtins.property
     def failure(self) -> _types_pb2.Failure:
-        """Badly; nothing of it is held."""
+        """Badly; the worker holds nothing for it."""
 
     def __init__(
         self,
@@ -188,12 +186,12 @@ class PrefillResult(_message.Message):
     token_id: _builtins.int
     """The token sampled after the last one given. The router shows it at once. Always set."""
     finish_reason: _types_pb2.FinishReason.ValueType
-    """Set when that token ends the generation: there is no hand-off then. Unspecified: it goes on."""
+    """Set when that token ends the generation: there is no hand-off then. Unspecified: it continues."""
     num_cached_tokens: _builtins.int
     """Prompt tokens found in the cache. 0: none."""
     prompt_token_ids: _builtins.bytes
-    """The prompt with its media's tokens in it, packed as in Generation, where media files came with the start. Empty: it
-    is as it was given.
+    """The prompt with its media's tokens in it, packed as in Generation, where media files came with the start. Empty:
+    it is as it was given.
     """
     @_builtins.property
     def logprobs(self) -> _types_pb2.TokenLogprobs:

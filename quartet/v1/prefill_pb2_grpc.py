@@ -52,7 +52,7 @@ class PrefillServiceServicer:
         INVALID_ARGUMENT (an impossible field), ALREADY_EXISTS (a repeated key of request id, choice and attempt),
         CANCELLED (after `cancel`). A start in a slot still in use, or a message that holds nothing, ends the stream
         with INVALID_ARGUMENT. Half-closing cancels nothing; dropping the stream cancels its requests and frees what
-        they hold, but a hand-off that was already sent lives on until pulled, aborted or expired.
+        they hold, but a hand-off that was already sent lives until it is pulled, aborted or expired.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,7 +39,7 @@ class PrefillServiceStub:
     INVALID_ARGUMENT (an impossible field), ALREADY_EXISTS (a repeated key of request id, choice and attempt),
     CANCELLED (after `cancel`). A start in a slot still in use, or a message that holds nothing, ends the stream
     with INVALID_ARGUMENT. Half-closing cancels nothing; dropping the stream cancels its requests and frees what
-    they hold, but a hand-off that was already sent lives on until pulled, aborted or expired.
+    they hold, but a hand-off that was already sent lives until it is pulled, aborted or expired.
     """
 
 @_typing.type_check_only
@@ -53,7 +53,7 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     INVALID_ARGUMENT (an impossible field), ALREADY_EXISTS (a repeated key of request id, choice and attempt),
     CANCELLED (after `cancel`). A start in a slot still in use, or a message that holds nothing, ends the stream
     with INVALID_ARGUMENT. Half-closing cancels nothing; dropping the stream cancels its requests and frees what
-    they hold, but a hand-off that was already sent lives on until pulled, aborted or expired.
+    they hold, but a hand-off that was already sent lives until it is pulled, aborted or expired.
     """
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -70,7 +70,7 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         INVALID_ARGUMENT (an impossible field), ALREADY_EXISTS (a repeated key of request id, choice and attempt),
         CANCELLED (after `cancel`). A start in a slot still in use, or a message that holds nothing, ends the stream
         with INVALID_ARGUMENT. Half-closing cancels nothing; dropping the stream cancels its requests and frees what
-        they hold, but a hand-off that was already sent lives on until pulled, aborted or expired.
+        they hold, but a hand-off that was already sent lives until it is pulled, aborted or expired.
         """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -36,9 +36,9 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     WORKER_STATE_READY: _WorkerState.ValueType  # 2
     """Requests are placed there."""
     WORKER_STATE_SUSPECT: _WorkerState.ValueType  # 3
-    """Its stream broke or its heartbeats are silent: nothing new is placed until it answers."""
+    """Its stream broke or its heartbeats stopped: it gets no new requests until it answers."""
     WORKER_STATE_DRAINING: _WorkerState.ValueType  # 4
-    """It lets its work run out."""
+    """It takes no new requests and finishes those that run."""
 
 class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper):
     """Whether requests are placed at a worker."""
@@ -50,9 +50,9 @@ WORKER_STATE_JOINING: WorkerState.ValueType  # 1
 WORKER_STATE_READY: WorkerState.ValueType  # 2
 """Requests are placed there."""
 WORKER_STATE_SUSPECT: WorkerState.ValueType  # 3
-"""Its stream broke or its heartbeats are silent: nothing new is placed until it answers."""
+"""Its stream broke or its heartbeats stopped: it gets no new requests until it answers."""
 WORKER_STATE_DRAINING: WorkerState.ValueType  # 4
-"""It lets its work run out."""
+"""It takes no new requests and finishes those that run."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
@@ -89,11 +89,11 @@ class GenerateStart(_message.Message):
     cache_salt: _builtins.str
     """Requests share cached blocks only with those of equal salt; at most 256 characters. Empty: no salt."""
     tenant: _builtins.str
-    """Whom the request is accounted to, at most 256 characters; believed from configured gateways and on loopback.
-    Empty: the identity's name.
+    """The tenant that the request is accounted to, at most 256 characters; believed from configured gateways and on
+    loopback. Empty: the identity's name.
     """
     priority: _builtins.int
-    """Higher first among waiting requests. Default 0."""
+    """Higher first among queued requests. Default 0."""
     session_key: _builtins.str
     """Requests of one conversation share it; at most 256 characters. Empty: none."""
     num_choices: _builtins.int
@@ -208,12 +208,12 @@ class ChatMessage(_message.Message):
     CONTENT_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """Who speaks: `system`, `user`, `assistant`, or what the template knows. Required."""
+    """The speaker: `system`, `user`, `assistant`, or another role that the template knows. Required."""
     content: _builtins.str
-    """What they say. Empty: `parts` says it, or they say nothing; both together are refused."""
+    """The message's text. Empty: it is in `parts`, or there is none; both together are refused."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentPart]:
-        """What they say, in pieces of text and media. Empty: `content` is all."""
+        """The message in pieces of text and media. Empty: `content` is all."""
 
     def __init__(
         self,
@@ -436,7 +436,7 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class Accepted(_message.Message):
-    """The first of the request's choices is placed; each of the others is told by `placed` when it is."""
+    """The first of the request's choices is placed; `placed` reports each of the others when it is."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -496,8 +496,8 @@ class ChoicePlacement(_message.Message):
     num_matched_tokens: _builtins.int
     """Prompt tokens that the router expects to be cached at the rank that prefills. 0: none."""
     cost: _builtins.float
-    """The cost by which the router's policy chose the rank that prefills, in the unit of `RankOption.cost`.
-    Absent: it weighs nothing.
+    """What the request costs on the rank that prefills, by the router's policy, in the unit of `RankOption.cost`.
+    Absent: the policy has no costs.
     """
     @_builtins.property
     def prefill(self) -> _types_pb2.Rank:
@@ -632,7 +632,7 @@ class Usage(_message.Message):
     num_attempts: _builtins.int
     """Attempts it took. 0: it was cancelled before the first began."""
     num_media_tokens: _builtins.int
-    """Of the prompt's tokens, those that media fill. 0: none, or the worker that encoded them did not tell."""
+    """Of the prompt's tokens, those that media fill. 0: none, or the worker that encoded them did not report it."""
     def __init__(
         self,
         *,
@@ -671,7 +671,7 @@ class TimeBreakdown(_message.Message):
 
     @_builtins.property
     def router_queue(self) -> _duration_pb2.Duration:
-        """Time of waiting in the router for room. Absent: it was never queued."""
+        """Time queued in the router. Absent: it was never queued."""
 
     @_builtins.property
     def prefill(self) -> _duration_pb2.Duration:
@@ -679,11 +679,11 @@ class TimeBreakdown(_message.Message):
 
     @_builtins.property
     def prefill_queue(self) -> _duration_pb2.Duration:
-        """Of that, time of waiting in the worker. Absent: no prefill answered."""
+        """Of that, time queued in the worker. Absent: no prefill answered."""
 
     @_builtins.property
     def decode_queue(self) -> _duration_pb2.Duration:
-        """Time of waiting in the decode worker, less `transfer`. Absent: it never joined a batch."""
+        """Time queued in the decode worker, less `transfer`. Absent: it never joined a batch."""
 
     @_builtins.property
     def transfer(self) -> _duration_pb2.Duration:
@@ -731,7 +731,7 @@ class ExplainRequest(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___GenerateStart:
-        """The request; only one choice of it is looked at. Required."""
+        """The request; only one of its choices is explained. Required."""
 
     def __init__(
         self,
@@ -768,7 +768,7 @@ class ExplainResponse(_message.Message):
     num_prompt_tokens: _builtins.int
     """Tokens of the prompt. Always set."""
     num_waiting: _builtins.int
-    """Choices that wait in the router's queue for this model; `options` are as if none did. 0: none."""
+    """Choices queued in the router for this model; `options` are as if there were none. 0: none."""
     @_builtins.property
     def options(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankOption]:
         """Every rank of the model, also those that can't take the request; the chosen ones first, then by cost. Empty: all
@@ -836,13 +836,13 @@ class RankOption(_message.Message):
     TERMS_FIELD_NUMBER: _builtins.int
     OBSTACLE_FIELD_NUMBER: _builtins.int
     role: _worker_pb2.WorkerRole.ValueType
-    """The work of its worker: a decode rank may prefill itself. Always set."""
+    """The role of its worker; a decode rank may prefill itself. Always set."""
     is_chosen: _builtins.bool
     """The request would go there, as things stand. Default false: elsewhere, or there is no room for it anywhere."""
     num_matched_tokens: _builtins.int
     """Prompt tokens that are cached there. 0: none."""
     cost: _builtins.float
-    """What it would cost. Absent: the policy weighs nothing, or the request can't go there."""
+    """What it would cost. Absent: the policy has no costs, or the request can't go there."""
     cost_unit: _builtins.str
     """The unit of `cost`, such as `s`. Empty: there is no cost."""
     obstacle: _builtins.str
@@ -891,7 +891,7 @@ class PlaceRequest(_message.Message):
 
     @_builtins.property
     def resume(self) -> Global___Resume:
-        """Goes on after an attempt that broke. Absent: a new request."""
+        """Continues after an attempt that broke. Absent: a new request."""
 
     def __init__(
         self,
@@ -909,9 +909,9 @@ Global___PlaceRequest: _TypeAlias = PlaceRequest  # noqa: Y015
 
 @_typing.final
 class Resume(_message.Message):
-    """Goes on with a request after an attempt that broke. It waits for room like a new request, and a full queue refuses it
-    too (RESOURCE_EXHAUSTED, with RetryInfo: ask again then): nothing proves that there ever was a first attempt, so any
-    request could pass the queue's limit by it. Retries that the router makes itself always get in.
+    """Continues a request after an attempt that broke. It waits for room like a new request, and a full queue refuses it
+    too (RESOURCE_EXHAUSTED, with RetryInfo: ask again then): nothing proves that there was a first attempt, so
+    otherwise any request could evade the queue's limit. The router's own retries are never refused.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -932,13 +932,12 @@ class Resume(_message.Message):
     choice: _builtins.int
     """The choice that broke. Default 0."""
     num_text_bytes: _builtins.int
-    """UTF-8 bytes of the text that it already gave: only what follows is sent. Place makes no text and ignores it.
-    0: none.
+    """UTF-8 bytes of the text that it already gave: the router sends only what follows. Place makes no text and ignores
+    it. 0: none.
     """
     model_fingerprint: _builtins.str
     """The model that gave them, from the first placement: no other model continues them. UNAVAILABLE: it is no longer
-    served.
-    Empty: the model that serves the name now.
+    served. Empty: the model that serves the name now.
     """
     @_builtins.property
     def generated_token_ids(self) -> Global___TokenIds:
@@ -989,7 +988,7 @@ class PlaceResponse(_message.Message):
     model: _builtins.str
     """The model that answers. Always set."""
     model_fingerprint: _builtins.str
-    """Its fingerprint, as in WorkerRecord: names the files that GetModelFiles of the decode worker gives. Always set."""
+    """Its fingerprint, as in WorkerRecord: names the files that GetModelFiles of the decode worker returns. Always set."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedChoice]:
         """One entry a choice; of a resumed request, the one that broke. Always at least one."""
@@ -1070,7 +1069,7 @@ class PlacedChoice(_message.Message):
 
     @_builtins.property
     def router_queue(self) -> _duration_pb2.Duration:
-        """Time of waiting in the router for room. Absent: it was never queued."""
+        """Time queued in the router. Absent: it was never queued."""
 
     @_builtins.property
     def prefill(self) -> _duration_pb2.Duration:
@@ -1078,7 +1077,7 @@ class PlacedChoice(_message.Message):
 
     @_builtins.property
     def prefill_queue(self) -> _duration_pb2.Duration:
-        """Of that, time of waiting in the worker. Absent: it is prefilled by `stream`."""
+        """Of that, time queued in the worker. Absent: it is prefilled by `stream`."""
 
     def __init__(
         self,
@@ -1191,7 +1190,7 @@ class SessionStart(_message.Message):
 
     @_builtins.property
     def resume(self) -> Global___Resume:
-        """Goes on after an attempt that broke. Absent: a new request."""
+        """Continues after an attempt that broke. Absent: a new request."""
 
     def __init__(
         self,

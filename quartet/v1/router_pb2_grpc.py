@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RouterServiceStub:
-    """Places every request and streams the answer.
+    """Assigns every request to workers and streams the answer.
 
     Unary methods, WatchWorkers and Generate fail by gRPC status with google.rpc details: ErrorInfo (reason), BadRequest
     (the field at fault), RetryInfo (when to try again).
@@ -78,7 +78,7 @@ class RouterServiceStub:
 
 
 class RouterServiceServicer:
-    """Places every request and streams the answer.
+    """Assigns every request to workers and streams the answer.
 
     Unary methods, WatchWorkers and Generate fail by gRPC status with google.rpc details: ErrorInfo (reason), BadRequest
     (the field at fault), RetryInfo (when to try again).
@@ -95,10 +95,10 @@ class RouterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Place(self, request, context):
-        """Tokenizes, prefills and places only. The client streams from Decode directly, and resumes here what breaks. A
-        placement that the client does not use expires. FAILED_PRECONDITION: the router has no key to sign with, or has no
-        room for all choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit. INVALID_ARGUMENT: the start is too long
-        for one message of a worker stream (1 MiB, some 260,000 tokens).
+        """Tokenizes, waits for room and prefills. The client streams from Decode directly; if that breaks, it calls Place
+        again with `resume`. A placement that the client does not use expires. FAILED_PRECONDITION: the router has no key
+        to sign with, or has no room for all choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit.
+        INVALID_ARGUMENT: the start is too long for one message of a worker stream (1 MiB, some 260,000 tokens).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,8 +106,8 @@ class RouterServiceServicer:
 
     def Session(self, request_iterator, context):
         """Many requests on one stream, for gateways; a request's failure is a `Failure` in its slot, and ends no other.
-        Half-closing after the last start is normal: the stream ends with its last request. Dropping it cancels them all. A
-        start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. If
+        Half-closing after the last start is normal: the stream ends with its last request. Dropping it cancels them all.
+        A start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. If
         a slow reader leaves more output of a request unread than the router keeps, the request fails with
         RESOURCE_EXHAUSTED.
         """
@@ -130,8 +130,8 @@ class RouterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Tells where a request would go now, and why, and runs nothing. It is refused as Generate would refuse it, but waits
-        for no room.
+        """Reports where a request would go now, and why, and runs nothing. Refuses what Generate would refuse, but does not
+        wait for room.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -191,7 +191,7 @@ def add_RouterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RouterService:
-    """Places every request and streams the answer.
+    """Assigns every request to workers and streams the answer.
 
     Unary methods, WatchWorkers and Generate fail by gRPC status with google.rpc details: ErrorInfo (reason), BadRequest
     (the field at fault), RetryInfo (when to try again).

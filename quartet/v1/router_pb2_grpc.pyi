@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RouterServiceStub:
-    """Places every request and streams the answer.
+    """Assigns every request to workers and streams the answer.
 
     Unary methods, WatchWorkers and Generate fail by gRPC status with google.rpc details: ErrorInfo (reason), BadRequest
     (the field at fault), RetryInfo (when to try again).
@@ -44,15 +44,15 @@ class RouterServiceStub:
     Half-closing after `start` is normal and cancels nothing; dropping the stream cancels.
     """
     Place: _grpc.UnaryUnaryMultiCallable[_router_pb2.PlaceRequest, _router_pb2.PlaceResponse]
-    """Tokenizes, prefills and places only. The client streams from Decode directly, and resumes here what breaks. A
-    placement that the client does not use expires. FAILED_PRECONDITION: the router has no key to sign with, or has no
-    room for all choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit. INVALID_ARGUMENT: the start is too long
-    for one message of a worker stream (1 MiB, some 260,000 tokens).
+    """Tokenizes, waits for room and prefills. The client streams from Decode directly; if that breaks, it calls Place
+    again with `resume`. A placement that the client does not use expires. FAILED_PRECONDITION: the router has no key
+    to sign with, or has no room for all choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit.
+    INVALID_ARGUMENT: the start is too long for one message of a worker stream (1 MiB, some 260,000 tokens).
     """
     Session: _grpc.StreamStreamMultiCallable[_router_pb2.SessionRequest, _router_pb2.SessionResponse]
     """Many requests on one stream, for gateways; a request's failure is a `Failure` in its slot, and ends no other.
-    Half-closing after the last start is normal: the stream ends with its last request. Dropping it cancels them all. A
-    start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. If
+    Half-closing after the last start is normal: the stream ends with its last request. Dropping it cancels them all.
+    A start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. If
     a slow reader leaves more output of a request unread than the router keeps, the request fails with
     RESOURCE_EXHAUSTED.
     """
@@ -61,15 +61,15 @@ class RouterServiceStub:
     WatchWorkers: _grpc.UnaryStreamMultiCallable[_router_pb2.WatchWorkersRequest, _router_pb2.WatchWorkersResponse]
     """The list, then each change: the first message holds all workers."""
     Explain: _grpc.UnaryUnaryMultiCallable[_router_pb2.ExplainRequest, _router_pb2.ExplainResponse]
-    """Tells where a request would go now, and why, and runs nothing. It is refused as Generate would refuse it, but waits
-    for no room.
+    """Reports where a request would go now, and why, and runs nothing. Refuses what Generate would refuse, but does not
+    wait for room.
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetModelRequest, _router_pb2.GetModelResponse]
     """Describes one model, or all."""
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
-    """Places every request and streams the answer.
+    """Assigns every request to workers and streams the answer.
 
     Unary methods, WatchWorkers and Generate fail by gRPC status with google.rpc details: ErrorInfo (reason), BadRequest
     (the field at fault), RetryInfo (when to try again).
@@ -83,15 +83,15 @@ class RouterServiceAsyncStub(RouterServiceStub):
     Half-closing after `start` is normal and cancels nothing; dropping the stream cancels.
     """
     Place: _aio.UnaryUnaryMultiCallable[_router_pb2.PlaceRequest, _router_pb2.PlaceResponse]  # type: ignore[assignment]
-    """Tokenizes, prefills and places only. The client streams from Decode directly, and resumes here what breaks. A
-    placement that the client does not use expires. FAILED_PRECONDITION: the router has no key to sign with, or has no
-    room for all choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit. INVALID_ARGUMENT: the start is too long
-    for one message of a worker stream (1 MiB, some 260,000 tokens).
+    """Tokenizes, waits for room and prefills. The client streams from Decode directly; if that breaks, it calls Place
+    again with `resume`. A placement that the client does not use expires. FAILED_PRECONDITION: the router has no key
+    to sign with, or has no room for all choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit.
+    INVALID_ARGUMENT: the start is too long for one message of a worker stream (1 MiB, some 260,000 tokens).
     """
     Session: _aio.StreamStreamMultiCallable[_router_pb2.SessionRequest, _router_pb2.SessionResponse]  # type: ignore[assignment]
     """Many requests on one stream, for gateways; a request's failure is a `Failure` in its slot, and ends no other.
-    Half-closing after the last start is normal: the stream ends with its last request. Dropping it cancels them all. A
-    start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. If
+    Half-closing after the last start is normal: the stream ends with its last request. Dropping it cancels them all.
+    A start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. If
     a slow reader leaves more output of a request unread than the router keeps, the request fails with
     RESOURCE_EXHAUSTED.
     """
@@ -100,14 +100,14 @@ class RouterServiceAsyncStub(RouterServiceStub):
     WatchWorkers: _aio.UnaryStreamMultiCallable[_router_pb2.WatchWorkersRequest, _router_pb2.WatchWorkersResponse]  # type: ignore[assignment]
     """The list, then each change: the first message holds all workers."""
     Explain: _aio.UnaryUnaryMultiCallable[_router_pb2.ExplainRequest, _router_pb2.ExplainResponse]  # type: ignore[assignment]
-    """Tells where a request would go now, and why, and runs nothing. It is refused as Generate would refuse it, but waits
-    for no room.
+    """Reports where a request would go now, and why, and runs nothing. Refuses what Generate would refuse, but does not
+    wait for room.
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_router_pb2.GetModelRequest, _router_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes one model, or all."""
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Places every request and streams the answer.
+    """Assigns every request to workers and streams the answer.
 
     Unary methods, WatchWorkers and Generate fail by gRPC status with google.rpc details: ErrorInfo (reason), BadRequest
     (the field at fault), RetryInfo (when to try again).
@@ -131,10 +131,10 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.PlaceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.PlaceResponse, _abc.Awaitable[_router_pb2.PlaceResponse]]:
-        """Tokenizes, prefills and places only. The client streams from Decode directly, and resumes here what breaks. A
-        placement that the client does not use expires. FAILED_PRECONDITION: the router has no key to sign with, or has no
-        room for all choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit. INVALID_ARGUMENT: the start is too long
-        for one message of a worker stream (1 MiB, some 260,000 tokens).
+        """Tokenizes, waits for room and prefills. The client streams from Decode directly; if that breaks, it calls Place
+        again with `resume`. A placement that the client does not use expires. FAILED_PRECONDITION: the router has no key
+        to sign with, or has no room for all choices at once (PLACE_TOO_LARGE); Generate and Session have no such limit.
+        INVALID_ARGUMENT: the start is too long for one message of a worker stream (1 MiB, some 260,000 tokens).
         """
 
     @_abc_1.abstractmethod
@@ -144,8 +144,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_router_pb2.SessionResponse], _abc.AsyncIterator[_router_pb2.SessionResponse]]:
         """Many requests on one stream, for gateways; a request's failure is a `Failure` in its slot, and ends no other.
-        Half-closing after the last start is normal: the stream ends with its last request. Dropping it cancels them all. A
-        start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. If
+        Half-closing after the last start is normal: the stream ends with its last request. Dropping it cancels them all.
+        A start in a slot that is in use ends the stream with INVALID_ARGUMENT; a cancel of an unknown slot is ignored. If
         a slow reader leaves more output of a request unread than the router keeps, the request fails with
         RESOURCE_EXHAUSTED.
         """
@@ -172,8 +172,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.ExplainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ExplainResponse, _abc.Awaitable[_router_pb2.ExplainResponse]]:
-        """Tells where a request would go now, and why, and runs nothing. It is refused as Generate would refuse it, but waits
-        for no room.
+        """Reports where a request would go now, and why, and runs nothing. Refuses what Generate would refuse, but does not
+        wait for room.
         """
 
     @_abc_1.abstractmethod

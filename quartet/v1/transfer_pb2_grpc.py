@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TransferServiceStub:
-    """Offered by every worker. Services never call each other but here.
+    """Offered by every worker. Services call each other only here.
     """
 
     def __init__(self, channel):
@@ -43,16 +43,16 @@ class TransferServiceStub:
 
 
 class TransferServiceServicer:
-    """Offered by every worker. Services never call each other but here.
+    """Offered by every worker. Services call each other only here.
     """
 
     def Pull(self, request_iterator, context):
         """Takes over one hand-off. Up: `begin`, then `finish` when everything was read, or `abort`; `renew` at any time
-        before the end. A stream may also open with `renew` or `abort` alone. Down: `granted`, then, where bytes ride
-        the stream, a `piece` each, then `finished`. Data counts only after `finished`; after any other end throw it
-        away. NOT_FOUND: no such hand-off (ended, expired, or a wrong secret). FAILED_PRECONDITION: another epoch,
-        or pulled already. INVALID_ARGUMENT: pieces out of range. A stream that breaks after `begin`
-        cancels the hand-off; one that breaks before does nothing.
+        before the end. A stream may also open with `renew` or `abort` alone. Down: `granted`, then, if the bytes come on
+        this stream, a `piece` each, then `finished`. Data counts only after `finished`; after any other end discard it.
+        NOT_FOUND: no such hand-off (ended, expired, or a wrong secret). FAILED_PRECONDITION: another epoch, or pulled
+        already. INVALID_ARGUMENT: pieces out of range. A stream that breaks after `begin` cancels the hand-off; one that
+        breaks before does nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -75,7 +75,7 @@ def add_TransferServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TransferService:
-    """Offered by every worker. Services never call each other but here.
+    """Offered by every worker. Services call each other only here.
     """
 
     @staticmethod

@@ -106,7 +106,7 @@ Global___ChunkTarget: _TypeAlias = ChunkTarget  # noqa: Y015
 
 @_typing.final
 class RequestContext(_message.Message):
-    """What every start of a request carries from hop to hop. A multiplexed stream can't carry it as metadata."""
+    """What every start of a request carries from hop to hop. A stream of many requests can't carry it as metadata."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -133,7 +133,7 @@ class RequestContext(_message.Message):
     tenant: _builtins.str
     """The tenant that the request is accounted to. Empty: none."""
     priority: _builtins.int
-    """Higher first among waiting requests. Default 0."""
+    """Higher first among queued requests. Default 0."""
     session_key: _builtins.str
     """Requests of one conversation share it. Empty: none."""
     router_id: _builtins.str
@@ -515,8 +515,8 @@ class Generation(_message.Message):
     MEDIA_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
     prompt_token_ids: _builtins.bytes
-    """Packed little-endian u32, at least one token: `bytes`, since a 32 k prompt costs 0.45 ms a hop less so. Required;
-    on a chunked start it may follow in chunks.
+    """Packed little-endian u32, at least one token: as `bytes` a 32 k prompt costs 0.45 ms less a hop. Required; on a
+    chunked start it may follow in chunks.
     """
     generated_token_ids: _builtins.bytes
     """Tokens of this answer that were already given out, packed likewise. They count as output for penalties,
@@ -567,7 +567,7 @@ Global___Generation: _TypeAlias = Generation  # noqa: Y015
 
 @_typing.final
 class Failure(_message.Message):
-    """How one request failed on a stream that carries many; the stream goes on."""
+    """How one request failed on a stream that carries many; the stream continues."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -586,7 +586,7 @@ class Failure(_message.Message):
     """Path of the field at fault, such as `sampling.top_p`. Empty: none."""
     @_builtins.property
     def retry_delay(self) -> _duration_pb2.Duration:
-        """Time after which trying again makes sense. Absent: nothing is known of that."""
+        """Time after which trying again makes sense. Absent: unknown."""
 
     def __init__(
         self,
@@ -725,11 +725,11 @@ class HandOff(_message.Message):
     hand_off_id: _builtins.bytes
     """16 random bytes that name it. Required."""
     secret: _builtins.bytes
-    """16 random bytes; without them the source lets no caller read or end it. Never logged. Required."""
+    """16 random bytes; only a caller that has them may read or end it. Never logged. Required."""
     worker_id: _builtins.str
-    """The worker that holds. Required."""
+    """The worker that holds the blocks. Required."""
     epoch: _builtins.int
-    """That worker's life, drawn at its start; a hand-off of another life is FAILED_PRECONDITION. Required."""
+    """That worker's epoch, drawn at its start; a hand-off of another epoch is FAILED_PRECONDITION. Required."""
     address: _builtins.str
     """`host:port` of its TransferService. Required."""
     @_builtins.property
@@ -823,7 +823,8 @@ class BlocksPayload(_message.Message):
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Which block of the source's pool holds each piece, by position. A puller that has the pool mapped begins to read
-        while its `begin` is on the way; what it read counts only after `finished`, as ever. Empty: the source does not say.
+        while its `begin` is on the way; what it read counts only after `finished`, as always. Empty: the source does not
+        say.
         """
 
     def __init__(
@@ -852,7 +853,7 @@ class OpaquePayload(_message.Message):
     engine: _builtins.str
     """Name of that engine, such as `trtllm`. Required."""
     state: _builtins.bytes
-    """Its bytes, given back unchanged. Empty: that engine needs none."""
+    """Its bytes, returned unchanged. Empty: that engine needs none."""
     def __init__(
         self,
         *,
@@ -925,8 +926,8 @@ Global___StartDone: _TypeAlias = StartDone  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):
-    """Ends the request in a slot early. Its one terminal output still comes: CANCELLED, or however it had already ended.
-    Unknown slots are ignored.
+    """Ends the request in a slot early. Its one terminal output still comes: CANCELLED, or another if it had already
+    ended. Unknown slots are ignored.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

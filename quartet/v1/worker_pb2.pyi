@@ -52,7 +52,7 @@ Global___WorkerRole: _TypeAlias = WorkerRole  # noqa: Y015
 
 @_typing.final
 class WorkerRecord(_message.Message):
-    """What a worker announces of itself in discovery."""
+    """What a worker announces in discovery."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -80,7 +80,7 @@ class WorkerRecord(_message.Message):
     role: Global___WorkerRole.ValueType
     """Its work. Always set."""
     epoch: _builtins.int
-    """Its life: a number drawn at each start. Always set."""
+    """Its epoch: a number drawn at each start. Always set."""
     grpc_address: _builtins.str
     """`host:port` of its gRPC services. Always set."""
     events_address: _builtins.str
@@ -158,7 +158,7 @@ Global___WorkerRecord: _TypeAlias = WorkerRecord  # noqa: Y015
 
 @_typing.final
 class GetInfoRequest(_message.Message):
-    """Asks for nothing in particular."""
+    """Asks for the worker's description."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -175,7 +175,7 @@ Global___GetInfoRequest: _TypeAlias = GetInfoRequest  # noqa: Y015
 
 @_typing.final
 class GetInfoResponse(_message.Message):
-    """Who the worker is and how it is."""
+    """The worker and its load."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -330,7 +330,7 @@ class StreamKvSnapshotResponse(_message.Message):
     number: _builtins.int
     """Batches of topic `kv` up to and with this number are in the snapshot. The same in all messages. 0: none was sent."""
     epoch: _builtins.int
-    """The worker's life. Always set."""
+    """The worker's epoch. Always set."""
     data_parallel_rank: _builtins.int
     """The rank whose blocks these are. 0: the first, or the only one."""
     tier: _kv_events_pb2.Tier.ValueType
@@ -341,8 +341,8 @@ class StreamKvSnapshotResponse(_message.Message):
 
     @_builtins.property
     def parent_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Aligned with `sequence_hashes`: the name of the block before each. What stands there for a sequence's first block,
-        which has none before it, means nothing (any number may be a hash): `first_blocks` says which they are.
+        """Aligned with `sequence_hashes`: the name of the block before each. A sequence's first block has none before it,
+        and its entry means nothing (any number may be a hash): `first_blocks` lists these blocks.
         """
 
     @_builtins.property
@@ -370,7 +370,7 @@ Global___StreamKvSnapshotResponse: _TypeAlias = StreamKvSnapshotResponse  # noqa
 
 @_typing.final
 class DrainRequest(_message.Message):
-    """Asks a worker to let its work run out."""
+    """Asks a worker to finish its requests."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -394,7 +394,7 @@ Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
 
 @_typing.final
 class DrainResponse(_message.Message):
-    """The work has run out."""
+    """The worker has no requests left."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -62,7 +62,7 @@ class WorkerServiceServicer:
     """
 
     def GetInfo(self, request, context):
-        """Tells who the worker is, what it can do, and how it is.
+        """Describes the worker, what it can do, and its load.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -78,17 +78,18 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamKvSnapshot(self, request, context):
-        """Streams the names of all blocks that the worker could share, as of one number of its topic `kv`. A reader that then
-        applies the batches above that number knows what the worker holds. At least one message a rank, even if it holds
-        nothing; the snapshot is whole if the stream ends with OK. UNAVAILABLE: the engine is dead, or took no step in time.
+        """Streams the names of all blocks that the worker could share, as of one number of its topic `kv`. A reader that
+        then applies the batches above that number knows what the worker holds. At least one message a rank, even if it
+        holds nothing; the snapshot is complete if the stream ends with OK. UNAVAILABLE: the engine is dead, or took no
+        step in time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes nothing new, leaves discovery, lets running requests end, and answers when all have ended or the
-        time is up. The process goes on; SIGTERM drains and ends it.
+        """Takes no new requests, leaves discovery, lets running requests end, and answers when all have ended or the time is
+        up. The process stays; SIGTERM drains and ends it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

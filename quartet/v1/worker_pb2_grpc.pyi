@@ -34,20 +34,21 @@ class WorkerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     GetInfo: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.GetInfoResponse]
-    """Tells who the worker is, what it can do, and how it is."""
+    """Describes the worker, what it can do, and its load."""
     GetModelFiles: _grpc.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _worker_pb2.GetModelFilesResponse]
     """Streams the small files of the model (tokenizer, template, configs; never weights, never code): a router
     needs no shared disk. One `file`, then its `data`, file after file. FAILED_PRECONDITION: the worker serves another
     model than the one asked for.
     """
     StreamKvSnapshot: _grpc.UnaryStreamMultiCallable[_worker_pb2.StreamKvSnapshotRequest, _worker_pb2.StreamKvSnapshotResponse]
-    """Streams the names of all blocks that the worker could share, as of one number of its topic `kv`. A reader that then
-    applies the batches above that number knows what the worker holds. At least one message a rank, even if it holds
-    nothing; the snapshot is whole if the stream ends with OK. UNAVAILABLE: the engine is dead, or took no step in time.
+    """Streams the names of all blocks that the worker could share, as of one number of its topic `kv`. A reader that
+    then applies the batches above that number knows what the worker holds. At least one message a rank, even if it
+    holds nothing; the snapshot is complete if the stream ends with OK. UNAVAILABLE: the engine is dead, or took no
+    step in time.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
-    """Takes nothing new, leaves discovery, lets running requests end, and answers when all have ended or the
-    time is up. The process goes on; SIGTERM drains and ends it.
+    """Takes no new requests, leaves discovery, lets running requests end, and answers when all have ended or the time is
+    up. The process stays; SIGTERM drains and ends it.
     """
 
 @_typing.type_check_only
@@ -56,20 +57,21 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetInfo: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.GetInfoResponse]  # type: ignore[assignment]
-    """Tells who the worker is, what it can do, and how it is."""
+    """Describes the worker, what it can do, and its load."""
     GetModelFiles: _aio.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _worker_pb2.GetModelFilesResponse]  # type: ignore[assignment]
     """Streams the small files of the model (tokenizer, template, configs; never weights, never code): a router
     needs no shared disk. One `file`, then its `data`, file after file. FAILED_PRECONDITION: the worker serves another
     model than the one asked for.
     """
     StreamKvSnapshot: _aio.UnaryStreamMultiCallable[_worker_pb2.StreamKvSnapshotRequest, _worker_pb2.StreamKvSnapshotResponse]  # type: ignore[assignment]
-    """Streams the names of all blocks that the worker could share, as of one number of its topic `kv`. A reader that then
-    applies the batches above that number knows what the worker holds. At least one message a rank, even if it holds
-    nothing; the snapshot is whole if the stream ends with OK. UNAVAILABLE: the engine is dead, or took no step in time.
+    """Streams the names of all blocks that the worker could share, as of one number of its topic `kv`. A reader that
+    then applies the batches above that number knows what the worker holds. At least one message a rank, even if it
+    holds nothing; the snapshot is complete if the stream ends with OK. UNAVAILABLE: the engine is dead, or took no
+    step in time.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
-    """Takes nothing new, leaves discovery, lets running requests end, and answers when all have ended or the
-    time is up. The process goes on; SIGTERM drains and ends it.
+    """Takes no new requests, leaves discovery, lets running requests end, and answers when all have ended or the time is
+    up. The process stays; SIGTERM drains and ends it.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -81,7 +83,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GetInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GetInfoResponse, _abc.Awaitable[_worker_pb2.GetInfoResponse]]:
-        """Tells who the worker is, what it can do, and how it is."""
+        """Describes the worker, what it can do, and its load."""
 
     @_abc_1.abstractmethod
     def GetModelFiles(
@@ -100,9 +102,10 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.StreamKvSnapshotRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.StreamKvSnapshotResponse], _abc.AsyncIterator[_worker_pb2.StreamKvSnapshotResponse]]:
-        """Streams the names of all blocks that the worker could share, as of one number of its topic `kv`. A reader that then
-        applies the batches above that number knows what the worker holds. At least one message a rank, even if it holds
-        nothing; the snapshot is whole if the stream ends with OK. UNAVAILABLE: the engine is dead, or took no step in time.
+        """Streams the names of all blocks that the worker could share, as of one number of its topic `kv`. A reader that
+        then applies the batches above that number knows what the worker holds. At least one message a rank, even if it
+        holds nothing; the snapshot is complete if the stream ends with OK. UNAVAILABLE: the engine is dead, or took no
+        step in time.
         """
 
     @_abc_1.abstractmethod
@@ -111,8 +114,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
-        """Takes nothing new, leaves discovery, lets running requests end, and answers when all have ended or the
-        time is up. The process goes on; SIGTERM drains and ends it.
+        """Takes no new requests, leaves discovery, lets running requests end, and answers when all have ended or the time is
+        up. The process stays; SIGTERM drains and ends it.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
