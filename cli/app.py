@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from functools import wraps
 from importlib import import_module
-from typing import Annotated, Any, NamedTuple
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -51,6 +55,39 @@ _COMMANDS = {
 }
 
 
+def spread_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` as Typer takes it: a parameter that is a dataclass becomes one option for each field.
+
+    So commands share groups of options. What the groups and ``command`` refuse is reported in one line.
+    """
+    from cli.output import reporting_errors
+
+    parameters = signature(command, eval_str=True).parameters.values()
+    groups: dict[str, Any] = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
+
+    @wraps(command)
+    def spread(**given: Any) -> None:
+        with reporting_errors():
+            for name, group in groups.items():
+                given[name] = group(**{item.name: given.pop(item.name) for item in fields(group)})
+            command(**given)
+
+    options = [
+        option for each in parameters for option in (_options(groups[each.name]) if each.name in groups else [each])
+    ]
+    spread.__signature__ = Signature(options)  # type: ignore[attr-defined]
+    spread.__annotations__ = {option.name: option.annotation for option in options}
+    return spread
+
+
+def _options(group: Any) -> Iterator[Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    for item in fields(group):
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        default = Parameter.empty if default is MISSING else default
+        yield Parameter(item.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[item.name])
+
+
 class _LateCommand(TyperCommand):
     """Stands for a subcommand in ``quartet --help``; becomes it when it is called or asked for its own help."""
 
@@ -63,7 +100,7 @@ class _LateCommand(TyperCommand):
         found = getattr(import_module(self._entry.module), self._entry.function)
         if not isinstance(found, typer.Typer):
             function, found = found, typer.Typer(add_completion=False)
-            found.command(self.name)(function)
+            found.command(self.name)(spread_groups(function))
         return get_command(found)
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
