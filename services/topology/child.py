@@ -111,9 +111,7 @@ class Child:
     def describe_end(self) -> str:
         """How it ended, and its last output."""
         code = self._transport.get_returncode()
-        how = "is running" if code is None else f"ended with exit code {code}"
-        if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+        how = "is running" if code is None else describe_exit(code)
         return "\n".join([f"{self.name} {how}", *(f"    {line}" for line in self.last_lines)])
 
     async def _follow(self) -> int:
@@ -126,6 +124,11 @@ class Child:
         code = self._transport.get_returncode()
         assert code is not None, "it has exited"
         return code
+
+
+def describe_exit(code: int) -> str:
+    """In words, how a process with this exit code ended; negative: the number of the signal that ended it."""
+    return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
 
 def new_mark() -> str:
