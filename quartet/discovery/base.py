@@ -12,18 +12,18 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
 from enum import StrEnum
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar, get_type_hints
 
 from quartet.errors import DiscoveryError
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_REQUIRED = object()
-_Fields: TypeAlias = Mapping[str, object]
+
+FieldsT = TypeVar("FieldsT")
 
 
 class Role(StrEnum):
@@ -243,30 +243,8 @@ def from_json(data: bytes) -> WorkerRecord:
     Raises:
         DiscoveryError: not a JSON object, or a key is missing or impossible; ``field`` names the key.
     """
-    fields = _parse_object(data)
-    host = _object(fields, "host")
     try:
-        return WorkerRecord(
-            worker_id=_text(fields, "worker_id"),
-            role=_role(fields, "role"),
-            epoch=_epoch(fields, "epoch"),
-            grpc_address=_text(fields, "grpc_address"),
-            events_address=_text(fields, "events_address"),
-            model_name=_text(fields, "model_name"),
-            model_fingerprint=_text(fields, "model_fingerprint"),
-            host=HostIdentity(boot_id=_text(host, "boot_id"), ipc_namespace=_text(host, "ipc_namespace")),
-            data_parallel_size=_number(fields, "data_parallel_size", default=1),
-            num_blocks=_number(fields, "num_blocks"),
-            block_size=_number(fields, "block_size"),
-            max_model_len=_number(fields, "max_model_len"),
-            transfer_ways=_texts(fields, "transfer_ways"),
-            sampling_fields=_texts(fields, "sampling_fields"),
-            media=_texts(fields, "media", default=()),
-            adapters=_texts(fields, "adapters", default=()),
-            contract_version=_text(fields, "contract_version"),
-            http_address=_text(fields, "http_address", default=""),
-            max_media_tokens=_number(fields, "max_media_tokens", default=0),
-        )
+        return _parse_fields(WorkerRecord, _parse_object(data))
     except ValueError as error:
         raise DiscoveryError(f"the worker record is impossible: {error}") from error
 
@@ -293,66 +271,77 @@ def parse_record(key: WorkerKey, data: bytes) -> WorkerRecord | None:
     return record
 
 
-def _parse_object(data: bytes) -> _Fields:
+def _parse_object(data: bytes) -> Mapping[str, object]:
     try:
-        fields = json.loads(data)
+        values = json.loads(data)
     except (ValueError, RecursionError) as error:  # the latter for thousands of open brackets
         raise DiscoveryError(f"the worker record is not JSON: {error}") from error
-    if not isinstance(fields, dict):
+    if not isinstance(values, dict):
         raise DiscoveryError("the worker record is not a JSON object")
-    return fields
-
-
-def _value(fields: _Fields, key: str, default: object) -> object:
-    value = fields.get(key, default)
-    if value is _REQUIRED:
-        raise DiscoveryError(f"the worker record has no {key}", field=key)
-    return value
+    return values
 
 
 def _impossible(key: str, wanted: str) -> DiscoveryError:
     return DiscoveryError(f"{key} of the worker record must be {wanted}", field=key)
 
 
-def _text(fields: _Fields, key: str, default: object = _REQUIRED) -> str:
-    value = _value(fields, key, default)
+def _text(key: str, value: object) -> str:
     if not isinstance(value, str):
         raise _impossible(key, "a string")
     return value
 
 
-def _number(fields: _Fields, key: str, default: object = _REQUIRED) -> int:
-    value = _value(fields, key, default)
+def _number(key: str, value: object) -> int:
     # bool is an int to Python, but ``true`` is no number.
     if not isinstance(value, int) or isinstance(value, bool):
         raise _impossible(key, "a whole number")
     return value
 
 
-def _texts(fields: _Fields, key: str, default: object = _REQUIRED) -> tuple[str, ...]:
-    value = _value(fields, key, default)
-    if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
+def _texts(key: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise _impossible(key, "a list of strings")
     return tuple(value)
 
 
-def _object(fields: _Fields, key: str) -> _Fields:
-    value = _value(fields, key, _REQUIRED)
-    if not isinstance(value, dict):
-        raise _impossible(key, "an object")
-    return value
-
-
-def _role(fields: _Fields, key: str) -> Role:
-    value = _text(fields, key)
+def _role(key: str, value: object) -> Role:
     try:
-        return Role(value)
+        return Role(_text(key, value))
     except ValueError as error:
         raise _impossible(key, f"one of {', '.join(Role)}") from error
 
 
-def _epoch(fields: _Fields, key: str) -> int:
-    value = _text(fields, key)
-    if not (value.isascii() and value.isdigit()):
+def _host(key: str, value: object) -> HostIdentity:
+    if not isinstance(value, dict):
+        raise _impossible(key, "an object")
+    return _parse_fields(HostIdentity, value)
+
+
+def _epoch(key: str, value: object) -> int:
+    text = _text(key, value)
+    if not (text.isascii() and text.isdigit()):
         raise _impossible(key, "a decimal string")
-    return int(value)
+    return int(text)
+
+
+_PARSERS: Mapping[object, Callable[[str, object], object]] = {
+    str: _text,
+    int: _number,
+    tuple[str, ...]: _texts,
+    Role: _role,
+    HostIdentity: _host,
+}
+_TYPES: Mapping[type, Mapping[str, object]] = {cls: get_type_hints(cls) for cls in (WorkerRecord, HostIdentity)}
+
+
+def _parse_fields(cls: type[FieldsT], values: Mapping[str, object]) -> FieldsT:
+    """The dataclass ``cls`` of these values by name; those of fields with a default may be missing."""
+    parsed = {}
+    for field in fields(cls):  # type: ignore[arg-type]
+        name = field.name
+        if name in values:
+            parse = _epoch if name == "epoch" else _PARSERS[_TYPES[cls][name]]
+            parsed[name] = parse(name, values[name])
+        elif field.default is MISSING:
+            raise DiscoveryError(f"the worker record has no {name}", field=name)
+    return cls(**parsed)

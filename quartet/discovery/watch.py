@@ -1,8 +1,9 @@
-"""The watch of every registry: a task feeds it what the registry holds, and its reader gets the differences."""
+"""What every registry has: registrations that a task keeps alive, and a watch that tells its reader the differences."""
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable
 from typing import TypeAlias
 
@@ -19,6 +20,55 @@ from quartet.errors import DiscoveryError
 
 #: Brings the watch it is given what the registry holds, until it is cancelled.
 Feed: TypeAlias = Callable[["LiveWatch"], Coroutine[object, object, None]]
+
+
+class LiveRegistry(ABC):
+    """A ``Registry`` that closes what it made; use it within one event loop."""
+
+    def __init__(self) -> None:
+        self._open: set[LiveRegistration | LiveWatch] = set()
+
+    def watch(self) -> LiveWatch:
+        """Begin to watch."""
+        watch = LiveWatch(self._feed, on_close=self._open.discard)
+        self._open.add(watch)
+        return watch
+
+    async def close(self) -> None:
+        """Close every registration and watch made here."""
+        await asyncio.gather(*(part.close() for part in self._open))
+
+    @abstractmethod
+    async def _feed(self, watch: LiveWatch) -> None:
+        """Bring ``watch`` what the registry holds, until cancelled."""
+
+
+class LiveRegistration(ABC):
+    """A ``Registration`` that a task keeps alive.
+
+    Attributes:
+        record: as it was registered.
+    """
+
+    def __init__(self, record: WorkerRecord, *, on_close: Callable[[LiveRegistration], None]) -> None:
+        self.record = record
+        self._on_close = on_close
+        self._task: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """Remove the record, unless a later registration has replaced it; ends in bounded time."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        await self._remove()
+        self._on_close(self)
+
+    def _keep(self, work: Coroutine[object, object, None]) -> None:
+        self._task = asyncio.create_task(work, name=f"discovery-register-{self.record.worker_id}")
+
+    @abstractmethod
+    async def _remove(self) -> None:
+        """Remove the record; log why if that can't be done."""
 
 
 class LiveWatch:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quartet.discovery.base import WorkerKey, WorkerRecord, check_name, parse_record, to_json
-from quartet.discovery.watch import LiveWatch
+from quartet.discovery.watch import LiveRegistration, LiveRegistry, LiveWatch
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class MemoryStore:
             changed.set()
 
 
-class MemoryRegistration:
+class MemoryRegistration(LiveRegistration):
     """A record in a ``MemoryStore``."""
 
     def __init__(
@@ -63,34 +63,26 @@ class MemoryRegistration:
         namespace: str,
         record: WorkerRecord,
         *,
-        on_close: Callable[[MemoryRegistration], None],
+        on_close: Callable[[LiveRegistration], None],
     ) -> None:
-        self._on_close = on_close
+        super().__init__(record, on_close=on_close)
         self._store = store
         self._namespace = namespace
-        self._record = record
         store.put(namespace, record.key, to_json(record))
 
-    @property
-    def record(self) -> WorkerRecord:
-        """The record as it was registered."""
-        return self._record
-
-    async def close(self) -> None:
-        """Remove the record, unless a later registration has replaced it."""
-        if self._store.get(self._namespace, self._record.key) == to_json(self._record):
-            self._store.delete(self._namespace, self._record.key)
-        self._on_close(self)
+    async def _remove(self) -> None:
+        if self._store.get(self._namespace, self.record.key) == to_json(self.record):
+            self._store.delete(self._namespace, self.record.key)
 
 
-class MemoryRegistry:
+class MemoryRegistry(LiveRegistry):
     """A ``Registry`` whose records live and die with this process; use it from one event loop."""
 
     def __init__(self, store: MemoryStore | None = None, *, namespace: str = "default") -> None:
+        super().__init__()
         check_name("namespace", namespace)
         self._store = store or MemoryStore()
         self._namespace = namespace
-        self._open: set[MemoryRegistration | LiveWatch] = set()
 
     async def register(self, record: WorkerRecord) -> MemoryRegistration:
         """Announce ``record`` until the registration is closed."""
@@ -102,12 +94,5 @@ class MemoryRegistry:
         """The readable records of this moment, ordered by role and id."""
         return self._store.records(self._namespace)
 
-    def watch(self) -> LiveWatch:
-        """Begin to watch."""
-        watch = LiveWatch(lambda watch: self._store.feed(self._namespace, watch), on_close=self._open.discard)
-        self._open.add(watch)
-        return watch
-
-    async def close(self) -> None:
-        """Close every registration and watch made here."""
-        await asyncio.gather(*(part.close() for part in self._open))
+    async def _feed(self, watch: LiveWatch) -> None:
+        await self._store.feed(self._namespace, watch)
