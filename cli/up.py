@@ -22,8 +22,7 @@ from quartet.errors import ServingError
 from quartet.media.items import MediaKind
 from quartet.rpc.channels import is_serving
 from router.config import RouterConfig
-from services.topology.child import Child
-from services.topology.launch import Environment, LaunchError, LocalTopology, make_run_directory
+from services.topology.launch import Environment, LaunchError, LocalTopology, make_run_directory, while_running
 from services.topology.supervisor import RestartConfig, Supervisor
 from services.topology.topology import ROUTER, Choices, Topology, choose, plan_router, plan_workers, read_settings
 
@@ -150,25 +149,12 @@ async def _start(local: LocalTopology, topology: Topology, display: LaunchDispla
     try:
         async with asyncio.timeout(topology.start_timeout_s):
             await local.start()
-            workers = await _ready_workers(local, display)
+            ready = wait_ready(local.router_address, local.worker_ids, display.progress)
+            workers = await while_running(local.children, ready)
     except TimeoutError as error:
         raise LaunchError(f"not ready within {topology.start_timeout_s:g} s; {display.last_progress}") from error
     takes_images = any(MediaKind.IMAGE in worker.record.media for worker in workers)
     display.ready(local.router_address, takes_images=takes_images)
-
-
-async def _ready_workers(local: LocalTopology, display: LaunchDisplay) -> Sequence[WorkerStatus]:
-    """Wait until everything serves; return all workers. Raises ``LaunchError``: a process ended before."""
-    gate = asyncio.create_task(wait_ready(local.router_address, local.worker_ids, display.progress))
-    ends = [asyncio.create_task(_ended(child)) for child in local.children]
-    try:
-        done, _ = await asyncio.wait([gate, *ends], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in (gate, *ends):
-            task.cancel()
-    if gate not in done:
-        raise LaunchError(next(end.result().describe_end() for end in ends if end in done))
-    return gate.result()
 
 
 async def _wait_serving(local: LocalTopology, name: str) -> None:
@@ -195,11 +181,6 @@ async def _missing(client: QuartetClient, router_address: str, worker_ids: Colle
     return missing
 
 
-async def _ended(child: Child) -> Child:
-    await child.wait()
-    return child
-
-
 class _StopSignals:
     """The first signal ends what runs; each further one calls ``on_second``."""
 
@@ -208,10 +189,6 @@ class _StopSignals:
         self._stop = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, self._handle)
-
-    @property
-    def is_set(self) -> bool:
-        return self._stop.is_set()
 
     async def interrupts(self, work: Coroutine[Any, Any, None]) -> bool:
         """Run ``work`` to its end, or cancel it when a signal comes; return whether one came."""
