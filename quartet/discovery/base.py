@@ -1,4 +1,4 @@
-"""The discovery seam: what a worker announces, what a registry promises, and the JSON form of a worker's record.
+"""The discovery seam: what a worker announces, what every registry promises and has, and the JSON form of a record.
 
 A registry keeps one record per worker alive for as long as the worker keeps its registration, and tells
 watchers what comes, changes and goes. Every implementation (``etcd``, ``file``) passes the same conformance suite.
@@ -9,13 +9,15 @@ more. The epoch is a decimal string: JavaScript and jq read numbers as doubles, 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from enum import StrEnum
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar, get_type_hints
+from typing import NamedTuple, TypeAlias, TypeVar, get_type_hints
 
 from quartet.errors import DiscoveryError
 
@@ -163,42 +165,13 @@ class Synchronised:
 WorkerEvent: TypeAlias = WorkerAdded | WorkerChanged | WorkerRemoved | Synchronised
 
 
-class Registration(Protocol):
-    """A worker's record in the registry, kept there until closed."""
+class Registry(ABC):
+    """Where the workers of one namespace are announced; use it within one event loop."""
 
-    @property
-    def record(self) -> WorkerRecord:
-        """The record as it was registered."""
-        ...
+    def __init__(self) -> None:
+        self._open: set[Registration | Watch] = set()
 
-    async def close(self) -> None:
-        """Remove the record, unless a later registration has replaced it.
-
-        Never raises for an unreachable registry and ends in bounded time: the record then goes with its lease.
-        """
-        ...
-
-
-class Watch(Protocol):
-    """One reader's view of the workers: iterate it with ``async for``, from one task.
-
-    Begins with a ``WorkerAdded`` per worker, then ``Synchronised``, then differences only, also across broken
-    connections, while which the last known workers simply stay. A slow reader gets fewer events (changes of
-    one worker merge), never a wrong end state. The iteration ends when the watch or its registry is closed.
-    """
-
-    def __aiter__(self) -> AsyncIterator[WorkerEvent]:
-        """The watch itself."""
-        ...
-
-    async def close(self) -> None:
-        """End the iteration and free what the watch holds."""
-        ...
-
-
-class Registry(Protocol):
-    """Where the workers of one namespace are announced."""
-
+    @abstractmethod
     async def register(self, record: WorkerRecord) -> Registration:
         """Announce ``record``, replacing what the same role and id had, and keep it alive.
 
@@ -207,23 +180,166 @@ class Registry(Protocol):
         Raises:
             DiscoveryError: the registry could not be reached in bounded time; nothing is kept.
         """
-        ...
 
+    @abstractmethod
     async def workers(self) -> list[WorkerRecord]:
         """The readable records of this moment, ordered by role and id.
 
         Raises:
             DiscoveryError: the registry could not be reached in bounded time.
         """
-        ...
 
     def watch(self) -> Watch:
         """Begin to watch; needs a running event loop. Never fails: it tries until it is closed."""
-        ...
+        watch = Watch(self._feed, on_close=self._open.discard)
+        self._open.add(watch)
+        return watch
 
     async def close(self) -> None:
         """Close every registration and watch made here, and the connection; ends in bounded time."""
-        ...
+        await asyncio.gather(*(part.close() for part in self._open))
+
+    @abstractmethod
+    async def _feed(self, workers: WorkerSet) -> None:
+        """Bring ``workers`` what the registry holds, until cancelled."""
+
+
+class Registration(ABC):
+    """A worker's record in the registry, kept there by a task until closed.
+
+    Attributes:
+        record: as it was registered.
+    """
+
+    def __init__(self, record: WorkerRecord, *, on_close: Callable[[Registration], None]) -> None:
+        self.record = record
+        self._on_close = on_close
+        self._task: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """Remove the record, unless a later registration has replaced it.
+
+        Never raises for an unreachable registry and ends in bounded time: the record then goes with its lease.
+        """
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        await self._remove()
+        self._on_close(self)
+
+    def _keep(self, work: Coroutine[object, object, None]) -> None:
+        self._task = asyncio.create_task(work, name=f"discovery-register-{self.record.worker_id}")
+
+    @abstractmethod
+    async def _remove(self) -> None:
+        """Remove the record; log why if that can't be done."""
+
+
+class Watch:
+    """One reader's view of the workers: iterate it with ``async for``, from one task.
+
+    Begins with a ``WorkerAdded`` per worker, then ``Synchronised``, then differences only, also across broken
+    connections, while which the last known workers simply stay. A slow reader gets fewer events (changes of
+    one worker merge), never a wrong end state. The iteration ends when the watch or its registry is closed.
+    """
+
+    def __init__(
+        self, feed: Callable[[WorkerSet], Coroutine[object, object, None]], *, on_close: Callable[[Watch], None]
+    ) -> None:
+        """``feed`` brings what the registry holds, until it is cancelled."""
+        self._on_close = on_close
+        self._wake = asyncio.Event()
+        self._workers = WorkerSet(self._wake.set)
+        self._is_closed = False
+        self._task = asyncio.create_task(feed(self._workers), name="discovery-watch")
+        self._task.add_done_callback(lambda _: self._wake.set())
+
+    def __aiter__(self) -> Watch:
+        return self
+
+    async def __anext__(self) -> WorkerEvent:
+        while not self._is_closed:
+            if (event := self._workers.next_event()) is not None:
+                return event
+            self._raise_if_feed_ended()
+            self._wake.clear()
+            await self._wake.wait()
+        raise StopAsyncIteration
+
+    async def close(self) -> None:
+        """End the iteration and the feed, and free what the watch holds; closing again does nothing."""
+        self._is_closed = True
+        self._wake.set()
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        self._on_close(self)
+
+    def _raise_if_feed_ended(self) -> None:
+        # A feed runs until it is closed; should it ever end by a bug, the reader must not wait for ever.
+        if self._task.done():
+            cause = None if self._task.cancelled() else self._task.exception()
+            raise DiscoveryError(f"the watch broke: {cause!r}") from cause
+
+
+class WorkerSet:
+    """The workers as known, and which of them the reader has not been told about; pure.
+
+    Differences are worked out when the reader asks for the next one. So nothing queues up behind a slow reader, and
+    after a broken connection a fresh list turns into exactly the events that the reader missed.
+    """
+
+    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+        """Start without workers; ``on_change`` is called after each change."""
+        self._on_change = on_change
+        self._known: dict[WorkerKey, WorkerRecord] = {}
+        self._told: dict[WorkerKey, WorkerRecord] = {}
+        # An ordered set: the reader gets workers in the order in which they first changed.
+        self._to_tell: dict[WorkerKey, None] = {}
+        self._is_listed = False
+        self._is_synchronised = False
+
+    def replace(self, records: Iterable[WorkerRecord]) -> None:
+        """Take ``records`` for the whole truth: a complete list."""
+        listed = {record.key: record for record in records}
+        changed = [key for key in self._known.keys() | listed.keys() if self._known.get(key) != listed.get(key)]
+        self._known = listed
+        self._to_tell.update(dict.fromkeys(sorted(changed)))
+        self._is_listed = True
+        self._on_change()
+
+    def put(self, record: WorkerRecord) -> None:
+        """One worker has come or changed."""
+        self._known[record.key] = record
+        self._to_tell[record.key] = None
+        self._on_change()
+
+    def remove(self, key: WorkerKey) -> None:
+        """One worker has gone; an unknown one is ignored."""
+        if self._known.pop(key, None) is not None:
+            self._to_tell[key] = None
+            self._on_change()
+
+    def next_event(self) -> WorkerEvent | None:
+        """The reader's next event, which counts as delivered; ``None`` when the reader is up to date."""
+        while self._to_tell:
+            key = next(iter(self._to_tell))
+            del self._to_tell[key]
+            if (event := self._tell(key)) is not None:
+                return event
+        if self._is_listed and not self._is_synchronised:
+            self._is_synchronised = True
+            return Synchronised()
+        return None
+
+    def _tell(self, key: WorkerKey) -> WorkerEvent | None:
+        told = self._told.pop(key, None)
+        record = self._known.get(key)
+        if record is None:
+            return None if told is None else WorkerRemoved(worker_id=key.worker_id, role=key.role)
+        self._told[key] = record
+        if told is None:
+            return WorkerAdded(record)
+        return None if told == record else WorkerChanged(record)
 
 
 def check_name(field: str, name: str) -> None:

@@ -12,9 +12,17 @@ import random
 from collections.abc import Callable
 from functools import partial
 
-from quartet.discovery.base import WorkerKey, WorkerRecord, parse_key, parse_record, to_json
+from quartet.discovery.base import (
+    Registration,
+    Registry,
+    WorkerKey,
+    WorkerRecord,
+    WorkerSet,
+    parse_key,
+    parse_record,
+    to_json,
+)
 from quartet.discovery.etcd_client import EtcdClient, EtcdConfig, KeyChange, new_lease_id
-from quartet.discovery.watch import LiveRegistration, LiveRegistry, LiveWatch
 from quartet.errors import DiscoveryError
 
 logger = logging.getLogger(__name__)
@@ -25,12 +33,10 @@ _REGISTER_WITHIN_S = 10.0
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 1.0
 
 
-class EtcdRegistration(LiveRegistration):
+class EtcdRegistration(Registration):
     """A record in etcd, kept there by a task that renews its lease and registers again when that is lost."""
 
-    def __init__(
-        self, client: EtcdClient, record: WorkerRecord, *, on_close: Callable[[LiveRegistration], None]
-    ) -> None:
+    def __init__(self, client: EtcdClient, record: WorkerRecord, *, on_close: Callable[[Registration], None]) -> None:
         super().__init__(record, on_close=on_close)
         self._client = client
         self._key = _prefix(client.config) + f"{record.role}/{record.worker_id}"
@@ -73,9 +79,7 @@ class EtcdRegistration(LiveRegistration):
                     await self._hold(self._lease_id)
             except DiscoveryError as error:
                 self._last_error = error
-                level = logging.WARNING if self._back_off.is_first else logging.DEBUG
-                logger.log(level, "registration of %s: %s", self._key, error)
-                await asyncio.sleep(self._back_off.next_delay_s())
+                await self._back_off.pause(f"registration of {self._key}", error)
 
     async def _register(self) -> None:
         # Set before it is granted: if any of this fails, the next step finds the lease held or lost.
@@ -106,7 +110,7 @@ class EtcdRegistration(LiveRegistration):
         self._registered.set()
 
 
-class EtcdRegistry(LiveRegistry):
+class EtcdRegistry(Registry):
     """A ``Registry`` on etcd; make it and use it within one event loop."""
 
     def __init__(self, config: EtcdConfig) -> None:
@@ -142,17 +146,15 @@ class EtcdRegistry(LiveRegistry):
         await super().close()
         await self._client.close()
 
-    async def _feed(self, watch: LiveWatch) -> None:
+    async def _feed(self, workers: WorkerSet) -> None:
         back_off = BackOff()
         while True:
             try:
                 revision, records = await self._list()
-                watch.replace(records)
-                await self._client.follow(self._prefix, revision, back_off.reset, partial(self._apply, watch))
+                workers.replace(records)
+                await self._client.follow(self._prefix, revision, back_off.reset, partial(self._apply, workers))
             except DiscoveryError as error:
-                level = logging.WARNING if back_off.is_first else logging.DEBUG
-                logger.log(level, "watch of %s: %s", self._prefix, error)
-            await asyncio.sleep(back_off.next_delay_s())
+                await back_off.pause(f"watch of {self._prefix}", error)
 
     async def _list(self) -> tuple[int, list[WorkerRecord]]:
         listing = await self._client.list(self._prefix)
@@ -160,16 +162,16 @@ class EtcdRegistry(LiveRegistry):
         records = (self._parse(value.key, value.value) for value in listing.values)
         return listing.revision, [record for record in records if record is not None]
 
-    def _apply(self, watch: LiveWatch, change: KeyChange) -> None:
+    def _apply(self, workers: WorkerSet, change: KeyChange) -> None:
         key = self._worker_key(change.key)
         if key is None:
             return
         record = None if change.value is None else parse_record(key, change.value)
         # An unreadable value is no worker, here as in a list.
         if record is None:
-            watch.remove(key)
+            workers.remove(key)
         else:
-            watch.put(record)
+            workers.put(record)
 
     def _parse(self, key: str, value: bytes) -> WorkerRecord | None:
         worker_key = self._worker_key(key)
@@ -204,6 +206,11 @@ class BackOff:
     def is_first(self) -> bool:
         """Whether nothing has failed since the last success: the failure worth a warning."""
         return self._num_failures == 0
+
+    async def pause(self, what: str, error: Exception) -> None:
+        """Log why ``what`` failed, and wait."""
+        logger.log(logging.WARNING if self.is_first else logging.DEBUG, "%s: %s", what, error)
+        await asyncio.sleep(self.next_delay_s())
 
     def reset(self) -> None:
         """It worked: begin with the shortest delay again."""

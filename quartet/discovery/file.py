@@ -15,8 +15,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from quartet.discovery.base import WorkerRecord, check_name, parse_key, parse_record, to_json
-from quartet.discovery.watch import LiveRegistration, LiveRegistry, LiveWatch
+from quartet.discovery.base import (
+    Registration,
+    Registry,
+    WorkerRecord,
+    WorkerSet,
+    check_name,
+    parse_key,
+    parse_record,
+    to_json,
+)
 from quartet.errors import DiscoveryError
 
 logger = logging.getLogger(__name__)
@@ -55,12 +63,10 @@ class FileConfig:
         return time.time() - status.st_mtime > self.ttl_s
 
 
-class FileRegistration(LiveRegistration):
+class FileRegistration(Registration):
     """A worker's file, touched by a task until closed."""
 
-    def __init__(
-        self, config: FileConfig, record: WorkerRecord, *, on_close: Callable[[LiveRegistration], None]
-    ) -> None:
+    def __init__(self, config: FileConfig, record: WorkerRecord, *, on_close: Callable[[Registration], None]) -> None:
         super().__init__(record, on_close=on_close)
         self._config = config
         self._path = config.namespace_directory / f"{record.role}.{record.worker_id}{_SUFFIX}"
@@ -118,7 +124,7 @@ class FileRegistration(LiveRegistration):
             self._path.unlink(missing_ok=True)
 
 
-class FileRegistry(LiveRegistry):
+class FileRegistry(Registry):
     """A ``Registry`` in a directory; use it within one event loop."""
 
     def __init__(self, config: FileConfig) -> None:
@@ -144,11 +150,11 @@ class FileRegistry(LiveRegistry):
         """
         return await _Reader(self._config).read()
 
-    async def _feed(self, watch: LiveWatch) -> None:
+    async def _feed(self, workers: WorkerSet) -> None:
         reader = _Reader(self._config)
         while True:
             try:
-                watch.replace(await reader.read())
+                workers.replace(await reader.read())
             except DiscoveryError as error:
                 logger.warning("watch of %s: %s", self._config.namespace_directory, error)
             await asyncio.sleep(self._config.poll_interval_s)

@@ -7,8 +7,16 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quartet.discovery.base import WorkerKey, WorkerRecord, check_name, parse_record, to_json
-from quartet.discovery.watch import LiveRegistration, LiveRegistry, LiveWatch
+from quartet.discovery.base import (
+    Registration,
+    Registry,
+    WorkerKey,
+    WorkerRecord,
+    WorkerSet,
+    check_name,
+    parse_record,
+    to_json,
+)
 
 
 @dataclass(eq=False)
@@ -37,13 +45,13 @@ class MemoryStore:
         parsed = (parse_record(key, value) for key, value in self._values[namespace].items())
         return sorted((record for record in parsed if record), key=lambda record: record.key)
 
-    async def feed(self, namespace: str, watch: LiveWatch) -> None:
-        """Keep ``watch`` up to date until cancelled."""
+    async def feed(self, namespace: str, workers: WorkerSet) -> None:
+        """Keep ``workers`` up to date until cancelled."""
         changed = asyncio.Event()
         self._watchers.add(changed)
         try:
             while True:
-                watch.replace(self.records(namespace))
+                workers.replace(self.records(namespace))
                 await changed.wait()
                 changed.clear()
         finally:
@@ -54,7 +62,7 @@ class MemoryStore:
             changed.set()
 
 
-class MemoryRegistration(LiveRegistration):
+class MemoryRegistration(Registration):
     """A record in a ``MemoryStore``."""
 
     def __init__(
@@ -63,7 +71,7 @@ class MemoryRegistration(LiveRegistration):
         namespace: str,
         record: WorkerRecord,
         *,
-        on_close: Callable[[LiveRegistration], None],
+        on_close: Callable[[Registration], None],
     ) -> None:
         super().__init__(record, on_close=on_close)
         self._store = store
@@ -75,7 +83,7 @@ class MemoryRegistration(LiveRegistration):
             self._store.delete(self._namespace, self.record.key)
 
 
-class MemoryRegistry(LiveRegistry):
+class MemoryRegistry(Registry):
     """A ``Registry`` whose records live and die with this process; use it from one event loop."""
 
     def __init__(self, store: MemoryStore | None = None, *, namespace: str = "default") -> None:
@@ -94,5 +102,5 @@ class MemoryRegistry(LiveRegistry):
         """The readable records of this moment, ordered by role and id."""
         return self._store.records(self._namespace)
 
-    async def _feed(self, watch: LiveWatch) -> None:
-        await self._store.feed(self._namespace, watch)
+    async def _feed(self, workers: WorkerSet) -> None:
+        await self._store.feed(self._namespace, workers)
