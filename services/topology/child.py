@@ -219,16 +219,12 @@ def _has_mark(pid: int, mark: str) -> bool:
 
 def _kill(pid: int, mark: str) -> bool:
     """Whether the signal was sent. The descriptor makes sure that the process checked is the process killed."""
-    try:
+    with contextlib.suppress(OSError):
         descriptor = os.pidfd_open(pid)
-    except OSError:
-        return False
-    try:
-        if not _has_mark(pid, mark):
-            return False
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+        try:
+            if _has_mark(pid, mark):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                return True
+        finally:
+            os.close(descriptor)
+    return False

@@ -112,7 +112,7 @@ class LocalTopology:
         ``adapt`` may change what a worker runs (another engine, for example), but not its name.
         """
         port = topology.router.port or free_port()
-        self._topology = topology.with_router_port(port)
+        self._topology = replace(topology, router=replace(topology.router, port=port))
         self._environment = environment
         self._observer = observer
         self._adapt = adapt
@@ -147,7 +147,7 @@ class LocalTopology:
         if self._topology.discovery.kind is DiscoveryKind.ETCD:
             await self._provide_etcd()
         if self._topology.signing_keys_file is None:
-            self._topology = self._topology.with_signing_keys(draw_signing_key(self._environment.run_dir))
+            self._topology = replace(self._topology, signing_keys_file=draw_signing_key(self._environment.run_dir))
         # Planned again: now the addresses of etcd and the path of the keys are known.
         plans = [*self._plan_workers(), plan_router(self._topology)]
         self._observer.progress(f"starting {', '.join(plan.name for plan in plans)}")
@@ -197,7 +197,7 @@ class LocalTopology:
             raise ConfigError(f"ETCD_ENDPOINTS: no etcd answers at {where}; unset it to have one started here")
         else:
             etcd = await self._start_etcd(own_etcd(etcd), where)
-        self._topology = self._topology.with_etcd(etcd)
+        self._topology = replace(self._topology, discovery=replace(self._topology.discovery, etcd=etcd))
 
     async def _start_etcd(self, etcd: EtcdConfig, where: str) -> EtcdConfig:
         binary = find_etcd()

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 from quartet.config import build, load_yaml, override
 from quartet.discovery.base import Role, check_name
 from quartet.discovery.create import DiscoveryConfig
-from quartet.discovery.etcd_client import EtcdConfig
 from quartet.engine.settings import EngineKind, EngineSettings, Modality, refused_fields
 from quartet.errors import ConfigError
 from quartet.rpc.server import ServerConfig
@@ -184,18 +183,6 @@ class Topology:
             etcd=replace(self.discovery.etcd, namespace=self.namespace),
             file=None if directory is None else replace(directory, namespace=self.namespace),
         )
-
-    def with_etcd(self, etcd: EtcdConfig) -> Topology:
-        """A copy with another etcd."""
-        return replace(self, discovery=replace(self.discovery, etcd=etcd))
-
-    def with_signing_keys(self, file: Path) -> Topology:
-        """A copy with these keys."""
-        return replace(self, signing_keys_file=file)
-
-    def with_router_port(self, port: int) -> Topology:
-        """A copy with the router at ``port``. Raises ``ConfigError``."""
-        return replace(self, router=replace(self.router, port=port))
 
 
 def load_topology(path: Path, assignments: Sequence[str] = ()) -> Topology:
