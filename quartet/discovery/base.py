@@ -61,7 +61,35 @@ class WorkerKey:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerRecord:
+class Abilities:
+    """What a worker says of its model and pool.
+
+    Attributes:
+        model_fingerprint: hex SHA-256; pools are (name, fingerprint) and never mixed.
+        data_parallel_size: number of data-parallel ranks, each routed to by itself.
+        num_blocks: KV blocks per rank; 0 where the worker holds none.
+        block_size: tokens per KV block; 0 where the worker holds none.
+        max_model_len: most tokens of one sequence, prompt and output together.
+        sampling_fields: names of the sampling fields that the worker honours.
+        media: what the worker takes of media: ``image``, ``embeddings`` (files of each, which it encodes or checks
+            itself), ``hand_off`` (embeddings that an encode worker holds).
+        max_media_tokens: tokens that one media item fills at most; 0: it takes none.
+        adapters: names of the LoRA adapters that the worker serves.
+    """
+
+    model_fingerprint: str
+    data_parallel_size: int = 1
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    sampling_fields: tuple[str, ...]
+    media: tuple[str, ...] = ()
+    max_media_tokens: int = 0
+    adapters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerRecord(Abilities):
     """What one worker announces about itself; equal only if every field is.
 
     Attributes:
@@ -71,18 +99,8 @@ class WorkerRecord:
         grpc_address: ``host:port`` that peers dial.
         events_address: ``tcp://host:port`` of the ZMQ PUB socket; empty when the worker has none.
         model_name: what requests ask for.
-        model_fingerprint: hex SHA-256; pools are (name, fingerprint) and never mixed.
         host: where the process runs, for the ways that need shared memory.
-        data_parallel_size: number of data-parallel ranks, each routed to by itself.
-        num_blocks: KV blocks per rank; 0 where the worker holds none.
-        block_size: tokens per KV block; 0 where the worker holds none.
-        max_model_len: most tokens of one sequence, prompt and output together.
         transfer_ways: the ways to move blocks that the worker speaks, best first.
-        sampling_fields: names of the sampling fields that the worker honours.
-        media: what the worker takes of media: ``image``, ``embeddings`` (files of each, which it encodes or checks
-            itself), ``hand_off`` (embeddings that an encode worker holds).
-        max_media_tokens: tokens that one media item fills at most; 0: it takes none.
-        adapters: names of the LoRA adapters that the worker serves.
         contract_version: the version of the protos that the worker was built with.
         http_address: ``host:port`` of metrics and health; empty when the worker has none.
     """
@@ -93,19 +111,10 @@ class WorkerRecord:
     grpc_address: str
     events_address: str
     model_name: str
-    model_fingerprint: str
     host: HostIdentity
-    data_parallel_size: int = 1
-    num_blocks: int
-    block_size: int
-    max_model_len: int
     transfer_ways: tuple[str, ...]
-    sampling_fields: tuple[str, ...]
-    media: tuple[str, ...] = ()
-    adapters: tuple[str, ...] = ()
     contract_version: str
     http_address: str = ""
-    max_media_tokens: int = 0
 
     def __post_init__(self) -> None:
         check_name("worker_id", self.worker_id)
