@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from quartet.api.convert.answer import from_rank, put_rank
 from quartet.api.convert.request import from_generate_start, to_generate_start
 from quartet.api.fleet import Explanation, Model, RankOption, WorkerState, WorkerStatus
@@ -9,7 +11,14 @@ from quartet.api.request import GenerateStart
 from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.events.wire import from_worker_load, to_worker_load
 from quartet.rpc.errors import to_duration, to_seconds
-from quartet.streams.convert.workers import from_worker_record, from_worker_role, to_worker_record, to_worker_role
+from quartet.streams.convert.workers import (
+    from_worker_record,
+    from_worker_role,
+    read_fields,
+    same_fields,
+    to_worker_record,
+    to_worker_role,
+)
 from quartet.v1 import router_pb2
 
 _STATES = {
@@ -20,6 +29,8 @@ _STATES = {
 }
 
 _STATES_BACK = {number: state for state, number in _STATES.items()}
+
+_MODEL = same_fields(Model)
 
 
 def to_worker_status(status: WorkerStatus) -> router_pb2.WorkerStatus:
@@ -49,32 +60,12 @@ def from_worker_status(message: router_pb2.WorkerStatus) -> WorkerStatus:
 
 def to_model(model: Model) -> router_pb2.Model:
     """The message."""
-    return router_pb2.Model(
-        name=model.name,
-        fingerprint=model.fingerprint,
-        max_model_len=model.max_model_len,
-        num_prefill_workers=model.num_prefill_workers,
-        num_decode_workers=model.num_decode_workers,
-        sampling_fields=model.sampling_fields,
-        media=model.media,
-        adapters=model.adapters,
-        has_chat_template=model.has_chat_template,
-    )
+    return router_pb2.Model(**asdict(model))
 
 
 def from_model(message: router_pb2.Model) -> Model:
     """A model and its pool."""
-    return Model(
-        name=message.name,
-        fingerprint=message.fingerprint,
-        max_model_len=message.max_model_len,
-        num_prefill_workers=message.num_prefill_workers,
-        num_decode_workers=message.num_decode_workers,
-        sampling_fields=tuple(message.sampling_fields),
-        media=tuple(message.media),
-        adapters=tuple(message.adapters),
-        has_chat_template=message.has_chat_template,
-    )
+    return Model(**read_fields(message, _MODEL))
 
 
 # Explain.
