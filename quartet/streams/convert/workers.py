@@ -52,8 +52,13 @@ def same_fields(cls: type) -> Mapping[str, object]:
     return {name: kind for name, kind in get_type_hints(cls).items() if kind in (str, int, bool, tuple[str, ...])}
 
 
+def get_fields(value: object, kinds: Mapping[str, object]) -> dict[str, Any]:
+    """The values of these fields, for a message."""
+    return {name: getattr(value, name) for name in kinds}
+
+
 def read_fields(message: Message, kinds: Mapping[str, object]) -> dict[str, Any]:
-    """The values of these fields, as ``same_fields`` gives them."""
+    """The values of these fields, for a dataclass."""
     return {
         name: tuple(getattr(message, name)) if kind == tuple[str, ...] else getattr(message, name)
         for name, kind in kinds.items()
@@ -66,7 +71,7 @@ _SAME = {name: kind for name, kind in same_fields(WorkerRecord).items() if name 
 def to_worker_record(record: WorkerRecord) -> worker_pb2.WorkerRecord:
     """The message."""
     return worker_pb2.WorkerRecord(
-        **{name: getattr(record, name) for name in _SAME},
+        **get_fields(record, _SAME),
         role=to_worker_role(record.role),
         host=host_to_pb(record.host),
         transfer_ways=to_transfer_ways(record.transfer_ways),
