@@ -44,7 +44,7 @@ async def start_child(
         OSError: the Python interpreter can't be started. A missing program gives an exit code, as in a shell.
     """
     guard = [sys.executable, "-S", "-E", str(_GUARD), str(os.getpid())]
-    mark = new_mark()
+    mark = secrets.token_hex(16)
     loop = asyncio.get_running_loop()
     transport, output = await loop.subprocess_exec(
         lambda: _Output(on_line),
@@ -106,7 +106,7 @@ class Child:
                 # Once its group has ended too, its id is free, and may be another process's already.
                 if not is_alive(self.pid):
                     os.killpg(self.pid, signal.SIGKILL)
-            kill_marked(self._mark)
+            _kill_marked(self._mark)
 
     def describe_end(self) -> str:
         """How it ended, and its last output."""
@@ -129,25 +129,6 @@ class Child:
 def describe_exit(code: int) -> str:
     """In words, how a process with this exit code ended; negative: the number of the signal that ended it."""
     return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-
-
-def new_mark() -> str:
-    """A new, unique mark."""
-    return secrets.token_hex(16)
-
-
-def kill_marked(mark: str) -> int:
-    """SIGKILL every process of this user that was started with ``mark``; returns how many. Linux only.
-
-    No other process gets the signal, even if it was given the id of a marked process meanwhile.
-    """
-    killed: set[int] = set()
-    for _ in range(_NUM_SCANS):
-        found = {pid for pid in _marked(mark) if _kill(pid, mark)}
-        if found <= killed:
-            break
-        killed |= found
-    return len(killed)
 
 
 class _Output(asyncio.SubprocessProtocol):
@@ -197,6 +178,19 @@ def is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def _kill_marked(mark: str) -> None:
+    """SIGKILL every process of this user that was started with ``mark``. Linux only.
+
+    No other process gets the signal, even if it was given the id of a marked process meanwhile.
+    """
+    killed: set[int] = set()
+    for _ in range(_NUM_SCANS):
+        found = {pid for pid in _marked(mark) if _kill(pid, mark)}
+        if found <= killed:
+            break
+        killed |= found
 
 
 def _marked(mark: str) -> Iterator[int]:
