@@ -36,13 +36,12 @@ def chat(
     media = read_images(image)
     # Once readline is imported, `input` edits lines and remembers them.
     readline.set_history_length(1000)
-    # All turns begin with the same tokens: a router that heeds sessions sends them where these are cached.
-    session_key = secrets.token_hex(16)
     fields: GenerateFields = {
         "model": model,
         "sampling": sampling.sampling(),
         "seed": seed,
-        "session_key": session_key,
+        # All turns begin with the same tokens: a router that heeds sessions sends them where these are cached.
+        "session_key": secrets.token_hex(16),
     }
     with SyncClient(router.router, tls=router.tls) as client:
         # Fail before the user types anything if no router answers.

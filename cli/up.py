@@ -128,7 +128,7 @@ async def _run(
     topology: Topology, environment: Environment, display: LaunchDisplay, restarts: RestartConfig | None
 ) -> None:
     local = LocalTopology(topology, environment, display)
-    running = asyncio.create_task(_start_and_keep(local, topology, display, restarts))
+    running = asyncio.create_task(_serve(local, topology, display, restarts))
     stop = asyncio.Event()
 
     def end() -> None:
@@ -150,15 +150,13 @@ async def _run(
         display.progress("stopped")
 
 
-async def _start_and_keep(
+async def _serve(
     local: LocalTopology, topology: Topology, display: LaunchDisplay, restarts: RestartConfig | None
 ) -> None:
-    await _start(local, topology, display)
-    await Supervisor(local, display, partial(_wait_serving, local), restarts=restarts).run()
+    """Start everything, wait until it serves, print how to use it, and keep it running.
 
-
-async def _start(local: LocalTopology, topology: Topology, display: LaunchDisplay) -> None:
-    """Start everything, wait until it serves, and print how to use it. Raises ``ConfigError``, ``LaunchError``."""
+    Raises ``ConfigError``, ``LaunchError``.
+    """
     try:
         async with asyncio.timeout(topology.start_timeout_s):
             await local.start()
@@ -168,6 +166,7 @@ async def _start(local: LocalTopology, topology: Topology, display: LaunchDispla
         raise LaunchError(f"not ready within {topology.start_timeout_s:g} s; {display.last_progress}") from error
     takes_images = any(MediaKind.IMAGE in worker.record.media for worker in workers)
     display.ready(local.router_address, takes_images=takes_images)
+    await Supervisor(local, display, partial(_wait_serving, local), restarts=restarts).run()
 
 
 async def _wait_serving(local: LocalTopology, name: str) -> None:

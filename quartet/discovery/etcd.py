@@ -159,7 +159,8 @@ class EtcdRegistry(Registry):
     async def _list(self) -> tuple[int, list[WorkerRecord]]:
         listing = await self._client.list(self._prefix)
         # etcd lists in the order of keys: by role, then id.
-        records = (self._parse(value.key, value.value) for value in listing.values)
+        keyed = [(self._worker_key(value.key), value.value) for value in listing.values]
+        records = [parse_record(key, data) for key, data in keyed if key is not None]
         return listing.revision, [record for record in records if record is not None]
 
     def _apply(self, workers: WorkerSet, change: KeyChange) -> None:
@@ -172,10 +173,6 @@ class EtcdRegistry(Registry):
             workers.remove(key)
         else:
             workers.put(record)
-
-    def _parse(self, key: str, value: bytes) -> WorkerRecord | None:
-        worker_key = self._worker_key(key)
-        return None if worker_key is None else parse_record(worker_key, value)
 
     def _worker_key(self, key: str) -> WorkerKey | None:
         role, _, worker_id = key.removeprefix(self._prefix).partition("/")
