@@ -140,7 +140,5 @@ async def _run(name: str, check: Check, timeout_s: float) -> Sequence[Finding]:
 
 
 async def _end(child: Child) -> None:
-    if not child.is_running:
-        return
     child.send(signal.SIGKILL)
     await asyncio.wait({asyncio.ensure_future(child.wait())}, timeout=_END_TIMEOUT_S)
