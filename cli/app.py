@@ -2,68 +2,91 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from functools import wraps
 from importlib import import_module
-from typing import Annotated, Any, NamedTuple
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-
-class _Entry(NamedTuple):
-    """Where a subcommand is, and its line in ``quartet --help``: the first line of its own help."""
-
-    module: str
-    function: str
-    help: str
-
-
-# A test holds that each line is that of the subcommand.
+#: By name: the module whose function of that name it is, and its line in ``quartet --help``, the first of its own help.
+#: A test holds that the lines are the same.
 _COMMANDS = {
-    "up": _Entry(
-        "cli.up", "up", "Start a topology on this host: etcd if none answers, workers, router. Ctrl-C ends it all."
-    ),
-    "generate": _Entry("cli.generate", "generate", "Continue a text. Tokens are printed as they come."),
-    "chat": _Entry("cli.chat", "chat", "Talk to a model. Ctrl-C cancels an answer, Ctrl-D leaves."),
-    "explain": _Entry("cli.explain", "explain", "Show where a prompt would go now, and why; nothing is run."),
-    "workers": _Entry("cli.workers", "workers", "Show the workers that a router knows."),
-    "bench": _Entry(
+    "up": ("cli.up", "Start a topology on this host: etcd if none answers, workers, router. Ctrl-C ends it all."),
+    "generate": ("cli.generate", "Continue a text. Tokens are printed as they come."),
+    "chat": ("cli.chat", "Talk to a model. Ctrl-C cancels an answer, Ctrl-D leaves."),
+    "explain": ("cli.explain", "Show where a prompt would go now, and why; nothing is run."),
+    "workers": ("cli.workers", "Show the workers that a router knows."),
+    "bench": (
         "cli.bench.command",
-        "bench",
         "Put load on a router and measure what its clients see. Ctrl-C ends it and shows what was measured.",
     ),
-    "trace": _Entry(
+    "trace": (
         "cli.traces.command",
-        "trace",
         "Make a trace in Mooncake's format: sessions whose prompts extend each other, over shared system prompts.",
     ),
-    "replay": _Entry(
+    "replay": (
         "cli.replay.command",
-        "replay",
         "Replay a trace in virtual time: the router's own policies, index, scheduler and block pool, no network, no"
         " model.",
     ),
-    "doctor": _Entry(
+    "doctor": (
         "cli.doctor.command",
-        "doctor",
         "Look at this machine: what Quartet would miss, and what to do. Exit code 1 if anything is wrong.",
     ),
 }
 
 
+def spread_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` as Typer takes it: a parameter that is a dataclass becomes one option for each field.
+
+    So commands share groups of options. What the groups and ``command`` refuse is reported in one line.
+    """
+    from cli.output import reporting_errors
+
+    parameters = signature(command, eval_str=True).parameters.values()
+    groups: dict[str, Any] = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
+
+    @wraps(command)
+    def spread(**given: Any) -> None:
+        with reporting_errors():
+            for name, group in groups.items():
+                given[name] = group(**{item.name: given.pop(item.name) for item in fields(group)})
+            command(**given)
+
+    options = [
+        option for each in parameters for option in (_options(groups[each.name]) if each.name in groups else [each])
+    ]
+    spread.__signature__ = Signature(options)  # type: ignore[attr-defined]
+    spread.__annotations__ = {option.name: option.annotation for option in options}
+    return spread
+
+
+def _options(group: Any) -> Iterator[Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    for item in fields(group):
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        default = Parameter.empty if default is MISSING else default
+        yield Parameter(item.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[item.name])
+
+
 class _LateCommand(TyperCommand):
     """Stands for a subcommand in ``quartet --help``; becomes it when it is called or asked for its own help."""
 
-    def __init__(self, name: str, entry: _Entry) -> None:
-        super().__init__(name, help=entry.help)
-        self._entry = entry
+    def __init__(self, name: str, module: str, help: str) -> None:
+        super().__init__(name, help=help)
+        self._module = module
 
     def load(self) -> Any:
         """The subcommand, with its options. Imports its module."""
-        found = getattr(import_module(self._entry.module), self._entry.function)
+        found = getattr(import_module(self._module), str(self.name))
         if not isinstance(found, typer.Typer):
             function, found = found, typer.Typer(add_completion=False)
-            found.command(self.name)(function)
+            found.command(self.name)(spread_groups(function))
         return get_command(found)
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
@@ -76,7 +99,7 @@ class _LateGroup(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = {name: _LateCommand(name, entry) for name, entry in _COMMANDS.items()}
+        self.commands = {name: _LateCommand(name, *entry) for name, entry in _COMMANDS.items()}
 
 
 app = typer.Typer(

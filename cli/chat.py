@@ -8,25 +8,10 @@ from typing import Annotated
 
 import typer
 
-from cli.options import (
-    DEFAULT_ROUTER,
-    MaxTokensOption,
-    ModelOption,
-    PathOption,
-    RouterOption,
-    SeedOption,
-    TemperatureOption,
-    TlsCaOption,
-    TlsCertOption,
-    TlsKeyOption,
-    TopKOption,
-    TopPOption,
-    make_sampling,
-    make_tls,
-)
-from cli.output import complain, describe, reporting_errors
+from cli.options import ModelOption, PathOption, RouterOptions, SamplingOptions, SeedOption
+from cli.output import complain, describe
 from cli.prompt import ImageOption, MediaError, read_images, to_media
-from quartet.client import ChatMessage, Delta, MediaPart, RequestPath, Sampling
+from quartet.client import ChatMessage, Delta, GenerateFields, MediaPart, RequestPath
 from quartet.client.sync import SyncClient
 from quartet.errors import RouterUnavailableError, ServingError
 
@@ -36,19 +21,13 @@ _IMAGE_COMMAND = "/image"
 
 def chat(
     *,
-    router: RouterOption = [DEFAULT_ROUTER],  # noqa: B006 - Typer copies it
+    router: RouterOptions,
     model: ModelOption = "",
     path: PathOption = RequestPath.GENERATE,
     system: Annotated[str | None, typer.Option("--system", help="What the model is told first.")] = None,
     image: ImageOption = None,
-    max_tokens: MaxTokensOption = None,
-    temperature: TemperatureOption = None,
-    top_p: TopPOption = None,
-    top_k: TopKOption = None,
+    sampling: SamplingOptions,
     seed: SeedOption = None,
-    tls_ca: TlsCaOption = None,
-    tls_cert: TlsCertOption = None,
-    tls_key: TlsKeyOption = None,
 ) -> None:
     """Talk to a model. Ctrl-C cancels an answer, Ctrl-D leaves.
 
@@ -57,12 +36,17 @@ def chat(
     media = read_images(image)
     # Once readline is imported, `input` edits lines and remembers them.
     readline.set_history_length(1000)
-    with reporting_errors():
-        sampling = make_sampling(max_tokens, temperature, top_p, top_k)
-        with SyncClient(router, tls=make_tls(tls_ca, tls_cert, tls_key)) as client:
-            # Fail before the user types anything if no router answers.
-            client.list_models()
-            _Conversation(client, path, model, sampling, seed, system, media).run()
+    fields: GenerateFields = {
+        "model": model,
+        "sampling": sampling.sampling(),
+        "seed": seed,
+        # All turns begin with the same tokens: a router that heeds sessions sends them where these are cached.
+        "session_key": secrets.token_hex(16),
+    }
+    with SyncClient(router.router, tls=router.tls) as client:
+        # Fail before the user types anything if no router answers.
+        client.list_models()
+        _Conversation(client, path, fields, system, media).run()
 
 
 class _Conversation:
@@ -70,19 +54,13 @@ class _Conversation:
         self,
         client: SyncClient,
         path: RequestPath,
-        model: str,
-        sampling: Sampling,
-        seed: int | None,
+        fields: GenerateFields,
         system: str | None,
         media: list[MediaPart],
     ) -> None:
         self._client = client
         self._path = path
-        self._model = model
-        self._sampling = sampling
-        self._seed = seed
-        # All turns begin with the same tokens: a router that heeds sessions sends them where these are cached.
-        self._session_key = secrets.token_hex(16)
+        self._fields = fields
         self._messages = [] if system is None else [ChatMessage("system", system)]
         #: For the next message.
         self._media = media
@@ -119,14 +97,8 @@ class _Conversation:
 
     def _show_answer(self, messages: list[ChatMessage]) -> str:
         """Print the answer; return all of it, or what came before Ctrl-C. Raises ``ServingError``."""
-        stream = self._client.generate(
-            path=self._path,
-            messages=messages,
-            model=self._model,
-            sampling=self._sampling,
-            seed=self._seed,
-            session_key=self._session_key,
-        )
+        fields: GenerateFields = {**self._fields, "messages": messages}
+        stream = self._client.generate(path=self._path, **fields)
         texts: list[str] = []
         try:
             for part in stream:

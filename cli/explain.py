@@ -5,71 +5,41 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from typing import Annotated, Unpack
+from typing import Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from cli.options import (
-    DEFAULT_ROUTER,
-    MaxTokensOption,
-    ModelOption,
-    RouterOption,
-    TlsCaOption,
-    TlsCertOption,
-    TlsKeyOption,
-    make_tls,
-)
-from cli.output import json_value, open_console, reporting_errors
-from cli.prompt import (
-    ChatOption,
-    FileOption,
-    ImageOption,
-    PromptArgument,
-    SessionKeyOption,
-    TokenIdsOption,
-    read_prompt,
-)
-from quartet.client import Explanation, GenerateFields, QuartetClient, RankOption, Sampling
-from quartet.rpc.channels import TlsConfig
+from cli.options import MaxTokensOption, ModelOption, RouterOptions
+from cli.output import json_value, open_console
+from cli.prompt import PromptOptions
+from quartet.client import Explanation, GenerateFields, RankOption, Sampling
 
 # Wide enough for whole lines where the output is no terminal.
 _PIPE_WIDTH = 240
 
 
 def explain(
-    prompt: PromptArgument = None,
     *,
-    router: RouterOption = [DEFAULT_ROUTER],  # noqa: B006 - Typer copies it
+    router: RouterOptions,
     model: ModelOption = "",
-    is_chat: ChatOption = False,
-    image: ImageOption = None,
-    file: FileOption = None,
-    token_ids: TokenIdsOption = None,
-    session_key: SessionKeyOption = "",
+    prompt: PromptOptions,
     max_tokens: MaxTokensOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
-    tls_ca: TlsCaOption = None,
-    tls_cert: TlsCertOption = None,
-    tls_key: TlsKeyOption = None,
 ) -> None:
     """Show where a prompt would go now, and why; nothing is run."""
-    text, given = read_prompt(prompt, file, token_ids, image, is_chat=is_chat)
-    with reporting_errors():
-        sampling = Sampling(max_tokens=max_tokens)
-        fields: GenerateFields = {**given, "model": model, "sampling": sampling, "session_key": session_key}
-        explanation = asyncio.run(_ask(router, make_tls(tls_ca, tls_cert, tls_key), text, **fields))
+    text, given = prompt.read()
+    fields: GenerateFields = {**given, "model": model, "sampling": Sampling(max_tokens=max_tokens)}
+    explanation = asyncio.run(_ask(router, text, fields))
     if as_json:
         print(json.dumps(json_value(explanation), ensure_ascii=False))
     else:
         _show(explanation)
 
 
-async def _ask(
-    routers: list[str], tls: TlsConfig | None, prompt: str | None, **fields: Unpack[GenerateFields]
-) -> Explanation:
-    async with QuartetClient(routers, tls=tls) as client:
+async def _ask(router: RouterOptions, prompt: str | None, fields: GenerateFields) -> Explanation:
+    async with router.client() as client:
         return await client.explain(prompt, **fields)
 
 

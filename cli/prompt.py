@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -14,22 +15,6 @@ import typer
 from quartet.client import ChatMessage, GenerateFields, MediaPart, MediaUrl, read_media
 from quartet.errors import MediaTooLargeError
 
-PromptArgument: TypeAlias = Annotated[
-    str | None, typer.Argument(help="What to continue; - reads it from standard input.")
-]
-FileOption: TypeAlias = Annotated[
-    Path | None, typer.Option("--file", metavar="FILE", help="What to continue, in a file.")
-]
-TokenIdsOption: TypeAlias = Annotated[
-    str | None, typer.Option("--token-ids", metavar="N,N,...", help="What to continue, tokenized already.")
-]
-ChatOption: TypeAlias = Annotated[
-    bool, typer.Option("--chat", help="The prompt is a user's message, laid out by the model's chat template.")
-]
-SessionKeyOption: TypeAlias = Annotated[
-    str,
-    typer.Option("--session-key", help="Requests of one session have it in common; routers may keep them together."),
-]
 ImageOption: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
@@ -47,25 +32,44 @@ class MediaError(Exception):
     """A file can't be sent; the message names it."""
 
 
-def read_prompt(
-    prompt: str | None, file: Path | None, token_ids: str | None, images: Sequence[str] | None, *, is_chat: bool
-) -> tuple[str | None, GenerateFields]:
-    """The text to continue, or ``None``, and the other fields of the request. Raises ``typer.BadParameter``.
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """What to continue.
 
     With ``is_chat`` the pictures come before the text; any other prompt holds a placeholder for each of them.
     """
-    if sum(given is not None for given in (prompt, file, token_ids)) != 1:
-        raise typer.BadParameter("give one of PROMPT, --file and --token-ids")
-    if token_ids is not None:
-        if is_chat:
-            raise typer.BadParameter("--chat takes text, not --token-ids")
-        return None, {"token_ids": _parse_ids(token_ids), "media": read_images(images)}
-    text = _read(file) if file is not None else sys.stdin.read() if prompt == "-" else prompt
-    assert text is not None, "one of the three is given"
-    media = read_images(images)
-    if not is_chat:
-        return text, {"media": media}
-    return None, {"messages": [ChatMessage("user", (*media, text) if media else text)]}
+
+    prompt: Annotated[str | None, typer.Argument(help="What to continue; - reads it from standard input.")] = None
+    is_chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a user's message, laid out by the model's chat template.")
+    ] = False
+    image: ImageOption = None
+    file: Annotated[Path | None, typer.Option("--file", metavar="FILE", help="What to continue, in a file.")] = None
+    token_ids: Annotated[
+        str | None, typer.Option("--token-ids", metavar="N,N,...", help="What to continue, tokenized already.")
+    ] = None
+    session_key: Annotated[
+        str,
+        typer.Option(
+            "--session-key", help="Requests of one session have it in common; routers may keep them together."
+        ),
+    ] = ""
+
+    def read(self) -> tuple[str | None, GenerateFields]:
+        """The text to continue, or ``None``, and the other fields of the request. Raises ``typer.BadParameter``."""
+        if sum(given is not None for given in (self.prompt, self.file, self.token_ids)) != 1:
+            raise typer.BadParameter("give one of PROMPT, --file and --token-ids")
+        given: GenerateFields = {"session_key": self.session_key}
+        if self.token_ids is not None:
+            if self.is_chat:
+                raise typer.BadParameter("--chat takes text, not --token-ids")
+            return None, {**given, "token_ids": _parse_ids(self.token_ids), "media": read_images(self.image)}
+        text = _read(self.file) if self.file is not None else sys.stdin.read() if self.prompt == "-" else self.prompt
+        assert text is not None, "one of the three is given"
+        media = read_images(self.image)
+        if not self.is_chat:
+            return text, {**given, "media": media}
+        return None, {**given, "messages": [ChatMessage("user", (*media, text) if media else text)]}
 
 
 def to_media(file_or_url: str) -> MediaPart:

@@ -6,10 +6,11 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated
 
 import typer
 
@@ -22,48 +23,50 @@ from quartet.errors import ServingError
 from quartet.media.items import MediaKind
 from quartet.rpc.channels import is_serving
 from router.config import RouterConfig
-from services.topology.child import Child
-from services.topology.launch import Environment, LaunchError, LocalTopology, make_run_directory
+from services.topology.launch import Environment, LaunchError, LocalTopology, make_run_directory, while_running
 from services.topology.supervisor import RestartConfig, Supervisor
 from services.topology.topology import ROUTER, Choices, Topology, choose, plan_router, plan_workers, read_settings
 
 _RUN_PARENT = Path(".run")
 _POLL_INTERVAL_S = 0.2
 
-EngineOption: TypeAlias = Annotated[
-    EngineKind | None,
-    typer.Option("--engine", help="Of every worker. What the file says that this engine does not have is left out."),
-]
-ModelOption: TypeAlias = Annotated[
-    Path | None, typer.Option("--model", help="Folder of a checkpoint, or a Hugging Face repository.")
-]
-ServedModelNameOption: TypeAlias = Annotated[
-    str | None, typer.Option("--served-model-name", help="What requests call the model by.")
-]
-MediaPathsOption: TypeAlias = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--allowed-local-media-path",
-        metavar="DIR",
-        help="file: URLs of requests may name what is below it. May be given several times.",
-    ),
-]
-AssignmentsOption: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME.NAME=VALUE", help="Change one setting. May be given several times."),
-]
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceOptions(Choices):
+    """``Choices`` as options."""
+
+    engine: Annotated[
+        EngineKind | None,
+        typer.Option(
+            "--engine", help="Of every worker. What the file says that this engine does not have is left out."
+        ),
+    ] = None
+    model: Annotated[
+        Path | None, typer.Option("--model", help="Folder of a checkpoint, or a Hugging Face repository.")
+    ] = None
+    served_model_name: Annotated[
+        str | None, typer.Option("--served-model-name", help="What requests call the model by.")
+    ] = None
+    media_paths: Annotated[
+        list[Path],
+        typer.Option(
+            "--allowed-local-media-path",
+            metavar="DIR",
+            help="file: URLs of requests may name what is below it. May be given several times.",
+        ),
+    ] = field(default_factory=list)
+    router_port: Annotated[
+        int | None, typer.Option("--router-port", help="Port of the router; 0 takes a free one.")
+    ] = None
 
 
 def up(
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A topology, such as configs/disagg.yaml.")],
     *,
-    engine: EngineOption = None,
-    model: ModelOption = None,
-    served_model_name: ServedModelNameOption = None,
-    media_paths: MediaPathsOption = None,
-    assignments: AssignmentsOption = None,
-    router_port: Annotated[
-        int | None, typer.Option("--router-port", help="Port of the router; 0 takes a free one.")
+    choices: ChoiceOptions,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME.NAME=VALUE", help="Change one setting. May be given several times."),
     ] = None,
     is_dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be started, and start nothing.")
@@ -74,13 +77,6 @@ def up(
 ) -> None:
     """Start a topology on this host: etcd if none answers, workers, router. Ctrl-C ends it all."""
     with reporting_errors(LaunchError):
-        choices = Choices(
-            engine=engine,
-            model=model,
-            served_model_name=served_model_name,
-            media_paths=media_paths or (),
-            router_port=router_port,
-        )
         chosen = choose(read_settings(file, assignments or ()), choices)
         num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         display = LaunchDisplay()
@@ -90,8 +86,7 @@ def up(
             print_plan(chosen.topology, num_cores=num_cores)
             return
         restarts = None if is_failing_fast else RestartConfig()
-        exit_code = asyncio.run(_run(chosen.topology, _environment(chosen.topology, num_cores), display, restarts))
-    raise typer.Exit(exit_code)
+        asyncio.run(_run(chosen.topology, _environment(chosen.topology, num_cores), display, restarts))
 
 
 async def wait_ready(
@@ -131,44 +126,47 @@ def _environment(topology: Topology, num_cores: int) -> Environment:
 
 async def _run(
     topology: Topology, environment: Environment, display: LaunchDisplay, restarts: RestartConfig | None
-) -> int:
+) -> None:
     local = LocalTopology(topology, environment, display)
-    stop = _StopSignals(on_second=local.kill)
+    running = asyncio.create_task(_serve(local, topology, display, restarts))
+    stop = asyncio.Event()
+
+    def end() -> None:
+        """The first signal ends what runs; each further one kills it."""
+        if stop.is_set():
+            local.kill()
+        stop.set()
+        running.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, end)
     try:
-        if await stop.interrupts(_start(local, topology, display)):
-            return 0
-        await stop.interrupts(Supervisor(local, display, partial(_wait_serving, local), restarts=restarts).run())
-        return 0
+        await asyncio.wait([running])
+        if not stop.is_set():
+            running.result()
     finally:
         display.progress("stopping")
         await local.stop()
         display.progress("stopped")
 
 
-async def _start(local: LocalTopology, topology: Topology, display: LaunchDisplay) -> None:
-    """Start everything, wait until it serves, and print how to use it. Raises ``ConfigError``, ``LaunchError``."""
+async def _serve(
+    local: LocalTopology, topology: Topology, display: LaunchDisplay, restarts: RestartConfig | None
+) -> None:
+    """Start everything, wait until it serves, print how to use it, and keep it running.
+
+    Raises ``ConfigError``, ``LaunchError``.
+    """
     try:
         async with asyncio.timeout(topology.start_timeout_s):
             await local.start()
-            workers = await _ready_workers(local, display)
+            ready = wait_ready(local.router_address, local.worker_ids, display.progress)
+            workers = await while_running(local.children, ready)
     except TimeoutError as error:
         raise LaunchError(f"not ready within {topology.start_timeout_s:g} s; {display.last_progress}") from error
     takes_images = any(MediaKind.IMAGE in worker.record.media for worker in workers)
     display.ready(local.router_address, takes_images=takes_images)
-
-
-async def _ready_workers(local: LocalTopology, display: LaunchDisplay) -> Sequence[WorkerStatus]:
-    """Wait until everything serves; return all workers. Raises ``LaunchError``: a process ended before."""
-    gate = asyncio.create_task(wait_ready(local.router_address, local.worker_ids, display.progress))
-    ends = [asyncio.create_task(_ended(child)) for child in local.children]
-    try:
-        done, _ = await asyncio.wait([gate, *ends], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in (gate, *ends):
-            task.cancel()
-    if gate not in done:
-        raise LaunchError(next(end.result().describe_end() for end in ends if end in done))
-    return gate.result()
+    await Supervisor(local, display, partial(_wait_serving, local), restarts=restarts).run()
 
 
 async def _wait_serving(local: LocalTopology, name: str) -> None:
@@ -193,40 +191,3 @@ async def _missing(client: QuartetClient, router_address: str, worker_ids: Colle
         elif not await is_serving(worker.record.grpc_address):
             missing.append(f"{worker_id} (not serving)")
     return missing
-
-
-async def _ended(child: Child) -> Child:
-    await child.wait()
-    return child
-
-
-class _StopSignals:
-    """The first signal ends what runs; each further one calls ``on_second``."""
-
-    def __init__(self, on_second: Callable[[], None]) -> None:
-        self._on_second = on_second
-        self._stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, self._handle)
-
-    @property
-    def is_set(self) -> bool:
-        return self._stop.is_set()
-
-    async def interrupts(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Run ``work`` to its end, or cancel it when a signal comes; return whether one came."""
-        working = asyncio.create_task(work)
-        waiting = asyncio.create_task(self._stop.wait())
-        await asyncio.wait([working, waiting], return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        if working.done():
-            working.result()
-            return False
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
-        return True
-
-    def _handle(self) -> None:
-        if self._stop.is_set():
-            self._on_second()
-        self._stop.set()

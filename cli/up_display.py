@@ -87,7 +87,9 @@ def paste_lines(router_address: str, search_path: str, *, takes_images: bool = F
     router = "" if router_address == DEFAULT_ROUTER else f" --router {router_address}"
     grpcurl = find_grpcurl()
     programs = [Path(sys.executable).with_name("quartet"), *([grpcurl] if grpcurl else [])]
-    lines = [_export_line(programs, search_path)] if _directories_to_add(programs, search_path) else []
+    missing = [program.parent for program in programs if shutil.which(program.name, path=search_path) is None]
+    directories = ":".join(shlex.quote(str(directory)) for directory in missing)
+    lines = [f"export PATH={directories}:$PATH"] if missing else []
     has_picture = takes_images and _PICTURE.is_file()
     if grpcurl is not None:
         request = f'{{"start":{{"text":"{_PROMPT}","sampling":{{"max_tokens":{_MAX_TOKENS}}}}}}}'
@@ -137,15 +139,6 @@ def _picture_request() -> str:
 def _shown_picture() -> str:
     is_below = _PICTURE.is_relative_to(Path.cwd())
     return shlex.quote(str(_PICTURE.relative_to(Path.cwd()) if is_below else _PICTURE))
-
-
-def _export_line(programs: Sequence[Path], search_path: str) -> str:
-    directories = [shlex.quote(str(directory)) for directory in _directories_to_add(programs, search_path)]
-    return f"export PATH={':'.join(directories)}:$PATH"
-
-
-def _directories_to_add(programs: Sequence[Path], search_path: str) -> list[Path]:
-    return [program.parent for program in programs if shutil.which(program.name, path=search_path) is None]
 
 
 def _row(plan: ProcessPlan) -> Sequence[str]:

@@ -11,17 +11,9 @@ import typer
 from rich.live import Live
 from rich.table import Table
 
-from cli.options import (
-    DEFAULT_ROUTER,
-    RouterOption,
-    TlsCaOption,
-    TlsCertOption,
-    TlsKeyOption,
-    make_tls,
-)
-from cli.output import open_console, reporting_errors
-from quartet.client import QuartetClient, WorkerState, WorkerStatus
-from quartet.rpc.channels import TlsConfig
+from cli.options import RouterOptions
+from cli.output import open_console
+from quartet.client import WorkerState, WorkerStatus
 
 # Wide enough for whole lines where the output is no terminal.
 _PIPE_WIDTH = 240
@@ -35,21 +27,18 @@ _STATE_STYLES = {
 
 def workers(
     *,
-    router: RouterOption = [DEFAULT_ROUTER],  # noqa: B006 - Typer copies it
+    router: RouterOptions,
     model: Annotated[str, typer.Option("--model", help="Only those of this model.")] = "",
     is_watching: Annotated[bool, typer.Option("--watch", help="Go on showing them; Ctrl-C leaves.")] = False,
-    tls_ca: TlsCaOption = None,
-    tls_cert: TlsCertOption = None,
-    tls_key: TlsKeyOption = None,
 ) -> None:
     """Show the workers that a router knows."""
-    with reporting_errors(), contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_run(router, make_tls(tls_ca, tls_cert, tls_key), model, is_watching=is_watching))
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_run(router, model, is_watching=is_watching))
 
 
-async def _run(routers: list[str], tls: TlsConfig | None, model: str, *, is_watching: bool) -> None:
+async def _run(router: RouterOptions, model: str, *, is_watching: bool) -> None:
     console = open_console(pipe_width=_PIPE_WIDTH, highlight=True)
-    async with QuartetClient(routers, tls=tls) as client:
+    async with router.client() as client:
         if not is_watching:
             console.print(worker_table(await client.list_workers(model)))
             return

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -111,7 +111,10 @@ def _convert(hint: Any, value: Value, path: str) -> Any:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return _convert_enum(hint, value, path)
     if hint in _SCALARS:
-        return _SCALARS[hint](value, path)
+        is_fitting, wanted = _SCALARS[hint]
+        if not is_fitting(value):
+            raise _wrong_type(path, wanted, value)
+        return hint(value)
     raise TypeError(f"{path}: fields of type {hint} are not supported")
 
 
@@ -144,43 +147,18 @@ def _convert_enum(kind: type[Enum], value: Value, path: str) -> Enum:
         raise ConfigError(f"{path}: must be one of {', '.join(allowed)}, not {value!r}") from error
 
 
-def _convert_bool(value: Value, path: str) -> bool:
-    if not isinstance(value, bool):
-        raise _wrong_type(path, "true or false", value)
-    return value
-
-
-def _convert_int(value: Value, path: str) -> int:
+def _is_number(value: Value) -> TypeGuard[int | float]:
     # To Python true is a 1.
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise _wrong_type(path, "a whole number", value)
-    return value
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _convert_float(value: Value, path: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise _wrong_type(path, "a number", value)
-    return float(value)
-
-
-def _convert_str(value: Value, path: str) -> str:
-    if not isinstance(value, str):
-        raise _wrong_type(path, "text (in quotes where it looks like something else)", value)
-    return value
-
-
-def _convert_path(value: Value, path: str) -> Path:
-    if not isinstance(value, str | Path) or not str(value):
-        raise _wrong_type(path, "a path", value)
-    return Path(value)
-
-
-_SCALARS: dict[object, Callable[[Value, str], object]] = {
-    bool: _convert_bool,
-    int: _convert_int,
-    float: _convert_float,
-    str: _convert_str,
-    Path: _convert_path,
+#: Which values each type takes, and what to say of others.
+_SCALARS: dict[object, tuple[Callable[[Value], bool], str]] = {
+    bool: (lambda value: isinstance(value, bool), "true or false"),
+    int: (lambda value: _is_number(value) and isinstance(value, int), "a whole number"),
+    float: (lambda value: _is_number(value) and math.isfinite(value), "a number"),
+    str: (lambda value: isinstance(value, str), "text (in quotes where it looks like something else)"),
+    Path: (lambda value: isinstance(value, str | Path) and str(value) != "", "a path"),
 }
 
 

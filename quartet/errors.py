@@ -19,6 +19,11 @@ class ServingError(Exception):
     #: Stable UPPER_SNAKE_CASE name that programs can match on (``google.rpc.ErrorInfo.reason``).
     reason = "INTERNAL"
 
+    def __init_subclass__(cls, *, reason: str = "", **more: object) -> None:
+        """``reason``: of the new type; empty: that of its base."""
+        super().__init_subclass__(**more)
+        cls.reason = reason or cls.reason
+
     def __init__(self, message: str, *, field: str | None = None, retry_delay_s: float | None = None) -> None:
         super().__init__(message)
         self.message = message
@@ -30,259 +35,177 @@ class ConfigError(Exception):
     """A configuration that can't be used; the message names the setting. It never reaches a caller."""
 
 
-class EngineError(ServingError):
+class EngineError(ServingError, reason="ENGINE_FAILED"):
     """The engine broke while it worked on the request; our bug or a dying device."""
 
-    reason = "ENGINE_FAILED"
 
-
-class ModelFilesError(ServingError):
+class ModelFilesError(ServingError, reason="MODEL_FILES_INVALID"):
     """A model's tokenizer, template or configuration file is missing or malformed."""
-
-    reason = "MODEL_FILES_INVALID"
 
 
 # The caller's fault.
 
 
-class InvalidRequestError(ServingError):
+class InvalidRequestError(ServingError, reason="INVALID_FIELD"):
     """A field's value is impossible; ``field`` names it."""
 
-    reason = "INVALID_FIELD"
 
-
-class PromptTooLongError(InvalidRequestError):
+class PromptTooLongError(InvalidRequestError, reason="PROMPT_TOO_LONG"):
     """Prompt and wanted tokens do not fit the model or the whole block pool."""
 
-    reason = "PROMPT_TOO_LONG"
 
-
-class UnsupportedFieldError(InvalidRequestError):
+class UnsupportedFieldError(InvalidRequestError, reason="UNSUPPORTED_FIELD"):
     """The field is fine, but no worker of this pool can honour it."""
 
-    reason = "UNSUPPORTED_FIELD"
 
-
-class InvalidMediaError(InvalidRequestError):
+class InvalidMediaError(InvalidRequestError, reason="MEDIA_INVALID"):
     """A media file is damaged, or is not of a kind that the model takes."""
 
-    reason = "MEDIA_INVALID"
 
-
-class MediaTooLargeError(InvalidRequestError):
+class MediaTooLargeError(InvalidRequestError, reason="MEDIA_TOO_LARGE"):
     """A media file has more bytes, pixels or tokens than is allowed."""
 
-    reason = "MEDIA_TOO_LARGE"
 
-
-class MediaFetchError(InvalidRequestError):
+class MediaFetchError(InvalidRequestError, reason="MEDIA_NOT_FETCHED"):
     """A media item's URL gives nothing, or not in time."""
 
-    reason = "MEDIA_NOT_FETCHED"
 
-
-class ProtocolError(ServingError):
+class ProtocolError(ServingError, reason="PROTOCOL_VIOLATION"):
     """Messages of a stream in a wrong order or shape."""
 
-    reason = "PROTOCOL_VIOLATION"
 
-
-class MessageTooLargeError(ServingError):
+class MessageTooLargeError(ServingError, reason="MESSAGE_TOO_LARGE"):
     """A message exceeds the plane's limit; sending it would end a shared stream."""
 
-    reason = "MESSAGE_TOO_LARGE"
 
-
-class ModelNotFoundError(ServingError):
+class ModelNotFoundError(ServingError, reason="MODEL_NOT_FOUND"):
     """No pool serves a model of this name."""
 
-    reason = "MODEL_NOT_FOUND"
 
-
-class ModelMismatchError(ServingError):
+class ModelMismatchError(ServingError, reason="MODEL_MISMATCH"):
     """The server that was asked serves another model than the one that was named by its fingerprint."""
 
-    reason = "MODEL_MISMATCH"
 
-
-class DuplicateRequestError(ServingError):
+class DuplicateRequestError(ServingError, reason="DUPLICATE_REQUEST"):
     """A start repeats the key (RPC, request id, choice, attempt) of a running one."""
 
-    reason = "DUPLICATE_REQUEST"
 
-
-class PermissionDeniedError(ServingError):
+class PermissionDeniedError(ServingError, reason="PERMISSION_DENIED"):
     """The caller's identity may not call this method, or the secret is wrong."""
 
-    reason = "PERMISSION_DENIED"
 
-
-class MediaNotAllowedError(PermissionDeniedError):
+class MediaNotAllowedError(PermissionDeniedError, reason="MEDIA_NOT_ALLOWED"):
     """The configuration allows no such path, scheme, host or address for media."""
 
-    reason = "MEDIA_NOT_ALLOWED"
 
-
-class UnauthenticatedError(ServingError):
+class UnauthenticatedError(ServingError, reason="UNAUTHENTICATED"):
     """The caller showed no identity where one is needed."""
 
-    reason = "UNAUTHENTICATED"
 
-
-class UnimplementedError(ServingError):
+class UnimplementedError(ServingError, reason="UNIMPLEMENTED"):
     """The method is part of the contract, but this server does not offer it."""
-
-    reason = "UNIMPLEMENTED"
 
 
 # Signed starts. After any of these but the first two a client asks the router for another placement.
 
 
-class SignedStartError(ServingError):
+class SignedStartError(ServingError, reason="SIGNED_START_INVALID"):
     """The MAC of a signed start is not that of its bytes under the key that it names."""
 
-    reason = "SIGNED_START_INVALID"
 
-
-class NoSigningKeyError(ServingError):
+class NoSigningKeyError(ServingError, reason="NO_SIGNING_KEY"):
     """This server has no key: it neither makes nor takes signed starts."""
 
-    reason = "NO_SIGNING_KEY"
 
-
-class SigningKeyUnknownError(ServingError):
+class SigningKeyUnknownError(ServingError, reason="SIGNING_KEY_UNKNOWN"):
     """The key that a signed start names is not, or no longer, one of this server's."""
 
-    reason = "SIGNING_KEY_UNKNOWN"
 
-
-class SignedStartForeignError(ServingError):
+class SignedStartForeignError(ServingError, reason="SIGNED_START_FOREIGN"):
     """The signed start is for another worker, or for another life of this one."""
 
-    reason = "SIGNED_START_FOREIGN"
 
-
-class SignedStartExpiredError(ServingError):
+class SignedStartExpiredError(ServingError, reason="SIGNED_START_EXPIRED"):
     """The signed start came too late."""
 
-    reason = "SIGNED_START_EXPIRED"
 
-
-class SignedStartUsedError(ServingError):
+class SignedStartUsedError(ServingError, reason="SIGNED_START_USED"):
     """The signed start was used before: each is valid once."""
 
-    reason = "SIGNED_START_USED"
 
-
-class PlaceTooLargeError(ServingError):
+class PlaceTooLargeError(ServingError, reason="PLACE_TOO_LARGE"):
     """There is no room for all choices of a request at once, as placing them takes; Generate runs them in turn."""
-
-    reason = "PLACE_TOO_LARGE"
 
 
 # Capacity and life.
 
 
-class OutOfBlocksError(ServingError):
+class OutOfBlocksError(ServingError, reason="OUT_OF_BLOCKS"):
     """Too few free KV blocks; nothing was changed."""
 
-    reason = "OUT_OF_BLOCKS"
 
-
-class QueueFullError(ServingError):
+class QueueFullError(ServingError, reason="QUEUE_FULL"):
     """The queue is full or the request waited there for too long; try again later."""
 
-    reason = "QUEUE_FULL"
 
-
-class WorkerUnavailableError(ServingError):
+class WorkerUnavailableError(ServingError, reason="WORKER_UNAVAILABLE"):
     """No worker that can serve the request is reachable, or the one that did is gone."""
 
-    reason = "WORKER_UNAVAILABLE"
 
-
-class RouterUnavailableError(ServingError):
+class RouterUnavailableError(ServingError, reason="ROUTER_UNAVAILABLE"):
     """No router can be reached, or the connection to the one that answered broke."""
 
-    reason = "ROUTER_UNAVAILABLE"
 
-
-class DrainingError(ServingError):
+class DrainingError(ServingError, reason="DRAINING"):
     """The server is going away and takes nothing new."""
 
-    reason = "DRAINING"
 
-
-class StalledStreamError(ServingError):
+class StalledStreamError(ServingError, reason="STREAM_STALLED"):
     """The reader of a stream took nothing for too long."""
 
-    reason = "STREAM_STALLED"
 
-
-class SlowReaderError(ServingError):
+class SlowReaderError(ServingError, reason="READER_TOO_SLOW"):
     """The reader of a session lets more of a request gather than is kept for it."""
 
-    reason = "READER_TOO_SLOW"
 
-
-class RequestTimeoutError(ServingError):
+class RequestTimeoutError(ServingError, reason="TIMEOUT"):
     """The request's own timeout ran out."""
 
-    reason = "TIMEOUT"
 
-
-class RequestCancelledError(ServingError):
+class RequestCancelledError(ServingError, reason="CANCELLED"):
     """The caller cancelled, or its stream broke."""
 
-    reason = "CANCELLED"
 
-
-class DiscoveryError(ServingError):
+class DiscoveryError(ServingError, reason="DISCOVERY_UNAVAILABLE"):
     """The registry cannot be reached or refuses us."""
-
-    reason = "DISCOVERY_UNAVAILABLE"
 
 
 # Hand-offs and transfers: the router's answer to each is to prefill again.
 
 
-class HandOffNotFoundError(ServingError):
+class HandOffNotFoundError(ServingError, reason="HAND_OFF_NOT_FOUND"):
     """No such hand-off: never made, ended, expired, or asked for with a wrong secret."""
 
-    reason = "HAND_OFF_NOT_FOUND"
 
-
-class HandOffStateError(ServingError):
+class HandOffStateError(ServingError, reason="HAND_OFF_STATE"):
     """The hand-off is in a state that does not allow the step asked for."""
 
-    reason = "HAND_OFF_STATE"
 
-
-class StaleEpochError(ServingError):
+class StaleEpochError(ServingError, reason="STALE_EPOCH"):
     """The message is for an earlier life of this worker."""
 
-    reason = "STALE_EPOCH"
 
-
-class LayoutMismatchError(ServingError):
+class LayoutMismatchError(ServingError, reason="LAYOUT_MISMATCH"):
     """Blocks of this dtype, shape, block size or model cannot be taken over here."""
 
-    reason = "LAYOUT_MISMATCH"
 
-
-class TransferError(ServingError):
+class TransferError(ServingError, reason="TRANSFER_FAILED"):
     """Moving blocks failed; the blocks that arrived must be thrown away."""
 
-    reason = "TRANSFER_FAILED"
 
-
-class TransferTimeoutError(TransferError):
+class TransferTimeoutError(TransferError, reason="TRANSFER_TIMEOUT"):
     """Moving blocks took too long."""
 
-    reason = "TRANSFER_TIMEOUT"
 
-
-class MediaLostError(ServingError):
+class MediaLostError(ServingError, reason="MEDIA_LOST"):
     """The KV of a prompt's media was lost, and their embeddings are not here to compute it again."""
-
-    reason = "MEDIA_LOST"

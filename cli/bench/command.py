@@ -42,18 +42,7 @@ from cli.bench.options import (
 from cli.bench.result import PointResult
 from cli.bench.run import BenchPlan, Point, SenderConfig, run_plan
 from cli.bench.workload import WorkloadConfig
-from cli.options import (
-    DEFAULT_ROUTER,
-    ModelOption,
-    PathOption,
-    RouterOption,
-    TemperatureOption,
-    TimeoutOption,
-    TlsCaOption,
-    TlsCertOption,
-    TlsKeyOption,
-    make_tls,
-)
+from cli.options import ModelOption, PathOption, RouterOptions, TemperatureOption, TimeoutOption
 from cli.output import open_console, reporting_errors, try_write
 from quartet.client import Model, QuartetClient, RequestPath
 from quartet.rpc.channels import TlsConfig
@@ -76,7 +65,7 @@ class _Output:
 
 def bench(
     *,
-    router: RouterOption = [DEFAULT_ROUTER],  # noqa: B006 - Typer copies it
+    router: RouterOptions,
     model: ModelOption = "",
     path: PathOption = RequestPath.GENERATE,
     concurrency: ConcurrencyOption = None,
@@ -96,9 +85,6 @@ def bench(
     timeout_s: TimeoutOption = None,
     json_file: JsonOption = None,
     plot_file: PlotOption = None,
-    tls_ca: TlsCaOption = None,
-    tls_cert: TlsCertOption = None,
-    tls_key: TlsKeyOption = None,
 ) -> None:
     """Put load on a router and measure what its clients see. Ctrl-C ends it and shows what was measured."""
     check_outputs(json_file, plot_file)
@@ -111,7 +97,7 @@ def bench(
     )
     report = BenchReport(shlex.join(["quartet", *sys.argv[1:]]), plan, trace=str(trace) if trace else None)
     with reporting_errors():
-        used_model, points = uvloop.run(_run(router, make_tls(tls_ca, tls_cert, tls_key), plan))
+        used_model, points = uvloop.run(_run(router.router, router.tls, plan))
         raise typer.Exit(_finish(_Output(json=json_file, plot=plot_file), report, plan, used_model, points))
 
 

@@ -114,9 +114,8 @@ def _etcd_check(endpoints: str | None, ca: Path | None, cert: Path | None, key: 
     for option, file in {"--etcd-ca": ca, "--etcd-cert": cert, "--etcd-key": key}.items():
         if file is not None and not file.is_file():
             raise ConfigError(f"{option}: there is no file {file}")
-    default = EtcdConfig().endpoints
     try:
-        config = EtcdConfig(endpoints=named or default, ca_file=ca, cert_file=cert, key_file=key)
+        config = EtcdConfig(endpoints=named or EtcdConfig().endpoints, ca_file=ca, cert_file=cert, key_file=key)
     except ValueError as error:
         raise ConfigError(f"--etcd-cert, --etcd-key: {error}") from error
     return EtcdCheck(config, is_chosen=bool(named))

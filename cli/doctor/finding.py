@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from services.topology.child import Child, start_child
+from services.topology.child import Child, describe_exit, start_child
 
 # Time for a killed process to end. One that hangs in a driver can't be killed, and is left behind.
 _END_TIMEOUT_S = 1.0
@@ -93,11 +93,12 @@ class ProgramRun:
     @property
     def end(self) -> str:
         """How it ended, in words."""
-        if self.exit_code is None:
-            return "did not end in time"
-        if self.exit_code < 0:
-            return f"was killed by {signal.Signals(-self.exit_code).name}"
-        return f"ended with exit code {self.exit_code}"
+        return "did not end in time" if self.exit_code is None else describe_exit(self.exit_code)
+
+    @property
+    def last_words(self) -> str:
+        """Its last line, to be put behind ``end``."""
+        return f": {self.lines[-1]}" if self.lines else ""
 
 
 async def run_program(
@@ -139,7 +140,5 @@ async def _run(name: str, check: Check, timeout_s: float) -> Sequence[Finding]:
 
 
 async def _end(child: Child) -> None:
-    if not child.is_running:
-        return
     child.send(signal.SIGKILL)
     await asyncio.wait({asyncio.ensure_future(child.wait())}, timeout=_END_TIMEOUT_S)

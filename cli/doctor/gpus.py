@@ -65,12 +65,8 @@ async def check_gpus() -> Sequence[Finding]:
     query = f"--query-gpu={','.join(_FIELDS)}"
     run = await run_program([program, query, "--format=csv,noheader,nounits"], timeout_s=_DRIVER_TIMEOUT_S)
     if run.exit_code != 0:
-        said = f": {run.lines[-1]}" if run.lines else ""
-        return [
-            wrong(
-                "GPUs", f"nvidia-smi {run.end}{said}", "the driver is not loaded or hangs: see dmesg, restart the host"
-            )
-        ]
+        told = f"nvidia-smi {run.end}{run.last_words}"
+        return [wrong("GPUs", told, "the driver is not loaded or hangs: see dmesg, restart the host")]
     gpus = parse_gpus(run.lines)
     if not gpus:
         return [ok("GPUs", "the driver knows of none: the engines `torch` (on the CPU) and `mock` run")]
@@ -161,14 +157,8 @@ async def _torch(num_gpus: int) -> list[Finding]:
         if line.startswith(_MARK):
             told = json.loads(line.removeprefix(_MARK))
             return judge_torch(TorchView(told["version"], told["cuda"], tuple(map(tuple, told["peers"]))), num_gpus)
-    said = f": {run.lines[-1]}" if run.lines else ""
-    return [
-        wrong(
-            "torch on GPUs",
-            f"asking PyTorch for the GPUs {run.end}{said}",
-            "python -c 'import torch; torch.cuda.init()'",
-        )
-    ]
+    told = f"asking PyTorch for the GPUs {run.end}{run.last_words}"
+    return [wrong("torch on GPUs", told, "python -c 'import torch; torch.cuda.init()'")]
 
 
 def _described(gpu: Gpu) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -70,9 +71,8 @@ def judge_open_files(soft: int, hard: int) -> Finding:
 def judge_monotonic(resolution_s: float) -> Finding:
     """Whether latencies can be measured."""
     if resolution_s > _MAX_RESOLUTION_S:
-        return warning(
-            "monotonic clock", f"ticks every {resolution_s * 1e3:g} ms", "latencies below that are not to be trusted"
-        )
+        told = f"ticks every {resolution_s * 1e3:g} ms"
+        return warning("monotonic clock", told, "latencies below that are not to be trusted")
     return ok("monotonic clock", f"resolution {resolution_s * 1e9:g} ns")
 
 
@@ -152,15 +152,13 @@ def read_memory(meminfo: Path = _MEMINFO, cgroup: Path = Path("/sys/fs/cgroup"))
     """Bytes that the host has, that are available, and that the control group allows (``None``: no bound)."""
     lines = (line.split() for line in meminfo.read_text().splitlines())
     kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}
+    total, available = kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
+        with contextlib.suppress(OSError):
             text = (cgroup / name).read_text().strip()
-        except OSError:
-            continue
-        # "max", or in version 1 a number above the host's memory, means no bound.
-        bound = int(text) if text.isdigit() else None
-        return kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024, _below(bound, kib["MemTotal"] * 1024)
-    return kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024, None
+            # "max", or in version 1 a number above the host's memory, means no bound.
+            return total, available, int(text) if text.isdigit() and int(text) < total else None
+    return total, available, None
 
 
 def size(num_bytes: int) -> str:
@@ -177,10 +175,6 @@ def _clock_state() -> int | None:
 
 def _has_rdma() -> bool:
     return _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
-
-
-def _below(bound: int | None, total: int) -> int | None:
-    return bound if bound is not None and bound < total else None
 
 
 def _dev_shm() -> Finding:

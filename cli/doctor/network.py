@@ -62,9 +62,8 @@ class EtcdCheck:
             version = "its version is not told over HTTP" if facts.version is None else f"version {facts.version}"
             return [ok("etcd", f"{endpoint} answers; {version}"), *judge_skew(endpoint, facts.skew_s)]
         if self.is_chosen:
-            return [
-                wrong("etcd", f"{endpoint} does not answer", "start it, or name another one: --etcd, ETCD_ENDPOINTS")
-            ]
+            advice = "start it, or name another one: --etcd, ETCD_ENDPOINTS"
+            return [wrong("etcd", f"{endpoint} does not answer", advice)]
         return [await _startable(endpoint)]
 
 
@@ -147,11 +146,8 @@ def is_free(port: int) -> bool:
 async def _startable(endpoint: str) -> Finding:
     binary = find_etcd()
     if binary is None:
-        return wrong(
-            "etcd",
-            f"nothing answers at {endpoint}, and `quartet up` finds no etcd to start",
-            "`make tools` gets one; or install etcd-server, or set ETCD_ENDPOINTS",
-        )
+        told = f"nothing answers at {endpoint}, and `quartet up` finds no etcd to start"
+        return wrong("etcd", told, "`make tools` gets one; or install etcd-server, or set ETCD_ENDPOINTS")
     run = await run_program([str(binary), "--version"], timeout_s=_VERSION_TIMEOUT_S)
     if run.exit_code != 0 or not run.lines:
         return wrong("etcd", f"{binary} --version {run.end}", "`make tools` gets one that runs here")

@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 import platform
-import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from cli.doctor.finding import Finding, ok, warning, wrong
 
 _MIN_PYTHON = (3, 11)
 #: Their versions decide whether processes understand each other and whether models run.
 _WATCHED = ("grpcio", "protobuf", "aetcd", "pyzmq", "tokenizers", "numpy", "uvloop", "torch", "transformers")
-_REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)\s*([^;]*)(;.*)?$")
-_BOUND = re.compile(r"(>=|<=|==|<|>)\s*([0-9][0-9.]*)")
-
-
-@dataclass(frozen=True)
-class Requirement:
-    """A package, and its versions with which Quartet works.
-
-    Attributes:
-        bounds: pairs such as ``(">=", "1.85.1")``.
-        is_optional: only an extra needs it.
-    """
-
-    name: str
-    bounds: tuple[tuple[str, str], ...]
-    is_optional: bool
-
-    def allows(self, found: str) -> bool:
-        """Whether the version ``found`` is within the bounds; a suffix such as ``+cu128`` does not count."""
-        return all(_holds(_numbers(found), sign, _numbers(bound)) for sign, bound in self.bounds)
-
-    @property
-    def range(self) -> str:
-        """The bounds, as pip takes them."""
-        return ",".join(sign + bound for sign, bound in self.bounds)
 
 
 async def check_packages() -> Sequence[Finding]:
@@ -46,31 +22,26 @@ async def check_packages() -> Sequence[Finding]:
     return [_python(), *_packages(requires("quartet") or [])]
 
 
-def parse_requirement(text: str) -> Requirement | None:
-    """Parse a line of a package's metadata; ``None``: it has another form."""
-    matched = _REQUIREMENT.match(text)
-    if matched is None:
-        return None
-    name, bounds, marker = matched.groups()
-    return Requirement(name.lower(), tuple(_BOUND.findall(bounds)), "extra ==" in (marker or ""))
-
-
 def judge_package(requirement: Requirement, found: str | None) -> Finding:
     """What the installed version ``found`` means; ``None``: the package is not installed."""
-    name = requirement.name
-    if found is None and requirement.is_optional:
+    name, bounds = requirement.name.lower(), requirement.specifier
+    if found is None and is_optional(requirement):
         return ok(name, "not installed: the engine `torch` needs it, `mock` and the router don't")
-    install = f"pip install '{name}{requirement.range}'"
+    install = f"pip install '{name}{bounds}'"
     if found is None:
-        return wrong(name, f"not installed; Quartet needs {requirement.range}", install)
-    if not requirement.allows(found) and requirement.is_optional:
+        return wrong(name, f"not installed; Quartet needs {bounds}", install)
+    # Suffixes such as +cu128 do not count, nor does the a0 of the builds in NVIDIA's containers.
+    if bounds.contains(Version(found).base_version):
+        return ok(name, found)
+    if is_optional(requirement):
         others = "those with TensorRT-LLM have the versions that it needs"
-        return warning(
-            name, f"{found}; the engine `torch` needs {requirement.range}, {others}", f"for `torch`: {install}"
-        )
-    if not requirement.allows(found):
-        return wrong(name, f"{found}, but Quartet needs {requirement.range}", install)
-    return ok(name, found)
+        return warning(name, f"{found}; the engine `torch` needs {bounds}, {others}", f"for `torch`: {install}")
+    return wrong(name, f"{found}, but Quartet needs {bounds}", install)
+
+
+def is_optional(requirement: Requirement) -> bool:
+    """Whether only an extra needs it."""
+    return "extra ==" in str(requirement.marker)
 
 
 def _python() -> Finding:
@@ -85,9 +56,9 @@ def _python() -> Finding:
 
 def _packages(lines: Sequence[str]) -> Iterator[Finding]:
     found: dict[str, Requirement] = {}
-    for requirement in filter(None, map(parse_requirement, lines)):
+    for requirement in map(Requirement, lines):
         # Several extras may name a package; the first range counts.
-        found.setdefault(requirement.name, requirement)
+        found.setdefault(requirement.name.lower(), requirement)
     for name in _WATCHED:
         if name in found:
             yield judge_package(found[name], _installed(name))
@@ -98,21 +69,3 @@ def _installed(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    release = re.match(r"[0-9]+(\.[0-9]+)*", text)
-    return tuple(map(int, release.group().split("."))) if release else ()
-
-
-def _holds(found: tuple[int, ...], sign: str, bound: tuple[int, ...]) -> bool:
-    # 2.0 and 2 are the same version.
-    length = max(len(found), len(bound))
-    ours, theirs = (numbers + (0,) * (length - len(numbers)) for numbers in (found, bound))
-    return {
-        ">=": ours >= theirs,
-        "<=": ours <= theirs,
-        "==": ours == theirs,
-        "<": ours < theirs,
-        ">": ours > theirs,
-    }[sign]

@@ -11,7 +11,7 @@ import io
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,25 +66,16 @@ class TraceSummary:
     num_seen_blocks: int
 
     @classmethod
-    def of(cls, requests: Iterable[TraceRequest]) -> Self:
+    def of(cls, requests: Sequence[TraceRequest]) -> Self:
         """Sum up ``requests``, in the order of their arrivals."""
-        num_requests = num_input = num_output = num_blocks = 0
-        duration_s = 0.0
-        seen: set[int] = set()
-        for request in requests:
-            num_requests += 1
-            duration_s = request.arrival_s
-            num_input += request.num_input_tokens
-            num_output += request.num_output_tokens
-            num_blocks += len(request.hash_ids)
-            seen.update(request.hash_ids)
+        num_blocks = sum(len(request.hash_ids) for request in requests)
         return cls(
-            num_requests=num_requests,
-            duration_s=duration_s,
-            num_input_tokens=num_input,
-            num_output_tokens=num_output,
+            num_requests=len(requests),
+            duration_s=requests[-1].arrival_s if requests else 0.0,
+            num_input_tokens=sum(request.num_input_tokens for request in requests),
+            num_output_tokens=sum(request.num_output_tokens for request in requests),
             num_blocks=num_blocks,
-            num_seen_blocks=num_blocks - len(seen),
+            num_seen_blocks=num_blocks - len({hash_id for request in requests for hash_id in request.hash_ids}),
         )
 
     def __str__(self) -> str:

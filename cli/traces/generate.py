@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
+import typer
 
 from cli.traces.format import BLOCK_SIZE, TraceRequest
 from quartet.errors import ConfigError
@@ -36,9 +37,17 @@ class ArrivalKind(StrEnum):
     BURSTS = "bursts"  # many at about the same time, then a pause
 
 
+def _arrivals(name: str, help: str, **more: Any) -> Any:
+    return typer.Option(name, rich_help_panel="Arrivals", help=help, **more)
+
+
+def _sessions(name: str, help: str, **more: Any) -> Any:
+    return typer.Option(name, rich_help_panel="Sessions; lengths are in tokens, and lognormal", help=help, **more)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Arrivals:
-    """When requests come.
+    """When requests come. Each field is an option of ``quartet trace``, as in ``SessionConfig``.
 
     Attributes:
         rate: requests a second, on average.
@@ -46,10 +55,12 @@ class Arrivals:
         burst_spread_s: time within which a burst's requests come; each moment is as likely.
     """
 
-    kind: ArrivalKind = ArrivalKind.POISSON
-    rate: float = 1.0
-    burst_size: int = 16
-    burst_spread_s: float = 0.5
+    kind: Annotated[ArrivalKind, _arrivals("--arrivals", "How requests follow each other.")] = ArrivalKind.POISSON
+    rate: Annotated[float, _arrivals("--rate", "Requests a second, on average.")] = 1.0
+    burst_size: Annotated[int, _arrivals("--burst-size", "Requests of one burst.")] = 16
+    burst_spread_s: Annotated[
+        float, _arrivals("--burst-spread", "Time within which a burst's requests come.", metavar="SECONDS")
+    ] = 0.5
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""
@@ -102,15 +113,25 @@ class SessionConfig:
         max_input_tokens: no prompt is longer; a session whose next one would be ends.
     """
 
-    num_turns: float = 3.0
-    think_time_s: float = 20.0
-    message_tokens: float = 600.0
-    output_tokens: float = 300.0
-    system_tokens: float = 1500.0
-    num_system_prompts: int = 16
-    zipf: float = 1.0
-    length_sigma: float = 1.0
-    max_input_tokens: int = 120_000
+    num_turns: Annotated[float, _sessions("--turns", "Requests of a session, on average.")] = 3.0
+    think_time_s: Annotated[
+        float, _sessions("--think-time", "From one turn to the next, on average.", metavar="SECONDS")
+    ] = 20.0
+    message_tokens: Annotated[float, _sessions("--message-tokens", "What the user adds in a turn, on average.")] = 600.0
+    output_tokens: Annotated[float, _sessions("--output-tokens", "Length of answers, on average.")] = 300.0
+    system_tokens: Annotated[
+        float, _sessions("--system-tokens", "Length of system prompts, on average; 0: there are none.")
+    ] = 1500.0
+    num_system_prompts: Annotated[int, _sessions("--system-prompts", "How many system prompts there are.")] = 16
+    zipf: Annotated[
+        float, _sessions("--zipf", "The n-th system prompt is drawn in proportion to n^-ZIPF; 0: all are as likely.")
+    ] = 1.0
+    length_sigma: Annotated[float, _sessions("--length-sigma", "Of the logarithm of lengths; 0: all are the mean.")] = (
+        1.0
+    )
+    max_input_tokens: Annotated[int, _sessions("--max-input-tokens", "No prompt is longer: its session ends.")] = (
+        120_000
+    )
 
     def __post_init__(self) -> None:
         """Refuse impossible values, naming the field."""

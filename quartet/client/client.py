@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
 import grpc
@@ -88,21 +87,14 @@ class QuartetClient:
         start = make_start(prompt, **fields)
         request = to_explain_request(start)
         check_size(start, request)
-
-        async def call(router: Router) -> Explanation:
-            return from_explain_response(await router.stub.Explain(request, timeout=_EXPLAIN_TIMEOUT_S))
-
-        return await self._routers.call(call)
+        call = self._routers.call(lambda router: router.stub.Explain(request, timeout=_EXPLAIN_TIMEOUT_S))
+        return from_explain_response(await call)
 
     async def list_workers(self, model: str = "") -> list[WorkerStatus]:
         """The workers that the router knows, by role and id; with ``model``, only those of that model."""
-
-        async def call(router: Router) -> list[WorkerStatus]:
-            request = router_pb2.ListWorkersRequest(model=model)
-            response = await router.stub.ListWorkers(request, timeout=_LOOK_UP_TIMEOUT_S)
-            return [from_worker_status(worker) for worker in response.workers]
-
-        return await self._routers.call(call)
+        request = router_pb2.ListWorkersRequest(model=model)
+        call = self._routers.call(lambda router: router.stub.ListWorkers(request, timeout=_LOOK_UP_TIMEOUT_S))
+        return [from_worker_status(worker) for worker in (await call).workers]
 
     async def watch_workers(self, model: str = "") -> AsyncIterator[list[WorkerStatus]]:
         """The workers by role and id, now and after each change, from one router until it goes away."""
@@ -138,9 +130,7 @@ class QuartetClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def _request(self, path: RequestPath, start: GenerateStart) -> ClientRequest:
@@ -150,22 +140,17 @@ class QuartetClient:
             case RequestPath.SESSION:
                 return SessionRequest(self._routers, self._sessions, start)
             case RequestPath.DIRECT:
-                return self._direct_request(start)
+                # Imported late: it imports tokenizers and chat templates, which take as long as the rest of a client.
+                from quartet.client.direct import DirectRequest, DirectTools
 
-    def _direct_request(self, start: GenerateStart) -> ClientRequest:
-        # Imported late: it imports tokenizers and chat templates, which take as long as the rest of a client.
-        from quartet.client.direct import DirectRequest, DirectTools
-
-        if self._direct is None:
-            self._direct = DirectTools(self._routers, self._tls)
-        return DirectRequest(self._direct, start)
+                if self._direct is None:
+                    self._direct = DirectTools(self._routers, self._tls)
+                return DirectRequest(self._direct, start)
 
     async def _get_models(self, name: str) -> list[Model]:
-        async def call(router: Router) -> list[Model]:
-            response = await router.stub.GetModel(router_pb2.GetModelRequest(name=name), timeout=_LOOK_UP_TIMEOUT_S)
-            return [from_model(model) for model in response.models]
-
-        return await self._routers.call(call)
+        request = router_pb2.GetModelRequest(name=name)
+        call = self._routers.call(lambda router: router.stub.GetModel(request, timeout=_LOOK_UP_TIMEOUT_S))
+        return [from_model(model) for model in (await call).models]
 
 
 async def _reachable(router: Router) -> Router:

@@ -32,15 +32,7 @@ from quartet.client.routers import DEADLINE_GRACE_S, MAX_UNREAD, ClientClosedErr
 from quartet.client.workers import DecodeWorkers
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
-from quartet.errors import (
-    MessageTooLargeError,
-    ModelFilesError,
-    PlaceTooLargeError,
-    ProtocolError,
-    RequestTimeoutError,
-    ServingError,
-    WorkerUnavailableError,
-)
+from quartet.errors import ServingError
 from quartet.rpc.channels import TlsConfig
 from quartet.streams import client
 from quartet.streams.client import outcome_in_time
@@ -108,12 +100,12 @@ class DirectRequest:
             async with asyncio.timeout(timeout_s):
                 await self._generate()
         except TimeoutError as error:
-            raise RequestTimeoutError(f"the request did not end within {timeout_s:g} s") from error
+            raise errors.RequestTimeoutError(f"the request did not end within {timeout_s:g} s") from error
 
     async def _generate(self) -> None:
         try:
             request, tokenizer = await self._placer.place()
-        except (MessageTooLargeError, PlaceTooLargeError, NoTextError):
+        except (errors.MessageTooLargeError, errors.PlaceTooLargeError, NoTextError):
             # Too long to be signed, no room for all choices at once, or no known worker has the tokenizer.
             await self._generate_by_router()
             return
@@ -243,7 +235,7 @@ class DirectChoice:
                     call, start_timeout_s=_START_TIMEOUT_S, stall_timeout_s=_STALL_TIMEOUT_S
                 )
             except TimeoutError as error:
-                silent = WorkerUnavailableError(f"the worker at {placement.address} gave no token in time")
+                silent = errors.WorkerUnavailableError(f"the worker at {placement.address} gave no token in time")
                 raise _AttemptFailedError(silent) from error
             except ServingError as error:
                 raise _AttemptFailedError(error) from error
@@ -281,17 +273,13 @@ _MAX_TEXTS = 8
 
 
 class DirectTools:
-    """Routers to place requests, workers to stream from, and the text sides of their models."""
+    """Routers to place requests, workers to stream from, and ``texts``: the text sides of their models."""
 
     def __init__(self, routers: Routers, tls: TlsConfig | None) -> None:
         """Dial workers with ``tls``; the caller still owns ``routers``."""
         self.routers = routers
         self.workers = DecodeWorkers(tls)
-        self._texts: TextCache[str] = TextCache(max_texts=_MAX_TEXTS)
-
-    def known_text(self, fingerprint: str) -> ModelText | None:
-        """The text side of the model, if it is already here."""
-        return self._texts.known(fingerprint)
+        self.texts: TextCache[str] = TextCache(max_texts=_MAX_TEXTS)
 
     async def model_text(self, fingerprint: str, addresses: Sequence[str]) -> ModelText:
         """The text side of the model: the one kept here, or from the first worker at ``addresses`` that gives it.
@@ -300,20 +288,20 @@ class DirectTools:
             WorkerUnavailableError: no worker gives it.
             ModelFilesError: the files are invalid.
         """
-        return await self._texts.get(fingerprint, lambda: self._fetch(fingerprint, addresses))
+        return await self.texts.get(fingerprint, lambda: self._fetch(fingerprint, addresses))
 
     async def close(self) -> None:
         """End all requests at workers."""
-        await self._texts.close()
+        await self.texts.close()
         await self.workers.close()
 
     async def _fetch(self, fingerprint: str, addresses: Sequence[str]) -> Mapping[str, bytes]:
-        failure: ServingError = WorkerUnavailableError("there is no worker to ask")
+        failure: ServingError = errors.WorkerUnavailableError("there is no worker to ask")
         for address in dict.fromkeys(addresses):
             try:
                 with self.workers.use(address) as worker:
                     return await worker.text_files(fingerprint)
-            except ModelFilesError:
+            except errors.ModelFilesError:
                 raise
             except ServingError as error:
                 failure = error
@@ -393,7 +381,7 @@ class Placer:
             self.router = router.address
             placed = from_place_response(response)
             if not placed.choices:
-                raise ProtocolError("the router placed no choice")
+                raise errors.ProtocolError("the router placed no choice")
             return placed
 
         return await self._tools.routers.call(call)
@@ -403,7 +391,7 @@ class Placer:
             return None
         left_s = self.arrived_at + self._start.timeout_s - time.monotonic()
         if left_s <= 0:
-            raise RequestTimeoutError(f"the request did not end within {self._start.timeout_s:g} s")
+            raise errors.RequestTimeoutError(f"the request did not end within {self._start.timeout_s:g} s")
         return left_s
 
     async def _tokenizer(self, request: PlacedRequest) -> Tokenizer | None:
@@ -411,7 +399,7 @@ class Placer:
             return None
         fingerprint = request.model_fingerprint
         addresses = [choice.next.address for choice in request.choices if isinstance(choice.next, SignedPlacement)]
-        if not addresses and self._tools.known_text(fingerprint) is None:
+        if not addresses and self._tools.texts.known(fingerprint) is None:
             raise NoTextError
         text = await self._tools.model_text(fingerprint, addresses)
         return text.tokenizer

@@ -118,7 +118,7 @@ class Routers:
             try:
                 await router.connect()
                 result = await call(router)
-            except RouterUnavailableError as error:
+            except (RouterUnavailableError, DrainingError) as error:
                 failures.append(error)
             except grpc.aio.AioRpcError as error:
                 failures.append(go_on_or_raise(router.error(error, is_begun=False)))

@@ -17,14 +17,11 @@ from quartet.client.routers import (
     ClientClosedError,
     Router,
     Routers,
-    raise_all,
 )
 from quartet.errors import (
-    DrainingError,
     RequestCancelledError,
     RequestTimeoutError,
     RouterUnavailableError,
-    ServingError,
 )
 
 
@@ -82,7 +79,7 @@ class SessionRequest:
     async def parts(self) -> AsyncGenerator[AnswerPart, None]:
         """Send the request and yield its answer. Raises ``ServingError``."""
         try:
-            for part in await self._open():
+            for part in await self._routers.call(self._ask):
                 yield part
             answer = self._answer
             # As ``Answer.parts``, copied because a generator within this one would cost time for each token.
@@ -94,27 +91,15 @@ class SessionRequest:
         finally:
             self._drop()
 
-    async def _open(self) -> Sequence[AnswerPart]:
-        """The first parts, from the first router that takes the request."""
-        failures: list[ServingError] = []
-        for router in self._routers.in_order():
-            try:
-                parts = await self._ask(router)
-            except (RouterUnavailableError, DrainingError) as error:
-                failures.append(error)
-            else:
-                self._routers.prefer(router)
-                return parts
-        raise_all(failures)
-
     async def _ask(self, router: Router) -> Sequence[AnswerPart]:
-        """The first parts from ``router``.
+        """The first parts from ``router``, to which there is a connection.
 
         If the stream broke, ask again while the router can be reached: the stream of earlier requests may have broken
         under this one, and a request that is refused at once may end with a status that isn't the router's.
         """
-        for _ in range(MAX_OPENINGS):
-            await router.connect()
+        for number in range(MAX_OPENINGS):
+            if number:
+                await router.connect()
             self._begin(router)
             try:
                 parts = await self._answer.next()

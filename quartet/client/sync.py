@@ -7,7 +7,6 @@ import concurrent.futures
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from quartet.api.fleet import Explanation, Model, WorkerStatus
@@ -81,9 +80,7 @@ class SyncClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

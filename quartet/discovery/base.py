@@ -1,4 +1,4 @@
-"""The discovery seam: what a worker announces, what a registry promises, and the JSON form of a worker's record.
+"""The discovery seam: what a worker announces, what every registry promises and has, and the JSON form of a record.
 
 A registry keeps one record per worker alive for as long as the worker keeps its registration, and tells
 watchers what comes, changes and goes. Every implementation (``etcd``, ``file``) passes the same conformance suite.
@@ -9,21 +9,23 @@ more. The epoch is a decimal string: JavaScript and jq read numbers as doubles, 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import asdict, dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
 from enum import StrEnum
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar, get_type_hints
 
 from quartet.errors import DiscoveryError
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_REQUIRED = object()
-_Fields: TypeAlias = Mapping[str, object]
+
+FieldsT = TypeVar("FieldsT")
 
 
 class Role(StrEnum):
@@ -59,7 +61,35 @@ class WorkerKey:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerRecord:
+class Abilities:
+    """What a worker says of its model and pool.
+
+    Attributes:
+        model_fingerprint: hex SHA-256; pools are (name, fingerprint) and never mixed.
+        data_parallel_size: number of data-parallel ranks, each routed to by itself.
+        num_blocks: KV blocks per rank; 0 where the worker holds none.
+        block_size: tokens per KV block; 0 where the worker holds none.
+        max_model_len: most tokens of one sequence, prompt and output together.
+        sampling_fields: names of the sampling fields that the worker honours.
+        media: what the worker takes of media: ``image``, ``embeddings`` (files of each, which it encodes or checks
+            itself), ``hand_off`` (embeddings that an encode worker holds).
+        max_media_tokens: tokens that one media item fills at most; 0: it takes none.
+        adapters: names of the LoRA adapters that the worker serves.
+    """
+
+    model_fingerprint: str
+    data_parallel_size: int = 1
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    sampling_fields: tuple[str, ...]
+    media: tuple[str, ...] = ()
+    max_media_tokens: int = 0
+    adapters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerRecord(Abilities):
     """What one worker announces about itself; equal only if every field is.
 
     Attributes:
@@ -69,18 +99,8 @@ class WorkerRecord:
         grpc_address: ``host:port`` that peers dial.
         events_address: ``tcp://host:port`` of the ZMQ PUB socket; empty when the worker has none.
         model_name: what requests ask for.
-        model_fingerprint: hex SHA-256; pools are (name, fingerprint) and never mixed.
         host: where the process runs, for the ways that need shared memory.
-        data_parallel_size: number of data-parallel ranks, each routed to by itself.
-        num_blocks: KV blocks per rank; 0 where the worker holds none.
-        block_size: tokens per KV block; 0 where the worker holds none.
-        max_model_len: most tokens of one sequence, prompt and output together.
         transfer_ways: the ways to move blocks that the worker speaks, best first.
-        sampling_fields: names of the sampling fields that the worker honours.
-        media: what the worker takes of media: ``image``, ``embeddings`` (files of each, which it encodes or checks
-            itself), ``hand_off`` (embeddings that an encode worker holds).
-        max_media_tokens: tokens that one media item fills at most; 0: it takes none.
-        adapters: names of the LoRA adapters that the worker serves.
         contract_version: the version of the protos that the worker was built with.
         http_address: ``host:port`` of metrics and health; empty when the worker has none.
     """
@@ -91,19 +111,10 @@ class WorkerRecord:
     grpc_address: str
     events_address: str
     model_name: str
-    model_fingerprint: str
     host: HostIdentity
-    data_parallel_size: int = 1
-    num_blocks: int
-    block_size: int
-    max_model_len: int
     transfer_ways: tuple[str, ...]
-    sampling_fields: tuple[str, ...]
-    media: tuple[str, ...] = ()
-    adapters: tuple[str, ...] = ()
     contract_version: str
     http_address: str = ""
-    max_media_tokens: int = 0
 
     def __post_init__(self) -> None:
         check_name("worker_id", self.worker_id)
@@ -163,42 +174,13 @@ class Synchronised:
 WorkerEvent: TypeAlias = WorkerAdded | WorkerChanged | WorkerRemoved | Synchronised
 
 
-class Registration(Protocol):
-    """A worker's record in the registry, kept there until closed."""
+class Registry(ABC):
+    """Where the workers of one namespace are announced; use it within one event loop."""
 
-    @property
-    def record(self) -> WorkerRecord:
-        """The record as it was registered."""
-        ...
+    def __init__(self) -> None:
+        self._open: set[Registration | Watch] = set()
 
-    async def close(self) -> None:
-        """Remove the record, unless a later registration has replaced it.
-
-        Never raises for an unreachable registry and ends in bounded time: the record then goes with its lease.
-        """
-        ...
-
-
-class Watch(Protocol):
-    """One reader's view of the workers: iterate it with ``async for``, from one task.
-
-    Begins with a ``WorkerAdded`` per worker, then ``Synchronised``, then differences only, also across broken
-    connections, while which the last known workers simply stay. A slow reader gets fewer events (changes of
-    one worker merge), never a wrong end state. The iteration ends when the watch or its registry is closed.
-    """
-
-    def __aiter__(self) -> AsyncIterator[WorkerEvent]:
-        """The watch itself."""
-        ...
-
-    async def close(self) -> None:
-        """End the iteration and free what the watch holds."""
-        ...
-
-
-class Registry(Protocol):
-    """Where the workers of one namespace are announced."""
-
+    @abstractmethod
     async def register(self, record: WorkerRecord) -> Registration:
         """Announce ``record``, replacing what the same role and id had, and keep it alive.
 
@@ -207,23 +189,166 @@ class Registry(Protocol):
         Raises:
             DiscoveryError: the registry could not be reached in bounded time; nothing is kept.
         """
-        ...
 
+    @abstractmethod
     async def workers(self) -> list[WorkerRecord]:
         """The readable records of this moment, ordered by role and id.
 
         Raises:
             DiscoveryError: the registry could not be reached in bounded time.
         """
-        ...
 
     def watch(self) -> Watch:
         """Begin to watch; needs a running event loop. Never fails: it tries until it is closed."""
-        ...
+        watch = Watch(self._feed, on_close=self._open.discard)
+        self._open.add(watch)
+        return watch
 
     async def close(self) -> None:
         """Close every registration and watch made here, and the connection; ends in bounded time."""
-        ...
+        await asyncio.gather(*(part.close() for part in self._open))
+
+    @abstractmethod
+    async def _feed(self, workers: WorkerSet) -> None:
+        """Bring ``workers`` what the registry holds, until cancelled."""
+
+
+class Registration(ABC):
+    """A worker's record in the registry, kept there by a task until closed.
+
+    Attributes:
+        record: as it was registered.
+    """
+
+    def __init__(self, record: WorkerRecord, *, on_close: Callable[[Registration], None]) -> None:
+        self.record = record
+        self._on_close = on_close
+        self._task: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """Remove the record, unless a later registration has replaced it.
+
+        Never raises for an unreachable registry and ends in bounded time: the record then goes with its lease.
+        """
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        await self._remove()
+        self._on_close(self)
+
+    def _keep(self, work: Coroutine[object, object, None]) -> None:
+        self._task = asyncio.create_task(work, name=f"discovery-register-{self.record.worker_id}")
+
+    @abstractmethod
+    async def _remove(self) -> None:
+        """Remove the record; log why if that can't be done."""
+
+
+class Watch:
+    """One reader's view of the workers: iterate it with ``async for``, from one task.
+
+    Begins with a ``WorkerAdded`` per worker, then ``Synchronised``, then differences only, also across broken
+    connections, while which the last known workers simply stay. A slow reader gets fewer events (changes of
+    one worker merge), never a wrong end state. The iteration ends when the watch or its registry is closed.
+    """
+
+    def __init__(
+        self, feed: Callable[[WorkerSet], Coroutine[object, object, None]], *, on_close: Callable[[Watch], None]
+    ) -> None:
+        """``feed`` brings what the registry holds, until it is cancelled."""
+        self._on_close = on_close
+        self._wake = asyncio.Event()
+        self._workers = WorkerSet(self._wake.set)
+        self._is_closed = False
+        self._task = asyncio.create_task(feed(self._workers), name="discovery-watch")
+        self._task.add_done_callback(lambda _: self._wake.set())
+
+    def __aiter__(self) -> Watch:
+        return self
+
+    async def __anext__(self) -> WorkerEvent:
+        while not self._is_closed:
+            if (event := self._workers.next_event()) is not None:
+                return event
+            self._raise_if_feed_ended()
+            self._wake.clear()
+            await self._wake.wait()
+        raise StopAsyncIteration
+
+    async def close(self) -> None:
+        """End the iteration and the feed, and free what the watch holds; closing again does nothing."""
+        self._is_closed = True
+        self._wake.set()
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        self._on_close(self)
+
+    def _raise_if_feed_ended(self) -> None:
+        # A feed runs until it is closed; should it ever end by a bug, the reader must not wait for ever.
+        if self._task.done():
+            cause = None if self._task.cancelled() else self._task.exception()
+            raise DiscoveryError(f"the watch broke: {cause!r}") from cause
+
+
+class WorkerSet:
+    """The workers as known, and which of them the reader has not been told about; pure.
+
+    Differences are worked out when the reader asks for the next one. So nothing queues up behind a slow reader, and
+    after a broken connection a fresh list turns into exactly the events that the reader missed.
+    """
+
+    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+        """Start without workers; ``on_change`` is called after each change."""
+        self._on_change = on_change
+        self._known: dict[WorkerKey, WorkerRecord] = {}
+        self._told: dict[WorkerKey, WorkerRecord] = {}
+        # An ordered set: the reader gets workers in the order in which they first changed.
+        self._to_tell: dict[WorkerKey, None] = {}
+        self._is_listed = False
+        self._is_synchronised = False
+
+    def replace(self, records: Iterable[WorkerRecord]) -> None:
+        """Take ``records`` for the whole truth: a complete list."""
+        listed = {record.key: record for record in records}
+        changed = [key for key in self._known.keys() | listed.keys() if self._known.get(key) != listed.get(key)]
+        self._known = listed
+        self._to_tell.update(dict.fromkeys(sorted(changed)))
+        self._is_listed = True
+        self._on_change()
+
+    def put(self, record: WorkerRecord) -> None:
+        """One worker has come or changed."""
+        self._known[record.key] = record
+        self._to_tell[record.key] = None
+        self._on_change()
+
+    def remove(self, key: WorkerKey) -> None:
+        """One worker has gone; an unknown one is ignored."""
+        if self._known.pop(key, None) is not None:
+            self._to_tell[key] = None
+            self._on_change()
+
+    def next_event(self) -> WorkerEvent | None:
+        """The reader's next event, which counts as delivered; ``None`` when the reader is up to date."""
+        while self._to_tell:
+            key = next(iter(self._to_tell))
+            del self._to_tell[key]
+            if (event := self._tell(key)) is not None:
+                return event
+        if self._is_listed and not self._is_synchronised:
+            self._is_synchronised = True
+            return Synchronised()
+        return None
+
+    def _tell(self, key: WorkerKey) -> WorkerEvent | None:
+        told = self._told.pop(key, None)
+        record = self._known.get(key)
+        if record is None:
+            return None if told is None else WorkerRemoved(worker_id=key.worker_id, role=key.role)
+        self._told[key] = record
+        if told is None:
+            return WorkerAdded(record)
+        return None if told == record else WorkerChanged(record)
 
 
 def check_name(field: str, name: str) -> None:
@@ -243,30 +368,8 @@ def from_json(data: bytes) -> WorkerRecord:
     Raises:
         DiscoveryError: not a JSON object, or a key is missing or impossible; ``field`` names the key.
     """
-    fields = _parse_object(data)
-    host = _object(fields, "host")
     try:
-        return WorkerRecord(
-            worker_id=_text(fields, "worker_id"),
-            role=_role(fields, "role"),
-            epoch=_epoch(fields, "epoch"),
-            grpc_address=_text(fields, "grpc_address"),
-            events_address=_text(fields, "events_address"),
-            model_name=_text(fields, "model_name"),
-            model_fingerprint=_text(fields, "model_fingerprint"),
-            host=HostIdentity(boot_id=_text(host, "boot_id"), ipc_namespace=_text(host, "ipc_namespace")),
-            data_parallel_size=_number(fields, "data_parallel_size", default=1),
-            num_blocks=_number(fields, "num_blocks"),
-            block_size=_number(fields, "block_size"),
-            max_model_len=_number(fields, "max_model_len"),
-            transfer_ways=_texts(fields, "transfer_ways"),
-            sampling_fields=_texts(fields, "sampling_fields"),
-            media=_texts(fields, "media", default=()),
-            adapters=_texts(fields, "adapters", default=()),
-            contract_version=_text(fields, "contract_version"),
-            http_address=_text(fields, "http_address", default=""),
-            max_media_tokens=_number(fields, "max_media_tokens", default=0),
-        )
+        return _parse_fields(WorkerRecord, _parse_object(data))
     except ValueError as error:
         raise DiscoveryError(f"the worker record is impossible: {error}") from error
 
@@ -293,66 +396,77 @@ def parse_record(key: WorkerKey, data: bytes) -> WorkerRecord | None:
     return record
 
 
-def _parse_object(data: bytes) -> _Fields:
+def _parse_object(data: bytes) -> Mapping[str, object]:
     try:
-        fields = json.loads(data)
+        values = json.loads(data)
     except (ValueError, RecursionError) as error:  # the latter for thousands of open brackets
         raise DiscoveryError(f"the worker record is not JSON: {error}") from error
-    if not isinstance(fields, dict):
+    if not isinstance(values, dict):
         raise DiscoveryError("the worker record is not a JSON object")
-    return fields
-
-
-def _value(fields: _Fields, key: str, default: object) -> object:
-    value = fields.get(key, default)
-    if value is _REQUIRED:
-        raise DiscoveryError(f"the worker record has no {key}", field=key)
-    return value
+    return values
 
 
 def _impossible(key: str, wanted: str) -> DiscoveryError:
     return DiscoveryError(f"{key} of the worker record must be {wanted}", field=key)
 
 
-def _text(fields: _Fields, key: str, default: object = _REQUIRED) -> str:
-    value = _value(fields, key, default)
+def _text(key: str, value: object) -> str:
     if not isinstance(value, str):
         raise _impossible(key, "a string")
     return value
 
 
-def _number(fields: _Fields, key: str, default: object = _REQUIRED) -> int:
-    value = _value(fields, key, default)
+def _number(key: str, value: object) -> int:
     # bool is an int to Python, but ``true`` is no number.
     if not isinstance(value, int) or isinstance(value, bool):
         raise _impossible(key, "a whole number")
     return value
 
 
-def _texts(fields: _Fields, key: str, default: object = _REQUIRED) -> tuple[str, ...]:
-    value = _value(fields, key, default)
-    if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
+def _texts(key: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise _impossible(key, "a list of strings")
     return tuple(value)
 
 
-def _object(fields: _Fields, key: str) -> _Fields:
-    value = _value(fields, key, _REQUIRED)
-    if not isinstance(value, dict):
-        raise _impossible(key, "an object")
-    return value
-
-
-def _role(fields: _Fields, key: str) -> Role:
-    value = _text(fields, key)
+def _role(key: str, value: object) -> Role:
     try:
-        return Role(value)
+        return Role(_text(key, value))
     except ValueError as error:
         raise _impossible(key, f"one of {', '.join(Role)}") from error
 
 
-def _epoch(fields: _Fields, key: str) -> int:
-    value = _text(fields, key)
-    if not (value.isascii() and value.isdigit()):
+def _host(key: str, value: object) -> HostIdentity:
+    if not isinstance(value, dict):
+        raise _impossible(key, "an object")
+    return _parse_fields(HostIdentity, value)
+
+
+def _epoch(key: str, value: object) -> int:
+    text = _text(key, value)
+    if not (text.isascii() and text.isdigit()):
         raise _impossible(key, "a decimal string")
-    return int(value)
+    return int(text)
+
+
+_PARSERS: Mapping[object, Callable[[str, object], object]] = {
+    str: _text,
+    int: _number,
+    tuple[str, ...]: _texts,
+    Role: _role,
+    HostIdentity: _host,
+}
+_TYPES: Mapping[type, Mapping[str, object]] = {cls: get_type_hints(cls) for cls in (WorkerRecord, HostIdentity)}
+
+
+def _parse_fields(cls: type[FieldsT], values: Mapping[str, object]) -> FieldsT:
+    """The dataclass ``cls`` of these values by name; those of fields with a default may be missing."""
+    parsed = {}
+    for field in fields(cls):  # type: ignore[arg-type]
+        name = field.name
+        if name in values:
+            parse = _epoch if name == "epoch" else _PARSERS[_TYPES[cls][name]]
+            parsed[name] = parse(name, values[name])
+        elif field.default is MISSING:
+            raise DiscoveryError(f"the worker record has no {name}", field=name)
+    return cls(**parsed)

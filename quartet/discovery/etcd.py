@@ -10,10 +10,19 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
+from functools import partial
 
-from quartet.discovery.base import WorkerKey, WorkerRecord, parse_key, parse_record, to_json
+from quartet.discovery.base import (
+    Registration,
+    Registry,
+    WorkerKey,
+    WorkerRecord,
+    WorkerSet,
+    parse_key,
+    parse_record,
+    to_json,
+)
 from quartet.discovery.etcd_client import EtcdClient, EtcdConfig, KeyChange, new_lease_id
-from quartet.discovery.watch import LiveWatch
 from quartet.errors import DiscoveryError
 
 logger = logging.getLogger(__name__)
@@ -24,33 +33,19 @@ _REGISTER_WITHIN_S = 10.0
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 1.0
 
 
-class EtcdRegistration:
+class EtcdRegistration(Registration):
     """A record in etcd, kept there by a task that renews its lease and registers again when that is lost."""
 
-    def __init__(
-        self,
-        client: EtcdClient,
-        config: EtcdConfig,
-        record: WorkerRecord,
-        *,
-        on_close: Callable[[EtcdRegistration], None],
-    ) -> None:
+    def __init__(self, client: EtcdClient, record: WorkerRecord, *, on_close: Callable[[Registration], None]) -> None:
+        super().__init__(record, on_close=on_close)
         self._client = client
-        self._config = config
-        self._record = record
-        self._on_close = on_close
-        self._key = _prefix(config) + f"{record.role}/{record.worker_id}"
+        self._key = _prefix(client.config) + f"{record.role}/{record.worker_id}"
         self._value = to_json(record)
         self._lease_id: int | None = None
         self._registered = asyncio.Event()
         self._back_off = BackOff()
         self._last_error: DiscoveryError | None = None
-        self._task = asyncio.create_task(self._keep_registered(), name=f"discovery-register-{record.worker_id}")
-
-    @property
-    def record(self) -> WorkerRecord:
-        """The record as it was registered."""
-        return self._record
+        self._keep(self._keep_registered())
 
     async def wait_registered(self, timeout_s: float) -> None:
         """Wait until the record has been in etcd once.
@@ -64,19 +59,16 @@ class EtcdRegistration:
         except TimeoutError as error:
             raise DiscoveryError(f"could not register in {timeout_s:g} s: {self._last_error}") from error
 
-    async def close(self) -> None:
-        """Remove the record, unless a later registration has replaced it; at most one request timeout."""
-        self._task.cancel()
-        await asyncio.wait({self._task})
+    async def _remove(self) -> None:
+        """Takes at most one request timeout."""
         # Revoking the lease deletes the key only if it is still attached to *this* lease.
         lease_id, self._lease_id = self._lease_id, None
         if lease_id is not None:
             try:
-                async with asyncio.timeout(self._config.request_timeout_s):
+                async with asyncio.timeout(self._client.config.request_timeout_s):
                     await self._client.revoke(lease_id)
             except (DiscoveryError, TimeoutError) as error:
                 logger.warning("left %s to the end of its lease: %s", self._key, error)
-        self._on_close(self)
 
     async def _keep_registered(self) -> None:
         while True:
@@ -87,9 +79,7 @@ class EtcdRegistration:
                     await self._hold(self._lease_id)
             except DiscoveryError as error:
                 self._last_error = error
-                level = logging.WARNING if self._back_off.is_first else logging.DEBUG
-                logger.log(level, "registration of %s: %s", self._key, error)
-                await asyncio.sleep(self._back_off.next_delay_s())
+                await self._back_off.pause(f"registration of {self._key}", error)
 
     async def _register(self) -> None:
         # Set before it is granted: if any of this fails, the next step finds the lease held or lost.
@@ -103,7 +93,7 @@ class EtcdRegistration:
             while await stream.renew(lease_id) > 0:
                 await self._put_if_missing(lease_id)
                 self._back_off.reset()
-                await asyncio.sleep(self._config.lease_ttl_s / 3)
+                await asyncio.sleep(self._client.config.lease_ttl_s / 3)
         self._lease_id = None
         raise DiscoveryError("the lease was lost")
 
@@ -120,13 +110,13 @@ class EtcdRegistration:
         self._registered.set()
 
 
-class EtcdRegistry:
+class EtcdRegistry(Registry):
     """A ``Registry`` on etcd; make it and use it within one event loop."""
 
     def __init__(self, config: EtcdConfig) -> None:
-        self._config = config
+        super().__init__()
         self._client = EtcdClient(config)
-        self._open: set[EtcdRegistration | LiveWatch] = set()
+        self._prefix = _prefix(config)
 
     async def register(self, record: WorkerRecord) -> EtcdRegistration:
         """Announce ``record`` and keep it alive.
@@ -134,7 +124,7 @@ class EtcdRegistry:
         Raises:
             DiscoveryError: no endpoint took it within 10 s.
         """
-        registration = EtcdRegistration(self._client, self._config, record, on_close=self._open.discard)
+        registration = EtcdRegistration(self._client, record, on_close=self._open.discard)
         self._open.add(registration)
         try:
             await registration.wait_registered(_REGISTER_WITHIN_S)
@@ -151,54 +141,41 @@ class EtcdRegistry:
         """
         return (await self._list())[1]
 
-    def watch(self) -> LiveWatch:
-        """Begin to watch."""
-        watch = LiveWatch(self._feed, on_close=self._open.discard)
-        self._open.add(watch)
-        return watch
-
     async def close(self) -> None:
         """Close every registration and watch made here, then the channels."""
-        await asyncio.gather(*(part.close() for part in self._open))
+        await super().close()
         await self._client.close()
 
-    async def _feed(self, watch: LiveWatch) -> None:
+    async def _feed(self, workers: WorkerSet) -> None:
         back_off = BackOff()
         while True:
             try:
                 revision, records = await self._list()
-                watch.replace(records)
-                await self._client.follow(
-                    _prefix(self._config), revision, back_off.reset, lambda change: self._apply(change, watch)
-                )
+                workers.replace(records)
+                await self._client.follow(self._prefix, revision, back_off.reset, partial(self._apply, workers))
             except DiscoveryError as error:
-                level = logging.WARNING if back_off.is_first else logging.DEBUG
-                logger.log(level, "watch of %s: %s", _prefix(self._config), error)
-            await asyncio.sleep(back_off.next_delay_s())
+                await back_off.pause(f"watch of {self._prefix}", error)
 
     async def _list(self) -> tuple[int, list[WorkerRecord]]:
-        listing = await self._client.list(_prefix(self._config))
+        listing = await self._client.list(self._prefix)
         # etcd lists in the order of keys: by role, then id.
-        records = (self._parse(value.key, value.value) for value in listing.values)
+        keyed = [(self._worker_key(value.key), value.value) for value in listing.values]
+        records = [parse_record(key, data) for key, data in keyed if key is not None]
         return listing.revision, [record for record in records if record is not None]
 
-    def _apply(self, change: KeyChange, watch: LiveWatch) -> None:
+    def _apply(self, workers: WorkerSet, change: KeyChange) -> None:
         key = self._worker_key(change.key)
         if key is None:
             return
         record = None if change.value is None else parse_record(key, change.value)
         # An unreadable value is no worker, here as in a list.
         if record is None:
-            watch.remove(key)
+            workers.remove(key)
         else:
-            watch.put(record)
-
-    def _parse(self, key: str, value: bytes) -> WorkerRecord | None:
-        worker_key = self._worker_key(key)
-        return None if worker_key is None else parse_record(worker_key, value)
+            workers.put(record)
 
     def _worker_key(self, key: str) -> WorkerKey | None:
-        role, _, worker_id = key.removeprefix(_prefix(self._config)).partition("/")
+        role, _, worker_id = key.removeprefix(self._prefix).partition("/")
         return parse_key(role, worker_id)
 
 
@@ -226,6 +203,11 @@ class BackOff:
     def is_first(self) -> bool:
         """Whether nothing has failed since the last success: the failure worth a warning."""
         return self._num_failures == 0
+
+    async def pause(self, what: str, error: Exception) -> None:
+        """Log why ``what`` failed, and wait."""
+        logger.log(logging.WARNING if self.is_first else logging.DEBUG, "%s: %s", what, error)
+        await asyncio.sleep(self.next_delay_s())
 
     def reset(self) -> None:
         """It worked: begin with the shortest delay again."""

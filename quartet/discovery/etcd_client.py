@@ -110,10 +110,13 @@ class EtcdClient:
     """Calls to whichever endpoint answers; each has one channel, kept until ``close``.
 
     A channel stays open while calls may use it: closing it would cancel them, and with them their tasks.
+
+    Attributes:
+        config: where etcd is.
     """
 
     def __init__(self, config: EtcdConfig) -> None:
-        self._config = config
+        self.config = config
         self._endpoints: dict[int, _Endpoint] = {}
         self._current = 0
 
@@ -134,7 +137,7 @@ class EtcdClient:
 
     async def grant(self, lease_id: int) -> None:
         """Begin a lease of the configured time under an id that the caller drew with ``new_lease_id``."""
-        await self._call("LeaseGrant", rpc.LeaseGrantRequest(ID=lease_id, TTL=self._config.lease_ttl_s))
+        await self._call("LeaseGrant", rpc.LeaseGrantRequest(ID=lease_id, TTL=self.config.lease_ttl_s))
 
     async def revoke(self, lease_id: int) -> None:
         """End the lease, and with it every key that is still attached to it."""
@@ -147,7 +150,7 @@ class EtcdClient:
             call = endpoint.lease.LeaseKeepAlive(metadata=_REQUIRE_LEADER)
             try:
                 # An answer later than a third of the lease leaves too little of it for another endpoint.
-                yield LeaseStream(call, min(self._config.request_timeout_s, self._config.lease_ttl_s / 3))
+                yield LeaseStream(call, min(self.config.request_timeout_s, self.config.lease_ttl_s / 3))
             finally:
                 call.cancel()
 
@@ -162,11 +165,11 @@ class EtcdClient:
         """
         with self._reporting_errors() as endpoint:
             call = endpoint.watch.Watch(metadata=_REQUIRE_LEADER)
-            writer = asyncio.create_task(_ask(call, _watch_from(prefix, revision), self._config.request_timeout_s))
+            writer = asyncio.create_task(_ask(call, _watch_from(prefix, revision), self.config.request_timeout_s))
             try:
                 while True:
                     # Twice: the time between two progress requests, and the time that an answer may take.
-                    async with asyncio.timeout(2 * self._config.request_timeout_s):
+                    async with asyncio.timeout(2 * self.config.request_timeout_s):
                         response = _message(await call.read())
                     _check_history(response, revision)
                     if response.created:
@@ -184,21 +187,21 @@ class EtcdClient:
         self._endpoints.clear()
 
     async def _call(self, method: str, request: Any) -> Any:
-        for _ in self._config.endpoints[1:]:
+        for _ in self.config.endpoints[1:]:
             with suppress(DiscoveryError):
                 return await self._call_once(method, request)
         return await self._call_once(method, request)
 
     async def _call_once(self, method: str, request: Any) -> Any:
         with self._reporting_errors() as endpoint:
-            return await endpoint.unary[method](request, timeout=self._config.request_timeout_s)
+            return await endpoint.unary[method](request, timeout=self.config.request_timeout_s)
 
     @contextmanager
     def _reporting_errors(self) -> Iterator[_Endpoint]:
         number = self._current
         try:
             if number not in self._endpoints:
-                self._endpoints[number] = _Endpoint(_open_channel(self._config, self._config.endpoints[number]))
+                self._endpoints[number] = _Endpoint(_open_channel(self.config, self.config.endpoints[number]))
             yield self._endpoints[number]
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError, _BrokenStreamError) as error:
             raise self._failure(number, error) from error
@@ -206,9 +209,9 @@ class EtcdClient:
     def _failure(self, number: int, error: BaseException) -> DiscoveryError:
         # Another call may have moved to the next endpoint already: stay there.
         if self._current == number:
-            self._current = (number + 1) % len(self._config.endpoints)
+            self._current = (number + 1) % len(self.config.endpoints)
         reason = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else repr(error)
-        return DiscoveryError(f"etcd at {self._config.endpoints[number]}: {reason}")
+        return DiscoveryError(f"etcd at {self.config.endpoints[number]}: {reason}")
 
 
 def new_lease_id() -> int:

@@ -15,8 +15,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from quartet.discovery.base import WorkerRecord, check_name, parse_key, parse_record, to_json
-from quartet.discovery.watch import LiveWatch
+from quartet.discovery.base import (
+    Registration,
+    Registry,
+    WorkerRecord,
+    WorkerSet,
+    check_name,
+    parse_key,
+    parse_record,
+    to_json,
+)
 from quartet.errors import DiscoveryError
 
 logger = logging.getLogger(__name__)
@@ -55,23 +63,14 @@ class FileConfig:
         return time.time() - status.st_mtime > self.ttl_s
 
 
-class FileRegistration:
+class FileRegistration(Registration):
     """A worker's file, touched by a task until closed."""
 
-    def __init__(
-        self, config: FileConfig, record: WorkerRecord, *, on_close: Callable[[FileRegistration], None]
-    ) -> None:
+    def __init__(self, config: FileConfig, record: WorkerRecord, *, on_close: Callable[[Registration], None]) -> None:
+        super().__init__(record, on_close=on_close)
         self._config = config
-        self._record = record
-        self._on_close = on_close
         self._path = config.namespace_directory / f"{record.role}.{record.worker_id}{_SUFFIX}"
         self._inode: int | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    @property
-    def record(self) -> WorkerRecord:
-        """The record as it was registered."""
-        return self._record
 
     async def start(self) -> None:
         """Write the file and begin to touch it.
@@ -83,18 +82,13 @@ class FileRegistration:
             await asyncio.to_thread(self._write)
         except OSError as error:
             raise DiscoveryError(f"cannot write {self._path}: {error}") from error
-        self._task = asyncio.create_task(self._keep_alive(), name=f"discovery-register-{self._record.worker_id}")
+        self._keep(self._keep_alive())
 
-    async def close(self) -> None:
-        """Remove the file, unless a later registration has replaced it."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+    async def _remove(self) -> None:
         try:
-            await asyncio.to_thread(self._remove)
+            await asyncio.to_thread(self._unlink)
         except OSError as error:
             logger.warning("left %s to the end of its time to live: %s", self._path, error)
-        self._on_close(self)
 
     async def _keep_alive(self) -> None:
         while True:
@@ -109,7 +103,7 @@ class FileRegistration:
         # Another suffix, so that no reader takes a half-written file for a record.
         unfinished = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
         try:
-            unfinished.write_bytes(to_json(self._record))
+            unfinished.write_bytes(to_json(self.record))
             self._inode = unfinished.stat().st_ino
             unfinished.replace(self._path)
         except OSError:
@@ -123,19 +117,19 @@ class FileRegistration:
         elif status is None or self._config.is_expired(status):
             self._write()
 
-    def _remove(self) -> None:
+    def _unlink(self) -> None:
         # Another inode is the file of a later registration of this worker id.
         status = _status(self._path)
         if status is not None and status.st_ino == self._inode:
             self._path.unlink(missing_ok=True)
 
 
-class FileRegistry:
+class FileRegistry(Registry):
     """A ``Registry`` in a directory; use it within one event loop."""
 
     def __init__(self, config: FileConfig) -> None:
+        super().__init__()
         self._config = config
-        self._open: set[FileRegistration | LiveWatch] = set()
 
     async def register(self, record: WorkerRecord) -> FileRegistration:
         """Announce ``record`` and keep it alive.
@@ -156,32 +150,14 @@ class FileRegistry:
         """
         return await _Reader(self._config).read()
 
-    def watch(self) -> LiveWatch:
-        """Begin to watch."""
-        watch = LiveWatch(self._feed, on_close=self._open.discard)
-        self._open.add(watch)
-        return watch
-
-    async def close(self) -> None:
-        """Close every registration and watch made here."""
-        await asyncio.gather(*(part.close() for part in self._open))
-
-    async def _feed(self, watch: LiveWatch) -> None:
+    async def _feed(self, workers: WorkerSet) -> None:
         reader = _Reader(self._config)
         while True:
             try:
-                watch.replace(await reader.read())
+                workers.replace(await reader.read())
             except DiscoveryError as error:
                 logger.warning("watch of %s: %s", self._config.namespace_directory, error)
             await asyncio.sleep(self._config.poll_interval_s)
-
-
-@dataclass(frozen=True)
-class _Version:
-    """Differs between two states of a file."""
-
-    inode: int
-    modified_ns: int
 
 
 class _Reader:
@@ -189,7 +165,8 @@ class _Reader:
 
     def __init__(self, config: FileConfig) -> None:
         self._config = config
-        self._parsed: dict[Path, tuple[_Version, WorkerRecord | None]] = {}
+        # By path, with inode and time of the last change: these differ between two states of a file.
+        self._parsed: dict[Path, tuple[tuple[int, int], WorkerRecord | None]] = {}
 
     async def read(self) -> list[WorkerRecord]:
         """The live records, ordered by role and id."""
@@ -213,7 +190,7 @@ class _Reader:
             status = path.stat()
             if self._config.is_expired(status):
                 return None
-            version = _Version(status.st_ino, status.st_mtime_ns)
+            version = (status.st_ino, status.st_mtime_ns)
             if path not in self._parsed or self._parsed[path][0] != version:
                 self._parsed[path] = (version, _parse(path))
         except FileNotFoundError:

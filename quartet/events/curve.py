@@ -46,17 +46,11 @@ class EventsKey:
         """Begin to let in clients with this key, and no others, at all servers of ``context``. To be stopped."""
         guard = ThreadAuthenticator(context)
         guard.start()
-        guard.configure_curve_callback(_DOMAIN, _Holders(self.public))
+        guard.configure_curve_callback(_DOMAIN, self)
         return guard
 
-
-@dataclass(frozen=True)
-class _Holders:
-    """Peers that have proved to hold the secret of ``public``."""
-
-    public: bytes
-
     def callback(self, domain: str, key: bytes) -> bool:
+        """For ``ThreadAuthenticator``: let in a peer that has proved to hold the secret of the public ``key``."""
         return key == self.public
 
 

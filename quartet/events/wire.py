@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from math import inf
 from operator import attrgetter
+from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -33,6 +34,8 @@ _MAX_HASHES = 1 << 16
 _COUNTS = tuple(field.name for field in fields(RankCounts) if field.name != "step_time")
 _counts = attrgetter(*_COUNTS)
 
+MessageT = TypeVar("MessageT", pb.WorkerLoad, pb.KvEventBatch)
+
 _TIERS = {Tier.DEVICE: pb.TIER_DEVICE, Tier.HOST: pb.TIER_HOST, Tier.DISK: pb.TIER_DISK}
 _TIERS_BACK = {value: tier for tier, value in _TIERS.items()}
 
@@ -43,18 +46,12 @@ class MalformedFrameError(ProtocolError):
 
 def encode_load(load: WorkerLoad, number: int) -> list[bytes]:
     """The frames of a load report; ``number`` is that of the last ``kv`` frame sent before it."""
-    return [LOAD_TOPIC, number.to_bytes(_NUMBER_BYTES, "big"), to_worker_load(load).SerializeToString()]
+    return _frames(LOAD_TOPIC, number, to_worker_load(load))
 
 
 def decode_load(frames: Sequence[bytes]) -> NumberedLoad:
     """Read the frames of a load report. Raises ``MalformedFrameError``."""
-    number = _number(frames, LOAD_TOPIC)
-    try:
-        message = pb.WorkerLoad.FromString(frames[2])
-    except DecodeError as error:
-        raise MalformedFrameError("the payload is no WorkerLoad") from error
-    if not message.worker_id:
-        raise MalformedFrameError("the report names no worker")
+    number, message = _parse(frames, LOAD_TOPIC, pb.WorkerLoad)
     return NumberedLoad(from_worker_load(message), number)
 
 
@@ -66,18 +63,12 @@ def encode_kv(batch: KvBatch) -> list[bytes]:
         data_parallel_rank=batch.data_parallel_rank,
         events=map(_to_event, batch.events),
     )
-    return [KV_TOPIC, batch.number.to_bytes(_NUMBER_BYTES, "big"), message.SerializeToString()]
+    return _frames(KV_TOPIC, batch.number, message)
 
 
 def decode_kv(frames: Sequence[bytes]) -> KvBatch:
     """Read the frames of a batch. Raises ``MalformedFrameError``."""
-    number = _number(frames, KV_TOPIC)
-    try:
-        message = pb.KvEventBatch.FromString(frames[2])
-    except DecodeError as error:
-        raise MalformedFrameError("the payload is no KvEventBatch") from error
-    if not message.worker_id:
-        raise MalformedFrameError("the batch names no worker")
+    number, message = _parse(frames, KV_TOPIC, pb.KvEventBatch)
     return KvBatch(
         worker_id=message.worker_id,
         epoch=message.epoch,
@@ -165,17 +156,7 @@ def _to_rank_load(rank: RankLoad) -> pb.RankLoad:
     return pb.RankLoad(
         **dict(zip(_COUNTS, _counts(rank), strict=True)),
         step_ends_in_s=rank.step_ends_in_s,
-        step_time=None if rank.step_time is None else _to_step_time(rank.step_time),
-    )
-
-
-def _to_step_time(step_time: StepTime) -> pb.StepTime:
-    return pb.StepTime(
-        prefill_base_s=step_time.prefill_base_s,
-        prefill_s_per_token=step_time.prefill_s_per_token,
-        prefill_s_per_token2=step_time.prefill_s_per_token2,
-        decode_base_s=step_time.decode_base_s,
-        decode_s_per_context_token=step_time.decode_s_per_context_token,
+        step_time=None if rank.step_time is None else pb.StepTime(**asdict(rank.step_time)),
     )
 
 
@@ -183,18 +164,12 @@ def _from_rank_load(message: pb.RankLoad) -> RankLoad:
     return RankLoad(
         **dict(zip(_COUNTS, _counts(message), strict=True)),
         step_ends_in_s=_seconds(message.step_ends_in_s),
-        step_time=_from_step_time(message.step_time) if message.HasField("step_time") else None,
+        step_time=_step_time(message.step_time) if message.HasField("step_time") else None,
     )
 
 
-def _from_step_time(message: pb.StepTime) -> StepTime:
-    return StepTime(
-        prefill_base_s=_seconds(message.prefill_base_s),
-        prefill_s_per_token=_seconds(message.prefill_s_per_token),
-        prefill_s_per_token2=_seconds(message.prefill_s_per_token2),
-        decode_base_s=_seconds(message.decode_base_s),
-        decode_s_per_context_token=_seconds(message.decode_s_per_context_token),
-    )
+def _step_time(message: pb.StepTime) -> StepTime:
+    return StepTime(**{field.name: _seconds(getattr(message, field.name)) for field in fields(StepTime)})
 
 
 def _seconds(value: float) -> float:
@@ -204,10 +179,21 @@ def _seconds(value: float) -> float:
     return value
 
 
-def _number(frames: Sequence[bytes], topic: bytes) -> int:
+def _frames(topic: bytes, number: int, message: pb.WorkerLoad | pb.KvEventBatch) -> list[bytes]:
+    return [topic, number.to_bytes(_NUMBER_BYTES, "big"), message.SerializeToString()]
+
+
+def _parse(frames: Sequence[bytes], topic: bytes, kind: type[MessageT]) -> tuple[int, MessageT]:
+    """Number and payload of the frames of ``topic``."""
     if len(frames) != _NUM_FRAMES or frames[0] != topic or len(frames[1]) != _NUMBER_BYTES:
         raise MalformedFrameError(f"not the frames of topic {topic.decode()}")
-    return int.from_bytes(frames[1], "big")
+    try:
+        message = kind.FromString(frames[2])
+    except DecodeError as error:
+        raise MalformedFrameError(f"the payload is no {kind.DESCRIPTOR.name}") from error
+    if not message.worker_id:
+        raise MalformedFrameError(f"the {kind.DESCRIPTOR.name} names no worker")
+    return int.from_bytes(frames[1], "big"), message
 
 
 def _to_event(event: KvEvent) -> pb.KvEvent:

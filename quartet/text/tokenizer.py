@@ -58,6 +58,7 @@ class Tokenizer:
         eos_token_id: id of the token that ends a sequence, ``None`` if the model has none. A model may stop at more:
             see ``ModelText``.
         special_token_ids: ids that ``skip_special_tokens`` leaves out of text.
+        piece_rule: how tokens add up to text; ``None``: only by decoding them together.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, special_tokens: SpecialTokens | None = None) -> None:
@@ -74,7 +75,7 @@ class Tokenizer:
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         eos_token = self.special_tokens.named.get("eos_token")
         self.eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
-        self._piece_rule = _read_piece_rule(backend)
+        self.piece_rule = _read_piece_rule(backend)
         self._tables = {skip: self._make_table(skip) for skip in (False, True)}
 
     @classmethod
@@ -95,11 +96,6 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, added ones included; the model's table may be larger (padding)."""
         return self._backend.get_vocab_size(with_added_tokens=True)
-
-    @property
-    def piece_rule(self) -> PieceRule | None:
-        """How tokens add up to text; ``None``: only by decoding them together."""
-        return self._piece_rule
 
     def piece_table(self, *, skip_special_tokens: bool) -> PieceTable | None:
         """Bytes by token id, shared by all streams; ``None`` where there is no ``piece_rule``."""
@@ -149,10 +145,10 @@ class Tokenizer:
 
     def _make_table(self, skip_special_tokens: bool) -> PieceTable | None:
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
-        if self._piece_rule is None:
+        if self.piece_rule is None:
             return None
         return PieceTable(
-            self._piece_rule.piece, lambda token_id: None if token_id in skipped else self.token_text(token_id)
+            self.piece_rule.piece, lambda token_id: None if token_id in skipped else self.token_text(token_id)
         )
 
 

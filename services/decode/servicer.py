@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import grpc
@@ -17,33 +18,31 @@ from services.workers.dispatch import DecodeDispatcher
 _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 
 
+@dataclass(frozen=True, eq=False)
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
-    """Serves Decode from one dispatcher."""
+    """Serves Decode from one dispatcher.
 
-    def __init__(
-        self,
-        dispatcher: DecodeDispatcher,
-        limits: StreamLimits,
-        verifier: StartVerifier | None = None,
-        *,
-        has_tls: bool = False,
-    ) -> None:
-        """``limits`` bound each stream; ``verifier`` opens signed starts. With TLS only peers may send other starts."""
-        self._dispatcher = dispatcher
-        self._limits = limits
-        self._verifier = verifier
-        self._has_tls = has_tls
+    Attributes:
+        limits: of each stream.
+        verifier: opens signed starts.
+        has_tls: only peers may send other starts.
+    """
+
+    dispatcher: DecodeDispatcher
+    limits: StreamLimits
+    verifier: StartVerifier | None = None
+    has_tls: bool = False
 
     async def Decode(  # type: ignore[override]  # stubs only know generators
         self, request_iterator: AsyncIterator[pb.DecodeRequest], context: _Context
     ) -> None:
         """As decode.proto says."""
         stream = WorkerStream(
-            self._dispatcher,
-            self._dispatcher.new_outbox(),
-            self._limits,
-            verifier=self._verifier,
-            takes_unsigned=not self._has_tls or is_peer(context.auth_context()),
+            self.dispatcher,
+            self.dispatcher.new_outbox(),
+            self.limits,
+            verifier=self.verifier,
+            takes_unsigned=not self.has_tls or is_peer(context.auth_context()),
         )
         await stream.serve(context)
 

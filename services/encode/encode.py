@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+from quartet.discovery.base import Abilities
 from quartet.engine.base import EngineStats, StepOutput
 from quartet.engine.encoder import EncodeTimes, MediaEncoder
 from quartet.engine.life_cycle import OutputQueue
@@ -40,7 +41,7 @@ from services.encode.servicer import encode_service
 from services.workers.embedding_store import EmbeddingStore, Hold
 from services.workers.files import FileEncoder, SizedItem
 from services.workers.media import MediaBacklog, WaitingMedia
-from services.workers.parts import Abilities, EncoderFactory, Serving, Surroundings
+from services.workers.parts import EncoderFactory, Serving, Surroundings
 from services.workers.requests import BookedRequest, Holds, Progress, RequestBook, named
 
 #: Items of one start, at most.
@@ -105,6 +106,8 @@ class EncodeParts:
                 model_fingerprint=capabilities.model_fingerprint,
                 num_blocks=self.memory.num_blocks,
                 block_size=layout.block_size,
+                max_model_len=0,
+                sampling_fields=(),
                 media=files.takes,
                 max_media_tokens=capabilities.max_item_tokens,
             ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import grpc
@@ -16,19 +17,18 @@ from services.workers.dispatch import PrefillDispatcher
 _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
 
 
+@dataclass(frozen=True, eq=False)
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """Serves Prefill from one dispatcher."""
+    """Serves Prefill from one dispatcher; ``limits`` bound each stream."""
 
-    def __init__(self, dispatcher: PrefillDispatcher, limits: StreamLimits) -> None:
-        """``limits`` bound each stream."""
-        self._dispatcher = dispatcher
-        self._limits = limits
+    dispatcher: PrefillDispatcher
+    limits: StreamLimits
 
     async def Prefill(  # type: ignore[override]  # stubs only know generators
         self, request_iterator: AsyncIterator[pb.PrefillRequest], context: _Context
     ) -> None:
         """As prefill.proto says."""
-        await WorkerStream(self._dispatcher, self._dispatcher.new_outbox(), self._limits).serve(context)
+        await WorkerStream(self.dispatcher, self.dispatcher.new_outbox(), self.limits).serve(context)
 
 
 def prefill_service(dispatcher: PrefillDispatcher, limits: StreamLimits) -> Service:

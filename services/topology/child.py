@@ -44,7 +44,7 @@ async def start_child(
         OSError: the Python interpreter can't be started. A missing program gives an exit code, as in a shell.
     """
     guard = [sys.executable, "-S", "-E", str(_GUARD), str(os.getpid())]
-    mark = new_mark()
+    mark = secrets.token_hex(16)
     loop = asyncio.get_running_loop()
     transport, output = await loop.subprocess_exec(
         lambda: _Output(on_line),
@@ -106,14 +106,12 @@ class Child:
                 # Once its group has ended too, its id is free, and may be another process's already.
                 if not is_alive(self.pid):
                     os.killpg(self.pid, signal.SIGKILL)
-            kill_marked(self._mark)
+            _kill_marked(self._mark)
 
     def describe_end(self) -> str:
         """How it ended, and its last output."""
         code = self._transport.get_returncode()
-        how = "is running" if code is None else f"ended with exit code {code}"
-        if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+        how = "is running" if code is None else describe_exit(code)
         return "\n".join([f"{self.name} {how}", *(f"    {line}" for line in self.last_lines)])
 
     async def _follow(self) -> int:
@@ -128,23 +126,9 @@ class Child:
         return code
 
 
-def new_mark() -> str:
-    """A new, unique mark."""
-    return secrets.token_hex(16)
-
-
-def kill_marked(mark: str) -> int:
-    """SIGKILL every process of this user that was started with ``mark``; returns how many. Linux only.
-
-    No other process gets the signal, even if it was given the id of a marked process meanwhile.
-    """
-    killed: set[int] = set()
-    for _ in range(_NUM_SCANS):
-        found = {pid for pid in _marked(mark) if _kill(pid, mark)}
-        if found <= killed:
-            break
-        killed |= found
-    return len(killed)
+def describe_exit(code: int) -> str:
+    """In words, how a process with this exit code ended; negative: the number of the signal that ended it."""
+    return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
 
 class _Output(asyncio.SubprocessProtocol):
@@ -196,6 +180,19 @@ def is_alive(pid: int) -> bool:
     return True
 
 
+def _kill_marked(mark: str) -> None:
+    """SIGKILL every process of this user that was started with ``mark``. Linux only.
+
+    No other process gets the signal, even if it was given the id of a marked process meanwhile.
+    """
+    killed: set[int] = set()
+    for _ in range(_NUM_SCANS):
+        found = {pid for pid in _marked(mark) if _kill(pid, mark)}
+        if found <= killed:
+            break
+        killed |= found
+
+
 def _marked(mark: str) -> Iterator[int]:
     # OSError: this system has no /proc.
     with contextlib.suppress(OSError):
@@ -216,16 +213,12 @@ def _has_mark(pid: int, mark: str) -> bool:
 
 def _kill(pid: int, mark: str) -> bool:
     """Whether the signal was sent. The descriptor makes sure that the process checked is the process killed."""
-    try:
+    with contextlib.suppress(OSError):
         descriptor = os.pidfd_open(pid)
-    except OSError:
-        return False
-    try:
-        if not _has_mark(pid, mark):
-            return False
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+        try:
+            if _has_mark(pid, mark):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                return True
+        finally:
+            os.close(descriptor)
+    return False

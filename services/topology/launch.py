@@ -15,11 +15,11 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import yaml
 
@@ -55,6 +55,8 @@ _LOOPBACK = "127.0.0.1"
 _PORTS = range(20_000, 32_000)
 
 _NUM_PORTS_TRIED = 100
+
+ResultT = TypeVar("ResultT")
 
 # Ports given by this process, each with the socket whose name tells other processes of this project.
 _given: dict[int, socket.socket] = {}
@@ -110,12 +112,13 @@ class LocalTopology:
         ``adapt`` may change what a worker runs (another engine, for example), but not its name.
         """
         port = topology.router.port or free_port()
-        self._topology = topology.with_router_port(port)
+        self._topology = replace(topology, router=replace(topology.router, port=port))
         self._environment = environment
         self._observer = observer
         self._adapt = adapt
         self._children: dict[str, Child] = {}
-        self._commands: dict[str, _Command] = {}
+        # With their variables.
+        self._commands: dict[str, tuple[Sequence[str], Mapping[str, str]]] = {}
 
     @property
     def router_address(self) -> str:
@@ -144,7 +147,7 @@ class LocalTopology:
         if self._topology.discovery.kind is DiscoveryKind.ETCD:
             await self._provide_etcd()
         if self._topology.signing_keys_file is None:
-            self._topology = self._topology.with_signing_keys(draw_signing_key(self._environment.run_dir))
+            self._topology = replace(self._topology, signing_keys_file=draw_signing_key(self._environment.run_dir))
         # Planned again: now the addresses of etcd and the path of the keys are known.
         plans = [*self._plan_workers(), plan_router(self._topology)]
         self._observer.progress(f"starting {', '.join(plan.name for plan in plans)}")
@@ -155,8 +158,7 @@ class LocalTopology:
     async def restart(self, name: str) -> Child:
         """Start an ended process again, with the same command, settings and ports; etcd also keeps its data."""
         self._children[name].kill_rest()
-        command = self._commands[name]
-        return await self._start(name, command.words, command.variables)
+        return await self._start(name, *self._commands[name])
 
     async def stop(self) -> None:
         """End every process: SIGTERM, then SIGKILL to what has not ended by the drain's end. Ends in bounded time."""
@@ -195,7 +197,7 @@ class LocalTopology:
             raise ConfigError(f"ETCD_ENDPOINTS: no etcd answers at {where}; unset it to have one started here")
         else:
             etcd = await self._start_etcd(own_etcd(etcd), where)
-        self._topology = self._topology.with_etcd(etcd)
+        self._topology = replace(self._topology, discovery=replace(self._topology.discovery, etcd=etcd))
 
     async def _start_etcd(self, etcd: EtcdConfig, where: str) -> EtcdConfig:
         binary = find_etcd()
@@ -212,7 +214,7 @@ class LocalTopology:
 
     async def _start(self, name: str, command: Sequence[str], variables: Mapping[str, str]) -> Child:
         child = await start_child(name, command, variables, partial(self._observer.log_line, name))
-        self._children[name], self._commands[name] = child, _Command(command, variables)
+        self._children[name], self._commands[name] = child, (command, variables)
         return child
 
     async def _wait_beside(self, plan: ProcessPlan, earlier: Sequence[ProcessPlan]) -> None:
@@ -221,16 +223,8 @@ class LocalTopology:
         if not beside:
             return
         self._observer.progress(f"{plan.name} waits for {', '.join(beside)} on the same GPU")
-        ends = [asyncio.create_task(self._children[name].wait()) for name in beside]
-        announced = asyncio.create_task(wait_announced(self._topology.namespaced_discovery, beside))
-        try:
-            await asyncio.wait([announced, *ends], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (announced, *ends):
-                task.cancel()
-        for name in beside:
-            if not self._children[name].is_running:
-                raise LaunchError(self._children[name].describe_end())
+        announced = wait_announced(self._topology.namespaced_discovery, beside)
+        await while_running([self._children[name] for name in beside], announced)
 
     def _command(self, plan: ProcessPlan) -> list[str]:
         path = self._environment.run_dir / f"{plan.name}.yaml"
@@ -267,6 +261,20 @@ def draw_signing_key(directory: Path) -> Path:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(f"{secrets.token_hex(4)} {secrets.token_hex(_SECRET_BYTES)}\n")
     return path
+
+
+async def while_running(children: Iterable[Child], work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """The result of ``work``. Raises ``LaunchError`` if one of ``children`` ends before, and cancels ``work``."""
+    working = asyncio.create_task(work)
+    ends = {asyncio.create_task(child.wait()): child for child in children}
+    try:
+        done, _ = await asyncio.wait([working, *ends], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (working, *ends):
+            task.cancel()
+    if working in done:
+        return working.result()
+    raise LaunchError(next(child.describe_end() for task, child in ends.items() if task in done))
 
 
 async def wait_announced(discovery: DiscoveryConfig, worker_ids: Collection[str]) -> None:
@@ -358,12 +366,6 @@ def free_port() -> int:
     raise OSError(f"no free port in {_NUM_PORTS_TRIED} tries")
 
 
-@dataclass(frozen=True)
-class _Command:
-    words: Sequence[str]
-    variables: Mapping[str, str]
-
-
 def _check_models(models: Collection[ModelNeed]) -> None:
     """Raise ``ConfigError`` for the first model folder that is missing. Workers look for repositories themselves."""
     for model in sorted(models):
@@ -379,11 +381,9 @@ def _check_models(models: Collection[ModelNeed]) -> None:
 
 
 async def _wait_ended(children: Collection[Child], timeout_s: float) -> None:
-    if children:
-        waiting = [asyncio.create_task(child.wait()) for child in children]
-        _, pending = await asyncio.wait(waiting, timeout=timeout_s)
-        for task in pending:
-            task.cancel()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await asyncio.gather(*(child.wait() for child in children))
 
 
 def _make(parent: Path, namespace: str) -> Path:

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 from quartet.config import build, load_yaml, override
 from quartet.discovery.base import Role, check_name
 from quartet.discovery.create import DiscoveryConfig
-from quartet.discovery.etcd_client import EtcdConfig
 from quartet.engine.settings import EngineKind, EngineSettings, Modality, refused_fields
 from quartet.errors import ConfigError
 from quartet.rpc.server import ServerConfig
@@ -185,18 +184,6 @@ class Topology:
             file=None if directory is None else replace(directory, namespace=self.namespace),
         )
 
-    def with_etcd(self, etcd: EtcdConfig) -> Topology:
-        """A copy with another etcd."""
-        return replace(self, discovery=replace(self.discovery, etcd=etcd))
-
-    def with_signing_keys(self, file: Path) -> Topology:
-        """A copy with these keys."""
-        return replace(self, signing_keys_file=file)
-
-    def with_router_port(self, port: int) -> Topology:
-        """A copy with the router at ``port``. Raises ``ConfigError``."""
-        return replace(self, router=replace(self.router, port=port))
-
 
 def load_topology(path: Path, assignments: Sequence[str] = ()) -> Topology:
     """Read a topology file, with assignments (``router.port=0``) over it.
@@ -311,12 +298,24 @@ def plan_workers(topology: Topology, *, num_cores: int) -> list[ProcessPlan]:
     num_of_name: Counter[str] = Counter()
     plans = []
     for group, config in groups:
+        engine = config.engine
+        if engine.num_threads is None:
+            engine = replace(engine, num_threads=engine.kind.num_threads(num_own_cores))
         for gpus in group.gpus or [()] * group.replicas:
             name = f"{group.process_name}-{num_of_name[group.process_name]}"
             num_of_name[group.process_name] += 1
-            variables = {**topology.environment, **group.environment, **_gpu_variables(gpus)}
-            plan = _plan_worker(name, group.role, config, num_own_cores)
-            plans.append(replace(plan, gpus=gpus, environment=variables))
+            on_gpus = {_GPUS_VARIABLE: ",".join(map(str, gpus))} if gpus else {}
+            plan = ProcessPlan(
+                name=name,
+                role=group.role,
+                module=f"services.{group.role}",
+                settings=to_settings(replace(config, worker_id=name, engine=engine)),
+                num_threads=engine.num_threads,
+                model=ModelNeed(config.model_path, has_weights=engine.needs_weights),
+                gpus=gpus,
+                environment={**topology.environment, **group.environment, **on_gpus},
+            )
+            plans.append(plan)
     return plans
 
 
@@ -337,7 +336,7 @@ def plan_router(topology: Topology) -> ProcessPlan:
     )
 
 
-def to_settings(value: object) -> object:
+def to_settings(value: object) -> Any:
     """A configuration in the form that YAML holds and ``quartet.config.build`` reads."""
     if is_dataclass(value):
         return {item.name: to_settings(getattr(value, item.name)) for item in fields(value)}
@@ -463,26 +462,7 @@ def _group_config(topology: Topology, number: int) -> WorkerConfig:
         signing_keys_file=topology.signing_keys_file if group.role is Role.DECODE else None,
         drain_timeout_s=topology.drain_timeout_s,
     )
-    settings = to_settings(base)
-    assert isinstance(settings, dict), "a dataclass becomes a mapping"
-    config = build(WorkerConfig, merge(settings, group.overrides), f"{where}.overrides")
+    config = build(WorkerConfig, merge(to_settings(base), group.overrides), f"{where}.overrides")
     if group.role is Role.ENCODE and not config.engine.kind.has_encoder:
         raise ConfigError(f"{where}.role: the engine {config.engine.kind} encodes no media")
     return config
-
-
-def _plan_worker(name: str, role: Role, config: WorkerConfig, num_cores: int) -> ProcessPlan:
-    engine = config.engine
-    if engine.num_threads is None:
-        engine = replace(engine, num_threads=engine.kind.num_threads(num_cores))
-    settings = to_settings(replace(config, worker_id=name, engine=engine))
-    assert isinstance(settings, dict), "a dataclass becomes a mapping"
-    need = ModelNeed(config.model_path, has_weights=engine.needs_weights)
-    module = f"services.{role}"
-    return ProcessPlan(
-        name=name, role=role, module=module, settings=settings, num_threads=engine.num_threads, model=need
-    )
-
-
-def _gpu_variables(gpus: tuple[int, ...]) -> dict[str, str]:
-    return {_GPUS_VARIABLE: ",".join(map(str, gpus))} if gpus else {}

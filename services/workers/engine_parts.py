@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Coroutine
 
-from quartet.discovery.base import Role
+from quartet.discovery.base import Abilities, Role
 from quartet.engine.base import Engine, RequestKind
 from quartet.engine.encoder import MediaEncoder, MediaSizer
 from quartet.engine.settings import Modality
@@ -25,7 +25,6 @@ from services.workers.embedding_store import EmbeddingStore
 from services.workers.files import FileEncoder, FileSizer
 from services.workers.media import MediaBacklog, MediaStage
 from services.workers.parts import (
-    Abilities,
     EncoderFactory,
     EngineFactory,
     Serving,

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 
 from prometheus_client import CollectorRegistry
 
-from quartet.discovery.base import HostIdentity, Role
+from quartet.discovery.base import Abilities, HostIdentity, Role
 from quartet.engine import catalog
 from quartet.engine.base import Engine, RequestKind
 from quartet.engine.encoder import MediaEncoder, MediaSizer
@@ -56,21 +56,6 @@ class Surroundings:
             config=self.config.transfer,
             on_fetch=lambda result: self.metrics.observe_transfer(result.way, result.size_bytes, result.duration_s),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Abilities:
-    """The fields of a ``WorkerRecord`` that describe its model and pool."""
-
-    model_fingerprint: str
-    num_blocks: int
-    block_size: int
-    data_parallel_size: int = 1
-    max_model_len: int = 0
-    sampling_fields: tuple[str, ...] = ()
-    media: tuple[str, ...] = ()
-    max_media_tokens: int = 0
-    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

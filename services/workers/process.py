@@ -10,14 +10,14 @@ import socket
 import sys
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import NoReturn
 
 import uvloop
 from prometheus_client import CollectorRegistry
 
 from quartet.config import build
-from quartet.discovery.base import Registry, Role, WorkerRecord
+from quartet.discovery.base import Abilities, Registry, Role, WorkerRecord
 from quartet.discovery.create import create_registry
 from quartet.discovery.host import host_identity, new_epoch
 from quartet.errors import ConfigError, ServingError
@@ -42,7 +42,6 @@ from services.workers.flags import CommandLine
 from services.workers.kv_events import KvEvents
 from services.workers.model import ServedModel, find_model
 from services.workers.parts import (
-    Abilities,
     EncoderFactory,
     EngineFactory,
     Parts,
@@ -263,7 +262,9 @@ class WorkerProcess:
 
     def _record(self, abilities: Abilities, addresses: Advertised) -> WorkerRecord:
         config, surroundings = self._config, self._surroundings
+        own_fingerprint = self._served_model.fingerprint(abilities.model_fingerprint)
         return WorkerRecord(
+            **asdict(replace(abilities, model_fingerprint=own_fingerprint)),
             worker_id=surroundings.worker_id,
             role=self._role,
             epoch=surroundings.epoch,
@@ -274,15 +275,6 @@ class WorkerProcess:
             host=surroundings.host,
             transfer_ways=config.transfer.ways,
             contract_version=_CONTRACT_VERSION,
-            model_fingerprint=self._served_model.fingerprint(abilities.model_fingerprint),
-            data_parallel_size=abilities.data_parallel_size,
-            num_blocks=abilities.num_blocks,
-            block_size=abilities.block_size,
-            max_model_len=abilities.max_model_len,
-            sampling_fields=abilities.sampling_fields,
-            media=abilities.media,
-            max_media_tokens=abilities.max_media_tokens,
-            adapters=abilities.adapters,
         )
 
 

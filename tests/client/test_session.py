@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable
 
 import grpc
 import pytest
@@ -12,7 +12,7 @@ from quartet.api.answer import Answer
 from quartet.api.session_client import SessionClient
 from quartet.client import ChoiceFinished, Delta, QuartetClient
 from quartet.client.request import make_start
-from quartet.client.routers import ClientClosedError, Router
+from quartet.client.routers import ClientClosedError, ResultT, Router
 from quartet.client.session import SessionRequest, Sessions
 from quartet.errors import (
     PermissionDeniedError,
@@ -104,8 +104,8 @@ class RefusingRouter:
     async def connect(self) -> None:
         """Nothing to do."""
 
-    def in_order(self) -> Sequence[RefusingRouter]:
-        return [self]
+    async def call(self, call: Callable[[RefusingRouter], Awaitable[ResultT]]) -> ResultT:
+        return await call(self)
 
     def Session(self) -> RefusingRouter:
         self.num_calls += 1

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from quartet.discovery.base import Synchronised
+from quartet.discovery.base import Synchronised, Watch, WorkerSet
 from quartet.discovery.etcd import BackOff
 from quartet.discovery.etcd_client import EtcdConfig
 from quartet.discovery.file import FileConfig
 from quartet.discovery.host import host_identity, new_epoch
-from quartet.discovery.watch import LiveWatch
 from quartet.errors import DiscoveryError
 from tests.discovery.records import make_record, next_event
 from tests.fakes.memory_registry import MemoryRegistry
@@ -47,11 +46,11 @@ def test_processes_of_one_host_share_their_identity_but_no_two_starts_an_epoch()
 
 
 async def test_a_watch_whose_feed_breaks_tells_its_reader_instead_of_waiting_for_ever() -> None:
-    async def feed(watch: LiveWatch) -> None:
-        watch.replace([])
+    async def feed(workers: WorkerSet) -> None:
+        workers.replace([])
         raise KeyError("a bug")
 
-    watch = LiveWatch(feed, on_close=lambda _: None)
+    watch = Watch(feed, on_close=lambda _: None)
     assert await next_event(watch) == Synchronised()
     with pytest.raises(DiscoveryError, match="a bug"):
         await next_event(watch)

@@ -14,8 +14,8 @@ from quartet.discovery.base import (
     WorkerKey,
     WorkerRecord,
     WorkerRemoved,
+    WorkerSet,
 )
-from quartet.discovery.watch import WorkerSet
 from tests.discovery.records import make_record
 
 _A, _B = make_record("a"), make_record("b")

@@ -7,8 +7,16 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quartet.discovery.base import WorkerKey, WorkerRecord, check_name, parse_record, to_json
-from quartet.discovery.watch import LiveWatch
+from quartet.discovery.base import (
+    Registration,
+    Registry,
+    WorkerKey,
+    WorkerRecord,
+    WorkerSet,
+    check_name,
+    parse_record,
+    to_json,
+)
 
 
 @dataclass(eq=False)
@@ -37,13 +45,13 @@ class MemoryStore:
         parsed = (parse_record(key, value) for key, value in self._values[namespace].items())
         return sorted((record for record in parsed if record), key=lambda record: record.key)
 
-    async def feed(self, namespace: str, watch: LiveWatch) -> None:
-        """Keep ``watch`` up to date until cancelled."""
+    async def feed(self, namespace: str, workers: WorkerSet) -> None:
+        """Keep ``workers`` up to date until cancelled."""
         changed = asyncio.Event()
         self._watchers.add(changed)
         try:
             while True:
-                watch.replace(self.records(namespace))
+                workers.replace(self.records(namespace))
                 await changed.wait()
                 changed.clear()
         finally:
@@ -54,7 +62,7 @@ class MemoryStore:
             changed.set()
 
 
-class MemoryRegistration:
+class MemoryRegistration(Registration):
     """A record in a ``MemoryStore``."""
 
     def __init__(
@@ -63,34 +71,26 @@ class MemoryRegistration:
         namespace: str,
         record: WorkerRecord,
         *,
-        on_close: Callable[[MemoryRegistration], None],
+        on_close: Callable[[Registration], None],
     ) -> None:
-        self._on_close = on_close
+        super().__init__(record, on_close=on_close)
         self._store = store
         self._namespace = namespace
-        self._record = record
         store.put(namespace, record.key, to_json(record))
 
-    @property
-    def record(self) -> WorkerRecord:
-        """The record as it was registered."""
-        return self._record
-
-    async def close(self) -> None:
-        """Remove the record, unless a later registration has replaced it."""
-        if self._store.get(self._namespace, self._record.key) == to_json(self._record):
-            self._store.delete(self._namespace, self._record.key)
-        self._on_close(self)
+    async def _remove(self) -> None:
+        if self._store.get(self._namespace, self.record.key) == to_json(self.record):
+            self._store.delete(self._namespace, self.record.key)
 
 
-class MemoryRegistry:
+class MemoryRegistry(Registry):
     """A ``Registry`` whose records live and die with this process; use it from one event loop."""
 
     def __init__(self, store: MemoryStore | None = None, *, namespace: str = "default") -> None:
+        super().__init__()
         check_name("namespace", namespace)
         self._store = store or MemoryStore()
         self._namespace = namespace
-        self._open: set[MemoryRegistration | LiveWatch] = set()
 
     async def register(self, record: WorkerRecord) -> MemoryRegistration:
         """Announce ``record`` until the registration is closed."""
@@ -102,12 +102,5 @@ class MemoryRegistry:
         """The readable records of this moment, ordered by role and id."""
         return self._store.records(self._namespace)
 
-    def watch(self) -> LiveWatch:
-        """Begin to watch."""
-        watch = LiveWatch(lambda watch: self._store.feed(self._namespace, watch), on_close=self._open.discard)
-        self._open.add(watch)
-        return watch
-
-    async def close(self) -> None:
-        """Close every registration and watch made here."""
-        await asyncio.gather(*(part.close() for part in self._open))
+    async def _feed(self, workers: WorkerSet) -> None:
+        await self._store.feed(self._namespace, workers)

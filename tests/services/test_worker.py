@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import dataclass
 from http.client import HTTPConnection
 from typing import Any
 
@@ -13,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from prometheus_client import CollectorRegistry
 
-from quartet.discovery.base import Role, WorkerRecord
+from quartet.discovery.base import Registration, Role
 from quartet.engine.base import RequestKind
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.errors import DrainingError, RequestCancelledError
@@ -29,14 +28,12 @@ from tests.services.stream_workers import WAIT_S, StreamWorker, collect, expecte
 PROMPT = tuple(range(1, 11))
 
 
-@dataclass
-class FakeRegistration:
+class FakeRegistration(Registration):
     """Takes note of its end."""
 
-    record: WorkerRecord
-    is_closed: bool = False
+    is_closed = False
 
-    async def close(self) -> None:
+    async def _remove(self) -> None:
         self.is_closed = True
 
 
@@ -90,7 +87,7 @@ async def test_a_standstill_is_told_to_everybody_who_asks_and_so_is_its_end() ->
     gate = threading.Semaphore(1)
     async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as inner, asyncio.TaskGroup() as tasks:
         worker = make_worker(inner, Role.DECODE, stall_timeout_s=0.1)
-        await worker.announce(FakeRegistration(make_record()))
+        await worker.announce(FakeRegistration(make_record(), on_close=lambda _: None))
         watching = tasks.create_task(worker.watch_health())
         probes = Probes(is_alive=lambda: worker.is_alive, is_ready=lambda: worker.is_ready)
         telemetry = TelemetryServer("127.0.0.1:0", CollectorRegistry(), probes)
@@ -136,7 +133,7 @@ async def test_the_load_tells_of_the_step_that_runs() -> None:
 async def test_a_drain_refuses_what_comes_and_lets_end_what_runs() -> None:
     gate = threading.Semaphore(0)
     async with stream_worker(RequestKind.DECODE, FakeRunner(step_gate=gate)) as inner:
-        worker, registration = make_worker(inner, Role.DECODE), FakeRegistration(make_record())
+        worker, registration = make_worker(inner, Role.DECODE), FakeRegistration(make_record(), on_close=lambda _: None)
         await worker.announce(registration)
         assert [worker.is_ready] == [True]
         client = inner.decodes()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from quartet.api.convert.answer import from_rank, put_rank
 from quartet.api.convert.request import from_generate_start, to_generate_start
 from quartet.api.fleet import Explanation, Model, RankOption, WorkerState, WorkerStatus
@@ -9,7 +11,15 @@ from quartet.api.request import GenerateStart
 from quartet.errors import InvalidRequestError, ProtocolError
 from quartet.events.wire import from_worker_load, to_worker_load
 from quartet.rpc.errors import to_duration, to_seconds
-from quartet.streams.convert.workers import from_worker_record, from_worker_role, to_worker_record, to_worker_role
+from quartet.streams.convert.workers import (
+    from_worker_record,
+    from_worker_role,
+    get_fields,
+    read_fields,
+    same_fields,
+    to_worker_record,
+    to_worker_role,
+)
 from quartet.v1 import router_pb2
 
 _STATES = {
@@ -20,6 +30,8 @@ _STATES = {
 }
 
 _STATES_BACK = {number: state for state, number in _STATES.items()}
+
+_MODEL, _EXPLANATION, _OPTION = map(same_fields, (Model, Explanation, RankOption))
 
 
 def to_worker_status(status: WorkerStatus) -> router_pb2.WorkerStatus:
@@ -49,32 +61,12 @@ def from_worker_status(message: router_pb2.WorkerStatus) -> WorkerStatus:
 
 def to_model(model: Model) -> router_pb2.Model:
     """The message."""
-    return router_pb2.Model(
-        name=model.name,
-        fingerprint=model.fingerprint,
-        max_model_len=model.max_model_len,
-        num_prefill_workers=model.num_prefill_workers,
-        num_decode_workers=model.num_decode_workers,
-        sampling_fields=model.sampling_fields,
-        media=model.media,
-        adapters=model.adapters,
-        has_chat_template=model.has_chat_template,
-    )
+    return router_pb2.Model(**asdict(model))
 
 
 def from_model(message: router_pb2.Model) -> Model:
     """A model and its pool."""
-    return Model(
-        name=message.name,
-        fingerprint=message.fingerprint,
-        max_model_len=message.max_model_len,
-        num_prefill_workers=message.num_prefill_workers,
-        num_decode_workers=message.num_decode_workers,
-        sampling_fields=tuple(message.sampling_fields),
-        media=tuple(message.media),
-        adapters=tuple(message.adapters),
-        has_chat_template=message.has_chat_template,
-    )
+    return Model(**read_fields(message, _MODEL))
 
 
 # Explain.
@@ -95,11 +87,7 @@ def from_explain_request(message: router_pb2.ExplainRequest) -> GenerateStart:
 def to_explain_response(explanation: Explanation) -> router_pb2.ExplainResponse:
     """The message."""
     return router_pb2.ExplainResponse(
-        policy=explanation.policy,
-        model=explanation.model,
-        model_fingerprint=explanation.model_fingerprint,
-        num_prompt_tokens=explanation.num_prompt_tokens,
-        num_waiting=explanation.num_waiting,
+        **get_fields(explanation, _EXPLANATION),
         options=map(_to_rank_option, explanation.options),
         wait=None if explanation.wait_s is None else to_duration(explanation.wait_s),
     )
@@ -108,11 +96,7 @@ def to_explain_response(explanation: Explanation) -> router_pb2.ExplainResponse:
 def from_explain_response(message: router_pb2.ExplainResponse) -> Explanation:
     """What a router explained. Raises ``ProtocolError`` for a role that is none."""
     return Explanation(
-        policy=message.policy,
-        model=message.model,
-        model_fingerprint=message.model_fingerprint,
-        num_prompt_tokens=message.num_prompt_tokens,
-        num_waiting=message.num_waiting,
+        **read_fields(message, _EXPLANATION),
         options=tuple(map(_from_rank_option, message.options)),
         wait_s=to_seconds(message.wait) if message.HasField("wait") else None,
     )
@@ -120,13 +104,7 @@ def from_explain_response(message: router_pb2.ExplainResponse) -> Explanation:
 
 def _to_rank_option(option: RankOption) -> router_pb2.RankOption:
     message = router_pb2.RankOption(
-        role=to_worker_role(option.role),
-        is_chosen=option.is_chosen,
-        num_matched_tokens=option.num_matched_tokens,
-        cost=option.cost,
-        cost_unit=option.cost_unit,
-        terms=option.terms,
-        obstacle=option.obstacle,
+        **get_fields(option, _OPTION), role=to_worker_role(option.role), cost=option.cost, terms=option.terms
     )
     put_rank(message.rank, option.rank)
     return message
@@ -136,10 +114,7 @@ def _from_rank_option(message: router_pb2.RankOption) -> RankOption:
     return RankOption(
         rank=from_rank(message.rank),
         role=from_worker_role(message.role),
-        is_chosen=message.is_chosen,
-        num_matched_tokens=message.num_matched_tokens,
+        **read_fields(message, _OPTION),
         cost=message.cost if message.HasField("cost") else None,
-        cost_unit=message.cost_unit,
         terms=dict(message.terms),
-        obstacle=message.obstacle,
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any, get_type_hints
+
+from google.protobuf.message import Message
 
 from quartet.discovery.base import Role, WorkerRecord
 from quartet.engine.base import EngineStats
@@ -44,28 +47,34 @@ def from_transfer_ways(values: Iterable[transfer_pb2.TransferWay.ValueType]) -> 
     return tuple(WAY_FROM_PB[value] for value in values if value in WAY_FROM_PB)
 
 
+def same_fields(cls: type) -> Mapping[str, object]:
+    """By name, the types of those fields of ``cls`` that its message has alike: text, numbers and lists of text."""
+    return {name: kind for name, kind in get_type_hints(cls).items() if kind in (str, int, bool, tuple[str, ...])}
+
+
+def get_fields(value: object, kinds: Mapping[str, object]) -> dict[str, Any]:
+    """The values of these fields, for a message."""
+    return {name: getattr(value, name) for name in kinds}
+
+
+def read_fields(message: Message, kinds: Mapping[str, object]) -> dict[str, Any]:
+    """The values of these fields, for a dataclass."""
+    return {
+        name: tuple(getattr(message, name)) if kind == tuple[str, ...] else getattr(message, name)
+        for name, kind in kinds.items()
+    }
+
+
+_SAME = {name: kind for name, kind in same_fields(WorkerRecord).items() if name != "transfer_ways"}
+
+
 def to_worker_record(record: WorkerRecord) -> worker_pb2.WorkerRecord:
     """The message."""
     return worker_pb2.WorkerRecord(
-        worker_id=record.worker_id,
+        **get_fields(record, _SAME),
         role=to_worker_role(record.role),
-        epoch=record.epoch,
-        grpc_address=record.grpc_address,
-        events_address=record.events_address,
-        http_address=record.http_address,
-        model_name=record.model_name,
-        model_fingerprint=record.model_fingerprint,
         host=host_to_pb(record.host),
-        data_parallel_size=record.data_parallel_size,
-        num_blocks=record.num_blocks,
-        block_size=record.block_size,
-        max_model_len=record.max_model_len,
         transfer_ways=to_transfer_ways(record.transfer_ways),
-        sampling_fields=record.sampling_fields,
-        media=record.media,
-        adapters=record.adapters,
-        contract_version=record.contract_version,
-        max_media_tokens=record.max_media_tokens,
     )
 
 
@@ -73,25 +82,10 @@ def from_worker_record(message: worker_pb2.WorkerRecord) -> WorkerRecord:
     """The record. Raises ``ProtocolError`` where it is impossible."""
     try:
         return WorkerRecord(
-            worker_id=message.worker_id,
+            **read_fields(message, _SAME),
             role=from_worker_role(message.role),
-            epoch=message.epoch,
-            grpc_address=message.grpc_address,
-            events_address=message.events_address,
-            http_address=message.http_address,
-            model_name=message.model_name,
-            model_fingerprint=message.model_fingerprint,
             host=host_from_pb(message.host),
-            data_parallel_size=message.data_parallel_size,
-            num_blocks=message.num_blocks,
-            block_size=message.block_size,
-            max_model_len=message.max_model_len,
             transfer_ways=from_transfer_ways(message.transfer_ways),
-            sampling_fields=tuple(message.sampling_fields),
-            media=tuple(message.media),
-            adapters=tuple(message.adapters),
-            contract_version=message.contract_version,
-            max_media_tokens=message.max_media_tokens,
         )
     except ValueError as error:
         raise ProtocolError(f"the worker record is impossible: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -168,11 +169,11 @@ def test_keys_go_to_the_router_and_to_those_who_decode(tmp_path: Path) -> None:
         router: {overrides: {signing_keys_file: own/keys}}
         workers: [{role: decode}, {role: prefill}, {role: decode, overrides: {signing_keys_file: other/keys}}]
     """
-    topology = load_topology(write(tmp_path, text)).with_signing_keys(Path("drawn/keys"))
+    topology = replace(load_topology(write(tmp_path, text)), signing_keys_file=Path("drawn/keys"))
     files = [plan.settings["signing_keys_file"] for plan in plan_workers(topology, num_cores=1)]
     assert files == ["drawn/keys", None, "other/keys"]
     assert plan_router(topology).settings["signing_keys_file"] == "own/keys"
-    without = load_topology(write(tmp_path, "workers: [{role: decode}]")).with_signing_keys(Path("drawn/keys"))
+    without = replace(load_topology(write(tmp_path, "workers: [{role: decode}]")), signing_keys_file=Path("drawn/keys"))
     assert plan_router(without).settings["signing_keys_file"] == "drawn/keys"
 
 
