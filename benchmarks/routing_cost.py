@@ -23,11 +23,10 @@ from benchmarks.index_case import PROMPT_BLOCKS, Workload
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, add_report_argument
 from quartet.discovery.base import HostIdentity, Rank, Role, WorkerRecord
-from quartet.events.load import RankLoad, WorkerLoad
-from quartet.events.step_time import StepTime
+from quartet.events.load import RankLoad, StepTime, WorkerLoad
 from quartet.kvcache.block_hash import sequence_hashes
+from quartet.telemetry.metrics import RoutingMetrics
 from quartet.telemetry.provenance import write_report
-from quartet.telemetry.routing_metrics import RoutingMetrics
 from router.admission import Admission, QueuedRequest
 from router.config import AdmissionConfig
 from router.kv_index.index import PrefixIndex, PromptMatches

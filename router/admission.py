@@ -6,16 +6,15 @@ import asyncio
 import time
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TypeAlias
 
 from quartet.errors import PlaceTooLargeError, QueueFullError, ServingError, WorkerUnavailableError
-from quartet.telemetry.routing_metrics import AdmissionOutcome, RoutingMetrics
+from quartet.telemetry.metrics import AdmissionOutcome, RoutingMetrics
 from router.book import Reservation
 from router.config import AdmissionConfig
-from router.fair_share import FairShare
 from router.kv_index.index import PrefixIndex, PromptMatches
 from router.policy.base import Candidate, Pending, Placement, Policy, Snapshot
 from router.policy.room import with_way
@@ -31,6 +30,9 @@ _LATENESS, _MAX_POLL_INTERVAL_S = 0.1, 1.0
 # The policy and the tokens share one event loop. A policy that computes longer than this gets a fifth of the time: it
 # rests four times as long after each run.
 _LONG_PUMP_S, _REST = 0.002, 4.0
+
+# Above this many tenants, forget those whose next request would begin at the present anyway.
+_MAX_TENANTS = 4096
 
 
 class Admission:
@@ -280,7 +282,7 @@ class Standing:
     Attributes:
         tenant: the tenant that the request is accounted to.
         priority: higher first.
-        start: among equals, lower first (see ``router.fair_share``).
+        start: among equals, lower first (see ``FairShare``).
         number: arrival at this router; lower first among those that start together.
         num_tokens: tokens of work in each of its choices.
         deadline: when the request ends at the latest, in monotonic seconds.
@@ -372,3 +374,39 @@ class RequestQueue:
     def last_refusable(self) -> QueuedRequest | None:
         """The last request that may be refused to make room: one that still waits and is not a retry."""
         return next((queued for queued in reversed(self._queue) if not (queued.is_retry or queued.placed.done())), None)
+
+
+class FairShare:
+    """Which tenant comes first: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), in tokens.
+
+    It is a clock that counts work, not time.
+
+    Each request gets a start on it: the present, or the end of its tenant's last request if that is later. Serving
+    requests in the order of their starts gives each busy tenant a share of the work: its weight over the weights of all
+    busy tenants. A tenant alone gets everything, and an idle tenant saves nothing up.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        """Tenants without an entry in ``weights`` weigh 1."""
+        self._weights = weights
+        self._now = 0.0
+        self._ends: dict[str, float] = {}
+        self._max_ends = _MAX_TENANTS
+
+    def start(self, tenant: str, num_tokens: int) -> float:
+        """The start of a request of ``num_tokens`` tokens."""
+        start = max(self._now, self._ends.get(tenant, 0.0))
+        self._ends[tenant] = start + num_tokens / self._weights.get(tenant, 1.0)
+        if len(self._ends) > self._max_ends:
+            self._ends = {name: end for name, end in self._ends.items() if end > self._now}
+            self._max_ends = max(_MAX_TENANTS, 2 * len(self._ends))
+        return start
+
+    def served(self, start: float) -> None:
+        """A request with that start is served, so the present moves at least to it."""
+        self._now = max(self._now, start)
+
+    def give_back(self, tenant: str, num_tokens: int) -> None:
+        """``num_tokens`` of the tenant's tokens will not be served."""
+        if tenant in self._ends:
+            self._ends[tenant] = max(self._now, self._ends[tenant] - num_tokens / self._weights.get(tenant, 1.0))

@@ -6,18 +6,22 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
 from typing import TypeVar
 
+from quartet import errors
 from quartet.api.output import ChoiceOutput
 from quartet.api.request import prompt_field
+from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason, Generation
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import PromptTooLongError, ServingError, WorkerUnavailableError
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile
-from quartet.streams.client import outcome_in_time
+from quartet.streams.client import FINAL, outcome_in_time, pause_s
 from quartet.streams.messages import DecodeStarted, MediaInput, PrefillOutcome, RequestContext, WorkerStart
 from router.admission import QueuedRequest, Standing
 from router.book import Booking, Reservation, numbering
@@ -27,13 +31,20 @@ from router.media.encode import ReadyInputs
 from router.media.request import RequestMedia
 from router.policy.base import Placement
 from router.prepare import RouterRequest, max_sequence_tokens
-from router.retry import TRANSFER, Hop, HopFailedError, RetryHints
 from router.signing import Gang, SignedRun, Signer, SigningTerms
 
 ResultT = TypeVar("ResultT")
 
 _NO_MEDIA = frozenset[str]()
 _NOTHING_TO_ENCODE = nullcontext()
+
+# The transfer of blocks or embeddings failed; the receiver is healthy.
+_TRANSFER = (
+    errors.TransferError,
+    errors.HandOffNotFoundError,
+    errors.HandOffStateError,
+    errors.StaleEpochError,
+)
 
 
 class ChoiceRun:
@@ -378,7 +389,7 @@ class ChoiceRun:
         request = self._request
         if media and request.media is not None:
             error = request.media.client_error(error)
-            if isinstance(error, TRANSFER):
+            if isinstance(error, _TRANSFER):
                 request.media.failed(media)
             if isinstance(error, PromptTooLongError):
                 request.media.forget_sizes()
@@ -445,6 +456,85 @@ class BookedSink:
         if num_tokens > self._num_held_tokens:
             self._num_held_tokens = self._booking.hold(num_tokens)
         return is_more_wanted
+
+
+# Where the next attempt should go after one failed; pure.
+
+
+class Hop(StrEnum):
+    """The hop at which an attempt failed."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class HopFailedError(Exception):
+    """An attempt failed at ``hop`` with ``error``; ``pulls_media``: that hop pulls its media's embeddings."""
+
+    def __init__(self, hop: Hop, error: ServingError, *, pulls_media: bool = False) -> None:
+        super().__init__(str(error))
+        self.hop = hop
+        self.error = error
+        self.pulls_media = pulls_media
+
+
+@dataclass
+class RetryHints:
+    """Where the next attempt of one choice should go.
+
+    Attributes:
+        avoid: ids of workers that just failed it.
+        prefer_prefill: after one failed transfer, the rank that has the blocks cached.
+    """
+
+    avoid: set[str] = field(default_factory=set)
+    prefer_prefill: Rank | None = None
+    _num_failures: int = 0
+    _num_failed_transfers: int = 0
+    _num_failed_media_transfers: int = 0
+
+    def note(self, failure: HopFailedError, placement: Placement) -> float:
+        """Learn from ``failure`` and return the seconds to pause before the next attempt.
+
+        Raises:
+            ServingError: the failure's own, when another attempt would fail as well.
+        """
+        error = failure.error
+        if self._is_final(failure, placement):
+            raise error
+        self._num_failures += 1
+        self.prefer_prefill = None
+        if isinstance(error, errors.MediaLostError):
+            pass  # no worker failed: embeddings are kept for less time than a sequence runs
+        elif failure.pulls_media and isinstance(error, _TRANSFER):
+            self._note_media_transfer(placement.prefills_at)
+        elif failure.hop is Hop.PREFILL and placement.prefill is not None:
+            self.avoid.add(placement.prefill.worker_id)
+        elif isinstance(error, _TRANSFER) and placement.prefill is not None:
+            self._note_transfer(placement.prefill)
+        else:
+            self.avoid.add(placement.decode.worker_id)
+        return pause_s(error, self._num_failures)
+
+    def _is_final(self, failure: HopFailedError, placement: Placement) -> bool:
+        if not isinstance(failure.error, errors.PromptTooLongError):
+            return isinstance(failure.error, FINAL)
+        # Workers differ in size, so another may take it. If the worker was already to be avoided, no other was left.
+        rank = placement.prefill if failure.hop is Hop.PREFILL else placement.decode
+        return rank is not None and rank.worker_id in self.avoid
+
+    def _note_media_transfer(self, rank: Rank) -> None:
+        """Blame the encode worker the first time, then the worker that pulls."""
+        self._num_failed_media_transfers += 1
+        if self._num_failed_media_transfers > 1:
+            self.avoid.add(rank.worker_id)
+
+    def _note_transfer(self, prefill: Rank) -> None:
+        self._num_failed_transfers += 1
+        if self._num_failed_transfers == 1:
+            self.prefer_prefill = prefill
+        else:
+            self.avoid.add(prefill.worker_id)
 
 
 def draw_standing(request: RouterRequest, num_choices: int, context: RouterContext) -> Standing:

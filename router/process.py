@@ -19,12 +19,10 @@ from quartet.events.kv import Tier
 from quartet.rpc.server import RpcServer, StalledCalls
 from quartet.streams.signed_start import SigningKeys
 from quartet.telemetry.http import Probes, TelemetryServer
-from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, monitor_event_loop_lag
-from quartet.telemetry.routing_metrics import RoutingMetrics
-from router.admission import Admission
+from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, RoutingMetrics, monitor_event_loop_lag
+from router.admission import Admission, FairShare
 from router.config import RouterConfig
 from router.context import RouterContext
-from router.fair_share import FairShare
 from router.fleet import Fleet, read_chat_template
 from router.generate import Pipeline
 from router.kv_index.feed import KvJoins

@@ -14,8 +14,7 @@ from enum import Enum, auto
 from quartet.api.fleet import WorkerState, WorkerStatus
 from quartet.discovery.base import Rank, Role, WorkerKey, WorkerRecord
 from quartet.errors import UnsupportedFieldError, WorkerUnavailableError
-from quartet.events.load import PlacementProgress, RankLoad, WorkerLoad
-from quartet.events.step_time import StepTime
+from quartet.events.load import PlacementProgress, RankLoad, StepTime, WorkerLoad
 from quartet.media.items import TAKES_HAND_OFF, MediaItem
 from router.book import Booking, Reservation, WorkerBook, numbering
 from router.policy.base import DEFAULT_MAX_STEP_TOKENS, Candidate, Peers, Pending, Placement, Snapshot

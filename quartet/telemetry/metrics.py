@@ -11,6 +11,7 @@ import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
@@ -193,6 +194,68 @@ class RouterMetrics:
     def set_workers(self, role: str, state: str, num_workers: int) -> None:
         """So many workers of ``role`` are in ``state``."""
         self._workers.labels(role, state).set(num_workers)
+
+
+class AdmissionOutcome(StrEnum):
+    """How a choice's wait for room ended."""
+
+    PLACED = "placed"
+    REFUSED = "refused"  # the queue was full
+    EXPIRED = "expired"  # its time in the queue, or its own, was over
+    UNAVAILABLE = "unavailable"  # no decode worker was ready for too long
+    CANCELLED = "cancelled"
+
+
+class SnapshotOutcome(StrEnum):
+    """What became of a snapshot of a worker's blocks."""
+
+    USED = "used"
+    OUTDATED = "outdated"  # too much was missed meanwhile
+    FAILED = "failed"
+
+
+class RoutingMetrics:
+    """Counters and gauges of admission and of the prefix index."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        admissions = Counter(
+            "quartet_router_admissions", "Waits for room that ended, by outcome.", ["outcome"], registry=registry
+        )
+        self._admissions = {outcome: admissions.labels(outcome.value) for outcome in AdmissionOutcome}
+        snapshots = Counter(
+            "quartet_router_kv_snapshots", "Snapshots of workers' blocks, by outcome.", ["outcome"], registry=registry
+        )
+        self._snapshots = {outcome: snapshots.labels(outcome.value) for outcome in SnapshotOutcome}
+        self._matched_tokens = Counter(
+            "quartet_router_matched_tokens",
+            "Tokens of placed requests that were expected to be cached where they were sent.",
+            registry=registry,
+        )
+        self._live = Gauge("quartet_router_kv_live_workers", "Workers whose blocks are known.", registry=registry)
+        self._blocks = Gauge("quartet_router_kv_blocks", "Different blocks on workers' devices.", registry=registry)
+        self._predicted = Gauge(
+            "quartet_router_kv_predicted_blocks", "Different blocks that workers will have.", registry=registry
+        )
+
+    def count_admission(self, outcome: AdmissionOutcome) -> None:
+        """A choice's wait ended; each of its attempts waits anew."""
+        self._admissions[outcome].inc()
+
+    def count_matched_tokens(self, num_tokens: int) -> None:
+        """A choice was placed where so many of its tokens should be cached."""
+        self._matched_tokens.inc(num_tokens)
+
+    def count_snapshot(self, outcome: SnapshotOutcome) -> None:
+        """A snapshot of a worker's blocks ended."""
+        self._snapshots[outcome].inc()
+
+    def watch_index(
+        self, num_live: Callable[[], int], num_blocks: Callable[[], int], num_predicted_blocks: Callable[[], int]
+    ) -> None:
+        """Show at each scrape what these return; they are called on the scrape's thread and may not block."""
+        self._live.set_function(num_live)
+        self._blocks.set_function(num_blocks)
+        self._predicted.set_function(num_predicted_blocks)
 
 
 class EngineFigures(Protocol):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from quartet.errors import QueueFullError
-from router.fair_share import FairShare
+from router.admission import FairShare
 from router.workers import PoolKey
 
 #: The share of the embeddings that a pool's encode workers have room for that one router's requests may pin.

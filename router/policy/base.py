@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quartet.discovery.base import Rank
-from quartet.events.step_time import StepTime
+from quartet.events.load import StepTime
 
 #: Tokens that a step computes at most, if the worker does not say.
 DEFAULT_MAX_STEP_TOKENS = 2048

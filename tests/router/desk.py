@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
-from quartet.telemetry.routing_metrics import RoutingMetrics
+from quartet.telemetry.metrics import RoutingMetrics
 from router.admission import Admission, QueuedRequest
 from router.book import Reservation
 from router.config import AdmissionConfig

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from quartet.errors import ConfigError
 from router import fair_share
-from router.fair_share import FairShare, check_weights
+from router.admission import FairShare
+from router.config import check_weights
 
 
 def serve(share: FairShare, queue: list[tuple[float, str, int]], num_tokens: int) -> Counter[str]:
