@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import TypeAlias
 
 from quartet.errors import PlaceTooLargeError, QueueFullError, ServingError, WorkerUnavailableError
-from quartet.telemetry.metrics import AdmissionOutcome, RoutingMetrics
+from quartet.telemetry.metrics import AdmissionOutcome, RouterMetrics
 from router.book import Reservation
 from router.config import AdmissionConfig
 from router.kv_index.index import PrefixIndex, PromptMatches
@@ -43,7 +43,7 @@ class Admission:
     """
 
     def __init__(
-        self, table: WorkerTable, policy: Policy, config: AdmissionConfig, index: PrefixIndex, metrics: RoutingMetrics
+        self, table: WorkerTable, policy: Policy, config: AdmissionConfig, index: PrefixIndex, metrics: RouterMetrics
     ) -> None:
         """Start with an empty queue; ``index`` knows the workers' cached blocks and learns which requests they get."""
         self._table = table
@@ -187,7 +187,7 @@ class Admission:
         else:
             is_late = time.monotonic() >= standing.deadline
             outcome = AdmissionOutcome.EXPIRED if is_late else AdmissionOutcome.CANCELLED
-        self._metrics.count_admission(outcome)
+        self._metrics.admissions[outcome].inc()
 
     def _end_waits(self) -> None:
         """End the waits that took too long. Polling all requests sometimes costs less than a timer for each."""
@@ -255,8 +255,8 @@ class Admission:
         reservation = self._table.reserve(placement, queued, waited_s=now - queued.since)
         self._index.predict(placement.prefills_at, queued.sequence_hashes, now + self._config.prediction_life_s)
         self._share.served(queued.standing.start)
-        self._metrics.count_admission(AdmissionOutcome.PLACED)
-        self._metrics.count_matched_tokens(placement.num_cached_tokens)
+        self._metrics.admissions[AdmissionOutcome.PLACED].inc()
+        self._metrics.matched_tokens.inc(placement.num_cached_tokens)
         queued.placed.set_result(reservation)
         if queued.gang is not None:
             queued.gang.booked(reservation)

@@ -179,8 +179,8 @@ class ChoiceRun:
         self._num_begun += 1
         self._on_placed(self._choice, reservation.placement)
         self._output.begin_attempt()
-        self._context.metrics.observe_queue(reservation.waited_s)
-        self._context.metrics.count_attempt(cause)
+        self._context.metrics.queue_time.observe(reservation.waited_s)
+        self._context.metrics.attempts[cause].inc()
 
     async def _attempt(self, reservation: Reservation) -> FinishReason:
         """Prefill and decode once. Raises ``HopFailedError``."""

@@ -99,7 +99,7 @@ class Fleet:
         self._tls = tls
         self._kv = kv
         on_kv = None if kv is None else kv.take_batch
-        self._subscriber = EventSubscriber(self._take_load, metrics.count_malformed_event, on_kv, key=events_key)
+        self._subscriber = EventSubscriber(self._take_load, metrics.malformed_events.inc, on_kv, key=events_key)
         self._connections: dict[WorkerKey, WorkerConnection] = {}
         self._probes: dict[WorkerKey, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()

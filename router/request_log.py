@@ -42,7 +42,7 @@ class RequestLog:
         """The request is checked and tokenized; ``outputs`` know what each choice used, however it ends."""
         self._is_prepared = True
         self._outputs = outputs
-        self._metrics.observe_tokenize(self._request.tokenize_s)
+        self._metrics.tokenize_time.observe(self._request.tokenize_s)
 
     def placed(self, placement: Placement) -> None:
         """An attempt begins at ``placement``."""
@@ -113,15 +113,15 @@ class RequestLog:
 
     def _count_outcomes(self) -> None:
         for finished in self._finished:
-            self._metrics.count_request(finished.reason.value)
+            self._metrics.requests[finished.reason.value].inc()
         for _ in range(self._num_given_to_client):
-            self._metrics.count_request(_PLACED)
+            self._metrics.requests[_PLACED].inc()
         if not self._failure:
             return
         # Before the request is prepared, its number of choices is only the client's claim.
         num_failed = len(self._outputs) - len(self._finished) if self._is_prepared else 1
         for _ in range(num_failed):
-            self._metrics.count_request(self._failure)
+            self._metrics.requests[self._failure].inc()
 
     def _count_use(self, used: Usage, usages: Sequence[Usage], times: Sequence[TimeBreakdown]) -> None:
         model = self._metrics.for_model(self._request.pool.key.model_name)

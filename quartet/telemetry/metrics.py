@@ -75,11 +75,12 @@ async def monitor_event_loop_lag(metrics: ProcessMetrics, interval_s: float = _L
         metrics.observe_event_loop_lag(max(0.0, loop.time() - due))
 
 
-class _Children(dict[str, Counter]):
+class Children(dict[str, Counter]):
     """What counts under each value of a counter's one label, bound when it is first asked for."""
 
-    def __init__(self, counter: Counter) -> None:
-        super().__init__()
+    def __init__(self, counter: Counter, known: Iterable[str] = ()) -> None:
+        """Scrapes show ``known`` values from the start, at 0."""
+        super().__init__({value: counter.labels(value) for value in known})
         self._counter = counter
 
     def __missing__(self, value: str) -> Counter:
@@ -108,94 +109,6 @@ class ModelMetrics:
     output_tokens: Counter
 
 
-class RouterMetrics:
-    """Metrics of a router. ``model`` is a label: give only names of models that are served, never a client's text."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._models: dict[str, ModelMetrics] = {}
-        self._ttft, self._itl, self._duration = (
-            FastHistogram(name, text, "model", buckets, registry)
-            for name, text, buckets in (
-                ("quartet_router_ttft_seconds", "From arrival to the first token.", _FIRST_TOKEN_BUCKETS_S),
-                ("quartet_router_itl_seconds", "From one token to the next.", _TOKEN_BUCKETS_S),
-                ("quartet_router_request_duration_seconds", "From arrival to the end.", _REQUEST_BUCKETS_S),
-            )
-        )
-        self._prompt_tokens, self._cached_tokens, self._output_tokens = (
-            Counter(name, text, ["model"], registry=registry)
-            for name, text in (
-                ("quartet_router_prompt_tokens", "Prompt tokens of requests that were placed."),
-                ("quartet_router_cached_tokens", "Prompt tokens whose KV was cached."),
-                ("quartet_router_output_tokens", "Tokens shown to clients."),
-            )
-        )
-        self._requests, self._attempts = (
-            _Children(Counter(name, text, [label], registry=registry))
-            for name, text, label in (
-                ("quartet_router_requests", "Choices that ended, by outcome.", "outcome"),
-                ("quartet_router_attempts", "Attempts begun, by what made them necessary.", "cause"),
-            )
-        )
-        self._queued = Gauge("quartet_router_queued_requests", "Requests that wait for room.", registry=registry)
-        self._running = Gauge("quartet_router_running_requests", "Requests between arrival and end.", registry=registry)
-        self._queue_time, self._tokenize_time = (
-            FastHistogram(name, text, None, _WAIT_BUCKETS_S, registry).labels()
-            for name, text in (
-                ("quartet_router_queue_seconds", "Waiting for room."),
-                ("quartet_router_tokenize_seconds", "Template and tokenizer."),
-            )
-        )
-        self._malformed_events = Counter(
-            "quartet_router_malformed_events", "Events of workers that made no sense.", registry=registry
-        )
-        self._workers = Gauge("quartet_router_workers", "Workers known.", ["role", "state"], registry=registry)
-
-    def for_model(self, model: str) -> ModelMetrics:
-        """The metrics of requests for ``model``, a name that is served; the same ones at each call."""
-        if model not in self._models:
-            self._models[model] = ModelMetrics(
-                ttft=self._ttft.labels(model),
-                itl=self._itl.labels(model),
-                duration=self._duration.labels(model),
-                prompt_tokens=self._prompt_tokens.labels(model),
-                cached_tokens=self._cached_tokens.labels(model),
-                output_tokens=self._output_tokens.labels(model),
-            )
-        return self._models[model]
-
-    def count_request(self, outcome: str) -> None:
-        """A choice ended; ``outcome`` is its finish reason, or its error's reason, in lower case."""
-        self._requests[outcome].inc()
-
-    def count_attempt(self, cause: str) -> None:
-        """An attempt begins: ``first``, or the lower-case reason of the error that ended the one before."""
-        self._attempts[cause].inc()
-
-    def watch_requests(self, num_queued: Callable[[], int], num_running: Callable[[], int]) -> None:
-        """Show at each scrape how many requests wait for room, and how many are between arrival and end.
-
-        Both are called on the scrape's thread and may not block.
-        """
-        self._queued.set_function(num_queued)
-        self._running.set_function(num_running)
-
-    def observe_queue(self, duration_s: float) -> None:
-        """A request waited for room."""
-        self._queue_time.observe(duration_s)
-
-    def observe_tokenize(self, duration_s: float) -> None:
-        """A prompt was laid out and tokenized."""
-        self._tokenize_time.observe(duration_s)
-
-    def count_malformed_event(self) -> None:
-        """A worker published what made no sense."""
-        self._malformed_events.inc()
-
-    def set_workers(self, role: str, state: str, num_workers: int) -> None:
-        """So many workers of ``role`` are in ``state``."""
-        self._workers.labels(role, state).set(num_workers)
-
-
 class AdmissionOutcome(StrEnum):
     """How a choice's wait for room ended."""
 
@@ -214,40 +127,96 @@ class SnapshotOutcome(StrEnum):
     FAILED = "failed"
 
 
-class RoutingMetrics:
-    """Counters and gauges of admission and of the prefix index."""
+class RouterMetrics:
+    """Metrics of a router. ``model`` is a label: give only names of models that are served, never a client's text.
+
+    Attributes:
+        requests: choices that ended, by finish reason, or by the error's reason, in lower case.
+        attempts: attempts begun, by ``first`` or the lower-case reason of the error that ended the one before.
+        queue_time: seconds that a choice waited for room.
+        tokenize_time: seconds in which a prompt was laid out and tokenized.
+        admissions: choices' waits that ended, by outcome; each attempt of a choice waits anew.
+        matched_tokens: tokens of placed choices that should be cached where they were sent.
+        snapshots: snapshots of a worker's blocks that ended, by outcome.
+        malformed_events: what workers published that made no sense.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        admissions = Counter(
-            "quartet_router_admissions", "Waits for room that ended, by outcome.", ["outcome"], registry=registry
+        def counts(name: str, text: str, label: str, known: Iterable[str] = ()) -> Children:
+            return Children(Counter(name, text, [label], registry=registry), known)
+
+        self._models: dict[str, ModelMetrics] = {}
+        self._ttft, self._itl, self._duration = (
+            FastHistogram(name, text, "model", buckets, registry)
+            for name, text, buckets in (
+                ("quartet_router_ttft_seconds", "From arrival to the first token.", _FIRST_TOKEN_BUCKETS_S),
+                ("quartet_router_itl_seconds", "From one token to the next.", _TOKEN_BUCKETS_S),
+                ("quartet_router_request_duration_seconds", "From arrival to the end.", _REQUEST_BUCKETS_S),
+            )
         )
-        self._admissions = {outcome: admissions.labels(outcome.value) for outcome in AdmissionOutcome}
-        snapshots = Counter(
-            "quartet_router_kv_snapshots", "Snapshots of workers' blocks, by outcome.", ["outcome"], registry=registry
+        self._prompt_tokens, self._cached_tokens, self._output_tokens = (
+            Counter(name, text, ["model"], registry=registry)
+            for name, text in (
+                ("quartet_router_prompt_tokens", "Prompt tokens of requests that were placed."),
+                ("quartet_router_cached_tokens", "Prompt tokens whose KV was cached."),
+                ("quartet_router_output_tokens", "Tokens shown to clients."),
+            )
         )
-        self._snapshots = {outcome: snapshots.labels(outcome.value) for outcome in SnapshotOutcome}
-        self._matched_tokens = Counter(
+        self.requests = counts("quartet_router_requests", "Choices that ended, by outcome.", "outcome")
+        self.attempts = counts("quartet_router_attempts", "Attempts begun, by what made them necessary.", "cause")
+        self.admissions = counts(
+            "quartet_router_admissions", "Waits for room that ended, by outcome.", "outcome", AdmissionOutcome
+        )
+        self.snapshots = counts(
+            "quartet_router_kv_snapshots", "Snapshots of workers' blocks, by outcome.", "outcome", SnapshotOutcome
+        )
+        self.queue_time, self.tokenize_time = (
+            FastHistogram(name, text, None, _WAIT_BUCKETS_S, registry).labels()
+            for name, text in (
+                ("quartet_router_queue_seconds", "Waiting for room."),
+                ("quartet_router_tokenize_seconds", "Template and tokenizer."),
+            )
+        )
+        self.matched_tokens = Counter(
             "quartet_router_matched_tokens",
             "Tokens of placed requests that were expected to be cached where they were sent.",
             registry=registry,
         )
-        self._live = Gauge("quartet_router_kv_live_workers", "Workers whose blocks are known.", registry=registry)
-        self._blocks = Gauge("quartet_router_kv_blocks", "Different blocks on workers' devices.", registry=registry)
-        self._predicted = Gauge(
-            "quartet_router_kv_predicted_blocks", "Different blocks that workers will have.", registry=registry
+        self.malformed_events = Counter(
+            "quartet_router_malformed_events", "Events of workers that made no sense.", registry=registry
+        )
+        self._workers = Gauge("quartet_router_workers", "Workers known.", ["role", "state"], registry=registry)
+        self._queued, self._running, self._live, self._blocks, self._predicted = (
+            Gauge(name, text, registry=registry)
+            for name, text in (
+                ("quartet_router_queued_requests", "Requests that wait for room."),
+                ("quartet_router_running_requests", "Requests between arrival and end."),
+                ("quartet_router_kv_live_workers", "Workers whose blocks are known."),
+                ("quartet_router_kv_blocks", "Different blocks on workers' devices."),
+                ("quartet_router_kv_predicted_blocks", "Different blocks that workers will have."),
+            )
         )
 
-    def count_admission(self, outcome: AdmissionOutcome) -> None:
-        """A choice's wait ended; each of its attempts waits anew."""
-        self._admissions[outcome].inc()
+    def for_model(self, model: str) -> ModelMetrics:
+        """The metrics of requests for ``model``, a name that is served; the same ones at each call."""
+        if model not in self._models:
+            self._models[model] = ModelMetrics(
+                ttft=self._ttft.labels(model),
+                itl=self._itl.labels(model),
+                duration=self._duration.labels(model),
+                prompt_tokens=self._prompt_tokens.labels(model),
+                cached_tokens=self._cached_tokens.labels(model),
+                output_tokens=self._output_tokens.labels(model),
+            )
+        return self._models[model]
 
-    def count_matched_tokens(self, num_tokens: int) -> None:
-        """A choice was placed where so many of its tokens should be cached."""
-        self._matched_tokens.inc(num_tokens)
+    def watch_requests(self, num_queued: Callable[[], int], num_running: Callable[[], int]) -> None:
+        """Show at each scrape how many requests wait for room, and how many are between arrival and end.
 
-    def count_snapshot(self, outcome: SnapshotOutcome) -> None:
-        """A snapshot of a worker's blocks ended."""
-        self._snapshots[outcome].inc()
+        Both are called on the scrape's thread and may not block.
+        """
+        self._queued.set_function(num_queued)
+        self._running.set_function(num_running)
 
     def watch_index(
         self, num_live: Callable[[], int], num_blocks: Callable[[], int], num_predicted_blocks: Callable[[], int]
@@ -256,6 +225,10 @@ class RoutingMetrics:
         self._live.set_function(num_live)
         self._blocks.set_function(num_blocks)
         self._predicted.set_function(num_predicted_blocks)
+
+    def set_workers(self, role: str, state: str, num_workers: int) -> None:
+        """So many workers of ``role`` are in ``state``."""
+        self._workers.labels(role, state).set(num_workers)
 
 
 class EngineFigures(Protocol):

@@ -24,7 +24,7 @@ from quartet.errors import RequestCancelledError, ServingError
 from quartet.kvcache.layout import HandOff, OpaquePayload
 from quartet.streams.messages import DecodeFinished, DecodeSink, DecodeStarted, EncodeStart, PrefillOutcome, WorkerStart
 from quartet.streams.signed_start import SigningKey
-from quartet.telemetry.metrics import RouterMetrics, RoutingMetrics
+from quartet.telemetry.metrics import RouterMetrics
 from quartet.text.model_text import ModelText
 from router.admission import Admission, FairShare
 from router.config import AdmissionConfig, AttemptConfig
@@ -350,7 +350,7 @@ class Fleet:
             policy or self.policy,
             admission or AdmissionConfig(),
             self.index,
-            RoutingMetrics(CollectorRegistry()),
+            metrics,
         )
         self.table.listen(self.admission.wake)
         self.pauses: list[float] = []

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from quartet.engine.base import EngineStats
 from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, WorkerMetrics, monitor_event_loop_lag
 
-UNITS = "seconds|tokens|requests|blocks|bytes|steps|events|preemptions|attempts|hand_offs|workers|starts"
+UNITS = "seconds|tokens|requests|blocks|bytes|steps|events|preemptions|attempts|hand_offs|workers|starts|admissions|snapshots"
 
 
 @pytest.fixture
@@ -27,10 +27,10 @@ def fill_everything(registry: CollectorRegistry) -> None:
     for model in ("a", "b"):
         router.for_model(model).ttft.observe(0.1)
     for outcome in map(str, range(25)):
-        router.count_request(outcome)
+        router.requests[outcome].inc()
         worker.count_request(outcome)
     for cause in map(str, range(10)):
-        router.count_attempt(cause)
+        router.attempts[cause].inc()
         worker.count_hand_off(cause)
     for state in ("joining", "ready", "suspect", "draining"):
         for role in ("prefill", "decode", "encode"):
@@ -98,11 +98,11 @@ def test_a_models_metrics_are_bound_once(registry: CollectorRegistry) -> None:
 
 def test_outcomes_and_queues_of_the_router_show(registry: CollectorRegistry) -> None:
     router = RouterMetrics(registry)
-    router.count_request("queue_full")
-    router.count_attempt("first")
+    router.requests["queue_full"].inc()
+    router.attempts["first"].inc()
     router.watch_requests(lambda: 4, lambda: 5)
-    router.observe_queue(0.2)
-    router.observe_tokenize(0.001)
+    router.queue_time.observe(0.2)
+    router.tokenize_time.observe(0.001)
     assert registry.get_sample_value("quartet_router_requests_total", {"outcome": "queue_full"}) == 1
     assert registry.get_sample_value("quartet_router_attempts_total", {"cause": "first"}) == 1
     assert registry.get_sample_value("quartet_router_queued_requests") == 4
