@@ -115,7 +115,7 @@ class Resume:
     model_fingerprint: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ChoicePlacement:
     """Where one choice runs.
 
@@ -133,7 +133,7 @@ class ChoicePlacement:
     cost: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Accepted:
     """The first of the request's choices is placed; comes first, once.
 
@@ -178,7 +178,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Usage:
     """What one choice used, in tokens.
 
@@ -196,7 +196,7 @@ class Usage:
     num_media_tokens: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class TimeBreakdown:
     """Where one choice's time went, in seconds, as the router saw it; ``None``: this step did not happen.
 
@@ -223,7 +223,7 @@ class TimeBreakdown:
     media_s: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ChoiceFinished:
     """One choice ended well.
 

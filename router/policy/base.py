@@ -69,7 +69,7 @@ class Pending:
         return block_size * bisect_left(range(num_blocks), True, key=lambda index: ones[index] != others[index])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Candidate:
     """What the router knows of one rank.
 
@@ -135,7 +135,7 @@ class Peers:
     ranks: Sequence[Rank] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Snapshot:
     """The ranks of one pool that take requests at ``now``, in monotonic seconds."""
 
@@ -145,7 +145,7 @@ class Snapshot:
     peers: Peers = Peers()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Placement:
     """Where one request goes; ``prefill`` is ``None`` if the decode rank prefills itself.
 
@@ -166,7 +166,7 @@ class Placement:
         return self.prefill or self.decode
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Decision:
     """What a policy decides about the requests that wait.
 

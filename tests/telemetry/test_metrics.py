@@ -12,7 +12,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from quartet.engine.base import EngineStats
 from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, WorkerMetrics, monitor_event_loop_lag
 
-UNITS = "seconds|tokens|requests|blocks|bytes|steps|events|preemptions|attempts|hand_offs|workers|starts|admissions|snapshots"
+UNITS = (
+    "seconds|tokens|requests|blocks|bytes|steps|events|preemptions|attempts|hand_offs|workers|starts|"
+    "admissions|snapshots"
+)
 
 
 @pytest.fixture
