@@ -112,7 +112,7 @@ class Sampling:
     def changed_fields(self) -> frozenset[str]:
         """Names of the fields that differ from their defaults: the ones that an engine must honour."""
         values = _read_fields(self)
-        return frozenset([name for name, value in zip(_NAMES, values, strict=True) if value != _DEFAULTS[name]])
+        return frozenset([name for name, own, usual in zip(_NAMES, values, _DEFAULTS, strict=True) if own != usual])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,4 +156,4 @@ def _check_range(
 
 _NAMES = tuple(item.name for item in fields(Sampling))
 _read_fields = attrgetter(*_NAMES)
-_DEFAULTS = dict(zip(_NAMES, _read_fields(Sampling()), strict=True))
+_DEFAULTS = _read_fields(Sampling())
