@@ -187,7 +187,7 @@ class Admission:
         else:
             is_late = time.monotonic() >= standing.deadline
             outcome = AdmissionOutcome.EXPIRED if is_late else AdmissionOutcome.CANCELLED
-        self._metrics.admissions[outcome].inc()
+        self._metrics.admissions.labels(outcome).inc()
 
     def _end_waits(self) -> None:
         """End the waits that took too long. Polling all requests sometimes costs less than a timer for each."""
@@ -255,7 +255,7 @@ class Admission:
         reservation = self._table.reserve(placement, queued, waited_s=now - queued.since)
         self._index.predict(placement.prefills_at, queued.sequence_hashes, now + self._config.prediction_life_s)
         self._share.served(queued.standing.start)
-        self._metrics.admissions[AdmissionOutcome.PLACED].inc()
+        self._metrics.admissions.labels(AdmissionOutcome.PLACED).inc()
         self._metrics.matched_tokens.inc(placement.num_cached_tokens)
         queued.placed.set_result(reservation)
         if queued.gang is not None:

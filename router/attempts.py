@@ -196,7 +196,7 @@ class ChoiceRun:
         self._on_placed(self._choice, reservation.placement)
         self._output.begin_attempt()
         self._context.metrics.queue_time.observe(reservation.waited_s)
-        self._context.metrics.attempts[cause].inc()
+        self._context.metrics.attempts.labels(cause).inc()
 
     async def _sign(self, reservation: Reservation, hand_off: HandOff | None) -> SignedRun:
         """Sign the decode start. Raises ``HopFailedError``."""

@@ -75,7 +75,7 @@ class RouterProcess:
             router_id = f"router-{secrets.token_hex(8)}"
             table = WorkerTable(router_id, heartbeat_timeout_s=config.heartbeat_timeout_s)
             index = PrefixIndex()
-            kv = KvJoins(index, count=lambda outcome: self._metrics.snapshots[outcome].inc())
+            kv = KvJoins(index, count=lambda outcome: self._metrics.snapshots.labels(outcome).inc())
             self._metrics.watch_index(
                 lambda: kv.num_live, lambda: index.num_blocks(Tier.DEVICE), lambda: index.num_predicted_blocks
             )

@@ -68,7 +68,7 @@ class RequestLog:
             num_failed = len(outputs) - len(finished) if self._is_prepared else 1
             outcomes += [failure] * num_failed
         for outcome in outcomes:
-            self._metrics.requests[outcome].inc()
+            self._metrics.requests.labels(outcome).inc()
         used, longest, start = _summed(usages), _longest(times), request.start
         line = FinishedRequest(
             request_id=request.request_id,

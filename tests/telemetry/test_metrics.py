@@ -30,10 +30,10 @@ def fill_everything(registry: CollectorRegistry) -> None:
     for model in ("a", "b"):
         router.for_model(model).ttft.observe(0.1)
     for outcome in map(str, range(25)):
-        router.requests[outcome].inc()
+        router.requests.labels(outcome).inc()
         worker.count_request(outcome)
     for cause in map(str, range(10)):
-        router.attempts[cause].inc()
+        router.attempts.labels(cause).inc()
         worker.count_hand_off(cause)
     for state in ("joining", "ready", "suspect", "draining"):
         for role in ("prefill", "decode", "encode"):
@@ -101,8 +101,8 @@ def test_a_models_metrics_are_bound_once(registry: CollectorRegistry) -> None:
 
 def test_outcomes_and_queues_of_the_router_show(registry: CollectorRegistry) -> None:
     router = RouterMetrics(registry)
-    router.requests["queue_full"].inc()
-    router.attempts["first"].inc()
+    router.requests.labels("queue_full").inc()
+    router.attempts.labels("first").inc()
     router.watch_requests(lambda: 4, lambda: 5)
     router.queue_time.observe(0.2)
     router.tokenize_time.observe(0.001)
