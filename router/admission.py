@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import TypeAlias
 
 from quartet.errors import PlaceTooLargeError, QueueFullError, ServingError, WorkerUnavailableError
+from quartet.streams.wakeable import result_if_done
 from quartet.telemetry.metrics import AdmissionOutcome, RouterMetrics
 from router.book import Reservation
 from router.config import AdmissionConfig
@@ -133,8 +134,8 @@ class Admission:
             return await placed
         except BaseException as error:
             # The policy may have placed the request at the moment when its wait ended for another reason.
-            if placed.done() and not placed.cancelled() and placed.exception() is None:
-                placed.result().release()
+            if (reservation := result_if_done(placed)) is not None:
+                reservation.release()
                 self.wake()
             self._note_unserved(queued, error)
             raise

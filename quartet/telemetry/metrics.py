@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -31,11 +30,18 @@ _TRANSFER_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2
 _LAG_INTERVAL_S = 0.1
 _LAG_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
-# Field of EngineFigures, name and help of its metric.
+# Field of ``quartet.engine.base.EngineStats``, name and help of its metric.
 _ENGINE_GAUGES = (
     ("num_running", "quartet_worker_running_requests", "Requests in the running batch."),
     ("num_waiting", "quartet_worker_waiting_requests", "Requests that wait for the batch."),
     ("num_queued_prefill_tokens", "quartet_worker_queued_prefill_tokens", "Prompt tokens not computed yet."),
+)
+# These states add up to the pool.
+_BLOCK_STATES = (
+    (("used",), "num_in_use_blocks"),
+    (("held",), "num_held_blocks"),
+    (("cached",), "num_cached_blocks"),
+    (("free",), "num_free_blocks"),
 )
 _ENGINE_COUNTERS = (
     ("num_steps", "quartet_worker_steps", "Engine steps that did something."),
@@ -227,100 +233,42 @@ class RouterMetrics:
         self._workers.labels(role, state).set(num_workers)
 
 
-class EngineFigures(Protocol):
-    """One data-parallel rank's figures; ``quartet.engine.base.EngineStats`` has them."""
-
-    @property
-    def num_running(self) -> int:
-        """Requests in the running batch."""
-        ...
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for it."""
-        ...
-
-    @property
-    def num_queued_prefill_tokens(self) -> int:
-        """Prompt tokens not computed yet."""
-        ...
-
-    @property
-    def num_in_use_blocks(self) -> int:
-        """KV blocks that running requests use."""
-        ...
-
-    @property
-    def num_held_blocks(self) -> int:
-        """KV blocks held for hand-offs."""
-        ...
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """KV blocks that no request uses, kept for reuse."""
-        ...
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Empty KV blocks."""
-        ...
-
-    @property
-    def num_steps(self) -> int:
-        """Steps done; only grows, like all that follow."""
-        ...
-
-    @property
-    def num_preemptions(self) -> int:
-        """Requests that gave their blocks up and were computed again."""
-        ...
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Prompt tokens computed, not counting cached ones."""
-        ...
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens sampled."""
-        ...
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens found in the cache."""
-        ...
-
-
 @dataclass(frozen=True)
 class _ReadCollector(Collector):
     collect: Callable[[], Iterable[Metric]]
 
 
 class WorkerMetrics:
-    """Metrics of a worker; figures of its engine by data-parallel rank."""
+    """Metrics of a worker; figures of its engine by data-parallel rank.
+
+    Attributes:
+        load_time: seconds in which the model was loaded and warmed up.
+        requests: requests that ended, by finish reason, or by the error's reason, in lower case.
+        hand_offs: hand-offs held here that ended: ``taken``, ``expired``, ``cancelled``.
+        signed_starts: signed starts that clients came with: ``opened``, or the lower-case reason of the refusal.
+        queue_time: seconds from a request's arrival until it joined the running batch.
+        prefill_time: seconds from there to a prompt's first token.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self._requests = Counter(
-            "quartet_worker_requests", "Requests that ended, by outcome.", ["outcome"], registry=registry
-        )
-        self._load_time = Gauge(
+        self.load_time = Gauge(
             "quartet_worker_model_load_seconds", "From the start to a model that is loaded and warm.", registry=registry
         )
-        self._hand_offs = Counter(
-            "quartet_worker_hand_offs", "Hand-offs that ended, by outcome.", ["outcome"], registry=registry
+        self.requests, self.hand_offs, self.signed_starts = (
+            Counter(name, text, ["outcome"], registry=registry)
+            for name, text in (
+                ("quartet_worker_requests", "Requests that ended, by outcome."),
+                ("quartet_worker_hand_offs", "Hand-offs that ended, by outcome."),
+                ("quartet_worker_signed_starts", "Signed starts that came, by outcome."),
+            )
         )
-        self._signed_starts = Counter(
-            "quartet_worker_signed_starts", "Signed starts that came, by outcome.", ["outcome"], registry=registry
-        )
-        self._queue_time = Histogram(
-            "quartet_worker_queue_seconds", "From arrival to the batch.", buckets=_WAIT_BUCKETS_S, registry=registry
-        )
-        self._prefill_time = Histogram(
-            "quartet_worker_prefill_seconds",
-            "From the batch to the first token.",
-            buckets=_FIRST_TOKEN_BUCKETS_S,
-            registry=registry,
+        self.queue_time, self.prefill_time = (
+            Histogram(name, text, buckets=buckets, registry=registry)
+            for name, text, buckets in (
+                ("quartet_worker_queue_seconds", "From arrival to the batch.", _WAIT_BUCKETS_S),
+                ("quartet_worker_prefill_seconds", "From the batch to the first token.", _FIRST_TOKEN_BUCKETS_S),
+            )
         )
         self._transfer_bytes = Counter(
             "quartet_worker_transfer_bytes", "Bytes of KV and embeddings pulled, by way.", ["way"], registry=registry
@@ -333,40 +281,17 @@ class WorkerMetrics:
             registry=registry,
         )
 
-    def watch_engine(self, read: Callable[[], Sequence[EngineFigures]]) -> None:
+    def watch_engine(self, read: Callable[[], Sequence[object]]) -> None:
         """Show at each scrape what ``read`` returns: an entry a data-parallel rank, always in the same order.
 
-        It is called on the scrape's thread and may not block.
+        An entry has the fields of ``quartet.engine.base.EngineStats``. ``read`` is called on the scrape's thread and
+        may not block.
         """
         self._registry.register(_EngineCollector(read))
 
     def watch_collected(self, read: Callable[[], Iterable[Metric]]) -> None:
         """Show at each scrape what ``read`` returns, which an engine measures by itself; as in ``watch_engine``."""
         self._registry.register(_ReadCollector(read))
-
-    def set_load_time(self, duration_s: float) -> None:
-        """The model was loaded and warmed up in so many seconds."""
-        self._load_time.set(duration_s)
-
-    def count_request(self, outcome: str) -> None:
-        """A request ended; ``outcome`` is its finish reason, or its error's reason, in lower case."""
-        self._requests.labels(outcome).inc()
-
-    def count_hand_off(self, outcome: str) -> None:
-        """A hand-off that was held here ended: ``taken``, ``expired``, ``cancelled``."""
-        self._hand_offs.labels(outcome).inc()
-
-    def count_signed_start(self, outcome: str) -> None:
-        """A client came with a signed start: ``opened``, or the lower-case reason of its refusal."""
-        self._signed_starts.labels(outcome).inc()
-
-    def observe_queue(self, duration_s: float) -> None:
-        """A request joined the running batch so long after it arrived."""
-        self._queue_time.observe(duration_s)
-
-    def observe_prefill(self, duration_s: float) -> None:
-        """A prompt's first token came so long after it joined the batch."""
-        self._prefill_time.observe(duration_s)
 
     def observe_transfer(self, way: str, size_bytes: int, duration_s: float) -> None:
         """Blocks, or embeddings, were pulled from another worker by ``way``."""
@@ -377,33 +302,25 @@ class WorkerMetrics:
 class _EngineCollector(Collector):
     """Reads the engine at each scrape: nothing is kept here, so scrapes may overlap and figures are never old."""
 
-    def __init__(self, read: Callable[[], Sequence[EngineFigures]]) -> None:
+    def __init__(self, read: Callable[[], Sequence[object]]) -> None:
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
         ranks = self._read()
-        for figure, name, text in _ENGINE_GAUGES:
-            gauge = GaugeMetricFamily(name, text, labels=["rank"])
-            for rank, figures in enumerate(ranks):
-                gauge.add_metric([str(rank)], getattr(figures, figure))
-            yield gauge
-        yield _blocks(ranks)
-        for figure, name, text in _ENGINE_COUNTERS:
-            counter = CounterMetricFamily(name, text, labels=["rank"])
-            for rank, figures in enumerate(ranks):
-                counter.add_metric([str(rank)], getattr(figures, figure))
-            yield counter
+        for fields, family in _engine_families():
+            for number, figures in enumerate(ranks):
+                for labels, field in fields:
+                    family.add_metric([str(number), *labels], getattr(figures, field))
+            yield family
 
 
-def _blocks(ranks: Sequence[EngineFigures]) -> Metric:
-    blocks = GaugeMetricFamily("quartet_worker_blocks", "KV blocks by state.", labels=["rank", "state"])
-    for rank, figures in enumerate(ranks):
-        # States add up to the pool.
-        blocks.add_metric([str(rank), "used"], figures.num_in_use_blocks)
-        blocks.add_metric([str(rank), "held"], figures.num_held_blocks)
-        blocks.add_metric([str(rank), "cached"], figures.num_cached_blocks)
-        blocks.add_metric([str(rank), "free"], figures.num_free_blocks)
-    return blocks
+def _engine_families() -> Iterator[tuple[Sequence[tuple[Sequence[str], str]], GaugeMetricFamily | CounterMetricFamily]]:
+    """Each metric of an engine, still empty, with the labels beside the rank and the field of each of its figures."""
+    for field, name, text in _ENGINE_GAUGES:
+        yield [((), field)], GaugeMetricFamily(name, text, labels=["rank"])
+    yield _BLOCK_STATES, GaugeMetricFamily("quartet_worker_blocks", "KV blocks by state.", labels=["rank", "state"])
+    for field, name, text in _ENGINE_COUNTERS:
+        yield [((), field)], CounterMetricFamily(name, text, labels=["rank"])
 
 
 class FastCounter(Collector):

@@ -101,15 +101,15 @@ def test_each_line_has_its_own_time(log_to: Callable[[LogConfig], io.StringIO]) 
 
 
 async def test_requests_that_end_in_one_moment_are_written_together_and_soon(
-    log_to: Callable[[LogConfig], io.StringIO],
+    log_to: Callable[[LogConfig], io.StringIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream = log_to(LogConfig())
+    stream, written = log_to(LogConfig()), asyncio.Event()
+    monkeypatch.setattr(stream, "flush", written.set)
     log_request(LOGGER, REQUEST)
     log_request(LOGGER, REQUEST)
     assert not stream.getvalue()
     async with asyncio.timeout(10):
-        while not stream.getvalue():
-            await asyncio.sleep(0)
+        await written.wait()
     assert stream.getvalue().count("request finished") == 2
 
 

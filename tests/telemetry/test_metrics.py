@@ -31,10 +31,10 @@ def fill_everything(registry: CollectorRegistry) -> None:
         router.for_model(model).ttft.observe(0.1)
     for outcome in map(str, range(25)):
         router.requests.labels(outcome).inc()
-        worker.count_request(outcome)
+        worker.requests.labels(outcome).inc()
     for cause in map(str, range(10)):
         router.attempts.labels(cause).inc()
-        worker.count_hand_off(cause)
+        worker.hand_offs.labels(cause).inc()
     for state in ("joining", "ready", "suspect", "draining"):
         for role in ("prefill", "decode", "encode"):
             router.set_workers(role, state, 1)
@@ -115,9 +115,9 @@ def test_outcomes_and_queues_of_the_router_show(registry: CollectorRegistry) -> 
 
 def test_worker_times_and_outcomes_show(registry: CollectorRegistry) -> None:
     worker = WorkerMetrics(registry)
-    worker.observe_queue(0.1)
-    worker.observe_prefill(0.2)
-    worker.count_hand_off("expired")
+    worker.queue_time.observe(0.1)
+    worker.prefill_time.observe(0.2)
+    worker.hand_offs.labels("expired").inc()
     assert registry.get_sample_value("quartet_worker_queue_seconds_count") == 1
     assert registry.get_sample_value("quartet_worker_prefill_seconds_sum") == pytest.approx(0.2)
     assert registry.get_sample_value("quartet_worker_hand_offs_total", {"outcome": "expired"}) == 1
