@@ -223,7 +223,9 @@ class Admission:
         loop, now = asyncio.get_running_loop(), time.monotonic()
         began_s = time.thread_time()  # thread time: CPU time that other threads took is no reason to rest
         again_s = [self._assign(pool, queue, now) for pool, queue in list(self._queues.items())]
-        spent_s, ended = time.thread_time() - began_s, loop.time()
+        # Asking for thread time is a system call, and it is never more than the time that passed.
+        is_long, ended = time.monotonic() - now > _LONG_PUMP_S, loop.time()
+        spent_s = time.thread_time() - began_s if is_long else 0.0
         self._rests_until = ended + _REST * spent_s if spent_s > _LONG_PUMP_S else 0.0
         again_in_s = min((after_s for after_s in again_s if after_s is not None), default=None)
         if again_in_s is not None and self._length:

@@ -16,7 +16,7 @@ from router.policy.kv_aware import KvAwarePolicy
 MakePolicy: TypeAlias = Callable[[random.Random], Policy]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class ReplayCandidate(Candidate):
     """What a replay's router knows of one rank, with what only ``DynamoPolicy`` goes by.
 

@@ -1,4 +1,7 @@
-"""Requests and answers between clients and the router, in domain terms."""
+"""Requests and answers between clients and the router, in domain terms.
+
+Parts of an answer are not frozen: each request makes several, and freezing triples what they cost.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +165,7 @@ class Placed:
 
 @dataclass(slots=True, kw_only=True)
 class Delta:
-    """More of one choice. Not frozen, unlike the others: each token makes one, and freezing doubles its cost.
+    """More of one choice. Each token makes one.
 
     Attributes:
         token_offset: number of the first of ``token_ids`` within the output.

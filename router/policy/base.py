@@ -1,4 +1,7 @@
-"""The policy seam: the requests that wait, what is known of the ranks, and which request goes to which rank."""
+"""The policy seam: the requests that wait, what is known of the ranks, and which request goes to which rank.
+
+Objects that are made for each request are not frozen: freezing triples what they cost.
+"""
 
 from __future__ import annotations
 
