@@ -165,7 +165,7 @@ class Placed:
 
 @dataclass(slots=True, kw_only=True)
 class Delta:
-    """More of one choice. Each token makes one.
+    """More of one choice; each token makes one.
 
     Attributes:
         token_offset: number of the first of ``token_ids`` within the output.
