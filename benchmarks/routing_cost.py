@@ -23,11 +23,10 @@ from benchmarks.index_case import PROMPT_BLOCKS, Workload
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, add_report_argument
 from quartet.discovery.base import HostIdentity, Rank, Role, WorkerRecord
-from quartet.events.load import RankLoad, WorkerLoad
-from quartet.events.step_time import StepTime
+from quartet.events.load import RankLoad, StepTime, WorkerLoad
 from quartet.kvcache.block_hash import sequence_hashes
+from quartet.telemetry.metrics import RouterMetrics
 from quartet.telemetry.provenance import write_report
-from quartet.telemetry.routing_metrics import RoutingMetrics
 from router.admission import Admission, QueuedRequest
 from router.config import AdmissionConfig
 from router.kv_index.index import PrefixIndex, PromptMatches
@@ -91,7 +90,7 @@ class _Router:
         self.table = WorkerTable("router-benchmark", heartbeat_timeout_s=1e9)
         self.policy = policy
         self.index = index
-        self.admission = Admission(self.table, policy, AdmissionConfig(), index, RoutingMetrics(CollectorRegistry()))
+        self.admission = Admission(self.table, policy, AdmissionConfig(), index, RouterMetrics(CollectorRegistry()))
         self.pool = PoolKey(records[0].model_name, records[0].model_fingerprint)
         self.table.listen(self.admission.wake)
         for record in records:

@@ -6,16 +6,16 @@ import asyncio
 import time
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TypeAlias
 
 from quartet.errors import PlaceTooLargeError, QueueFullError, ServingError, WorkerUnavailableError
-from quartet.telemetry.routing_metrics import AdmissionOutcome, RoutingMetrics
+from quartet.streams.wakeable import result_if_done
+from quartet.telemetry.metrics import AdmissionOutcome, RouterMetrics
 from router.book import Reservation
 from router.config import AdmissionConfig
-from router.fair_share import FairShare
 from router.kv_index.index import PrefixIndex, PromptMatches
 from router.policy.base import Candidate, Pending, Placement, Policy, Snapshot
 from router.policy.room import with_way
@@ -32,6 +32,9 @@ _LATENESS, _MAX_POLL_INTERVAL_S = 0.1, 1.0
 # rests four times as long after each run.
 _LONG_PUMP_S, _REST = 0.002, 4.0
 
+# Above this many tenants, forget those whose next request would begin at the present anyway.
+_MAX_TENANTS = 4096
+
 
 class Admission:
     """Holds requests back until they fit, but no longer than allowed.
@@ -41,7 +44,7 @@ class Admission:
     """
 
     def __init__(
-        self, table: WorkerTable, policy: Policy, config: AdmissionConfig, index: PrefixIndex, metrics: RoutingMetrics
+        self, table: WorkerTable, policy: Policy, config: AdmissionConfig, index: PrefixIndex, metrics: RouterMetrics
     ) -> None:
         """Start with an empty queue; ``index`` knows the workers' cached blocks and learns which requests they get."""
         self._table = table
@@ -131,8 +134,8 @@ class Admission:
             return await placed
         except BaseException as error:
             # The policy may have placed the request at the moment when its wait ended for another reason.
-            if placed.done() and not placed.cancelled() and placed.exception() is None:
-                placed.result().release()
+            if (reservation := result_if_done(placed)) is not None:
+                reservation.release()
                 self.wake()
             self._note_unserved(queued, error)
             raise
@@ -185,7 +188,7 @@ class Admission:
         else:
             is_late = time.monotonic() >= standing.deadline
             outcome = AdmissionOutcome.EXPIRED if is_late else AdmissionOutcome.CANCELLED
-        self._metrics.count_admission(outcome)
+        self._metrics.admissions.labels(outcome).inc()
 
     def _end_waits(self) -> None:
         """End the waits that took too long. Polling all requests sometimes costs less than a timer for each."""
@@ -220,7 +223,9 @@ class Admission:
         loop, now = asyncio.get_running_loop(), time.monotonic()
         began_s = time.thread_time()  # thread time: CPU time that other threads took is no reason to rest
         again_s = [self._assign(pool, queue, now) for pool, queue in list(self._queues.items())]
-        spent_s, ended = time.thread_time() - began_s, loop.time()
+        # Asking for thread time is a system call, and it is never more than the time that passed.
+        is_long, ended = time.monotonic() - now > _LONG_PUMP_S, loop.time()
+        spent_s = time.thread_time() - began_s if is_long else 0.0
         self._rests_until = ended + _REST * spent_s if spent_s > _LONG_PUMP_S else 0.0
         again_in_s = min((after_s for after_s in again_s if after_s is not None), default=None)
         if again_in_s is not None and self._length:
@@ -253,8 +258,8 @@ class Admission:
         reservation = self._table.reserve(placement, queued, waited_s=now - queued.since)
         self._index.predict(placement.prefills_at, queued.sequence_hashes, now + self._config.prediction_life_s)
         self._share.served(queued.standing.start)
-        self._metrics.count_admission(AdmissionOutcome.PLACED)
-        self._metrics.count_matched_tokens(placement.num_cached_tokens)
+        self._metrics.admissions.labels(AdmissionOutcome.PLACED).inc()
+        self._metrics.matched_tokens.inc(placement.num_cached_tokens)
         queued.placed.set_result(reservation)
         if queued.gang is not None:
             queued.gang.booked(reservation)
@@ -280,7 +285,7 @@ class Standing:
     Attributes:
         tenant: the tenant that the request is accounted to.
         priority: higher first.
-        start: among equals, lower first (see ``router.fair_share``).
+        start: among equals, lower first (see ``FairShare``).
         number: arrival at this router; lower first among those that start together.
         num_tokens: tokens of work in each of its choices.
         deadline: when the request ends at the latest, in monotonic seconds.
@@ -372,3 +377,39 @@ class RequestQueue:
     def last_refusable(self) -> QueuedRequest | None:
         """The last request that may be refused to make room: one that still waits and is not a retry."""
         return next((queued for queued in reversed(self._queue) if not (queued.is_retry or queued.placed.done())), None)
+
+
+class FairShare:
+    """Which tenant comes first: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), in tokens.
+
+    It is a clock that counts work, not time.
+
+    Each request gets a start on it: the present, or the end of its tenant's last request if that is later. Serving
+    requests in the order of their starts gives each busy tenant a share of the work: its weight over the weights of all
+    busy tenants. A tenant alone gets everything, and an idle tenant saves nothing up.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        """Tenants without an entry in ``weights`` weigh 1."""
+        self._weights = weights
+        self._now = 0.0
+        self._ends: dict[str, float] = {}
+        self._max_ends = _MAX_TENANTS
+
+    def start(self, tenant: str, num_tokens: int) -> float:
+        """The start of a request of ``num_tokens`` tokens."""
+        start = max(self._now, self._ends.get(tenant, 0.0))
+        self._ends[tenant] = start + num_tokens / self._weights.get(tenant, 1.0)
+        if len(self._ends) > self._max_ends:
+            self._ends = {name: end for name, end in self._ends.items() if end > self._now}
+            self._max_ends = max(_MAX_TENANTS, 2 * len(self._ends))
+        return start
+
+    def served(self, start: float) -> None:
+        """A request with that start is served, so the present moves at least to it."""
+        self._now = max(self._now, start)
+
+    def give_back(self, tenant: str, num_tokens: int) -> None:
+        """``num_tokens`` of the tenant's tokens will not be served."""
+        if tenant in self._ends:
+            self._ends[tenant] = max(self._now, self._ends[tenant] - num_tokens / self._weights.get(tenant, 1.0))

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from functools import partial
-from typing import TypeVar
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias, TypeVar
 
+from quartet import errors
 from quartet.api.output import ChoiceOutput
-from quartet.api.request import prompt_field
+from quartet.api.request import ChoicePlacement, prompt_field
+from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason, Generation
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import PromptTooLongError, ServingError, WorkerUnavailableError
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile
-from quartet.streams.client import outcome_in_time
+from quartet.streams.client import FINAL, outcome_in_time, pause_s
 from quartet.streams.messages import DecodeStarted, MediaInput, PrefillOutcome, RequestContext, WorkerStart
 from router.admission import QueuedRequest, Standing
 from router.book import Booking, Reservation, numbering
@@ -27,13 +30,23 @@ from router.media.encode import ReadyInputs
 from router.media.request import RequestMedia
 from router.policy.base import Placement
 from router.prepare import RouterRequest, max_sequence_tokens
-from router.retry import TRANSFER, Hop, HopFailedError, RetryHints
 from router.signing import Gang, SignedRun, Signer, SigningTerms
 
 ResultT = TypeVar("ResultT")
 
+#: What follows a placement: it gets the reservation, and the hand-off if the prompt was prefilled elsewhere.
+_Attempt: TypeAlias = Callable[[Reservation, HandOff | None], Awaitable[ResultT]]
+
 _NO_MEDIA = frozenset[str]()
 _NOTHING_TO_ENCODE = nullcontext()
+
+# The transfer of blocks or embeddings failed; the receiver is healthy.
+_TRANSFER = (
+    errors.TransferError,
+    errors.HandOffNotFoundError,
+    errors.HandOffStateError,
+    errors.StaleEpochError,
+)
 
 
 class ChoiceRun:
@@ -73,6 +86,7 @@ class ChoiceRun:
         self._on_placed = on_placed
         self._hints = RetryHints(avoid=set(avoid))
         self._num_begun = 0
+        self._signer: Signer | None = None
         self._gang: Gang | None = None
         self._inputs: ReadyInputs | None = None
 
@@ -82,7 +96,7 @@ class ChoiceRun:
         Raises:
             ServingError: the last attempt's error, or why no attempt could be made.
         """
-        return await self._repeat(self._attempt)
+        return await self._repeat(self._decode)
 
     async def place(self, signer: Signer, gang: Gang) -> SignedRun | FinishReason:
         """Run the hops before the decode and sign the decode start; or run to the end if that comes first.
@@ -94,21 +108,29 @@ class ChoiceRun:
             PlaceTooLargeError: there is no room for it beside the other members of the gang.
             ServingError: as in ``run``.
         """
-        self._gang = gang
-        end = await self._repeat(partial(self._place_attempt, signer, gang))
+        self._signer, self._gang = signer, gang
+        end = await self._repeat(self._sign)
         if not isinstance(end, SignedRun):
             gang.leave()
         return end
 
-    async def _repeat(self, attempt: Callable[[Reservation], Awaitable[ResultT]]) -> ResultT | FinishReason:
-        """The result of the first ``attempt`` that succeeds, or why the choice has already ended."""
+    async def _repeat(self, attempt: _Attempt[ResultT]) -> ResultT | FinishReason:
+        """The result of the first ``attempt`` that succeeds, or why the choice has already ended.
+
+        Before ``attempt``, the prompt is prefilled elsewhere if the policy says so.
+        """
         cause = "first"
         while (reason := self._reason_ended()) is None:
             async with self._media_ready():
                 reservation = await self._admit()
                 try:
                     self._begin(reservation, cause)
-                    return await attempt(reservation)
+                    if self._signer is not None:
+                        self._signer.check_size(self._num_tokens)
+                    handed_off = None if reservation.prefill is None else await self._prefill(reservation)
+                    if isinstance(handed_off, FinishReason):
+                        return handed_off
+                    return await attempt(reservation, handed_off)
                 except HopFailedError as failure:
                     cause = failure.error.reason.lower()
                     if self._num_begun >= self._context.config.max_attempts:
@@ -119,6 +141,11 @@ class ChoiceRun:
                     self._context.admission.wake()
             await self._context.sleep(pause_s)
         return reason
+
+    @property
+    def _num_tokens(self) -> int:
+        """Tokens of the prompt and of the output so far."""
+        return len(self._request.prompt_token_ids) + len(self._output.token_ids)
 
     def _reason_ended(self) -> FinishReason | None:
         """Why the choice has already ended: a worker may break after its last token and before it reports the end."""
@@ -168,31 +195,19 @@ class ChoiceRun:
         self._num_begun += 1
         self._on_placed(self._choice, reservation.placement)
         self._output.begin_attempt()
-        self._context.metrics.observe_queue(reservation.waited_s)
-        self._context.metrics.count_attempt(cause)
+        self._context.metrics.queue_time.observe(reservation.waited_s)
+        self._context.metrics.attempts.labels(cause).inc()
 
-    async def _attempt(self, reservation: Reservation) -> FinishReason:
-        """Prefill and decode once. Raises ``HopFailedError``."""
-        if reservation.prefill is None:
-            return await self._decode(reservation, None)
-        hand_off = await self._prefill(reservation, reservation.prefill)
-        return hand_off if isinstance(hand_off, FinishReason) else await self._decode(reservation, hand_off)
-
-    async def _place_attempt(self, signer: Signer, gang: Gang, reservation: Reservation) -> SignedRun | FinishReason:
-        """Prefill once and sign the decode start. Raises ``HopFailedError``."""
-        signer.check_size(len(self._request.prompt_token_ids) + len(self._output.token_ids))
-        hand_off: HandOff | None = None
-        if reservation.prefill is not None:
-            prefilled = await self._prefill(reservation, reservation.prefill)
-            if isinstance(prefilled, FinishReason):
-                return prefilled
-            hand_off = prefilled
+    async def _sign(self, reservation: Reservation, hand_off: HandOff | None) -> SignedRun:
+        """Sign the decode start. Raises ``HopFailedError``."""
+        signer, gang = self._signer, self._gang
+        assert signer is not None and gang is not None, "it is placed for its client"
         terms = SigningTerms(
             request_id=self._request.request_id,
             choice=self._choice,
             hand_off=hand_off,
             deadline=self._request.deadline,
-            num_first_tokens=len(self._request.prompt_token_ids) + len(self._output.token_ids),
+            num_first_tokens=self._num_tokens,
             is_kept=not gang.is_alone,
         )
         rank = reservation.placement.decode.data_parallel_rank
@@ -211,14 +226,16 @@ class ChoiceRun:
 
     # The prefill hop.
 
-    async def _prefill(self, reservation: Reservation, booking: Booking) -> HandOff | FinishReason:
+    async def _prefill(self, reservation: Reservation) -> HandOff | FinishReason:
         """Prefill on a worker that does not decode: returns the hand-off to decode from, or why the choice has ended.
 
         Raises:
             HopFailedError: the prefill failed, or its outcome is invalid.
             ServingError: the prompt with its media is too long.
         """
-        outcome = await self._prefill_outcome(reservation, booking)
+        rank, booking = reservation.placement.prefill, reservation.prefill
+        assert rank is not None and booking is not None, "it is prefilled elsewhere"
+        outcome = await self._prefill_outcome(rank, booking)
         booking.release()
         try:
             self._learn_prompt(outcome)
@@ -233,10 +250,8 @@ class ChoiceRun:
             raise HopFailedError(Hop.PREFILL, WorkerUnavailableError("the prefill worker handed nothing off"))
         return outcome.hand_off
 
-    async def _prefill_outcome(self, reservation: Reservation, booking: Booking) -> PrefillOutcome:
-        rank, media = reservation.placement.prefill, self._take_media()
-        assert rank is not None
-        began, outcome = time.monotonic(), None
+    async def _prefill_outcome(self, rank: Rank, booking: Booking) -> PrefillOutcome:
+        media, began, outcome = self._take_media(), time.monotonic(), None
         try:
             async with asyncio.timeout(self._context.config.prefill_timeout_s):
                 start = self._start(booking, booking.send(), rank.data_parallel_rank, None, media)
@@ -378,7 +393,7 @@ class ChoiceRun:
         request = self._request
         if media and request.media is not None:
             error = request.media.client_error(error)
-            if isinstance(error, TRANSFER):
+            if isinstance(error, _TRANSFER):
                 request.media.failed(media)
             if isinstance(error, PromptTooLongError):
                 request.media.forget_sizes()
@@ -445,6 +460,95 @@ class BookedSink:
         if num_tokens > self._num_held_tokens:
             self._num_held_tokens = self._booking.hold(num_tokens)
         return is_more_wanted
+
+
+# Where the next attempt should go after one failed; pure.
+
+
+class Hop(StrEnum):
+    """The hop at which an attempt failed."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class HopFailedError(Exception):
+    """An attempt failed at ``hop`` with ``error``; ``pulls_media``: that hop pulls its media's embeddings."""
+
+    def __init__(self, hop: Hop, error: ServingError, *, pulls_media: bool = False) -> None:
+        super().__init__(str(error))
+        self.hop = hop
+        self.error = error
+        self.pulls_media = pulls_media
+
+
+@dataclass
+class RetryHints:
+    """Where the next attempt of one choice should go.
+
+    Attributes:
+        avoid: ids of workers that just failed it.
+        prefer_prefill: after one failed transfer, the rank that has the blocks cached.
+    """
+
+    avoid: set[str] = field(default_factory=set)
+    prefer_prefill: Rank | None = None
+    _num_failures: int = 0
+    _num_failed_transfers: int = 0
+    _num_failed_media_transfers: int = 0
+
+    def note(self, failure: HopFailedError, placement: Placement) -> float:
+        """Learn from ``failure`` and return the seconds to pause before the next attempt.
+
+        Raises:
+            ServingError: the failure's own, when another attempt would fail as well.
+        """
+        error = failure.error
+        if self._is_final(failure, placement):
+            raise error
+        self._num_failures += 1
+        self.prefer_prefill = None
+        if isinstance(error, errors.MediaLostError):
+            pass  # no worker failed: embeddings are kept for less time than a sequence runs
+        elif failure.pulls_media and isinstance(error, _TRANSFER):
+            self._note_media_transfer(placement.prefills_at)
+        elif failure.hop is Hop.PREFILL and placement.prefill is not None:
+            self.avoid.add(placement.prefill.worker_id)
+        elif isinstance(error, _TRANSFER) and placement.prefill is not None:
+            self._note_transfer(placement.prefill)
+        else:
+            self.avoid.add(placement.decode.worker_id)
+        return pause_s(error, self._num_failures)
+
+    def _is_final(self, failure: HopFailedError, placement: Placement) -> bool:
+        if not isinstance(failure.error, errors.PromptTooLongError):
+            return isinstance(failure.error, FINAL)
+        # Workers differ in size, so another may take it. If the worker was already to be avoided, no other was left.
+        rank = placement.prefill if failure.hop is Hop.PREFILL else placement.decode
+        return rank is not None and rank.worker_id in self.avoid
+
+    def _note_media_transfer(self, rank: Rank) -> None:
+        """Blame the encode worker the first time, then the worker that pulls."""
+        self._num_failed_media_transfers += 1
+        if self._num_failed_media_transfers > 1:
+            self.avoid.add(rank.worker_id)
+
+    def _note_transfer(self, prefill: Rank) -> None:
+        self._num_failed_transfers += 1
+        if self._num_failed_transfers == 1:
+            self.prefer_prefill = prefill
+        else:
+            self.avoid.add(prefill.worker_id)
+
+
+async def run_together(works: Sequence[Coroutine[None, None, None]]) -> None:
+    """Run the work of all choices of one request; the first error cancels the others. A single one needs no task."""
+    if len(works) == 1:
+        await works[0]
+        return
+    async with asyncio.TaskGroup() as group:
+        for work in works:
+            group.create_task(work)
 
 
 def draw_standing(request: RouterRequest, num_choices: int, context: RouterContext) -> Standing:
@@ -517,3 +621,14 @@ def _cap_unknown(request: RouterRequest, num_generated: int, num_most_tokens: in
     if pool.num_prefill_tokens:
         num_tokens = min(num_tokens, pool.num_prefill_tokens)
     return max(num_tokens, num_least_tokens)
+
+
+def told_placement(choice: int, placement: Placement) -> ChoicePlacement:
+    """The placement of a choice, as its client gets it."""
+    return ChoicePlacement(
+        choice=choice,
+        prefill=placement.prefill,
+        decode=placement.decode,
+        num_matched_tokens=placement.num_cached_tokens,
+        cost=placement.cost,
+    )

@@ -236,7 +236,7 @@ class Booking:
             self._num_promised = num_promised
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Reservation:
     """A placed attempt's bookings; ``prefill`` is ``None`` if the decode rank prefills itself."""
 

@@ -12,7 +12,6 @@ from quartet.errors import ConfigError
 from quartet.rpc.server import ServerConfig
 from quartet.streams.signed_start import MAX_SIGNED_START_TTL_S
 from quartet.telemetry.logging import LogConfig
-from router.fair_share import check_weights
 from router.media.config import MediaConfig
 from router.policy.create import PolicyConfig
 
@@ -132,3 +131,10 @@ class RouterConfig:
         if not 0 < self.signed_start_ttl_s < MAX_SIGNED_START_TTL_S:
             raise ConfigError(f"signed_start_ttl_s: must be above 0 and below {MAX_SIGNED_START_TTL_S:g}")
         self.server.check_beside(self.http_address, "http_address")
+
+
+def check_weights(weights: Mapping[str, float]) -> None:
+    """Raises ``ConfigError``, naming the field and the tenant, if a weight is not above 0."""
+    for tenant, weight in weights.items():
+        if not 0 < weight < float("inf"):
+            raise ConfigError(f"tenant_weights.{tenant}: must be above 0")

@@ -12,11 +12,10 @@ from quartet.api.fleet import Explanation, RankOption, WorkerState
 from quartet.api.request import GenerateStart
 from quartet.discovery.base import Rank, Role
 from router.admission import Standing
-from router.attempts import make_queued
+from router.attempts import RetryHints, make_queued
 from router.context import RouterContext
 from router.policy.base import Option
 from router.prepare import RouterRequest, run_prepared
-from router.retry import RetryHints
 from router.workers import PoolKey, WorkerTable
 
 _ROLES = frozenset({Role.PREFILL, Role.DECODE})

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from quartet.api.fleet import WorkerState
 from quartet.api.text_cache import MAX_FILES_BYTES, TextCache
@@ -40,9 +39,9 @@ from quartet.events.subscriber import EventSubscriber
 from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaSize
 from quartet.rpc.channels import TlsConfig, create_channel, watch_connection
-from quartet.streams.client import DecodeCall, DecodeClient, PrefillCall, PrefillClient
+from quartet.streams.client import DecodeCall, DecodeClient, PrefillCall, PrefillClient, RunningDecode
 from quartet.streams.encode_client import EncodeCall, EncodeClient
-from quartet.streams.messages import DecodeFinished, DecodeSink, EncodeStart, PrefillOutcome, WorkerStart
+from quartet.streams.messages import DecodeSink, EncodeStart, PrefillOutcome, WorkerStart
 from quartet.streams.worker_client import WorkerClient
 from quartet.telemetry.metrics import RouterMetrics
 from quartet.text.chat_template import read_template_file
@@ -54,6 +53,8 @@ from router.kv_index.feed import KvJoins
 from router.workers import PoolKey, WorkerTable
 
 logger = logging.getLogger(__name__)
+
+RequestsT = TypeVar("RequestsT", DecodeClient, PrefillClient, EncodeClient)
 
 _WORKER_ROLES = frozenset({Role.ENCODE, Role.PREFILL, Role.DECODE})
 
@@ -99,7 +100,7 @@ class Fleet:
         self._tls = tls
         self._kv = kv
         on_kv = None if kv is None else kv.take_batch
-        self._subscriber = EventSubscriber(self._take_load, metrics.count_malformed_event, on_kv, key=events_key)
+        self._subscriber = EventSubscriber(self._take_load, metrics.malformed_events.inc, on_kv, key=events_key)
         self._connections: dict[WorkerKey, WorkerConnection] = {}
         self._probes: dict[WorkerKey, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -115,24 +116,15 @@ class Fleet:
 
     def encode(self, rank: Rank, start: EncodeStart, on_encoded: Callable[[HandOff], None]) -> EncodeCall:
         """Start to encode. Raises ``WorkerUnavailableError`` when the worker is gone."""
-        connection = self._connections.get(WorkerKey(role=Role.ENCODE, worker_id=rank.worker_id))
-        if not isinstance(connection, EncodeConnection):
-            raise _gone(rank.worker_id)
-        return connection.start(start, on_encoded)
+        return self._requests(Role.ENCODE, rank.worker_id, EncodeClient).start(start, on_encoded)
 
     def prefill(self, rank: Rank, start: WorkerStart) -> PrefillCall:
         """Start a prefill. Raises ``WorkerUnavailableError`` when the worker is gone."""
-        connection = self._connections.get(WorkerKey(role=Role.PREFILL, worker_id=rank.worker_id))
-        if not isinstance(connection, PrefillConnection):
-            raise _gone(rank.worker_id)
-        return connection.start(start)
+        return self._requests(Role.PREFILL, rank.worker_id, PrefillClient).start(start)
 
     def decode(self, rank: Rank, start: WorkerStart, sink: DecodeSink) -> DecodeCall:
         """Start a decode. Raises ``WorkerUnavailableError`` when the worker is gone."""
-        connection = self._connections.get(WorkerKey(role=Role.DECODE, worker_id=rank.worker_id))
-        if not isinstance(connection, DecodeConnection):
-            raise _gone(rank.worker_id)
-        return connection.start(start, sink)
+        return self._requests(Role.DECODE, rank.worker_id, DecodeClient).start(start, sink)
 
     def keep(self, hand_off: HandOff) -> PullClaim:
         """Renew ``hand_off`` until stopped. Raises ``TransferError`` when closing."""
@@ -145,6 +137,12 @@ class Fleet:
         except TransferError:
             return  # closing: the hand-off expires
         self._spawn(claim.release())
+
+    def _requests(self, role: Role, worker_id: str, kind: type[RequestsT]) -> RequestsT:
+        connection = self._connections.get(WorkerKey(role, worker_id))
+        if connection is None or connection.is_closed or not isinstance(connection.requests, kind):
+            raise WorkerUnavailableError(f"worker {worker_id} is gone")
+        return connection.requests
 
     # Following the workers.
 
@@ -209,18 +207,11 @@ class Fleet:
             self._leave(known.record)
         if record.key not in self._connections:
             logger.info("worker %s at %s, epoch %x", record.worker_id, record.grpc_address, record.epoch)
-            self._connections[record.key] = self._connect(record)
+            self._connections[record.key] = WorkerConnection(record, self._tls, self._lost, self._broken, self.drop)
             if self._kv is not None:
                 self._kv.enter(record, self._connections[record.key].client)
             self._listen(record)
         self._must_tend.set()
-
-    def _connect(self, record: WorkerRecord) -> WorkerConnection:
-        if record.role is Role.DECODE:
-            return DecodeConnection(record, self._tls, self._lost, self._broken)
-        if record.role is Role.PREFILL:
-            return PrefillConnection(record, self._tls, self._lost, self._broken, self.drop)
-        return EncodeConnection(record, self._tls, self._lost, self.drop)
 
     def _listen(self, record: WorkerRecord) -> None:
         if not record.events_address:
@@ -319,151 +310,68 @@ class Fleet:
         task.add_done_callback(self._background.discard)
 
 
-class WorkerConnection(ABC):
-    """One channel to one life of one worker; each role's subclass starts its requests.
+class WorkerConnection:
+    """One channel to one life of one worker.
 
     Attributes:
         record: of the life to which this connects.
         client: asks the worker about itself.
+        requests: starts requests there. Its stream opens with the first one; each encode has a stream of its own.
+        is_closed: ``close`` was called.
     """
 
-    def __init__(self, record: WorkerRecord, tls: TlsConfig | None, on_lost: Callable[[WorkerRecord], None]) -> None:
+    def __init__(
+        self,
+        record: WorkerRecord,
+        tls: TlsConfig | None,
+        on_lost: Callable[[WorkerRecord], None],
+        on_broken: Callable[[WorkerRecord, ServingError], None],
+        drop: Callable[[HandOff], None],
+    ) -> None:
         """Connect at the first use.
 
-        ``on_lost`` is called when the connection is lost while no stream is open on it, so the router also notices the
-        death of a worker that serves only clients.
+        Args:
+            record: what discovery says of the worker.
+            tls: to dial it with.
+            on_lost: called when the connection is lost while no stream is open on it, so the router also notices the
+                death of a worker that serves only clients.
+            on_broken: called when the stream breaks, unless ``close`` broke it.
+            drop: gets hand-offs whose requests have ended.
         """
         self.record = record
+        self.is_closed = False
         self._channel = create_channel(record.grpc_address, tls)
         self.client = WorkerClient(self._channel)
+        self.requests: DecodeClient | PrefillClient | EncodeClient
+        if record.role is Role.DECODE:
+            self.requests = DecodeClient(record.worker_id, self._channel, self._broken)
+        elif record.role is Role.PREFILL:
+            self.requests = PrefillClient(record.worker_id, self._channel, self._broken, drop)
+        else:
+            self.requests = EncodeClient(record.worker_id, self._channel, drop)
         self._on_lost = on_lost
+        self._on_broken = on_broken
         self._watching = asyncio.create_task(
             watch_connection(self._channel, self._lost), name=f"connection to {record.worker_id}"
         )
-        self._is_closed = False
 
     async def close(self) -> None:
         """Break the stream: requests on it fail with ``WorkerUnavailableError`` and continue on other workers."""
-        self._is_closed = True
+        self.is_closed = True
         self._watching.cancel()
         await asyncio.wait([self._watching])
-        await self._close_requests()
+        await self.requests.close()
         await self._channel.close()
 
-    @abstractmethod
-    async def _close_requests(self) -> None:
-        """Break the streams that requests use."""
-
-    @property
-    @abstractmethod
-    def _has_stream(self) -> bool:
-        """Whether a stream is open that reports by itself when it breaks."""
-
-    def _check_open(self) -> None:
-        """Raises ``WorkerUnavailableError``: this is closed."""
-        if self._is_closed:
-            raise _gone(self.record.worker_id)
-
     def _lost(self) -> None:
-        # A stream may stay open after new ones are no longer accepted.
-        if not self._has_stream:
+        # An open stream reports by itself when it breaks, and may stay open after new ones are no longer accepted.
+        # Without one, a lost connection's encodes fail by themselves.
+        if isinstance(self.requests, EncodeClient) or not self.requests.is_open:
             self._on_lost(self.record)
 
-
-class DecodeConnection(WorkerConnection):
-    """To a decode worker; it opens its stream with the first decode."""
-
-    def __init__(
-        self,
-        record: WorkerRecord,
-        tls: TlsConfig | None,
-        on_lost: Callable[[WorkerRecord], None],
-        on_broken: Callable[[WorkerRecord, ServingError], None],
-    ) -> None:
-        """As in ``WorkerConnection``; ``on_broken`` is called when the stream breaks, unless ``close`` broke it."""
-        super().__init__(record, tls, on_lost)
-        self._on_broken = on_broken
-        self._requests = DecodeClient(record.worker_id, self._channel, self._broken)
-
-    def start(self, start: WorkerStart, sink: DecodeSink) -> DecodeCall:
-        """Start a decode with outputs to ``sink``. Raises ``WorkerUnavailableError`` when this is closed."""
-        self._check_open()
-        return self._requests.start(start, sink)
-
-    async def _close_requests(self) -> None:
-        await self._requests.close()
-
-    @property
-    def _has_stream(self) -> bool:
-        return self._requests.is_open
-
     def _broken(self, error: ServingError) -> None:
-        if not self._is_closed:
+        if not self.is_closed:
             self._on_broken(self.record, error)
-
-
-class PrefillConnection(WorkerConnection):
-    """To a prefill worker; it opens its stream with the first prefill."""
-
-    def __init__(
-        self,
-        record: WorkerRecord,
-        tls: TlsConfig | None,
-        on_lost: Callable[[WorkerRecord], None],
-        on_broken: Callable[[WorkerRecord, ServingError], None],
-        drop: Callable[[HandOff], None],
-    ) -> None:
-        """As in ``DecodeConnection``; ``drop`` gets hand-offs whose requests have ended."""
-        super().__init__(record, tls, on_lost)
-        self._on_broken = on_broken
-        self._requests = PrefillClient(record.worker_id, self._channel, self._broken, drop)
-
-    def start(self, start: WorkerStart) -> PrefillCall:
-        """Start a prefill. Raises ``WorkerUnavailableError`` when this is closed."""
-        self._check_open()
-        return self._requests.start(start)
-
-    async def _close_requests(self) -> None:
-        await self._requests.close()
-
-    @property
-    def _has_stream(self) -> bool:
-        return self._requests.is_open
-
-    def _broken(self, error: ServingError) -> None:
-        if not self._is_closed:
-            self._on_broken(self.record, error)
-
-
-class EncodeConnection(WorkerConnection):
-    """To an encode worker; each request has a stream of its own."""
-
-    def __init__(
-        self,
-        record: WorkerRecord,
-        tls: TlsConfig | None,
-        on_lost: Callable[[WorkerRecord], None],
-        drop: Callable[[HandOff], None],
-    ) -> None:
-        """As in ``WorkerConnection``; ``drop`` gets hand-offs whose requests have ended."""
-        super().__init__(record, tls, on_lost)
-        self._requests = EncodeClient(record.worker_id, self._channel, drop)
-
-    def start(self, start: EncodeStart, on_encoded: Callable[[HandOff], None]) -> EncodeCall:
-        """Start to encode. Raises ``WorkerUnavailableError`` when this is closed."""
-        self._check_open()
-        return self._requests.start(start, on_encoded)
-
-    async def _close_requests(self) -> None:
-        await self._requests.close()
-
-    @property
-    def _has_stream(self) -> bool:
-        return False  # when the connection is lost, its encodes fail by themselves
-
-
-def _gone(worker_id: str) -> WorkerUnavailableError:
-    return WorkerUnavailableError(f"worker {worker_id} is gone")
 
 
 # The seam of the pipeline: hops to workers, and the text side of models.
@@ -481,17 +389,8 @@ class PrefillHop(Protocol):
         ...
 
 
-class DecodeHop(Protocol):
+class DecodeHop(RunningDecode, Protocol):
     """One decode under way."""
-
-    @property
-    def heard_at(self) -> float | None:
-        """When the worker's last message about it came, in monotonic seconds; ``None`` before the first."""
-        ...
-
-    async def outcome(self) -> DecodeFinished | None:
-        """Wait for its end; ``None``: the sink wanted no more tokens. Raises ``ServingError`` when it failed."""
-        ...
 
     def cancel(self) -> None:
         """End it early; harmless after its end."""

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 from quartet.api.answer import AnswerSink
 from quartet.api.fleet import Explanation
-from quartet.api.output import RunningChoices
+from quartet.api.output import ChoiceOutput, RunningChoices
 from quartet.api.placement import PlacedRequest
 from quartet.api.request import Accepted, ChoicePlacement, GenerateStart, Resume
 from quartet.errors import NoSigningKeyError, ServingError
-from router.attempts import ChoiceRun, draw_standing
+from router.admission import Standing
+from router.attempts import ChoiceRun, draw_standing, run_together, told_placement
 from router.context import RouterContext
 from router.explain import explain
-from router.place import PlaceRun, told_placement
+from router.place import PlaceRun
 from router.policy.base import Placement
 from router.prepare import RouterRequest, run_prepared
-from router.request_log import RequestLog, outcome_of
+from router.request_log import RequestLog
 
 
 class Pipeline:
@@ -38,9 +38,8 @@ class Pipeline:
         self, start: GenerateStart, sink: AnswerSink, *, resume: Resume | None = None, traceparent: str = ""
     ) -> GenerateRun:
         """Run a request; its answer goes to ``sink``, and so does its failure."""
-        run = GenerateRun(RouterRequest(start, resume, traceparent), self._context, sink)
+        run = GenerateRun(RouterRequest(start, resume, traceparent), self._context, sink, self._running.discard)
         self._running.add(run)
-        run.begin(self._running.discard)
         return run
 
     async def place(
@@ -75,41 +74,35 @@ class Pipeline:
 class GenerateRun:
     """One request, from arrival to the end of all its choices."""
 
-    def __init__(self, request: RouterRequest, context: RouterContext, sink: AnswerSink) -> None:
-        """Prepare the run; ``begin`` starts it."""
+    def __init__(
+        self, request: RouterRequest, context: RouterContext, sink: AnswerSink, on_end: Callable[[GenerateRun], None]
+    ) -> None:
+        """Begin to run; ``on_end`` is called once the request has ended and holds nothing any more."""
         self._request = request
         self._context = context
         self._sink = sink
         self._choices = RunningChoices(request.choices, sink, request.arrived_at)
         self._log = RequestLog(request, context.metrics)
         self._placed_choices: set[int] = set()
-        self._work: asyncio.Task[None] | None = None
-        self._on_end: Callable[[GenerateRun], None] | None = None
+        self._on_end = on_end
         self._is_cancelled = False
         self._abort_error: ServingError | None = None
-
-    def begin(self, on_end: Callable[[GenerateRun], None]) -> None:
-        """Run; ``on_end`` is called once it has ended and holds nothing any more."""
-        self._on_end = on_end
-        work = run_prepared(self._request, self._context, self._generate, late="did not end")
-        self._work = asyncio.create_task(work, name=f"request-{self._request.request_id}")
+        work = run_prepared(request, context, self._generate, late="did not end")
+        self._work = asyncio.create_task(work, name=f"request-{request.request_id}")
         self._work.add_done_callback(self._settle)
 
     def cancel(self) -> None:
         """End it early: each choice that has not ended ends as CANCELLED."""
         self._is_cancelled = True
-        assert self._work is not None, "it has begun"
         self._work.cancel()
 
     def abort(self, error: ServingError) -> None:
         """End it with ``error``."""
         self._abort_error = error
-        assert self._work is not None, "it has begun"
         self._work.cancel()
 
     async def drop(self) -> None:
         """The client no longer reads: end it, and wait until it holds nothing. Harmless after its end."""
-        assert self._work is not None, "it has begun"
         if not self._work.done():
             self._work.cancel()
             await asyncio.wait([self._work])
@@ -120,13 +113,8 @@ class GenerateRun:
         error = self._choices.settle(
             work, cancelled=self._accept_cancelled if is_cancelled else None, dropped=self._abort_error
         )
-        for finished in self._choices.finished:
-            self._log.finished(finished)
-        if error is not None:
-            self._log.failed(outcome_of(error))
-        self._log.write(time.monotonic() - self._request.arrived_at)
-        if self._on_end is not None:
-            self._on_end(self)
+        self._log.write(self._choices.finished, error)
+        self._on_end(self)
 
     async def _generate(self, request: RouterRequest) -> None:
         context = self._context
@@ -139,26 +127,17 @@ class GenerateRun:
         if request.resume is not None:
             outputs[request.resume.choice].resume(request.resume)
         standing = draw_standing(request, len(outputs), context)
-        runs = {
-            choice: ChoiceRun(request, choice, output, context, standing, self._placed)
-            for choice, output in outputs.items()
-        }
-        if len(runs) == 1:
-            for choice, run in runs.items():
-                await self._run_choice(choice, run)
-            return
-        async with asyncio.TaskGroup() as group:
-            for choice, run in runs.items():
-                group.create_task(self._run_choice(choice, run))
+        works = [self._run_choice(choice, output, standing) for choice, output in outputs.items()]
+        await run_together(works)
 
-    async def _run_choice(self, choice: int, run: ChoiceRun) -> None:
-        reason = await run.run()
+    async def _run_choice(self, choice: int, output: ChoiceOutput, standing: Standing) -> None:
+        reason = await ChoiceRun(self._request, choice, output, self._context, standing, self._placed).run()
         if not self._choices.is_accepted:
             self._choices.accept(self._accepted())  # the resumed request had nothing left to do
-        self._choices.finish(self._choices.outputs[choice].finish(reason))
+        self._choices.finish(output.finish(reason))
 
     def _placed(self, choice: int, placement: Placement) -> None:
-        self._log.placed(placement)
+        self._log.placement = placement
         if choice in self._placed_choices:
             return  # a later attempt: the client knows only the first placement
         self._placed_choices.add(choice)

@@ -9,17 +9,18 @@ from dataclasses import replace
 
 from quartet.api.output import ChoiceOutput, first_error
 from quartet.api.placement import PlacedChoice, PlacedRequest
-from quartet.api.request import ChoicePlacement, TextOptions
+from quartet.api.request import ChoiceFinished, TextOptions
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import ServingError, UnsupportedFieldError
+from quartet.streams.messages import SignedPlacement
 from router.admission import Standing
-from router.attempts import ChoiceRun, draw_standing
+from router.attempts import ChoiceRun, draw_standing, run_together, told_placement
 from router.context import RouterContext
 from router.media.request import RequestMedia
 from router.policy.base import Placement
 from router.prepare import RouterRequest, run_prepared
-from router.request_log import RequestLog, outcome_of
+from router.request_log import RequestLog
 from router.signing import Gang, SignedRun, Signer
 from router.workers import PoolKey
 
@@ -37,6 +38,7 @@ class PlaceRun:
         self._signer = signer
         self._log = RequestLog(request, context.metrics, path="place")
         self._choices: dict[int, _Choice] = {}
+        self._told: Sequence[SignedPlacement | ChoiceFinished] = ()  # what the client gets for each choice
         self._task: asyncio.Task[object] | None = None
         self._abort_error: ServingError | None = None
 
@@ -57,13 +59,12 @@ class PlaceRun:
             placed = await run_prepared(self._request, self._context, self._place, late="was not placed")
         except BaseException as error:
             shown = self._abort_error or first_error(error) or error
-            self._log.failed(outcome_of(shown))
             self._let_go()
+            self._write_log(shown)
             if shown is error:
                 raise
             raise shown from error
-        finally:
-            self._log.write(time.monotonic() - self._request.arrived_at)
+        self._write_log(None)
         return placed
 
     def add(
@@ -79,8 +80,7 @@ class PlaceRun:
         await self._place_choices(request)
         choices = self._choices.values()
         placed = tuple(choice.placed() for choice in choices)
-        for choice in placed:
-            self._log.placed_for_client(choice)
+        self._told = [choice.next for choice in placed]
         return PlacedRequest(
             request_id=request.request_id,
             attempt=max(choice.last_attempt for choice in choices),
@@ -112,13 +112,7 @@ class PlaceRun:
     async def _place_choices(self, request: RouterRequest) -> None:
         choices = self._choices.values()
         standing, gang = draw_standing(request, len(choices), self._context), Gang(len(choices))
-        if len(choices) == 1:
-            for choice in choices:
-                await self._place_choice(request, choice, standing, gang)
-            return
-        async with asyncio.TaskGroup() as group:
-            for choice in choices:
-                group.create_task(self._place_choice(request, choice, standing, gang))
+        await run_together([self._place_choice(request, choice, standing, gang) for choice in choices])
 
     async def _place_choice(self, request: RouterRequest, choice: _Choice, standing: Standing, gang: Gang) -> None:
         avoid: frozenset[str] = frozenset()
@@ -130,7 +124,11 @@ class PlaceRun:
 
     def _placed(self, number: int, placement: Placement) -> None:
         self._choices[number].placement = placement
-        self._log.placed(placement)
+        self._log.placement = placement
+
+    def _write_log(self, error: BaseException | None) -> None:
+        finished = [told for told in self._told if isinstance(told, ChoiceFinished)]
+        self._log.write(finished, error, num_given_to_client=len(self._told) - len(finished))
 
     def _let_go(self) -> None:
         for choice in self._choices.values():
@@ -173,14 +171,3 @@ class _Choice:
             prefill_s=times.prefill_s,
             prefill_queue_s=times.prefill_queue_s,
         )
-
-
-def told_placement(choice: int, placement: Placement) -> ChoicePlacement:
-    """The placement of a choice, as its client gets it."""
-    return ChoicePlacement(
-        choice=choice,
-        prefill=placement.prefill,
-        decode=placement.decode,
-        num_matched_tokens=placement.num_cached_tokens,
-        cost=placement.cost,
-    )

@@ -216,9 +216,9 @@ class RouterRequest:
         max_tokens = given.max_tokens if self.num_placeholders else self.max_output_tokens
         if given.max_tokens == max_tokens and stop_token_ids == given.stop_token_ids:
             return given
-        # `replace` would check every field once more, at twice the cost.
-        sampling = copy.copy(given)
-        vars(sampling).update(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+        # `replace` would check every field once more, at five times the cost.
+        sampling = object.__new__(Sampling)
+        vars(sampling).update(vars(given), max_tokens=max_tokens, stop_token_ids=stop_token_ids)
         return sampling
 
     def sequence_hashes(self, generated: Sequence[int]) -> Sequence[int]:

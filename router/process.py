@@ -20,11 +20,9 @@ from quartet.rpc.server import RpcServer, StalledCalls
 from quartet.streams.signed_start import SigningKeys
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, monitor_event_loop_lag
-from quartet.telemetry.routing_metrics import RoutingMetrics
-from router.admission import Admission
+from router.admission import Admission, FairShare
 from router.config import RouterConfig
 from router.context import RouterContext
-from router.fair_share import FairShare
 from router.fleet import Fleet, read_chat_template
 from router.generate import Pipeline
 from router.kv_index.feed import KvJoins
@@ -52,7 +50,6 @@ class RouterProcess:
         self._config = config
         self._registry = CollectorRegistry()
         self._metrics = RouterMetrics(self._registry)
-        self._routing_metrics = RoutingMetrics(self._registry)
         self._stalled = StalledCalls(config.stall_timeout_s)
         self._signing_keys = None if config.signing_keys_file is None else SigningKeys(config.signing_keys_file)
         self._events_key = None if config.events_key_file is None else read_events_key(config.events_key_file)
@@ -78,8 +75,8 @@ class RouterProcess:
             router_id = f"router-{secrets.token_hex(8)}"
             table = WorkerTable(router_id, heartbeat_timeout_s=config.heartbeat_timeout_s)
             index = PrefixIndex()
-            kv = KvJoins(index, count=self._routing_metrics.count_snapshot)
-            self._routing_metrics.watch_index(
+            kv = KvJoins(index, count=lambda outcome: self._metrics.snapshots.labels(outcome).inc())
+            self._metrics.watch_index(
                 lambda: kv.num_live, lambda: index.num_blocks(Tier.DEVICE), lambda: index.num_predicted_blocks
             )
             fleet = Fleet(
@@ -157,7 +154,7 @@ class RouterProcess:
     def _pipeline(self, table: WorkerTable, fleet: Fleet, index: PrefixIndex, fetcher: MediaFetcher) -> Pipeline:
         config = self._config
         admission = Admission(
-            table, create_policy(config.policy, random.Random()), config.admission, index, self._routing_metrics
+            table, create_policy(config.policy, random.Random()), config.admission, index, self._metrics
         )
         table.listen(admission.wake)
         encode = EncodeTools(

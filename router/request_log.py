@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 
 from quartet.api.output import ChoiceOutput
-from quartet.api.placement import PlacedChoice
 from quartet.api.request import ChoiceFinished, TimeBreakdown, Usage
 from quartet.errors import ServingError
 from quartet.telemetry.logging import FinishedRequest, log_request
@@ -24,60 +24,55 @@ _TIMES = tuple(item.name for item in fields(TimeBreakdown))
 
 
 class RequestLog:
-    """Notes what happens to one request, and writes it when the request has ended."""
+    """Notes what happens to one request, and writes it when the request has ended.
+
+    Attributes:
+        placement: where the last attempt began; ``None``: none has begun.
+    """
 
     def __init__(self, request: RouterRequest, metrics: RouterMetrics, *, path: str = "") -> None:
         """``path``: how the client gets the tokens, if not through the call itself."""
+        self.placement: Placement | None = None
         self._path = path
         self._request = request
         self._metrics = metrics
         self._is_prepared = False
-        self._placement: Placement | None = None
         self._outputs: Collection[ChoiceOutput] = ()
-        self._finished: list[ChoiceFinished] = []
-        self._num_given_to_client = 0
-        self._failure = ""
 
     def prepared(self, outputs: Collection[ChoiceOutput]) -> None:
         """The request is checked and tokenized; ``outputs`` know what each choice used, however it ends."""
         self._is_prepared = True
         self._outputs = outputs
-        self._metrics.observe_tokenize(self._request.tokenize_s)
+        self._metrics.tokenize_time.observe(self._request.tokenize_s)
 
-    def placed(self, placement: Placement) -> None:
-        """An attempt begins at ``placement``."""
-        self._placement = placement
+    def write(
+        self, finished: Sequence[ChoiceFinished], error: BaseException | None = None, *, num_given_to_client: int = 0
+    ) -> None:
+        """Write the line and update the metrics; called once, at the end.
 
-    def finished(self, finished: ChoiceFinished) -> None:
-        """One choice ended."""
-        self._finished.append(finished)
-
-    def placed_for_client(self, placed: PlacedChoice) -> None:
-        """The client got the end of one choice, or where to continue it."""
-        if isinstance(placed.next, ChoiceFinished):
-            self.finished(placed.next)
+        Args:
+            finished: the ends of the choices that ended well.
+            error: the error with which the request failed.
+            num_given_to_client: choices that their client continues.
+        """
+        request, outputs, failure = self._request, self._outputs, "" if error is None else _outcome_of(error)
+        if len(finished) == len(outputs):  # their ends have all figures
+            usages = [one.usage for one in finished]
+            times = [one.time for one in finished]
         else:
-            self._num_given_to_client += 1
-
-    def failed(self, outcome: str) -> None:
-        """The request failed; ``outcome`` is the error's reason in lower case."""
-        self._failure = outcome
-
-    def write(self, total_s: float) -> None:
-        """Write the line and update the metrics; called once, at the end."""
-        if len(self._finished) == len(self._outputs):  # their ends have all figures
-            usages = [finished.usage for finished in self._finished]
-            times = [finished.time for finished in self._finished]
-        else:
-            usages = [output.usage() for output in self._outputs]
-            times = [output.time_breakdown() for output in self._outputs]
-        used, longest, start = _summed(usages), _longest(times), self._request.start
-        self._count_outcomes()
-        if used is not None:
-            self._count_use(used, usages, times)
+            usages = [output.usage() for output in outputs]
+            times = [output.time_breakdown() for output in outputs]
+        outcomes = [*(one.reason for one in finished), *[_PLACED] * num_given_to_client]
+        if failure:
+            # Before the request is prepared, its number of choices is only the client's claim.
+            num_failed = len(outputs) - len(finished) if self._is_prepared else 1
+            outcomes += [failure] * num_failed
+        for outcome in outcomes:
+            self._metrics.requests.labels(outcome).inc()
+        used, longest, start = _summed(usages), _longest(times), request.start
         line = FinishedRequest(
-            request_id=self._request.request_id,
-            outcome=self._outcome(),
+            request_id=request.request_id,
+            outcome=failure or ",".join(sorted(set(outcomes))) or "cancelled",
             path=self._path,
             tenant=start.tenant,
             client_request_id=start.client_request_id,
@@ -89,53 +84,35 @@ class RequestLog:
             decode_queue_s=longest.decode_queue_s,
             transfer_s=longest.transfer_s,
             first_token_s=longest.first_token_s,
-            total_s=total_s,
+            total_s=time.monotonic() - request.arrived_at,
         )
         if self._is_prepared:
-            line.model = self._request.pool.key.model_name
-            line.encode_worker = self._request.encode_worker
-            line.tokenize_s = self._request.tokenize_s
+            line.model = request.pool.key.model_name
+            line.encode_worker = request.encode_worker
+            line.tokenize_s = request.tokenize_s
         if used is not None:
+            self._count_use(used, usages, () if num_given_to_client else times)
             line.num_prompt_tokens, line.num_cached_tokens = used.num_prompt_tokens, used.num_cached_tokens
             line.num_output_tokens, line.num_attempts = used.num_output_tokens, used.num_attempts
-        if self._placement is not None:
-            line.prefill_worker = "" if self._placement.prefill is None else self._placement.prefill.worker_id
-            line.decode_worker = self._placement.decode.worker_id
+        if self.placement is not None:
+            line.prefill_worker = "" if self.placement.prefill is None else self.placement.prefill.worker_id
+            line.decode_worker = self.placement.decode.worker_id
         log_request(logger, line)
 
-    def _outcome(self) -> str:
-        if self._failure:
-            return self._failure
-        outcomes = {finished.reason.value for finished in self._finished}
-        if self._num_given_to_client:
-            outcomes.add(_PLACED)
-        return ",".join(sorted(outcomes)) or "cancelled"
-
-    def _count_outcomes(self) -> None:
-        for finished in self._finished:
-            self._metrics.count_request(finished.reason.value)
-        for _ in range(self._num_given_to_client):
-            self._metrics.count_request(_PLACED)
-        if not self._failure:
-            return
-        # Before the request is prepared, its number of choices is only the client's claim.
-        num_failed = len(self._outputs) - len(self._finished) if self._is_prepared else 1
-        for _ in range(num_failed):
-            self._metrics.count_request(self._failure)
-
     def _count_use(self, used: Usage, usages: Sequence[Usage], times: Sequence[TimeBreakdown]) -> None:
+        """Count tokens and durations; ``times`` are empty if the router does not see the end."""
         model = self._metrics.for_model(self._request.pool.key.model_name)
-        if self._placement is not None:
+        if self.placement is not None:
             # The choices share one prompt.
             model.prompt_tokens.inc(used.num_prompt_tokens)
             model.cached_tokens.inc(used.num_cached_tokens)
-        for usage, time in zip(usages, times, strict=True):
+        for usage in usages:
             model.output_tokens.inc(usage.num_output_tokens)
-            if not self._num_given_to_client:  # otherwise the router does not see its end
-                model.duration.observe(time.total_s or 0.0)
+        for spent in times:
+            model.duration.observe(spent.total_s or 0.0)
 
 
-def outcome_of(error: BaseException) -> str:
+def _outcome_of(error: BaseException) -> str:
     """The outcome of a request that ended with ``error``, as one word."""
     if isinstance(error, ServingError):
         return error.reason.lower()

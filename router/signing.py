@@ -12,6 +12,7 @@ from quartet.errors import ServingError
 from quartet.kvcache.layout import HandOff
 from quartet.streams.messages import SignedPlacement, WorkerStart
 from quartet.streams.signed_start import Keys, check_signed_size, sign
+from quartet.streams.wakeable import result_if_done
 from router.book import PlacedBooking, Reservation
 from router.fleet import Hops
 from router.workers import WorkerTable
@@ -194,8 +195,8 @@ class Gang:
             return await ready.signed
         except asyncio.CancelledError:
             # The member may have been signed at the very moment of its cancellation.
-            if ready.signed.done() and not ready.signed.cancelled() and ready.signed.exception() is None:
-                ready.signed.result().booking.release()
+            if (run := result_if_done(ready.signed)) is not None:
+                run.booking.release()
             raise
         finally:
             if ready in self._ready:

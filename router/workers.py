@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from typing import NamedTuple
 
 from quartet.api.fleet import WorkerState, WorkerStatus
 from quartet.discovery.base import Rank, Role, WorkerKey, WorkerRecord
 from quartet.errors import UnsupportedFieldError, WorkerUnavailableError
-from quartet.events.load import PlacementProgress, RankLoad, WorkerLoad
-from quartet.events.step_time import StepTime
+from quartet.events.load import PlacementProgress, RankLoad, StepTime, WorkerLoad
 from quartet.media.items import TAKES_HAND_OFF, MediaItem
 from router.book import Booking, Reservation, WorkerBook, numbering
 from router.policy.base import DEFAULT_MAX_STEP_TOKENS, Candidate, Peers, Pending, Placement, Snapshot
@@ -38,8 +38,7 @@ _ACTIVE_S = 10.0
 _HAND_OFF = frozenset({TAKES_HAND_OFF})
 
 
-@dataclass(frozen=True, order=True)
-class PoolKey:
+class PoolKey(NamedTuple):
     """Workers of one pool can stand in for each other; pools are never mixed."""
 
     model_name: str
@@ -59,6 +58,7 @@ class WorkerTable:
         # Both are computed when next needed and kept until a state changes; only ``tick`` notices silence.
         self._pools: dict[PoolKey, Pool] | None = None
         self._ready: dict[PoolKey, _Ready] = {}
+        self._states: list[WorkerState] = []  # of all workers, as of the last ``tick``
 
     def listen(self, on_change: Callable[[], None]) -> Callable[[], None]:
         """Call ``on_change`` after each change that may let more requests run, or that changes a status.
@@ -139,7 +139,9 @@ class WorkerTable:
             worker.book.placed.poll(now)
             worker.poll(now)
         self._peers.poll(now)
-        self._changed()
+        states = [worker.state(now, self._heartbeat_timeout_s) for worker in self._workers.values()]
+        is_same, self._states = states == self._states, states
+        self._changed(keep_pools=is_same)
 
     def pools(self, now: float) -> list[Pool]:
         """All pools, sorted."""
@@ -241,7 +243,7 @@ class WorkerTable:
         return worker if worker is not None and worker.record.epoch == epoch else None
 
     def _take(self, worker: KnownWorker, load: WorkerLoad, now: float) -> None:
-        state, num_tokens = worker.state(now, self._heartbeat_timeout_s), worker.num_rank_tokens
+        before = worker.state(now, self._heartbeat_timeout_s), worker.num_rank_tokens
         worker.on_load(load, now)
         self._peers.on_report(load, now)
         if worker.cut_at is not None and now - worker.cut_at > _LAST_REPORTS_S:
@@ -253,8 +255,8 @@ class WorkerTable:
             arrived_number=load.router_arrivals.get(name, 0),
         )
         # Dozens of reports come each second; few of them change a pool.
-        is_same = (state, num_tokens) == (worker.state(now, self._heartbeat_timeout_s), worker.num_rank_tokens)
-        self._changed(keep_pools=is_same)
+        after = worker.state(now, self._heartbeat_timeout_s), worker.num_rank_tokens
+        self._changed(keep_pools=before == after)
 
     def _is_ready(self, worker: KnownWorker, now: float) -> bool:
         return worker.state(now, self._heartbeat_timeout_s) is WorkerState.READY

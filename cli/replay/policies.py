@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from quartet.discovery.base import Rank
 from quartet.errors import InvalidRequestError
 from router.policy.base import Candidate, Decision, Option, Pending, Placement, Policy, Snapshot
 from router.policy.greedy import LeastLoadedPolicy, PowerOfTwoPolicy, RoundRobinPolicy
@@ -16,7 +17,7 @@ from router.policy.kv_aware import KvAwarePolicy
 MakePolicy: TypeAlias = Callable[[random.Random], Policy]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class ReplayCandidate(Candidate):
     """What a replay's router knows of one rank, with what only ``DynamoPolicy`` goes by.
 
@@ -51,15 +52,13 @@ class DynamoPolicy:
 
     def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
         """Assign all of ``waiting``, each as if the earlier ones had been sent already."""
-        placements, sent = list[Placement](), dict[Candidate, list[Pending]]()
+        placements, sent = list[Placement](), dict[Rank, list[Pending]]()
         for pending in waiting:
-            costs = [sum(self._terms(pending, rank, sent.get(rank, ())).values()) for rank in snapshot.decode]
+            costs = [sum(self._terms(pending, one, sent.get(one.rank, ())).values()) for one in snapshot.decode]
             least = min(costs)
-            chosen = self._rng.choice(
-                [rank for rank, cost in zip(snapshot.decode, costs, strict=True) if cost == least]
-            )
-            num_cached_tokens = _num_cached_tokens(pending, chosen, sent.get(chosen, ()))
-            sent.setdefault(chosen, []).append(pending)
+            chosen = self._rng.choice([one for one, cost in zip(snapshot.decode, costs, strict=True) if cost == least])
+            num_cached_tokens = _num_cached_tokens(pending, chosen, sent.get(chosen.rank, ()))
+            sent.setdefault(chosen.rank, []).append(pending)
             placements.append(Placement(None, chosen.rank, num_cached_tokens, least))
         return Decision(placements)
 

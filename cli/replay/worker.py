@@ -17,7 +17,7 @@ from quartet.engine.scheduler import Pull, Scheduler, SchedulerConfig
 from quartet.engine.step_time import step_work
 from quartet.engine.validation import EngineLimits
 from quartet.events.kv import KvEvent
-from quartet.events.step_time import StepTime
+from quartet.events.load import StepTime
 from quartet.kvcache.block_pool import BlockManager
 from quartet.kvcache.sequence import Sequence as TokenSequence
 

@@ -1,4 +1,7 @@
-"""Requests and answers between clients and the router, in domain terms."""
+"""Requests and answers between clients and the router, in domain terms.
+
+Parts of an answer are not frozen: each request makes several, and freezing triples what they cost.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +118,7 @@ class Resume:
     model_fingerprint: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ChoicePlacement:
     """Where one choice runs.
 
@@ -133,7 +136,7 @@ class ChoicePlacement:
     cost: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Accepted:
     """The first of the request's choices is placed; comes first, once.
 
@@ -162,7 +165,7 @@ class Placed:
 
 @dataclass(slots=True, kw_only=True)
 class Delta:
-    """More of one choice. Not frozen, unlike the others: each token makes one, and freezing doubles its cost.
+    """More of one choice; each token makes one.
 
     Attributes:
         token_offset: number of the first of ``token_ids`` within the output.
@@ -178,7 +181,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Usage:
     """What one choice used, in tokens.
 
@@ -196,7 +199,7 @@ class Usage:
     num_media_tokens: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class TimeBreakdown:
     """Where one choice's time went, in seconds, as the router saw it; ``None``: this step did not happen.
 
@@ -223,7 +226,7 @@ class TimeBreakdown:
     media_s: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ChoiceFinished:
     """One choice ended well.
 

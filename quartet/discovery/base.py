@@ -52,8 +52,7 @@ class HostIdentity:
     ipc_namespace: str
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
-class WorkerKey:
+class WorkerKey(NamedTuple):
     """What names a worker within a namespace; ordered by role, then id."""
 
     role: Role

@@ -41,7 +41,7 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"  # the client asked for an early end; engines report it as a failure
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Generation:
     """What to generate: everything that decides the tokens.
 

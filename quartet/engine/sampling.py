@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from operator import attrgetter
 
 from quartet.errors import InvalidRequestError
 
@@ -110,7 +111,8 @@ class Sampling:
 
     def changed_fields(self) -> frozenset[str]:
         """Names of the fields that differ from their defaults: the ones that an engine must honour."""
-        return frozenset(name for name, default in _DEFAULTS if getattr(self, name) != default)
+        values = _read_fields(self)
+        return frozenset([name for name, own, usual in zip(_NAMES, values, _DEFAULTS, strict=True) if own != usual])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,4 +154,6 @@ def _check_range(
         raise InvalidRequestError(f"{name} must be in {bracket}{low}, {high}], not {value}", field=f"{prefix}.{name}")
 
 
-_DEFAULTS = tuple((item.name, getattr(Sampling(), item.name)) for item in fields(Sampling))
+_NAMES = tuple(item.name for item in fields(Sampling))
+_read_fields = attrgetter(*_NAMES)
+_DEFAULTS = _read_fields(Sampling())

@@ -8,7 +8,7 @@ from math import isfinite, sqrt
 from operator import mul
 
 from quartet.engine.runner import RunningRequest, ScheduledChunk
-from quartet.events.step_time import StepTime
+from quartet.events.load import StepTime
 
 # With these sizes features are of the order of one.
 _PROMPT_SCALE, _CONTEXT_SCALE = 1024.0, 16384.0

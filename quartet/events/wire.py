@@ -12,8 +12,7 @@ from google.protobuf.message import DecodeError
 
 from quartet.errors import ProtocolError
 from quartet.events.kv import Cleared, KvBatch, KvEvent, Removed, Stored, Tier
-from quartet.events.load import NumberedLoad, PlacementProgress, RankCounts, RankLoad, WorkerLoad
-from quartet.events.step_time import StepTime
+from quartet.events.load import NumberedLoad, PlacementProgress, RankCounts, RankLoad, StepTime, WorkerLoad
 from quartet.v1 import kv_events_pb2 as pb
 
 #: Topic of ``WorkerLoad`` frames.

@@ -163,7 +163,7 @@ def sequence_hashes(
         OverflowError: a token id is not an unsigned 32-bit integer.
     """
     blocks = split_blocks(pack_token_ids(token_ids), block_size)
-    for index, suffix in media_suffixes(media, block_size, len(token_ids)).items():
+    for index, suffix in media_suffixes(media, block_size, len(token_ids)).items() if media else ():
         if index < len(blocks):
             blocks[index] += suffix
     return _chain(extra_key.hash_seed, [xxh3_64_intdigest(block, HASH_SEED) for block in blocks])

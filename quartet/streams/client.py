@@ -362,7 +362,11 @@ class RunningDecode(Protocol):
         ...
 
     async def outcome(self) -> DecodeFinished | None:
-        """Wait for its end; cancelled here, it loses nothing."""
+        """Wait for its end; ``None``: the sink wanted no more tokens. Cancelled here, it loses nothing.
+
+        Raises:
+            ServingError: it failed.
+        """
         ...
 
 

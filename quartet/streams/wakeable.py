@@ -1,8 +1,11 @@
-"""Waking the one task that waits for something, at half the price of an event."""
+"""Waking the one task that waits for something, at half the price of an event, and results that come in that moment."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import TypeVar
+
+ResultT = TypeVar("ResultT")
 
 
 class Wakeable:
@@ -36,3 +39,9 @@ class Wakeable:
             self._waiter = None
             if not waiter.done():  # the task may have been cancelled
                 waiter.set_result(None)
+
+
+def result_if_done(future: asyncio.Future[ResultT]) -> ResultT | None:
+    """The result of ``future``, if it ended well: it may have at the very moment when its waiter was cancelled."""
+    is_good = future.done() and not future.cancelled() and future.exception() is None
+    return future.result() if is_good else None

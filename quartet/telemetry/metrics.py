@@ -11,7 +11,7 @@ import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -30,11 +30,18 @@ _TRANSFER_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2
 _LAG_INTERVAL_S = 0.1
 _LAG_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
-# Field of EngineFigures, name and help of its metric.
+# Field of ``quartet.engine.base.EngineStats``, name and help of its metric.
 _ENGINE_GAUGES = (
     ("num_running", "quartet_worker_running_requests", "Requests in the running batch."),
     ("num_waiting", "quartet_worker_waiting_requests", "Requests that wait for the batch."),
     ("num_queued_prefill_tokens", "quartet_worker_queued_prefill_tokens", "Prompt tokens not computed yet."),
+)
+# These states add up to the pool.
+_BLOCK_STATES = (
+    (("used",), "num_in_use_blocks"),
+    (("held",), "num_held_blocks"),
+    (("cached",), "num_cached_blocks"),
+    (("free",), "num_free_blocks"),
 )
 _ENGINE_COUNTERS = (
     ("num_steps", "quartet_worker_steps", "Engine steps that did something."),
@@ -74,18 +81,6 @@ async def monitor_event_loop_lag(metrics: ProcessMetrics, interval_s: float = _L
         metrics.observe_event_loop_lag(max(0.0, loop.time() - due))
 
 
-class _Children(dict[str, Counter]):
-    """What counts under each value of a counter's one label, bound when it is first asked for."""
-
-    def __init__(self, counter: Counter) -> None:
-        super().__init__()
-        self._counter = counter
-
-    def __missing__(self, value: str) -> Counter:
-        child = self[value] = self._counter.labels(value)
-        return child
-
-
 @dataclass(frozen=True)
 class ModelMetrics:
     """Requests of one model at the router, bound once; its histograms and counters are used as they are.
@@ -102,13 +97,42 @@ class ModelMetrics:
     ttft: FastHistogramChild
     itl: FastHistogramChild
     duration: FastHistogramChild
-    prompt_tokens: Counter
-    cached_tokens: Counter
-    output_tokens: Counter
+    prompt_tokens: FastCounterChild
+    cached_tokens: FastCounterChild
+    output_tokens: FastCounterChild
+
+
+class AdmissionOutcome(StrEnum):
+    """How a choice's wait for room ended."""
+
+    PLACED = "placed"
+    REFUSED = "refused"  # the queue was full
+    EXPIRED = "expired"  # its time in the queue, or its own, was over
+    UNAVAILABLE = "unavailable"  # no decode worker was ready for too long
+    CANCELLED = "cancelled"
+
+
+class SnapshotOutcome(StrEnum):
+    """What became of a snapshot of a worker's blocks."""
+
+    USED = "used"
+    OUTDATED = "outdated"  # too much was missed meanwhile
+    FAILED = "failed"
 
 
 class RouterMetrics:
-    """Metrics of a router. ``model`` is a label: give only names of models that are served, never a client's text."""
+    """Metrics of a router. ``model`` is a label: give only names of models that are served, never a client's text.
+
+    Attributes:
+        requests: choices that ended, by finish reason, or by the error's reason, in lower case.
+        attempts: attempts begun, by ``first`` or the lower-case reason of the error that ended the one before.
+        queue_time: seconds that a choice waited for room.
+        tokenize_time: seconds in which a prompt was laid out and tokenized.
+        admissions: choices' waits that ended, by outcome; each attempt of a choice waits anew.
+        matched_tokens: tokens of placed choices that should be cached where they were sent.
+        snapshots: snapshots of a worker's blocks that ended, by outcome.
+        malformed_events: what workers published that made no sense.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._models: dict[str, ModelMetrics] = {}
@@ -121,33 +145,59 @@ class RouterMetrics:
             )
         )
         self._prompt_tokens, self._cached_tokens, self._output_tokens = (
-            Counter(name, text, ["model"], registry=registry)
+            FastCounter(name, text, "model", registry)
             for name, text in (
                 ("quartet_router_prompt_tokens", "Prompt tokens of requests that were placed."),
                 ("quartet_router_cached_tokens", "Prompt tokens whose KV was cached."),
                 ("quartet_router_output_tokens", "Tokens shown to clients."),
             )
         )
-        self._requests, self._attempts = (
-            _Children(Counter(name, text, [label], registry=registry))
-            for name, text, label in (
-                ("quartet_router_requests", "Choices that ended, by outcome.", "outcome"),
-                ("quartet_router_attempts", "Attempts begun, by what made them necessary.", "cause"),
-            )
+        self.requests = FastCounter("quartet_router_requests", "Choices that ended, by outcome.", "outcome", registry)
+        self.attempts = FastCounter(
+            "quartet_router_attempts", "Attempts begun, by what made them necessary.", "cause", registry
         )
-        self._queued = Gauge("quartet_router_queued_requests", "Requests that wait for room.", registry=registry)
-        self._running = Gauge("quartet_router_running_requests", "Requests between arrival and end.", registry=registry)
-        self._queue_time, self._tokenize_time = (
+        self.admissions = FastCounter(
+            "quartet_router_admissions",
+            "Waits for room that ended, by outcome.",
+            "outcome",
+            registry,
+            known=AdmissionOutcome,
+        )
+        self.snapshots = FastCounter(
+            "quartet_router_kv_snapshots",
+            "Snapshots of workers' blocks, by outcome.",
+            "outcome",
+            registry,
+            known=SnapshotOutcome,
+        )
+        self.queue_time, self.tokenize_time = (
             FastHistogram(name, text, None, _WAIT_BUCKETS_S, registry).labels()
             for name, text in (
                 ("quartet_router_queue_seconds", "Waiting for room."),
                 ("quartet_router_tokenize_seconds", "Template and tokenizer."),
             )
         )
-        self._malformed_events = Counter(
-            "quartet_router_malformed_events", "Events of workers that made no sense.", registry=registry
+        self.matched_tokens, self.malformed_events = (
+            FastCounter(name, text, None, registry).labels()
+            for name, text in (
+                (
+                    "quartet_router_matched_tokens",
+                    "Tokens of placed requests that were expected to be cached where they were sent.",
+                ),
+                ("quartet_router_malformed_events", "Events of workers that made no sense."),
+            )
         )
         self._workers = Gauge("quartet_router_workers", "Workers known.", ["role", "state"], registry=registry)
+        self._queued, self._running, self._live, self._blocks, self._predicted = (
+            Gauge(name, text, registry=registry)
+            for name, text in (
+                ("quartet_router_queued_requests", "Requests that wait for room."),
+                ("quartet_router_running_requests", "Requests between arrival and end."),
+                ("quartet_router_kv_live_workers", "Workers whose blocks are known."),
+                ("quartet_router_kv_blocks", "Different blocks on workers' devices."),
+                ("quartet_router_kv_predicted_blocks", "Different blocks that workers will have."),
+            )
+        )
 
     def for_model(self, model: str) -> ModelMetrics:
         """The metrics of requests for ``model``, a name that is served; the same ones at each call."""
@@ -162,14 +212,6 @@ class RouterMetrics:
             )
         return self._models[model]
 
-    def count_request(self, outcome: str) -> None:
-        """A choice ended; ``outcome`` is its finish reason, or its error's reason, in lower case."""
-        self._requests[outcome].inc()
-
-    def count_attempt(self, cause: str) -> None:
-        """An attempt begins: ``first``, or the lower-case reason of the error that ended the one before."""
-        self._attempts[cause].inc()
-
     def watch_requests(self, num_queued: Callable[[], int], num_running: Callable[[], int]) -> None:
         """Show at each scrape how many requests wait for room, and how many are between arrival and end.
 
@@ -178,85 +220,17 @@ class RouterMetrics:
         self._queued.set_function(num_queued)
         self._running.set_function(num_running)
 
-    def observe_queue(self, duration_s: float) -> None:
-        """A request waited for room."""
-        self._queue_time.observe(duration_s)
-
-    def observe_tokenize(self, duration_s: float) -> None:
-        """A prompt was laid out and tokenized."""
-        self._tokenize_time.observe(duration_s)
-
-    def count_malformed_event(self) -> None:
-        """A worker published what made no sense."""
-        self._malformed_events.inc()
+    def watch_index(
+        self, num_live: Callable[[], int], num_blocks: Callable[[], int], num_predicted_blocks: Callable[[], int]
+    ) -> None:
+        """Show at each scrape what these return; they are called on the scrape's thread and may not block."""
+        self._live.set_function(num_live)
+        self._blocks.set_function(num_blocks)
+        self._predicted.set_function(num_predicted_blocks)
 
     def set_workers(self, role: str, state: str, num_workers: int) -> None:
         """So many workers of ``role`` are in ``state``."""
         self._workers.labels(role, state).set(num_workers)
-
-
-class EngineFigures(Protocol):
-    """One data-parallel rank's figures; ``quartet.engine.base.EngineStats`` has them."""
-
-    @property
-    def num_running(self) -> int:
-        """Requests in the running batch."""
-        ...
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for it."""
-        ...
-
-    @property
-    def num_queued_prefill_tokens(self) -> int:
-        """Prompt tokens not computed yet."""
-        ...
-
-    @property
-    def num_in_use_blocks(self) -> int:
-        """KV blocks that running requests use."""
-        ...
-
-    @property
-    def num_held_blocks(self) -> int:
-        """KV blocks held for hand-offs."""
-        ...
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """KV blocks that no request uses, kept for reuse."""
-        ...
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Empty KV blocks."""
-        ...
-
-    @property
-    def num_steps(self) -> int:
-        """Steps done; only grows, like all that follow."""
-        ...
-
-    @property
-    def num_preemptions(self) -> int:
-        """Requests that gave their blocks up and were computed again."""
-        ...
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Prompt tokens computed, not counting cached ones."""
-        ...
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens sampled."""
-        ...
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens found in the cache."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -265,30 +239,36 @@ class _ReadCollector(Collector):
 
 
 class WorkerMetrics:
-    """Metrics of a worker; figures of its engine by data-parallel rank."""
+    """Metrics of a worker; figures of its engine by data-parallel rank.
+
+    Attributes:
+        load_time: seconds in which the model was loaded and warmed up.
+        requests: requests that ended, by finish reason, or by the error's reason, in lower case.
+        hand_offs: hand-offs held here that ended: ``taken``, ``expired``, ``cancelled``.
+        signed_starts: signed starts that clients came with: ``opened``, or the lower-case reason of the refusal.
+        queue_time: seconds from a request's arrival until it joined the running batch.
+        prefill_time: seconds from there to a prompt's first token.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self._requests = Counter(
-            "quartet_worker_requests", "Requests that ended, by outcome.", ["outcome"], registry=registry
-        )
-        self._load_time = Gauge(
+        self.load_time = Gauge(
             "quartet_worker_model_load_seconds", "From the start to a model that is loaded and warm.", registry=registry
         )
-        self._hand_offs = Counter(
-            "quartet_worker_hand_offs", "Hand-offs that ended, by outcome.", ["outcome"], registry=registry
+        self.requests, self.hand_offs, self.signed_starts = (
+            Counter(name, text, ["outcome"], registry=registry)
+            for name, text in (
+                ("quartet_worker_requests", "Requests that ended, by outcome."),
+                ("quartet_worker_hand_offs", "Hand-offs that ended, by outcome."),
+                ("quartet_worker_signed_starts", "Signed starts that came, by outcome."),
+            )
         )
-        self._signed_starts = Counter(
-            "quartet_worker_signed_starts", "Signed starts that came, by outcome.", ["outcome"], registry=registry
-        )
-        self._queue_time = Histogram(
-            "quartet_worker_queue_seconds", "From arrival to the batch.", buckets=_WAIT_BUCKETS_S, registry=registry
-        )
-        self._prefill_time = Histogram(
-            "quartet_worker_prefill_seconds",
-            "From the batch to the first token.",
-            buckets=_FIRST_TOKEN_BUCKETS_S,
-            registry=registry,
+        self.queue_time, self.prefill_time = (
+            Histogram(name, text, buckets=buckets, registry=registry)
+            for name, text, buckets in (
+                ("quartet_worker_queue_seconds", "From arrival to the batch.", _WAIT_BUCKETS_S),
+                ("quartet_worker_prefill_seconds", "From the batch to the first token.", _FIRST_TOKEN_BUCKETS_S),
+            )
         )
         self._transfer_bytes = Counter(
             "quartet_worker_transfer_bytes", "Bytes of KV and embeddings pulled, by way.", ["way"], registry=registry
@@ -301,40 +281,17 @@ class WorkerMetrics:
             registry=registry,
         )
 
-    def watch_engine(self, read: Callable[[], Sequence[EngineFigures]]) -> None:
+    def watch_engine(self, read: Callable[[], Sequence[object]]) -> None:
         """Show at each scrape what ``read`` returns: an entry a data-parallel rank, always in the same order.
 
-        It is called on the scrape's thread and may not block.
+        An entry has the fields of ``quartet.engine.base.EngineStats``. ``read`` is called on the scrape's thread and
+        may not block.
         """
         self._registry.register(_EngineCollector(read))
 
     def watch_collected(self, read: Callable[[], Iterable[Metric]]) -> None:
         """Show at each scrape what ``read`` returns, which an engine measures by itself; as in ``watch_engine``."""
         self._registry.register(_ReadCollector(read))
-
-    def set_load_time(self, duration_s: float) -> None:
-        """The model was loaded and warmed up in so many seconds."""
-        self._load_time.set(duration_s)
-
-    def count_request(self, outcome: str) -> None:
-        """A request ended; ``outcome`` is its finish reason, or its error's reason, in lower case."""
-        self._requests.labels(outcome).inc()
-
-    def count_hand_off(self, outcome: str) -> None:
-        """A hand-off that was held here ended: ``taken``, ``expired``, ``cancelled``."""
-        self._hand_offs.labels(outcome).inc()
-
-    def count_signed_start(self, outcome: str) -> None:
-        """A client came with a signed start: ``opened``, or the lower-case reason of its refusal."""
-        self._signed_starts.labels(outcome).inc()
-
-    def observe_queue(self, duration_s: float) -> None:
-        """A request joined the running batch so long after it arrived."""
-        self._queue_time.observe(duration_s)
-
-    def observe_prefill(self, duration_s: float) -> None:
-        """A prompt's first token came so long after it joined the batch."""
-        self._prefill_time.observe(duration_s)
 
     def observe_transfer(self, way: str, size_bytes: int, duration_s: float) -> None:
         """Blocks, or embeddings, were pulled from another worker by ``way``."""
@@ -345,33 +302,72 @@ class WorkerMetrics:
 class _EngineCollector(Collector):
     """Reads the engine at each scrape: nothing is kept here, so scrapes may overlap and figures are never old."""
 
-    def __init__(self, read: Callable[[], Sequence[EngineFigures]]) -> None:
+    def __init__(self, read: Callable[[], Sequence[object]]) -> None:
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
         ranks = self._read()
-        for figure, name, text in _ENGINE_GAUGES:
-            gauge = GaugeMetricFamily(name, text, labels=["rank"])
-            for rank, figures in enumerate(ranks):
-                gauge.add_metric([str(rank)], getattr(figures, figure))
-            yield gauge
-        yield _blocks(ranks)
-        for figure, name, text in _ENGINE_COUNTERS:
-            counter = CounterMetricFamily(name, text, labels=["rank"])
-            for rank, figures in enumerate(ranks):
-                counter.add_metric([str(rank)], getattr(figures, figure))
-            yield counter
+        for fields, family in _engine_families():
+            for number, figures in enumerate(ranks):
+                for labels, field in fields:
+                    family.add_metric([str(number), *labels], getattr(figures, field))
+            yield family
 
 
-def _blocks(ranks: Sequence[EngineFigures]) -> Metric:
-    blocks = GaugeMetricFamily("quartet_worker_blocks", "KV blocks by state.", labels=["rank", "state"])
-    for rank, figures in enumerate(ranks):
-        # States add up to the pool.
-        blocks.add_metric([str(rank), "used"], figures.num_in_use_blocks)
-        blocks.add_metric([str(rank), "held"], figures.num_held_blocks)
-        blocks.add_metric([str(rank), "cached"], figures.num_cached_blocks)
-        blocks.add_metric([str(rank), "free"], figures.num_free_blocks)
-    return blocks
+def _engine_families() -> Iterator[tuple[Sequence[tuple[Sequence[str], str]], GaugeMetricFamily | CounterMetricFamily]]:
+    """Each metric of an engine, still empty, with the labels beside the rank and the field of each of its figures."""
+    for field, name, text in _ENGINE_GAUGES:
+        yield [((), field)], GaugeMetricFamily(name, text, labels=["rank"])
+    yield _BLOCK_STATES, GaugeMetricFamily("quartet_worker_blocks", "KV blocks by state.", labels=["rank", "state"])
+    for field, name, text in _ENGINE_COUNTERS:
+        yield [((), field)], CounterMetricFamily(name, text, labels=["rank"])
+
+
+class FastCounter(Collector):
+    """A counter with one label or none, for what happens often: the same page as ``prometheus_client``'s at a tenth.
+
+    That one takes a lock. Here only one thread may count.
+    """
+
+    def __init__(
+        self, name: str, text: str, label: str | None, registry: CollectorRegistry, *, known: Iterable[str] = ()
+    ) -> None:
+        """Register it. ``label`` ``None``: none; scrapes show ``known`` values of the label from the start, at 0."""
+        self._name = name
+        self._text = text
+        self._label_names = () if label is None else (label,)
+        self._children: dict[tuple[str, ...], FastCounterChild] = {}
+        for values in [(value,) for value in known] if label else [()]:
+            self.labels(*values)
+        registry.register(self)
+
+    def labels(self, *values: str) -> FastCounterChild:
+        """The count under this value of the label, or, without a label, the only one; the same object each time."""
+        child = self._children.get(values)
+        if child is None:
+            assert len(values) == len(self._label_names), "a value a label"
+            child = self._children[values] = FastCounterChild()
+        return child
+
+    def collect(self) -> Iterator[Metric]:
+        """What a scrape shows."""
+        family = CounterMetricFamily(self._name, self._text, labels=self._label_names)
+        for values, child in tuple(self._children.items()):
+            family.add_metric(values, child.value)
+        yield family
+
+
+class FastCounterChild:
+    """The count under one value of the label; ``value`` only grows."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def inc(self, amount: float = 1.0) -> None:
+        """Count ``amount`` more."""
+        self.value += amount
 
 
 class FastHistogram(Collector):

@@ -22,7 +22,7 @@ from quartet.discovery.base import Rank, WorkerRecord
 from quartet.errors import ServingError
 from quartet.events.kv import Cleared, KvBatch, KvEvent, KvSnapshotPart, Removed, Stored, Tier
 from quartet.events.load import NumberedLoad
-from quartet.telemetry.routing_metrics import SnapshotOutcome
+from quartet.telemetry.metrics import SnapshotOutcome
 
 logger = logging.getLogger(__name__)
 

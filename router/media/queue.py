@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from quartet.errors import QueueFullError
-from router.fair_share import FairShare
+from quartet.streams.wakeable import result_if_done
+from router.admission import FairShare
 from router.workers import PoolKey
 
 #: The share of the embeddings that a pool's encode workers have room for that one router's requests may pin.
@@ -172,12 +173,11 @@ class MediaLine:
 
     def _leave(self, waiting: _Waiting) -> None:
         """It waits no more; it may have been let in, or refused, just before."""
-        let_in = waiting.let_in
         if waiting in self._line:
             self._line.remove(waiting)
             self.poll()
-        elif let_in.done() and not let_in.cancelled() and let_in.exception() is None:
-            let_in.result().close()
+        elif (room := result_if_done(waiting.let_in)) is not None:
+            room.close()
             return
         self._share.give_back(waiting.order.tenant, max(waiting.order.num_encode_tokens, 1))
 

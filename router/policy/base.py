@@ -1,4 +1,7 @@
-"""The policy seam: the requests that wait, what is known of the ranks, and which request goes to which rank."""
+"""The policy seam: the requests that wait, what is known of the ranks, and which request goes to which rank.
+
+Objects that are made for each request are not frozen: freezing triples what they cost.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from quartet.discovery.base import Rank
-from quartet.events.step_time import StepTime
+from quartet.events.load import StepTime
 
 #: Tokens that a step computes at most, if the worker does not say.
 DEFAULT_MAX_STEP_TOKENS = 2048
@@ -69,7 +72,7 @@ class Pending:
         return block_size * bisect_left(range(num_blocks), True, key=lambda index: ones[index] != others[index])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Candidate:
     """What the router knows of one rank.
 
@@ -135,7 +138,7 @@ class Peers:
     ranks: Sequence[Rank] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Snapshot:
     """The ranks of one pool that take requests at ``now``, in monotonic seconds."""
 
@@ -145,7 +148,7 @@ class Snapshot:
     peers: Peers = Peers()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Placement:
     """Where one request goes; ``prefill`` is ``None`` if the decode rank prefills itself.
 
@@ -166,7 +169,7 @@ class Placement:
         return self.prefill or self.decode
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Decision:
     """What a policy decides about the requests that wait.
 

@@ -49,7 +49,7 @@ class Hold:
 AT_ONCE = Hold()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Job:
     """A request that waits to be prefilled.
 
@@ -74,7 +74,7 @@ class Job:
     is_due: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Plan:
     """In which order one rank would prefill some jobs.
 
@@ -134,6 +134,8 @@ class PrefillForecast:
 
     def plan(self, jobs: Sequence[Job]) -> Plan:
         """The plan for ``jobs``, all of which can go here."""
+        if not jobs:
+            return NO_PLAN
         key = frozenset([job.number for job in jobs])
         plan = self._plans.get(key)
         if plan is None:
@@ -164,8 +166,6 @@ class PrefillForecast:
 
     def _make_plan(self, jobs: Sequence[Job]) -> Plan:
         """Shortest first, divided by impatience; small jobs share a step if that saves time."""
-        if not jobs:
-            return NO_PLAN
         weights, time = self._weights, self._step_time
         groups: list[list[Job]] = []
         num_tokens: list[int] = []  # of each group
@@ -201,6 +201,8 @@ class PrefillForecast:
         return free_in_s
 
     def _ordered(self, jobs: Sequence[Job]) -> list[Job]:
+        if len(jobs) == 1:
+            return list(jobs)
         impatience = 2.0 * self._weights.impatience_per_s
 
         def order(job: Job) -> tuple[int, bool, float, int]:

@@ -61,13 +61,13 @@ class GreedyPolicy(ABC):
     def choose_decode(self, candidates: Sequence[Candidate], tally: Tally) -> Candidate:
         """One of ``candidates``, of which there is at least one; all have room."""
 
-    @abstractmethod
     def weigh_prefill(self, candidate: Candidate, tally: Tally) -> Weight | None:
         """What ``choose_prefill`` compares; ``None``: nothing that a rank has."""
+        return None
 
-    @abstractmethod
     def weigh_decode(self, candidate: Candidate, tally: Tally) -> Weight | None:
         """What ``choose_decode`` compares; ``None``: nothing that a rank has."""
+        return None
 
     def assign(self, waiting: Sequence[Pending], snapshot: Snapshot) -> Decision:
         """Choose ranks for ``waiting``; ``None`` keeps a request in the router's queue."""
@@ -178,25 +178,14 @@ class PowerOfTwoPolicy(LeastLoadedPolicy):
     the same rank (Mitzenmacher, "The power of two choices in randomized load balancing", 2001).
     """
 
-    def __init__(self, local_prefill_max_tokens: int, rng: random.Random) -> None:
-        """``rng`` draws the two."""
-        super().__init__(local_prefill_max_tokens, rng)
-
     @property
     def name(self) -> str:
         """The name that users know."""
         return "power_of_two"
 
-    def choose_prefill(self, candidates: Sequence[Candidate], tally: Tally) -> Candidate:
-        """Of two, the one with the shorter queue, in tokens."""
-        return super().choose_prefill(self._two(candidates), tally)
-
-    def choose_decode(self, candidates: Sequence[Candidate], tally: Tally) -> Candidate:
-        """Of two, the one with the smaller share of blocks used or promised."""
-        return super().choose_decode(self._two(candidates), tally)
-
-    def _two(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        return candidates if len(candidates) <= 2 else self._rng.sample(candidates, 2)
+    def _cheapest(self, candidates: Sequence[Candidate], cost_of: Callable[[Candidate], float]) -> Candidate:
+        two = candidates if len(candidates) <= 2 else self._rng.sample(candidates, 2)
+        return super()._cheapest(two, cost_of)
 
 
 class RoundRobinPolicy(GreedyPolicy):
@@ -223,14 +212,6 @@ class RoundRobinPolicy(GreedyPolicy):
         chosen = _after(candidates, self._last_decode)
         self._last_decode = chosen.rank
         return chosen
-
-    def weigh_prefill(self, candidate: Candidate, tally: Tally) -> Weight | None:
-        """Nothing."""
-        return None
-
-    def weigh_decode(self, candidate: Candidate, tally: Tally) -> Weight | None:
-        """Nothing."""
-        return None
 
 
 def _option(

@@ -26,8 +26,9 @@ class JointAssignment:
         self._members: list[list[Job]] = [[] for _ in forecasts]
         self.plans = [NO_PLAN] * len(forecasts)
         self._forecast_of: dict[Job, int] = {}
-        placeable = [job for job in jobs if any(missing is not None for missing in job.num_missing)]
-        placeable.sort(key=lambda job: -min(missing for missing in job.num_missing if missing is not None))
+        by_length = [(min(able), job) for job in jobs if (able := [one for one in job.num_missing if one is not None])]
+        by_length.sort(key=lambda one: -one[0])
+        placeable = [job for _num_missing, job in by_length]
         for job in placeable:
             added = self._best(job, None)
             assert added is not None, "it can go somewhere"
@@ -41,7 +42,8 @@ class JointAssignment:
     def _best(self, job: Job, but: int | None) -> tuple[float, int, Plan] | None:
         """Where ``job`` adds least, apart from forecast ``but``: the cost that it adds, the forecast and its plan."""
         numbers = list(range(len(self._forecasts)))
-        self._rng.shuffle(numbers)
+        if len(numbers) > 1:
+            self._rng.shuffle(numbers)
         best: tuple[float, int, Plan] | None = None
         for number in numbers:
             if number == but or job.num_missing[number] is None:

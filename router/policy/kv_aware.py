@@ -24,9 +24,10 @@ from router.policy.forecast import AT_ONCE, CostWeights, Hold, Job, Plan, Prefil
 from router.policy.joint import JointAssignment
 from router.policy.room import (
     JUST_FAILED,
+    NOTHING_TAKEN,
     Backfill,
     Tally,
-    can_ever_hold,
+    can_decode_now,
     can_prefill,
     can_prefill_here,
     decode_choices,
@@ -91,7 +92,7 @@ class KvAwareConfig:
     peers: PeerConfig = field(default_factory=PeerConfig)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Route:
     """A rank that may prefill. If it does not decode, its requests are decoded elsewhere."""
 
@@ -168,9 +169,8 @@ class KvAwarePolicy:
         length = self._config.shortlist_length
         if len(routes) <= 2 * length:
             return routes
-        tally = Tally()
         numbers = shortlist(
-            [(one.pending, self._can_go(one, routes, tally)) for one in planned],
+            [(one.pending, self._can_go(one, routes)) for one in planned],
             [route.candidate for route in routes],
             [_free_in_s(route.candidate, now) for route in routes],
             length,
@@ -188,14 +188,13 @@ class KvAwarePolicy:
         ]
 
     def _jobs(self, planned: Sequence[Planned], routes: Sequence[_Route], snapshot: Snapshot) -> list[Job]:
-        tally = Tally()
         everybody = (*snapshot.prefill, *snapshot.decode)
         waits = PeerWaits([route.candidate for route in routes], everybody, snapshot.peers, self._config.peers)
         jobs: list[Job] = []
         for number, one in enumerate(planned):
             pending = one.pending
             age_s = max(snapshot.now - pending.arrived_at, 0.0)
-            num_missing = self._num_missing(one, routes, tally)
+            num_missing = self._num_missing(one, routes)
             job = Job(
                 number=number,
                 num_tokens=pending.num_tokens,
@@ -221,18 +220,20 @@ class KvAwarePolicy:
         gather_s = self._config.gather_share * (least_s - _SHORT_PREFILL_S)
         return max(min(gather_s, self._config.gather_s) - age_s, 0.0)
 
-    def _num_missing(self, one: Planned, routes: Sequence[_Route], tally: Tally) -> list[int | None]:
+    def _num_missing(self, one: Planned, routes: Sequence[_Route]) -> list[int | None]:
         """By route; ``None``: it can't be prefilled there."""
-        pending, can_go = one.pending, self._can_go(one, routes, tally)
+        pending, can_go = one.pending, self._can_go(one, routes)
         able = [can_go(number) for number in range(len(routes))]
-        candidates = [route.candidate for can, route in zip(able, routes, strict=True) if can]
-        chosen = {candidate.rank for candidate in not_avoided(candidates, pending)}
+        if pending.avoid:
+            candidates = [route.candidate for can, route in zip(able, routes, strict=True) if can]
+            chosen = {candidate.rank for candidate in not_avoided(candidates, pending)}
+            able = [can and route.candidate.rank in chosen for can, route in zip(able, routes, strict=True)]
         return [
-            pending.num_missing_tokens(route.candidate.rank) if can and route.candidate.rank in chosen else None
+            pending.num_missing_tokens(route.candidate.rank) if can else None
             for can, route in zip(able, routes, strict=True)
         ]
 
-    def _can_go(self, one: Planned, routes: Sequence[_Route], tally: Tally) -> Callable[[int], bool]:
+    def _can_go(self, one: Planned, routes: Sequence[_Route]) -> Callable[[int], bool]:
         """Whether ``one`` can take a route, by its number."""
         pending, reserved = one.pending, one.reserved
         limit = self._config.local_prefill_max_tokens
@@ -248,7 +249,7 @@ class KvAwarePolicy:
                 return can_prefill(candidate, pending)
             if is_remote_only or candidate.rank in reserved or not can_prefill_here(candidate, pending):
                 return False
-            return can_ever_hold(candidate, pending) and tally.has_room(candidate, pending)
+            return can_decode_now(candidate, pending, NOTHING_TAKEN)
 
         return can_go
 
@@ -279,7 +280,7 @@ class KvAwarePolicy:
         return self._rng.choice([candidate for candidate, share in zip(able, shares, strict=True) if share <= least])
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Planned:
     """A request that is planned.
 
@@ -299,16 +300,15 @@ def choose_planned(waiting: Sequence[Pending], snapshot: Snapshot, limit: int) -
 
     A request that finds no room reserves a rank (see ``router.policy.room.Backfill``).
     """
-    tally, backfill = Tally(), Backfill()
-    found: list[Planned] = []
+    backfill, found = Backfill(), list[Planned]()
     for index, pending in enumerate(waiting):
         if len(found) >= limit and not pending.binds_at_once:
             continue
         unreserved = backfill.unreserved(snapshot.decode)
-        if any(can_ever_hold(candidate, pending) and tally.has_room(candidate, pending) for candidate in unreserved):
+        if any(can_decode_now(candidate, pending, NOTHING_TAKEN) for candidate in unreserved):
             found.append(Planned(index, pending, backfill.reserved))
         else:
-            backfill.reserve(pending, unreserved, tally)
+            backfill.reserve(pending, unreserved, NOTHING_TAKEN)
     return found
 
 

@@ -7,7 +7,6 @@ times to ranks that have not reported theirs.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median_low
@@ -26,8 +25,8 @@ class Tally:
     """What one ``assign`` has given out so far, on top of its snapshot."""
 
     def __init__(self) -> None:
-        self._num_blocks: Counter[Rank] = Counter()
-        self._num_tokens: Counter[Rank] = Counter()
+        self._num_blocks: dict[Rank, int] = {}
+        self._num_tokens: dict[Rank, int] = {}
 
     def num_free(self, candidate: Candidate) -> int:
         """Blocks of a decode rank that are still free."""
@@ -51,9 +50,14 @@ class Tally:
 
     def add(self, pending: Pending, prefill: Candidate | None, decode: Candidate) -> None:
         """Count ``pending`` in."""
-        self._num_blocks[decode.rank] += decode.num_blocks(pending.num_reserved_tokens)
+        num_blocks = decode.num_blocks(pending.num_reserved_tokens)
+        self._num_blocks[decode.rank] = self._num_blocks.get(decode.rank, 0) + num_blocks
         rank = (prefill or decode).rank
-        self._num_tokens[rank] += pending.num_missing_tokens(rank)
+        self._num_tokens[rank] = self._num_tokens.get(rank, 0) + pending.num_missing_tokens(rank)
+
+
+#: Of an ``assign`` that has given out nothing; nothing is added to it.
+NOTHING_TAKEN = Tally()
 
 
 class Backfill:
@@ -109,14 +113,14 @@ def not_avoided(candidates: Sequence[Candidate], pending: Pending) -> Sequence[C
     return [candidate for candidate in candidates if candidate.rank.worker_id not in pending.avoid] or candidates
 
 
+def can_decode_now(candidate: Candidate, pending: Pending, tally: Tally) -> bool:
+    """Whether ``pending`` fits there beside what runs there and what ``tally`` has given out."""
+    return can_ever_hold(candidate, pending) and tally.has_room(candidate, pending)
+
+
 def decode_choices(candidates: Sequence[Candidate], pending: Pending, tally: Tally) -> Sequence[Candidate]:
     """Those where ``pending`` can be decoded now, without those that it avoids if there are others."""
-    able = [
-        candidate
-        for candidate in candidates
-        if can_ever_hold(candidate, pending) and tally.has_room(candidate, pending)
-    ]
-    return not_avoided(able, pending)
+    return not_avoided([one for one in candidates if can_decode_now(one, pending, tally)], pending)
 
 
 def with_way(pending: Pending, snapshot: Snapshot) -> Pending:

@@ -11,9 +11,7 @@ from dataclasses import replace
 
 from quartet.discovery.base import Rank
 from router.policy.base import Candidate, Decision, Option, Pending, Placement, Policy, Snapshot
-from router.policy.room import Backfill, Tally, decode_choices
-
-_NOTHING_TAKEN = Tally()
+from router.policy.room import NOTHING_TAKEN, Backfill, decode_choices
 
 
 class SplitPolicy:
@@ -94,8 +92,8 @@ class Remaining:
                 self._take(pending, placement)
         # After all of them are subtracted: policies differ in which requests they let overtake one that waits.
         for pending, placement in decided:
-            if placement is None and not decode_choices(self._unreserved(), pending, _NOTHING_TAKEN):
-                self._backfill.reserve(pending, self._unreserved(), _NOTHING_TAKEN)
+            if placement is None and not decode_choices(self._unreserved(), pending, NOTHING_TAKEN):
+                self._backfill.reserve(pending, self._unreserved(), NOTHING_TAKEN)
 
     def _unreserved(self) -> Sequence[Candidate]:
         return self._backfill.unreserved(tuple(self._decode.values()))

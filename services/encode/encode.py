@@ -67,7 +67,7 @@ class EncodeParts:
         """Load the vision tower."""
         began = time.monotonic()
         await self._encoder.start()
-        self._surroundings.metrics.set_load_time(time.monotonic() - began)
+        self._surroundings.metrics.load_time.set(time.monotonic() - began)
 
     @property
     def memory(self) -> PoolMemory:

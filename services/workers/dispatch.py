@@ -262,7 +262,7 @@ class DecodeDispatcher(Dispatcher[DecodeOutbox]):
         self._count_in(running)
         if running.media_s:
             started = replace(started, queue_s=started.queue_s + running.media_s)
-        self._metrics.observe_queue(started.queue_s)
+        self._metrics.queue_time.observe(started.queue_s)
         if running.outbox is not None:
             num_prompt_tokens = 0 if running.expanded is None else running.num_prompt_tokens
             running.outbox.started(running.slot, started, num_prompt_tokens or started.num_prompt_tokens)
@@ -315,14 +315,14 @@ class PrefillDispatcher(Dispatcher[PrefillOutbox]):
 
     def _route_results(self, step: StepOutput) -> None:
         for prefilled in step.prefilled:
-            self._metrics.observe_prefill(prefilled.compute_s)
+            self._metrics.prefill_time.observe(prefilled.compute_s)
             self._route_prefilled(prefilled)
 
     def _route_prefilled(self, prefilled: Prefilled) -> None:
         running = self._end(prefilled.id, "prefilled")
         if running is not None and running.media_s:
             prefilled = replace(prefilled, queue_s=prefilled.queue_s + running.media_s)
-        self._metrics.observe_queue(prefilled.queue_s)
+        self._metrics.queue_time.observe(prefilled.queue_s)
         if running is None or running.outbox is None:
             self._engine.release(prefilled.id)
             return

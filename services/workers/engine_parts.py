@@ -48,7 +48,7 @@ class EngineParts:
             None if config.signing_keys_file is None else SigningKeys(config.signing_keys_file),
             worker_id=surroundings.worker_id,
             epoch=surroundings.epoch,
-            on_outcome=surroundings.metrics.count_signed_start,
+            on_outcome=lambda outcome: surroundings.metrics.signed_starts.labels(outcome).inc(),
         )
         kind = RequestKind.PREFILL if surroundings.role is Role.PREFILL else RequestKind.DECODE
         self._puller = surroundings.puller()
@@ -61,7 +61,7 @@ class EngineParts:
         began = time.monotonic()
         await self._engine.start()
         metrics = self._surroundings.metrics
-        metrics.set_load_time(time.monotonic() - began)
+        metrics.load_time.set(time.monotonic() - began)
         metrics.watch_engine(self._engine.stats)
         own_metrics = self._engine.capabilities.metrics
         if own_metrics is not None:

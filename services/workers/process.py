@@ -224,7 +224,7 @@ class WorkerProcess:
 
         def ended(holder: int, state: HandOffState) -> None:
             parts.hand_off_ended(holder, was_taken=state is HandOffState.TAKEN)
-            self._surroundings.metrics.count_hand_off(state)
+            self._surroundings.metrics.hand_offs.labels(state).inc()
             # A release gives no output, and a router may wait for this room.
             loop.call_later(_RELEASE_SEEN_S, self._poke)
 

@@ -193,7 +193,7 @@ class RequestBook(ABC, Generic[RequestT]):
             return None
         if not self._running:
             self._idle.set()
-        self._metrics.count_request(outcome)
+        self._metrics.requests.labels(outcome).inc()
         log_request(
             logger,
             FinishedRequest(

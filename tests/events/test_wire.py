@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet.events.kv import Cleared, KvBatch, KvEvent, Removed, Stored, Tier
-from quartet.events.load import NumberedLoad, PlacementProgress, RankLoad, WorkerLoad
-from quartet.events.step_time import StepTime
+from quartet.events.load import NumberedLoad, PlacementProgress, RankLoad, StepTime, WorkerLoad
 from quartet.events.wire import (
     KV_TOPIC,
     LOAD_TOPIC,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
-from quartet.telemetry.routing_metrics import RoutingMetrics
+from quartet.telemetry.metrics import RouterMetrics
 from router.admission import Admission, QueuedRequest
 from router.book import Reservation
 from router.config import AdmissionConfig
@@ -31,7 +31,7 @@ class Desk:
         self.index = PrefixIndex()
         self.metrics = CollectorRegistry()
         self.admission = Admission(
-            self.table, policy, AdmissionConfig(**config), self.index, RoutingMetrics(self.metrics)
+            self.table, policy, AdmissionConfig(**config), self.index, RouterMetrics(self.metrics)
         )
         self.table.listen(self.admission.wake)
         self.table.put(RECORD, 0.0)

@@ -25,12 +25,10 @@ from quartet.kvcache.layout import HandOff, OpaquePayload
 from quartet.streams.messages import DecodeFinished, DecodeSink, DecodeStarted, EncodeStart, PrefillOutcome, WorkerStart
 from quartet.streams.signed_start import SigningKey
 from quartet.telemetry.metrics import RouterMetrics
-from quartet.telemetry.routing_metrics import RoutingMetrics
 from quartet.text.model_text import ModelText
-from router.admission import Admission
+from router.admission import Admission, FairShare
 from router.config import AdmissionConfig, AttemptConfig
 from router.context import RouterContext
-from router.fair_share import FairShare
 from router.generate import Pipeline
 from router.kv_index.index import PrefixIndex
 from router.media.encode import EncodeTools, KnownSizes
@@ -352,7 +350,7 @@ class Fleet:
             policy or self.policy,
             admission or AdmissionConfig(),
             self.index,
-            RoutingMetrics(CollectorRegistry()),
+            metrics,
         )
         self.table.listen(self.admission.wake)
         self.pauses: list[float] = []

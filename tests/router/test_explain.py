@@ -14,7 +14,7 @@ from quartet.api.fleet import Explanation, RankOption
 from quartet.api.request import GenerateStart, TextPrompt, TokenPrompt
 from quartet.discovery.base import Rank, Role
 from quartet.engine.sampling import Sampling
-from quartet.events.step_time import StepTime
+from quartet.events.load import StepTime
 from router.policy.kv_aware import KvAwarePolicy
 from tests.router.fakes import TIMEOUT_S, Fleet, Plan, collect
 from tests.router.records import make_load, make_record

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.errors import ConfigError
-from router import fair_share
-from router.fair_share import FairShare, check_weights
+from router import admission
+from router.admission import FairShare
+from router.config import check_weights
 
 
 def serve(share: FairShare, queue: list[tuple[float, str, int]], num_tokens: int) -> Counter[str]:
@@ -78,7 +79,7 @@ def test_what_is_not_served_is_not_held_against_a_tenant() -> None:
 
 
 def test_tenants_that_owe_nothing_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fair_share, "_MAX_TENANTS", 3)
+    monkeypatch.setattr(admission, "_MAX_TENANTS", 3)
     share = FairShare({})
     for number in range(10):
         share.served(share.start(f"tenant-{number}", 1) + 1.0)

@@ -6,8 +6,8 @@ import pytest
 
 from quartet import errors
 from quartet.discovery.base import Rank
+from router.attempts import Hop, HopFailedError, RetryHints
 from router.policy.base import Placement
-from router.retry import Hop, HopFailedError, RetryHints
 
 APART = Placement(Rank("prefill-0"), Rank("decode-0"))
 ALONE = Placement(None, Rank("decode-0"))

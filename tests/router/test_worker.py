@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.events.step_time import StepTime
+from quartet.events.load import StepTime
 from router.book import Booking
 from router.policy.base import DEFAULT_MAX_STEP_TOKENS
 from router.workers import KnownWorker

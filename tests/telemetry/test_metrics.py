@@ -12,7 +12,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from quartet.engine.base import EngineStats
 from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, WorkerMetrics, monitor_event_loop_lag
 
-UNITS = "seconds|tokens|requests|blocks|bytes|steps|events|preemptions|attempts|hand_offs|workers|starts"
+UNITS = (
+    "seconds|tokens|requests|blocks|bytes|steps|events|preemptions|attempts|hand_offs|workers|starts|"
+    "admissions|snapshots"
+)
 
 
 @pytest.fixture
@@ -27,11 +30,11 @@ def fill_everything(registry: CollectorRegistry) -> None:
     for model in ("a", "b"):
         router.for_model(model).ttft.observe(0.1)
     for outcome in map(str, range(25)):
-        router.count_request(outcome)
-        worker.count_request(outcome)
+        router.requests.labels(outcome).inc()
+        worker.requests.labels(outcome).inc()
     for cause in map(str, range(10)):
-        router.count_attempt(cause)
-        worker.count_hand_off(cause)
+        router.attempts.labels(cause).inc()
+        worker.hand_offs.labels(cause).inc()
     for state in ("joining", "ready", "suspect", "draining"):
         for role in ("prefill", "decode", "encode"):
             router.set_workers(role, state, 1)
@@ -98,11 +101,11 @@ def test_a_models_metrics_are_bound_once(registry: CollectorRegistry) -> None:
 
 def test_outcomes_and_queues_of_the_router_show(registry: CollectorRegistry) -> None:
     router = RouterMetrics(registry)
-    router.count_request("queue_full")
-    router.count_attempt("first")
+    router.requests.labels("queue_full").inc()
+    router.attempts.labels("first").inc()
     router.watch_requests(lambda: 4, lambda: 5)
-    router.observe_queue(0.2)
-    router.observe_tokenize(0.001)
+    router.queue_time.observe(0.2)
+    router.tokenize_time.observe(0.001)
     assert registry.get_sample_value("quartet_router_requests_total", {"outcome": "queue_full"}) == 1
     assert registry.get_sample_value("quartet_router_attempts_total", {"cause": "first"}) == 1
     assert registry.get_sample_value("quartet_router_queued_requests") == 4
@@ -112,9 +115,9 @@ def test_outcomes_and_queues_of_the_router_show(registry: CollectorRegistry) -> 
 
 def test_worker_times_and_outcomes_show(registry: CollectorRegistry) -> None:
     worker = WorkerMetrics(registry)
-    worker.observe_queue(0.1)
-    worker.observe_prefill(0.2)
-    worker.count_hand_off("expired")
+    worker.queue_time.observe(0.1)
+    worker.prefill_time.observe(0.2)
+    worker.hand_offs.labels("expired").inc()
     assert registry.get_sample_value("quartet_worker_queue_seconds_count") == 1
     assert registry.get_sample_value("quartet_worker_prefill_seconds_sum") == pytest.approx(0.2)
     assert registry.get_sample_value("quartet_worker_hand_offs_total", {"outcome": "expired"}) == 1

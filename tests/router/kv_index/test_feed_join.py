@@ -11,7 +11,7 @@ from quartet.discovery.base import WorkerRecord
 from quartet.errors import WorkerUnavailableError
 from quartet.events.kv import KvBatch, KvSnapshotPart
 from quartet.events.load import NumberedLoad
-from quartet.telemetry.routing_metrics import SnapshotOutcome
+from quartet.telemetry.metrics import SnapshotOutcome
 from router.kv_index.feed import JoinTimes, KvJoins
 from tests.router.kv_truth import SetIndex, TruthfulWorker
 from tests.router.records import make_load, make_record

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from quartet.errors import QueueFullError
-from router.fair_share import FairShare
+from router.admission import FairShare
 from router.media.queue import MediaLine, MediaLineConfig, MediaOrder, MediaRoom
 from router.workers import PoolKey
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.discovery.base import Rank
-from quartet.events.step_time import StepTime
+from quartet.events.load import StepTime
 from router.policy.base import Candidate, Decision, Pending, Snapshot
 from router.policy.forecast import CostWeights, Job, PrefillForecast
 from router.policy.joint import JointAssignment

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from quartet.discovery.base import Rank
-from quartet.events.step_time import StepTime
+from quartet.events.load import StepTime
 from router.policy.base import Candidate, Peers, Pending, Policy, Snapshot
 from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy
 from router.policy.session_affinity import SessionAffinityPolicy

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.discovery.base import Rank
-from quartet.events.step_time import StepTime
+from quartet.events.load import StepTime
 from router.policy.base import Candidate, Peers, Pending, Snapshot
 from router.policy.forecast import AT_ONCE
 from router.policy.kv_aware import KvAwareConfig, KvAwarePolicy, PeerConfig, PeerWaits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quartet.discovery.base import Rank
-from quartet.events.step_time import StepTime
+from quartet.events.load import StepTime
 from router.policy.base import Candidate
 from router.policy.room import with_step_times
 
