@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -15,8 +13,6 @@ from functools import lru_cache
 from typing import TextIO, TypeAlias
 
 _FIELDS_KEY = "quartet_fields"
-# The line of a request that ended is written this much later at most.
-_MAX_DELAY_S = 0.02
 _SEPARATORS = frozenset(' "=')
 
 FieldValue: TypeAlias = str | int | float
@@ -99,7 +95,7 @@ class FinishedRequest:
 
 def configure(config: LogConfig, stream: TextIO | None = None) -> None:
     """Make all loggers of the process write to ``stream`` (standard error) as ``config`` says; replaces what was."""
-    handler = _JoiningHandler(stream or sys.stderr)
+    handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_JsonFormatter() if config.json else _PlainFormatter())
     logging.basicConfig(level=config.level.upper(), handlers=[handler], force=True)
     # No line of ours names the thread, process or task, and looking them up costs something for each record.
@@ -119,47 +115,6 @@ def log_request(logger: logging.Logger, request: FinishedRequest) -> None:
     logger.handle(
         logger.makeRecord(logger.name, logging.INFO, "", 0, "request finished", (), None, extra={_FIELDS_KEY: shown})
     )
-
-
-class _JoiningHandler(logging.StreamHandler[TextIO]):
-    """Writes the lines of requests that ended within a moment together, and any other line at once, after them.
-
-    A line of its own for each request would be a system call, which also wakes the process that reads it.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__(stream)
-        self._lines: list[str] = []
-        self._is_due = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write ``record`` now or soon; ``logging`` holds the handler's lock, and reports what fails."""
-        try:
-            self._lines.append(self.format(record) + self.terminator)
-            if record.levelno > logging.INFO or not self._flush_soon(record):
-                self.flush()
-        except Exception:  # noqa: BLE001 - as in the base class: a line that can't be written ends nothing
-            self.handleError(record)
-
-    def flush(self) -> None:
-        """Write what waits. ``logging`` calls this at the end of the process too."""
-        with self.lock or nullcontext():
-            lines, self._lines, self._is_due = self._lines, [], False
-            if lines:
-                self.stream.write("".join(lines))
-            super().flush()
-
-    def _flush_soon(self, record: logging.LogRecord) -> bool:
-        """Whether the line of ``record`` may wait and ``flush`` will be called soon."""
-        if not _fields_of(record):
-            return False
-        if not self._is_due:
-            try:
-                asyncio.get_running_loop().call_later(_MAX_DELAY_S, self.flush)
-            except RuntimeError:
-                return False  # there is no event loop
-            self._is_due = True
-        return True
 
 
 class _PlainFormatter(logging.Formatter):

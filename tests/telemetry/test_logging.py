@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import logging
@@ -98,33 +97,3 @@ def test_each_line_has_its_own_time(log_to: Callable[[LogConfig], io.StringIO]) 
         LOGGER.handle(record)
     times = [line.partition(" ")[0] for line in stream.getvalue().splitlines()]
     assert times == [f"1970-01-01T{time}Z" for time in ("00:00:00.000", "00:00:00.250", "00:00:01.500", "23:59:59.999")]
-
-
-async def test_requests_that_end_in_one_moment_are_written_together_and_soon(
-    log_to: Callable[[LogConfig], io.StringIO], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream, written = log_to(LogConfig()), asyncio.Event()
-    monkeypatch.setattr(stream, "flush", written.set)
-    log_request(LOGGER, REQUEST)
-    log_request(LOGGER, REQUEST)
-    assert not stream.getvalue()
-    async with asyncio.timeout(10):
-        await written.wait()
-    assert stream.getvalue().count("request finished") == 2
-
-
-async def test_any_other_line_is_written_at_once_after_the_requests_before_it(
-    log_to: Callable[[LogConfig], io.StringIO],
-) -> None:
-    stream = log_to(LogConfig())
-    log_request(LOGGER, REQUEST)
-    LOGGER.info("listening")
-    first, second = stream.getvalue().splitlines()
-    assert "request finished" in first and "listening" in second
-
-
-async def test_the_end_of_the_process_leaves_no_line_unwritten(log_to: Callable[[LogConfig], io.StringIO]) -> None:
-    stream = log_to(LogConfig())
-    log_request(LOGGER, REQUEST)
-    logging.shutdown()
-    assert "request finished" in stream.getvalue()
