@@ -19,7 +19,7 @@ from quartet.engine.trtllm.llm_thread import LlmThread
 from quartet.engine.trtllm.loading import LoadedLlm, loaded_llm
 from quartet.engine.trtllm.package import check_installed
 from quartet.engine.trtllm.sampling import sampling_fields
-from quartet.engine.trtllm.session import LlmSession, SessionListener
+from quartet.engine.trtllm.session import LlmSession
 from quartet.engine.trtllm.times import TrtllmTimes
 from quartet.errors import UnsupportedFieldError
 from quartet.transfer.base import EmbeddingMemory, Puller
@@ -96,13 +96,13 @@ class TrtllmEngine(ThreadedEngine[LlmSession]):
         """
         session = self._session
         if session is not None and id in self._live:
-            self._thread.post(lambda: session.cancel(id))
+            self._thread.post(lambda: session.requests.cancel(id))
 
     def release(self, id: int) -> None:
         """Free the blocks that a completed prefill holds. Unknown ids are ignored."""
         session = self._session
         if session is not None:
-            self._thread.post(lambda: session.release(id))
+            self._thread.post(lambda: session.requests.release(id))
 
     def request_kv_snapshot(self) -> None:
         """Have one of the next outputs carry a ``kv_snapshot``; one answers all requests before it."""
@@ -128,7 +128,7 @@ class TrtllmEngine(ThreadedEngine[LlmSession]):
             raise UnsupportedFieldError(message, field="data_parallel_rank")
         state = None if request.hand_off is None else self._claims.open(request, session.loaded.cache)
         session.loaded.book.add(request)
-        self._thread.post(lambda: session.submit(request, state, submitted_at))
+        self._thread.post(lambda: session.requests.submit(request, state, submitted_at))
 
     def _start_thread(self) -> None:
         self._thread.start()
@@ -140,8 +140,14 @@ class TrtllmEngine(ThreadedEngine[LlmSession]):
         return await asyncio.to_thread(self._thread.wait_ended, timeout_s)
 
     def _make_session(self, loaded: LoadedLlm) -> LlmSession:
-        listener = SessionListener(on_ready=self._on_ready, on_output=self._on_output, on_lost=self._on_lost)
-        return LlmSession(loaded, self._sampling_fields, self._times, listener)
+        return LlmSession(
+            loaded,
+            self._sampling_fields,
+            self._times,
+            on_ready=self._on_ready,
+            on_output=self._on_output,
+            on_lost=self._on_lost,
+        )
 
     def _describe(self, session: LlmSession) -> EngineCapabilities:
         loaded, arguments = session.loaded, self._arguments

@@ -31,6 +31,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias
@@ -323,19 +324,6 @@ class RankMirror:
         block.tier = tier
 
 
-class PrivateTokens:
-    """One private request, from before it is submitted until ``end``."""
-
-    def __init__(self, on_end: Callable[[], None]) -> None:
-        self._on_end: Callable[[], None] | None = on_end
-
-    def end(self) -> None:
-        """Call this when the request's last output came. May be called twice."""
-        on_end, self._on_end = self._on_end, None
-        if on_end is not None:
-            on_end()
-
-
 class PrivateBlocks:
     """Remembers each private request's first private block, for as long as events may still report that block.
 
@@ -363,8 +351,8 @@ class PrivateBlocks:
         with self._lock:
             return sum(sum(blocks.values()) for kind in (self._full, self._fronts) for blocks in kind.values())
 
-    def add(self, token_ids: Sequence[int], first_position: int = 0) -> PrivateTokens:
-        """Call this before submitting a private request.
+    def add(self, token_ids: Sequence[int], first_position: int = 0) -> ExitStack:
+        """Call this before submitting a private request, and close what it returns when its last output came.
 
         Args:
             token_ids: of its prompt and of what it has generated already.
@@ -376,7 +364,9 @@ class PrivateBlocks:
         start = _Start(before[-1] if before else None, pack_token_ids(block))
         with self._lock:
             self._count(start, 1)
-        return PrivateTokens(lambda: self._end(start))
+        noted = ExitStack()
+        noted.callback(self._end, start)
+        return noted
 
     def matches(self, parent: int | None, token_bytes: bytes) -> bool:
         """Whether a block with these tokens, after the one with that sequence hash, might be private."""

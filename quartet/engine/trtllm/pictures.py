@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from PIL import Image
@@ -79,14 +80,14 @@ class PictureStates:
 
     async def start(self) -> None:
         """Load the encoder, and encode a picture. Raises ``ServingError``, which names what is wrong."""
-        on_loop = _OnLoop(asyncio.get_running_loop())
+        call = partial(call_on_loop, asyncio.get_running_loop())
         self._thread = EncoderThread(
             self._make,
             EncoderListener(
-                on_ready=lambda: on_loop.call(self._has_settled.set),
-                on_begin=lambda jobs: on_loop.call(self._on_begin, len(jobs)),
-                on_outcomes=lambda outcomes: on_loop.call(self._on_outcomes, outcomes),
-                on_lost=lambda error: on_loop.call(self._on_lost, error),
+                on_ready=lambda: call(self._has_settled.set),
+                on_begin=lambda jobs: call(self._on_begin, len(jobs)),
+                on_outcomes=lambda outcomes: call(self._on_outcomes, outcomes),
+                on_lost=lambda error: call(self._on_lost, error),
             ),
             placeholder=self._model.placeholder,
             max_batch_size=self._max_batch_size,
@@ -486,16 +487,6 @@ def drop(handle: Mapping[str, object]) -> None:
             _take(handle)
     except Exception as error:  # noqa: BLE001 - a worker took it after all: nothing is held, whatever CUDA says
         _LOG.debug("a picture's embeddings were gone already: %s", type(error).__name__)
-
-
-class _OnLoop:
-    """Calls functions on an event loop, from other threads; once the loop is closed, calls do nothing."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-
-    def call(self, function: Callable[..., object], *arguments: object) -> None:
-        call_on_loop(self._loop, function, *arguments)
 
 
 @dataclass(eq=False)

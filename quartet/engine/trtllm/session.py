@@ -4,31 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from quartet.engine.base import EngineRequest, StepOutput
+from quartet.engine.base import StepOutput
 from quartet.engine.trtllm.book import engine_stats
 from quartet.engine.trtllm.canary import Canary
-from quartet.engine.trtllm.hand_off import HandOffState
 from quartet.engine.trtllm.loading import LoadedLlm
 from quartet.engine.trtllm.requests import LlmRequests, OutputCollector
 from quartet.engine.trtllm.times import TrtllmTimes
 from quartet.errors import EngineError
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionListener:
-    """Callbacks of a session, called on its thread.
-
-    Attributes:
-        on_ready: the LLM has answered its first request.
-        on_output: there is new output.
-        on_lost: the LLM is unusable from now on; called once.
-    """
-
-    on_ready: Callable[[LlmSession], None]
-    on_output: Callable[[StepOutput], None]
-    on_lost: Callable[[Exception], None]
 
 
 class LlmSession:
@@ -36,21 +19,38 @@ class LlmSession:
 
     Attributes:
         loaded: the LLM.
+        requests: runs requests.
         num_blocks: KV blocks of a rank, known when it is ready.
     """
 
     def __init__(
-        self, loaded: LoadedLlm, sampling_fields: frozenset[str], times: TrtllmTimes, listener: SessionListener
+        self,
+        loaded: LoadedLlm,
+        sampling_fields: frozenset[str],
+        times: TrtllmTimes,
+        *,
+        on_ready: Callable[[LlmSession], None],
+        on_output: Callable[[StepOutput], None],
+        on_lost: Callable[[Exception], None],
     ) -> None:
-        """Create the session on the event loop that it lives on."""
+        """Create the session on the event loop that it lives on, and where it calls back.
+
+        Args:
+            loaded: the LLM.
+            sampling_fields: names of the fields that it honours.
+            times: bounds of its waits.
+            on_ready: the LLM has answered its first request.
+            on_output: there is new output.
+            on_lost: the LLM is unusable from now on; called once.
+        """
         self.loaded = loaded
         self.num_blocks = loaded.num_blocks()
         self._times = times
-        self._listener = listener
+        self._on_ready, self._on_output, self._on_lost = on_ready, on_output, on_lost
         self._is_lost = False
         self._outputs = OutputCollector(self._deliver)
         self._canary = Canary(loaded, times, self._num_moves)
-        self._requests = LlmRequests(loaded, sampling_fields, self._outputs, times, self._lose)
+        self.requests = LlmRequests(loaded, sampling_fields, self._outputs, times, self._lose)
 
     @property
     def is_hanging(self) -> bool:
@@ -74,10 +74,10 @@ class LlmSession:
             raise EngineError(f"no first answer within {self._times.warm_up_timeout_s} s") from None
         events = await asyncio.to_thread(self.loaded.wait_for_figures, self._times.figures_timeout_s)
         if events:
-            self._listener.on_output(StepOutput(kv_events=events))
-        self.num_blocks = self._requests.num_blocks = self.loaded.num_blocks()
+            self._on_output(StepOutput(kv_events=events))
+        self.num_blocks = self.requests.num_blocks = self.loaded.num_blocks()
         self.loaded.book.assume_num_blocks(self.num_blocks)
-        self._listener.on_ready(self)
+        self._on_ready(self)
         watching = [asyncio.create_task(self._run_canary()), asyncio.create_task(self._look())]
         try:
             await stop.wait()
@@ -85,19 +85,7 @@ class LlmSession:
             for task in watching:
                 task.cancel()
             await asyncio.wait(watching)
-            await self._requests.close()
-
-    def submit(self, request: EngineRequest, state: HandOffState | None, submitted_at: float) -> None:
-        """Run ``request``, from ``state`` if there is a hand-off; its end, or its refusal, comes out as an output."""
-        self._requests.submit(request, state, submitted_at)
-
-    def cancel(self, id: int) -> None:
-        """End a request; unknown ids are ignored."""
-        self._requests.cancel(id)
-
-    def release(self, id: int) -> None:
-        """Free the blocks that a completed prefill holds; unknown ids are ignored."""
-        self._requests.release(id)
+            await self.requests.close()
 
     async def _look(self) -> None:
         """Check whether the engine is dead: without requests, an engine dies without a sign."""
@@ -117,10 +105,10 @@ class LlmSession:
 
     def _deliver(self, output: StepOutput) -> None:
         self.loaded.book.finish_turn()
-        self._listener.on_output(output)
+        self._on_output(output)
 
     def _lose(self, error: Exception) -> None:
         if not self._is_lost:
             self._is_lost = True
             self.loaded.feeds.stop()
-            self._listener.on_lost(error)
+            self._on_lost(error)

@@ -143,7 +143,7 @@ class _Refusing:
 
 
 def test_results_without_anything_to_measure_are_no_matter() -> None:
-    metrics = ResultMetrics("tiny", None)
+    metrics = ResultMetrics("tiny", lambda: None)
     metrics.log(object())
     metrics.close()
 
