@@ -238,14 +238,8 @@ class TorchEncoder:
     def _count(self, *, num_steps: int = 0, num_items: int = 0, num_failed: int = 0) -> None:
         """Update the statistics: from the jobs, and by these counts."""
         num_running = len(self._jobs.running())
-        self._stats = replace(
-            self._stats,
-            num_running=num_running,
-            num_waiting=len(self._jobs) - num_running,
-            num_steps=self._stats.num_steps + num_steps,
-            num_items=self._stats.num_items + num_items,
-            num_failed=self._stats.num_failed + num_failed,
-        )
+        stats = self._stats.plus(num_steps=num_steps, num_items=num_items, num_failed=num_failed)
+        self._stats = replace(stats, num_running=num_running, num_waiting=len(self._jobs) - num_running)
 
 
 def _prepare(tower: Tower, job: Job) -> Prepared | None:

@@ -23,7 +23,7 @@ from PIL import Image
 from quartet.engine.encoder import EncodedState, EncoderStats, EncodeTimes
 from quartet.engine.life_cycle import call_on_loop
 from quartet.engine.trtllm.inputs import host_name
-from quartet.engine.trtllm.media_model import FileSizes, MediaModel
+from quartet.engine.trtllm.media_model import MediaModel
 from quartet.engine.trtllm.media_state import PictureState, num_handle_tokens, write_state
 from quartet.engine.trtllm.times import TrtllmTimes
 from quartet.errors import EngineError, InvalidMediaError, InvalidRequestError, ServingError, WorkerUnavailableError
@@ -52,7 +52,7 @@ class PictureStates:
         self._make = make
         self._max_batch_size = max_batch_size
         self._times = times or TrtllmTimes()
-        self._sizes = FileSizes(model)
+        self._sizer = model.sizer()
         self._host = host_name()
         self._stats = EncoderStats()
         self._thread: EncoderThread | None = None
@@ -100,7 +100,7 @@ class PictureStates:
 
     async def encode(self, holder: int, file: MediaFile) -> EncodedState:
         """See ``StateEncoder``."""
-        size = await asyncio.to_thread(self._sizes.size, file)
+        size = await asyncio.to_thread(self._sizer.size, file)
         if self._is_closed or self._thread is None:
             raise _closed()
         if not self.is_alive:
@@ -189,14 +189,8 @@ class PictureStates:
                 self._drop(outcome.end)  # the request that waited is gone
             else:
                 waiting.done.set_result(outcome)
-        stats = self._stats
-        self._stats = replace(
-            stats,
-            num_running=0,
-            num_steps=stats.num_steps + 1,
-            num_items=stats.num_items + len(outcomes) - num_failed,
-            num_failed=stats.num_failed + num_failed,
-        )
+        stats = self._stats.plus(num_steps=1, num_items=len(outcomes) - num_failed, num_failed=num_failed)
+        self._stats = replace(stats, num_running=0)
         self._count()
 
     def _on_lost(self, error: Exception) -> None:
