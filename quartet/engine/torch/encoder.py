@@ -24,7 +24,7 @@ from quartet.engine.late_import import importing
 from quartet.engine.life_cycle import call_on_loop
 from quartet.engine.media.rows_encoder import RowsParts
 from quartet.engine.media_config import make_embedding_memory, read_media_config, shared_item_tokens
-from quartet.engine.torch.encoder_config import TorchEncoderConfig
+from quartet.engine.torch.config import TorchEncoderConfig
 from quartet.engine.torch.encoder_jobs import Job, JobQueue, Passenger, Prepared, RunTimes, Stage
 from quartet.errors import EngineError, InvalidRequestError, MediaTooLargeError, ServingError, WorkerUnavailableError
 from quartet.kvcache.layout import EmbeddingLayout

@@ -21,7 +21,7 @@ from quartet.engine.media.embeddings import EmbeddingPoolView
 from quartet.engine.media.file_sizer import FileSizer
 from quartet.engine.media.rows_encoder import RowsReader, check_blocks
 from quartet.engine.media_config import make_embedding_memory
-from quartet.engine.torch.encoder_config import TorchEncoderConfig
+from quartet.engine.torch.config import TorchEncoderConfig
 from quartet.engine.torch.encoder_jobs import Passenger, Prepared, RunTimes
 from quartet.engine.torch.vision import Pixels, create_vision
 from quartet.errors import EngineError, InvalidRequestError

@@ -18,7 +18,7 @@ from transformers.models.llava_next.modeling_llava_next import image_size_to_num
 
 from quartet.engine.encoder import ItemSize
 from quartet.engine.media.file_sizer import check_scaled_size
-from quartet.engine.torch.encoder_config import TorchEncoderConfig
+from quartet.engine.torch.config import TorchEncoderConfig
 from quartet.engine.torch.vision_loader import LoadedVision, load_vision
 from quartet.errors import InvalidRequestError
 from quartet.media.items import MediaGrid

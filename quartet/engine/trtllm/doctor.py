@@ -124,9 +124,7 @@ def inspect_package() -> Report:
 def _compare(symbol: Symbol) -> Iterator[Lack | OtherDefault | None]:
     """Yield what is wrong with the symbol and with each of its names; ``None`` for each that is right."""
     try:
-        found: Any = import_module(symbol.module)
-        for part in symbol.name.split("."):
-            found = getattr(found, part)
+        found = _get(symbol.module, symbol.name)
     except AttributeError:
         yield Lack(symbol.path, symbol.loses, is_needed=not symbol.is_optional)
         return

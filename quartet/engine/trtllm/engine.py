@@ -59,8 +59,11 @@ class TrtllmEngine(ThreadedEngine[LlmSession]):
         self._claims = Claims(puller, can_pull=self._arguments.has_transceiver)
         super().__init__(self._claims, self._times.close_timeout_s)
         self._sampling_fields = sampling_fields(self._arguments)
+        on_feeds = self._on_loop(self._take_feeds)
         self._thread = LlmThread(
-            lambda: loaded_llm(spec, kind, self._arguments, self._on_feeds), self._make_session, self._on_lost
+            lambda: loaded_llm(spec, kind, self._arguments, on_feeds),
+            self._make_session,
+            self._on_loop(self._take_lost),
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: LlmSession | None = None
@@ -144,9 +147,9 @@ class TrtllmEngine(ThreadedEngine[LlmSession]):
             loaded,
             self._sampling_fields,
             self._times,
-            on_ready=self._on_ready,
-            on_output=self._on_output,
-            on_lost=self._on_lost,
+            on_ready=self._on_loop(self._take_ready),
+            on_output=self._on_loop(self._take_output),
+            on_lost=self._on_loop(self._take_lost),
         )
 
     def _describe(self, session: LlmSession) -> EngineCapabilities:
@@ -166,23 +169,14 @@ class TrtllmEngine(ThreadedEngine[LlmSession]):
             metrics=None if loaded.metrics is None else loaded.metrics.collect,
         )
 
-    # The next four are called on the LLM's thread, ``_on_feeds`` also on threads of the feeds.
+    def _on_loop(self, callback: Callable[..., None]) -> Callable[..., None]:
+        """Have ``callback`` run on the event loop, when the LLM's thread or one of the feeds calls."""
 
-    def _on_ready(self, session: LlmSession) -> None:
-        self._notify(lambda: self._take_ready(session))
+        def call(*arguments: object) -> None:
+            assert self._loop is not None, "started"
+            call_on_loop(self._loop, callback, *arguments)
 
-    def _on_output(self, output: StepOutput) -> None:
-        self._notify(lambda: self._take_output(output))
-
-    def _on_lost(self, error: Exception) -> None:
-        self._notify(lambda: self._take_lost(error))
-
-    def _on_feeds(self) -> None:
-        self._notify(self._take_feeds)
-
-    def _notify(self, callback: Callable[[], None]) -> None:
-        assert self._loop is not None, "started"
-        call_on_loop(self._loop, callback)
+        return call
 
     # The rest is called on the event loop.
 
