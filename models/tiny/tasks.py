@@ -70,25 +70,24 @@ def _count_items(rng: random.Random) -> tuple[str, str]:
 
 
 def _sum(rng: random.Random) -> tuple[str, str]:
-    size = rng.choice((9, 20, 99, 99))
-    a, b = rng.randint(0, size), rng.randint(0, size)
-    item = words.plural(rng.choice(words.OBJECTS))
-    question = rng.choice((
-        "What is {a} + {b}?", "What is {a} plus {b}?", "{a} + {b} =", "Add {a} and {b}.",
-        "{name} has {a} {item} and gets {b} more. How many {item} does {name} have now?",
-    ))  # fmt: skip
-    return question.format(a=a, b=b, item=item, name=rng.choice(words.NAMES)), str(a + b)
+    a, b = _two_numbers(rng)
+    return _asked_to_calculate(rng, "sums", a, b), str(a + b)
 
 
 def _difference(rng: random.Random) -> tuple[str, str]:
+    b, a = sorted(_two_numbers(rng))
+    return _asked_to_calculate(rng, "differences", a, b), str(a - b)
+
+
+def _two_numbers(rng: random.Random) -> tuple[int, int]:
     size = rng.choice((9, 20, 99, 99))
-    b, a = sorted((rng.randint(0, size), rng.randint(0, size)))
+    return rng.randint(0, size), rng.randint(0, size)
+
+
+def _asked_to_calculate(rng: random.Random, kind: str, a: int, b: int) -> str:
     item = words.plural(rng.choice(words.OBJECTS))
-    question = rng.choice((
-        "What is {a} - {b}?", "What is {a} minus {b}?", "{a} - {b} =", "Take {b} away from {a}.",
-        "{name} has {a} {item} and gives away {b}. How many {item} are left?",
-    ))  # fmt: skip
-    return question.format(a=a, b=b, item=item, name=rng.choice(words.NAMES)), str(a - b)
+    question: str = rng.choice(words.TEXTS["arithmetic"][kind])
+    return question.format(a=a, b=b, item=item, name=rng.choice(words.NAMES))
 
 
 def _larger(rng: random.Random) -> tuple[str, str]:

@@ -137,20 +137,17 @@ class EventReader:
         self._media_token_ids = media_token_ids
         self._vocab_size = vocab_size
 
-    def read(self, item: object) -> LlmEvent:
+    def read(self, item: Any) -> LlmEvent:
         """The event in ``item``. Raises ``UnreadableEventError``."""
         try:
-            return self._read(item)
+            return LlmEvent(
+                rank=int(item.get("attention_dp_rank") or 0),
+                number=int(item["event_id"]),
+                window_size=int(item.get("window_size") or 0),
+                change=self._change(item["data"]),
+            )
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise UnreadableEventError(f"{type(error).__name__} in an event") from error
-
-    def _read(self, item: Any) -> LlmEvent:
-        return LlmEvent(
-            rank=int(item.get("attention_dp_rank") or 0),
-            number=int(item["event_id"]),
-            window_size=int(item.get("window_size") or 0),
-            change=self._change(item["data"]),
-        )
 
     def _change(self, data: Mapping[str, Any]) -> LlmChange:
         match data["type"]:
@@ -187,6 +184,9 @@ class RankMirror:
     """Follows the events of one rank.
 
     A receiver of all events that ``take`` returned knows exactly ``stored_blocks``.
+
+    Attributes:
+        num_blocks: blocks on the device; ``None``: not reported yet.
     """
 
     def __init__(self, rank: int, is_private: IsPrivate) -> None:
@@ -197,12 +197,7 @@ class RankMirror:
         self._doubtful: dict[int, _Block] = {}  # were here before a gap
         self._window_size: int | None = None
         self._next_number = 0
-        self._num_blocks: int | None = None
-
-    @property
-    def num_blocks(self) -> int | None:
-        """Blocks on the device; ``None``: not reported yet."""
-        return self._num_blocks
+        self.num_blocks: int | None = None
 
     @property
     def num_named_device_blocks(self) -> int:
@@ -245,7 +240,7 @@ class RankMirror:
         self.distrust()
         if event.window_size != self._window_size:
             self._doubtful = {}
-        self._window_size, self._num_blocks = event.window_size, created.num_device_blocks
+        self._window_size, self.num_blocks = event.window_size, created.num_device_blocks
 
     def _follow(self, change: LlmStored | LlmRemoved | LlmUpdated) -> None:
         match change:

@@ -121,7 +121,7 @@ def loaded_llm(
         for warning in arguments.warnings:
             logger.warning("%s", warning)
         keywords = build_objects(arguments)
-        package = Package.load()
+        package = Package()
         llm = stack.enter_context(package.LLM(**keywords))
         book = RequestBook(
             num_ranks=arguments.num_ranks,

@@ -138,22 +138,21 @@ def _checker(text: str) -> _Checker:
     if text in _PLAIN:
         return _PLAIN[text]
     if choices := _choices(text):
-        return _one_of(choices, any_case=text.startswith("AnyCase"))
+        change = str.upper if text.startswith("AnyCase") else str
+        return lambda value: isinstance(value, str) and change(value) in choices
     if bound := _BOUND.fullmatch(text):
         return _bounded(_PLAIN[bound[1]], int(bound[3]), or_equal=bound[2] == ">=")
     if items := _OF_ITEMS.fullmatch(text):
-        return _list_of(_checker(items[1]))
+        is_item = _checker(items[1])
+        return lambda value: isinstance(value, list | tuple) and all(map(is_item, value))
     if pairs := _BY_KEY.fullmatch(text):
-        return _mapping_of(_checker(pairs[1]), _checker(pairs[2]))
+        is_key, is_item = _checker(pairs[1]), _checker(pairs[2])
+        return lambda value: isinstance(value, Mapping) and all(is_key(k) and is_item(v) for k, v in value.items())
     return lambda _: False
 
 
 def _choices(text: str) -> tuple[str, ...]:
     return tuple(_QUOTED.findall(text)) if text.startswith(("Literal[", "AnyCase[")) else ()
-
-
-def _one_of(choices: tuple[str, ...], *, any_case: bool) -> _Checker:
-    return lambda value: isinstance(value, str) and (value.upper() if any_case else value) in choices
 
 
 def _bounded(is_kind: _Checker, least: int, *, or_equal: bool) -> _Checker:
@@ -163,14 +162,6 @@ def _bounded(is_kind: _Checker, least: int, *, or_equal: bool) -> _Checker:
         return value >= least if or_equal else value > least
 
     return check
-
-
-def _list_of(is_item: _Checker) -> _Checker:
-    return lambda value: isinstance(value, list | tuple) and all(is_item(item) for item in value)
-
-
-def _mapping_of(is_key: _Checker, is_value: _Checker) -> _Checker:
-    return lambda value: isinstance(value, Mapping) and all(is_key(k) and is_value(v) for k, v in value.items())
 
 
 def _shown(value: object) -> str:

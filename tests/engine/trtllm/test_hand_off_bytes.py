@@ -65,7 +65,7 @@ def test_another_version_is_a_mismatch_and_no_failure() -> None:
 def test_a_field_that_this_release_lacks_is_left_out(has_field: bool) -> None:
     with stand_in(disagg_request_id=has_field):
         params = state_of(first_gen_tokens=[5], ctx_request_id=1, opaque_state=b"s", disagg_request_id=9).params(
-            Package.load()
+            Package()
         )
     assert (params.request_type, params.first_gen_tokens, params.opaque_state) == ("generation_only", [5], b"s")
     assert getattr(params, "disagg_request_id", None) == (9 if has_field else None)
@@ -73,7 +73,7 @@ def test_a_field_that_this_release_lacks_is_left_out(has_field: bool) -> None:
 
 def test_what_belongs_to_prefill_alone_is_not_carried() -> None:
     with stand_in():
-        given = Package.load().DisaggregatedParams(
+        given = Package().DisaggregatedParams(
             request_type="context_only",
             first_gen_tokens=[5],
             ctx_request_id=1,
