@@ -22,14 +22,6 @@ class _Entry:
     is_held: bool = False
 
 
-@dataclass(frozen=True)
-class _Backlog:
-    """The prompt tokens of a rank that no step has begun to compute, by the latest record."""
-
-    num_running: int
-    num_unbegun_tokens: int
-
-
 class _RankBook:
     """One rank's requests. The caller holds the lock."""
 
@@ -52,14 +44,15 @@ class _RankBook:
     def num_context_tokens(self) -> int:
         return sum(entry.num_tokens for entry in self.begun.values() if entry.decodes)
 
-    def backlog(self, stats: LlmRankStats | None) -> _Backlog:
-        """Assume that the oldest requests without output are in a step: as many as the record has, less those begun."""
+    def unbegun(self, stats: LlmRankStats | None) -> list[_Entry]:
+        """The requests whose prompt no step has begun to compute, by the latest record.
+
+        Assume that the oldest requests without output are in a step: as many as the record has, less those begun.
+        """
         num_active = 0
         if stats is not None:
             num_active = max((stats.num_active or 0) - (stats.num_paused or 0), 0)
-        num_running = min(max(num_active, len(self.begun)), self.num_in_flight)
-        left = list(self.waiting.values())[num_running - len(self.begun) :]
-        return _Backlog(num_running, sum(entry.num_prefill_tokens for entry in left))
+        return list(self.waiting.values())[max(num_active - len(self.begun), 0) :]
 
 
 class RequestBook:
@@ -162,13 +155,13 @@ class RequestBook:
         heard = figures.stats
         with self._lock:
             book = self._ranks[rank]
-            backlog = book.backlog(heard)
+            unbegun = book.unbegun(heard)
             blocks = self._blocks(book, figures)
             return EngineStats(
-                num_running=backlog.num_running,
-                num_waiting=book.num_in_flight - backlog.num_running,
+                num_running=book.num_in_flight - len(unbegun),
+                num_waiting=len(unbegun),
                 num_queued_prefill_tokens=sum(entry.num_prefill_tokens for entry in book.waiting.values()),
-                num_unbegun_prefill_tokens=backlog.num_unbegun_tokens,
+                num_unbegun_prefill_tokens=sum(entry.num_prefill_tokens for entry in unbegun),
                 num_decoding=sum(entry.decodes for entry in book.begun.values()),
                 num_context_tokens=book.num_context_tokens,
                 max_step_tokens=(heard.max_step_tokens if heard else None) or self._max_step_tokens or 0,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quartet.engine.base import EngineRequest, Generation, RequestKind
-from quartet.engine.trtllm.hand_off import HandOffState
+from quartet.engine.trtllm.hand_off import PromptState
 from quartet.engine.trtllm.inputs import LlmInputs, MediaItem
 from quartet.engine.trtllm.loading import LoadedLlm
 from quartet.engine.trtllm.sampling import check_sampling_fields, sampling_params, stop_ids_of
@@ -50,7 +50,7 @@ class CallBuilder:
     def call(
         self,
         request: EngineRequest,
-        state: HandOffState | None,
+        state: PromptState | None,
         num_blocks: int,
         media: Sequence[MediaItem] | None = None,
     ) -> Call:
@@ -89,7 +89,7 @@ class CallBuilder:
             disaggregated_params=params(request_type=request_type, **inputs.disaggregated) if has_params else None,
         )
 
-    def _continuation(self, request: EngineRequest, state: HandOffState, limits: EngineLimits) -> Call:
+    def _continuation(self, request: EngineRequest, state: PromptState, limits: EngineLimits) -> Call:
         """A decode of another engine's prefill: of exactly its tokens, with the token that it gave as the first."""
         generation = request.generation
         before = generation.generated_token_ids[:-1]

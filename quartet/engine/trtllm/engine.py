@@ -20,7 +20,7 @@ from quartet.engine.settings import EngineKind
 from quartet.engine.trtllm.arguments import Use, llm_arguments
 from quartet.engine.trtllm.book import engine_stats
 from quartet.engine.trtllm.errors import loss_of, start_error_of, trace_of
-from quartet.engine.trtllm.hand_off import CacheIdentity, HandOffState
+from quartet.engine.trtllm.hand_off import CacheIdentity, PromptState
 from quartet.engine.trtllm.loading import LoadedLlm, loaded_llm
 from quartet.engine.trtllm.package import check_installed
 from quartet.engine.trtllm.sampling import sampling_fields
@@ -308,7 +308,7 @@ class Claims:
         self._used: OrderedDict[bytes, None] = OrderedDict()
         self._opened: set[int] = set()
 
-    def open(self, request: EngineRequest, cache: CacheIdentity) -> HandOffState:
+    def open(self, request: EngineRequest, cache: CacheIdentity) -> PromptState:
         """Accept the hand-off of ``request`` for an engine with ``cache``; renew it from now on.
 
         Raises:
@@ -321,7 +321,7 @@ class Claims:
         if not self._can_pull:
             raise UnsupportedFieldError("this engine takes no hand-offs", field="hand_off")
         hand_off = request.hand_off
-        state = HandOffState.from_bytes(_opaque_state(hand_off))
+        state = PromptState.from_bytes(_opaque_state(hand_off))
         if state.cache != cache:
             raise LayoutMismatchError("the hand-off is of another model, dtype or block size", field="hand_off")
         generation = request.generation

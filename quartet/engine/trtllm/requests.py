@@ -30,7 +30,7 @@ from quartet.engine.base import (
 from quartet.engine.sampling import TokenLogprobs
 from quartet.engine.trtllm.calls import Call, CallBuilder
 from quartet.engine.trtllm.errors import failure, is_foreseen, loss_of, refusal, trace_of
-from quartet.engine.trtllm.hand_off import HandOffState
+from quartet.engine.trtllm.hand_off import PromptState
 from quartet.engine.trtllm.inputs import MediaItem
 from quartet.engine.trtllm.loading import LoadedLlm
 from quartet.engine.trtllm.times import TrtllmTimes
@@ -72,7 +72,7 @@ class LlmRequests:
         self._reading: dict[int, tuple[EngineRequest, asyncio.Future[Sequence[MediaItem]]]] = {}
         self.num_blocks = loaded.num_blocks()
 
-    def submit(self, request: EngineRequest, state: HandOffState | None, submitted_at: float) -> None:
+    def submit(self, request: EngineRequest, state: PromptState | None, submitted_at: float) -> None:
         """Submit ``request`` to the LLM; its end, or its refusal, reaches the collector."""
         if not self._loaded.inputs.has_media(request):
             self._start(request, state, submitted_at)
@@ -101,7 +101,7 @@ class LlmRequests:
     def _start(
         self,
         request: EngineRequest,
-        state: HandOffState | None,
+        state: PromptState | None,
         submitted_at: float,
         media: Sequence[MediaItem] | None = None,
     ) -> None:
@@ -370,14 +370,14 @@ class ResultReader:
         )
         return None
 
-    def _state(self, output: Any) -> HandOffState | None:
+    def _state(self, output: Any) -> PromptState | None:
         """The state that decode needs to go on; ``None`` if the answer is complete or is not handed on."""
         if not self._call.is_handing_off or output.finish_reason not in _GOES_ON:
             return None
         generation = self._laid_out or self._request.generation
         if output.disaggregated_params is None:
             raise EngineError("the engine handed nothing over")
-        return HandOffState.of(
+        return PromptState.of(
             output.disaggregated_params,
             self._loaded.cache,
             num_tokens=len(generation.prompt_token_ids) + len(generation.generated_token_ids),
