@@ -117,7 +117,8 @@ class PictureStates:
             raise
         if isinstance(outcome.end, ServingError):
             raise outcome.end
-        return self._keep(holder, outcome.end, outcome)
+        times = EncodeTimes(max(outcome.began_at - job.queued_at, 0.0), outcome.compute_s)
+        return EncodedState(self._keep(holder, outcome.end), times)
 
     def release(self, holder: int, *, was_taken: bool) -> None:
         """See ``StateEncoder``."""
@@ -152,7 +153,7 @@ class PictureStates:
             return 0.0
         return _CLOSE_TIMEOUT_S if self._lost is None else self._times.close_timeout_s
 
-    def _keep(self, holder: int, picture: EncodedPicture, outcome: PictureOutcome) -> EncodedState:
+    def _keep(self, holder: int, picture: EncodedPicture) -> bytes:
         state = PictureState(
             width=picture.width,
             height=picture.height,
@@ -166,8 +167,7 @@ class PictureStates:
             self._drop(picture)
             raise
         self._held[holder] = picture
-        queue_s = max(outcome.began_at - outcome.job.queued_at, 0.0)
-        return EncodedState(written, EncodeTimes(queue_s, outcome.compute_s))
+        return written
 
     def _drop(self, picture: EncodedPicture | ServingError | None) -> None:
         if isinstance(picture, EncodedPicture) and self._thread is not None:
@@ -177,15 +177,15 @@ class PictureStates:
         self._stats = replace(self._stats, num_running=num_jobs)
         self._count()
 
-    def _on_outcomes(self, outcomes: Sequence[PictureOutcome]) -> None:
+    def _on_outcomes(self, outcomes: Mapping[PictureJob, PictureOutcome]) -> None:
         num_failed = 0
-        for outcome in outcomes:
-            self._waiting.discard(outcome.job)
+        for job, outcome in outcomes.items():
+            self._waiting.discard(job)
             num_failed += isinstance(outcome.end, ServingError)
-            if outcome.job.done.done():
+            if job.done.done():
                 self._drop(outcome.end)  # the request that waited is gone
             else:
-                outcome.job.done.set_result(outcome)
+                job.done.set_result(outcome)
         stats = self._stats.plus(num_steps=1, num_items=len(outcomes) - num_failed, num_failed=num_failed)
         self._stats = replace(stats, num_running=0)
         self._count()
@@ -242,7 +242,6 @@ class EncodedPicture:
 class PictureOutcome:
     """How a job ended; ``began_at`` in monotonic seconds."""
 
-    job: PictureJob
     end: EncodedPicture | ServingError
     began_at: float
     compute_s: float
@@ -260,7 +259,7 @@ class EncoderThread:
         *,
         on_ready: Callable[[], None],
         on_begin: Callable[[int], None],
-        on_outcomes: Callable[[Sequence[PictureOutcome]], None],
+        on_outcomes: Callable[[Mapping[PictureJob, PictureOutcome]], None],
         on_lost: Callable[[Exception], None],
         placeholder: str,
         max_batch_size: int,
@@ -411,10 +410,10 @@ class EncoderThread:
             ]
         compute_s = time.monotonic() - began_at
         self._on_outcomes(
-            [
-                PictureOutcome(job=job, end=end, began_at=began_at, compute_s=compute_s)
+            {
+                job: PictureOutcome(end=end, began_at=began_at, compute_s=compute_s)
                 for job, end in zip(jobs, ended, strict=True)
-            ]
+            }
         )
 
     def _attempt(self, step: Callable[..., Any], job: PictureJob, *arguments: Any) -> Any:
