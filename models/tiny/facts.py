@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from models.tiny import stories, words
 from models.tiny.conversation import Conversation, Skill, Turn
@@ -12,12 +13,7 @@ from models.tiny.split import Split
 
 #: Characters of a token, to make a text of about so many tokens. Measured on the generator's own texts.
 _CHARACTERS_PER_TOKEN = 4.2
-_ORDERS = (
-    "Read this text:\n\n{text}\n\n{question}",
-    "{text}\n\n{question}",
-    "Answer with the help of the text.\n\n{text}\n\n{question}",
-)
-_QUESTION_FIRST = "{question} Here is the text:\n\n{text}"
+_TEXTS: dict[str, Any] = words.TEXTS["facts"]
 
 
 @dataclass(frozen=True)
@@ -47,58 +43,36 @@ class Fact:
 def _code(rng: random.Random) -> Fact:
     name, value = words.person(rng), rng.choice((words.digits, words.letters))(rng)
     word = rng.choice(("secret code", "password", "lucky number") if value.isdigit() else ("secret code", "password"))
-    return Fact(
-        word, name, value, _one_of(rng, f"The {word} of {name} is {value}.", f"{value} is the {word} of {name}."),
-        ((f"What is the {word} of {name}?", value), (f"Whose {word} is {value}?", f"{name}'s.")),
-    )  # fmt: skip
+    return _fact(rng, "code", name, value, kind=word)
 
 
 def _home(rng: random.Random) -> Fact:
-    name, value = words.person(rng), words.town(rng)
-    return Fact(
-        "home", name, value, _one_of(rng, f"{name} lives in {value}.", f"In {value} lives {name}."),
-        (
-            (f"In which town does {name} live?", f"{name} lives in {value}."),
-            (f"Who lives in {value}?", f"{name} lives in {value}."),
-        ),
-    )  # fmt: skip
+    return _fact(rng, "home", words.person(rng), words.town(rng))
 
 
 def _hidden(rng: random.Random) -> Fact:
     thing = f"{rng.choice(words.COLOURS)} {rng.choice(words.OBJECTS)}"
-    value = f"{rng.choice(('in', 'behind', 'near'))} the {rng.choice(words.PLACES)}"
-    return Fact(
-        "hidden", thing, value,
-        _one_of(rng, f"The {thing} is hidden {value}.", f"{value.capitalize()} the {thing} is hidden."),
-        (
-            (f"Where is the {thing} hidden?", f"The {thing} is hidden {value}."),
-            (f"What is hidden {value}?", f"The {thing} is hidden {value}."),
-        ),
-    )  # fmt: skip
+    return _fact(rng, "hidden", thing, f"{rng.choice(('in', 'behind', 'near'))} the {rng.choice(words.PLACES)}")
 
 
 def _favourite(rng: random.Random) -> Fact:
     name = words.person(rng)
     kind, choices = rng.choice((("food", words.FOODS), ("animal", words.ANIMALS), ("colour", words.COLOURS)))
-    value = rng.choice(choices)
-    return Fact(
-        f"favourite {kind}", name, value, f"The favourite {kind} of {name} is {value}.",
-        ((f"What is the favourite {kind} of {name}?", f"The favourite {kind} of {name} is {value}."),),
-    )  # fmt: skip
+    return _fact(rng, "favourite", name, rng.choice(choices), kind=f"favourite {kind}")
 
 
 def _work(rng: random.Random) -> Fact:
-    name, value = words.person(rng), rng.choice(words.JOBS)
-    return Fact(
-        "work", name, value, _one_of(rng, f"{name} works as a {value}.", f"The {value} is {name}."),
-        ((f"What is the work of {name}?", f"{name} works as a {value}."),
-         (f"Who works as a {value}?", f"{name} works as a {value}.")),
-    )  # fmt: skip
+    return _fact(rng, "work", words.person(rng), rng.choice(words.JOBS))
 
 
-def _one_of(rng: random.Random, usual: str, reversed_: str) -> str:
-    """Return the statement, one time in three the other way around."""
-    return reversed_ if rng.random() < 1 / 3 else usual
+def _fact(rng: random.Random, section: str, subject: str, value: str, *, kind: str | None = None) -> Fact:
+    """Fill the texts of ``section``; one time in three, the statement is the reverse one, if there is one."""
+    texts, kind = _TEXTS[section], kind or section
+    slots = {"kind": kind, "subject": subject, "value": value, "Value": value.capitalize()}
+    usual, *reverse = texts["statements"]
+    statement = reverse[0] if reverse and rng.random() < 1 / 3 else usual
+    questions = tuple((question.format(**slots), answer.format(**slots)) for question, answer in texts["questions"])
+    return Fact(kind, subject, value, statement.format(**slots), questions)
 
 
 _KINDS: tuple[Callable[[random.Random], Fact], ...] = (_code, _code, _home, _hidden, _favourite, _work)
@@ -122,7 +96,7 @@ def reading(rng: random.Random, split: Split) -> Conversation:
     facts = draw_facts(rng, split, rng.randint(2, 8))
     asked = rng.sample(facts, k=min(len(facts), rng.randint(1, 6)))
     turns = [Turn(*_any_question(rng, fact, facts), Skill.READING) for fact in asked]
-    order = rng.choice((*_ORDERS, _QUESTION_FIRST))
+    order = rng.choice((*_TEXTS["orders"], _TEXTS["question_first"]))
     return _with_text(order, " ".join(fact.statement for fact in facts), turns)
 
 
@@ -132,7 +106,7 @@ def retrieval(rng: random.Random, split: Split, num_tokens: int) -> Conversation
     asked = rng.sample(facts, k=min(len(facts), rng.randint(2, 12)))
     turns = [Turn(*fact.questions[0], Skill.RETRIEVAL) for fact in asked]
     text = haystack(rng, [fact.statement for fact in facts], num_tokens)
-    return _with_text(rng.choice(_ORDERS), text, turns)
+    return _with_text(rng.choice(_TEXTS["orders"]), text, turns)
 
 
 def haystack(rng: random.Random, statements: list[str], num_tokens: int) -> str:

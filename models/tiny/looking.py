@@ -8,12 +8,8 @@ from collections.abc import Callable
 from models.tiny.conversation import Conversation, Skill, Turn
 from models.tiny.scenes import COLOURS, MAX_SHAPES, SHAPES, Placed, Scene, draw_scene
 from models.tiny.split import Split
-from models.tiny.words import plural, with_article
+from models.tiny.words import TEXTS, plural, with_article
 
-_CAPTION_REQUESTS = (
-    "Describe the picture.", "What is in the picture?", "What do you see?", "Write a caption for this image.",
-    "Describe this image.", "What is in this image?",
-)  # fmt: skip
 _PAIR_SHARE = 0.06
 #: Weights of the questions about one picture. Positions are the hardest to learn.
 _HOW_OFTEN = {Skill.SHAPE: 2, Skill.COLOUR: 2, Skill.COUNT: 2, Skill.POSITION: 4, Skill.PRESENCE: 1}
@@ -43,7 +39,7 @@ def caption(rng: random.Random, scene: Scene) -> Turn:
     text = parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
     ground = "a plain" if scene.pattern == "plain" else f"a {scene.pattern}"
     answer = f"{text[0].upper()}{text[1:]}, on {ground} {scene.ground} background."
-    return Turn(rng.choice(_CAPTION_REQUESTS), answer, Skill.CAPTION)
+    return Turn(rng.choice(TEXTS["looking"]["caption_requests"]), answer, Skill.CAPTION)
 
 
 def _at(field: str) -> str:

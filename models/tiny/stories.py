@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
-from models.tiny import story_parts as parts
 from models.tiny import words
 from models.tiny.conversation import Conversation, Skill, Turn
 from models.tiny.split import Split
 
 _FORMS = {"she": ("her", "her"), "he": ("him", "his")}
-_FREE_REQUESTS = ("Tell me a story.", "Tell me a short story.", "Write a short story.", "Please tell me a story!")
-_REQUESTS = (
-    "Tell me a story about {hero_kind} and {object}.",
-    "Write a short story about {hero_kind}.",
-    "Tell me a short story about {hero_kind} named {hero}.",
-    "Please write a story about {hero}, {hero_kind}.",
-    "Can you tell me a story with {object} in it?",
-    "I would like to hear a story about {hero_kind} and {friend_kind}.",
-)
+_TEXTS: dict[str, Any] = words.TEXTS["stories"]
 
 
 @dataclass(frozen=True)
@@ -40,21 +32,23 @@ class Story:
 def tell_story(rng: random.Random) -> Story:
     """Make up a story."""
     slots = _slots(rng)
-    quest, obstacle = rng.choice(parts.QUESTS), rng.choice(parts.OBSTACLES)
+    quest, obstacle = rng.choice(_TEXTS["quests"]), rng.choice(_TEXTS["obstacles"])
     paragraphs = (
-        (rng.choice(parts.OPENINGS), rng.choice(parts.HABITS), _one_day(rng, quest)),
+        (_one(rng, "openings"), _one(rng, "habits"), _one(rng, "mornings"), rng.choice(quest["starts"])),
         (
-            rng.choice(parts.JOURNEYS),
-            rng.choice(obstacle.meets),
-            rng.choice(obstacle.tries),
-            rng.choice(parts.MEETINGS).replace("{Hero_tired}", rng.choice(parts.TIRED)),
-            rng.choice(parts.PLANS),
-            rng.choice(obstacle.solutions),
+            _one(rng, "journeys"),
+            rng.choice(obstacle["meets"]),
+            rng.choice(obstacle["tries"]),
+            _one(rng, "meetings").replace("{Hero_tired}", _one(rng, "tired")),
+            _one(rng, "plans"),
+            rng.choice(obstacle["solutions"]),
         ),
-        (rng.choice(quest.ends), rng.choice(parts.ENDINGS), rng.choice(parts.LESSONS)),
-    )  # fmt: skip
+        (rng.choice(quest["ends"]), _one(rng, "endings"), _one(rng, "lessons")),
+    )
     text = "\n\n".join(" ".join(sentences) for sentences in paragraphs).format(**slots)
-    return Story(text=text, questions=_questions(rng, slots, obstacle.name), request=_request(rng, slots))
+    return Story(
+        text=text, questions=_questions(rng, slots | {"obstacle": obstacle["name"]}), request=_request(rng, slots)
+    )
 
 
 def story_conversation(rng: random.Random, split: Split) -> Conversation:
@@ -76,8 +70,9 @@ def story_questions(rng: random.Random, split: Split) -> Conversation:
     return Conversation((*turns, *(Turn(*question, Skill.READING) for question in others)))
 
 
-def _one_day(rng: random.Random, quest: parts.Quest) -> str:
-    return f"{rng.choice(parts.MORNINGS)} {rng.choice(quest.starts)}"
+def _one(rng: random.Random, kind: str) -> str:
+    sentence: str = rng.choice(_TEXTS[kind])
+    return sentence
 
 
 def _slots(rng: random.Random) -> dict[str, str]:
@@ -99,26 +94,18 @@ def _slots(rng: random.Random) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _questions(rng: random.Random, slots: dict[str, str], obstacle: str) -> tuple[tuple[str, str], ...]:
-    hero, friend = slots["hero"], slots["friend"]
+def _questions(rng: random.Random, slots: dict[str, str]) -> tuple[tuple[str, str], ...]:
     adjective = slots["adjective"]
     other = rng.choice([one for one in words.ADJECTIVES if one != adjective])
     first, second = rng.sample((adjective, other), k=2)
-    return (
-        (f"What kind of animal is {friend}?", f"{friend} is {slots['a_friend_kind']}."),
-        ("Who is the story about?", f"The story is about {hero}."),
-        (f"Who helps {hero}?", f"{friend} helps {hero}."),
-        (f"What colour is the {slots['object']}?", f"The {slots['object']} is {slots['colour']}."),
-        (f"Where does {hero} live?", f"{hero} lives near the {slots['home']}."),
-        (f"What is in the way of {hero}?", f"It is {obstacle}."),
-        (f"Is {hero} {first} or {second}?", f"{hero} is {adjective}."),
-    )
+    slots = slots | {"first": first, "second": second}
+    return tuple((question.format(**slots), answer.format(**slots)) for question, answer in _TEXTS["questions"])
 
 
 def _request(rng: random.Random, slots: dict[str, str]) -> str:
     if rng.random() < 0.3:
-        return rng.choice(_FREE_REQUESTS)
-    return rng.choice(_REQUESTS).format(
+        return _one(rng, "free_requests")
+    return _one(rng, "requests").format(
         hero=slots["hero"],
         hero_kind=words.with_article(slots["kind"]),
         object=words.with_article(slots["object"]),

@@ -11,20 +11,6 @@ from models.tiny.conversation import Conversation, Skill, Turn
 from models.tiny.split import Split
 
 _MAX_TURNS = 5
-_SMALL_TALK = (
-    ("Hello!", "Hello! What can I do for you?"),
-    ("Hi", "Hello! What can I do for you?"),
-    ("Good morning!", "Good morning! What can I do for you?"),
-    ("How are you?", "I am well, thank you. And you?"),
-    ("Thank you!", "You are welcome!"),
-    ("Thanks", "You are welcome!"),
-    ("Goodbye!", "Goodbye! Have a nice day."),
-    ("Who are you?", "I am the tiny model of Quartet. I tell stories, answer questions and look at pictures."),
-    ("What is your name?", "I am the tiny model of Quartet."),
-    ("What can you do?", "I tell stories, count, add, read texts, and say what shapes are in a picture."),
-    ("What is Quartet?", "Quartet serves language models in four services: Encode, Prefill, Decode and Router."),
-    ("Are you a person?", "No, I am a very small language model."),
-)
 
 
 def counting(rng: random.Random, split: Split) -> Conversation:
@@ -46,8 +32,8 @@ def instructions(rng: random.Random, split: Split) -> Conversation:
 def small_talk(rng: random.Random, split: Split) -> Conversation:
     """Return some of the few things that the model says about itself; both splits have the same ones."""
     del split
-    turns = rng.sample(_SMALL_TALK, k=rng.randint(1, 3))
-    return Conversation(tuple(Turn(*turn, Skill.SMALL_TALK) for turn in turns))
+    turns = rng.sample(words.TEXTS["small_talk"]["turns"], k=rng.randint(1, 3))
+    return Conversation(tuple(Turn(question, answer, Skill.SMALL_TALK) for question, answer in turns))
 
 
 def _several(
@@ -84,25 +70,24 @@ def _count_items(rng: random.Random) -> tuple[str, str]:
 
 
 def _sum(rng: random.Random) -> tuple[str, str]:
-    size = rng.choice((9, 20, 99, 99))
-    a, b = rng.randint(0, size), rng.randint(0, size)
-    item = words.plural(rng.choice(words.OBJECTS))
-    question = rng.choice((
-        "What is {a} + {b}?", "What is {a} plus {b}?", "{a} + {b} =", "Add {a} and {b}.",
-        "{name} has {a} {item} and gets {b} more. How many {item} does {name} have now?",
-    ))  # fmt: skip
-    return question.format(a=a, b=b, item=item, name=rng.choice(words.NAMES)), str(a + b)
+    a, b = _two_numbers(rng)
+    return _asked_to_calculate(rng, "sums", a, b), str(a + b)
 
 
 def _difference(rng: random.Random) -> tuple[str, str]:
+    b, a = sorted(_two_numbers(rng))
+    return _asked_to_calculate(rng, "differences", a, b), str(a - b)
+
+
+def _two_numbers(rng: random.Random) -> tuple[int, int]:
     size = rng.choice((9, 20, 99, 99))
-    b, a = sorted((rng.randint(0, size), rng.randint(0, size)))
+    return rng.randint(0, size), rng.randint(0, size)
+
+
+def _asked_to_calculate(rng: random.Random, kind: str, a: int, b: int) -> str:
     item = words.plural(rng.choice(words.OBJECTS))
-    question = rng.choice((
-        "What is {a} - {b}?", "What is {a} minus {b}?", "{a} - {b} =", "Take {b} away from {a}.",
-        "{name} has {a} {item} and gives away {b}. How many {item} are left?",
-    ))  # fmt: skip
-    return question.format(a=a, b=b, item=item, name=rng.choice(words.NAMES)), str(a - b)
+    question: str = rng.choice(words.TEXTS["arithmetic"][kind])
+    return question.format(a=a, b=b, item=item, name=rng.choice(words.NAMES))
 
 
 def _larger(rng: random.Random) -> tuple[str, str]:

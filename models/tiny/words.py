@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 import random
+import tomllib
+from pathlib import Path
+from typing import Any
 
-GIRLS = "Anna Bella Clara Daisy Ella Fiona Grace Hannah Ida Julia Kate Lily Mia Nora Olive Paula Rosa Sara Tina Wendy"
-BOYS = "Adam Ben Carl David Eric Felix George Henry Ivan Jack Karl Leo Max Noah Oscar Paul Robin Sam Tom Victor"
-GIRL_NAMES, BOY_NAMES = GIRLS.split(), BOYS.split()
+#: What ``texts.toml`` says, by section.
+TEXTS: dict[str, Any] = tomllib.loads((Path(__file__).parent / "texts.toml").read_text(encoding="utf-8"))
+
+_WORDS: dict[str, list[str]] = {kind: text.split() for kind, text in TEXTS["words"].items()}
+GIRL_NAMES, BOY_NAMES = _WORDS["girl_names"], _WORDS["boy_names"]
 NAMES = GIRL_NAMES + BOY_NAMES
-
-ANIMALS = (
-    "fox bear rabbit mouse cat dog owl duck frog hedgehog squirrel deer wolf badger beaver otter goat sheep pony hen "
-    "crow robin turtle lion tiger monkey elephant"
-).split()
-OBJECTS = (
-    "key box ball book lamp cup hat bag coin bell drum ring map kite boat clock stone basket blanket bottle brush "
-    "candle chair flute ladder letter mirror rope shell spoon umbrella whistle"
-).split()
-FOODS = (
-    "apple pear plum cherry grape lemon peach melon carrot potato onion cake bread cheese soup honey nut berry egg pie"
-).split()
-COLOURS = "red orange yellow green blue purple black white brown pink grey golden".split()
-PLACES = (
-    "forest garden village meadow valley castle farm harbour island mill cave library school market kitchen tower "
-    "cellar barn stable lighthouse workshop bakery cottage orchard"
-).split()
-JOBS = "baker farmer sailor teacher painter doctor miller gardener singer tailor fisher carpenter".split()
-ADJECTIVES = "small brave kind clever quiet curious gentle cheerful patient shy proud lively".split()
-OPPOSITES = {
-    "hot": "cold", "big": "small", "day": "night", "up": "down", "left": "right", "fast": "slow", "old": "young",
-    "wet": "dry", "happy": "sad", "open": "closed", "full": "empty", "high": "low", "long": "short", "early": "late",
-    "light": "dark", "loud": "quiet", "hard": "soft", "near": "far", "first": "last", "black": "white",
-}  # fmt: skip
+ANIMALS, OBJECTS, FOODS, COLOURS = (_WORDS[kind] for kind in ("animals", "objects", "foods", "colours"))
+PLACES, JOBS, ADJECTIVES, NUMBER_WORDS = (_WORDS[kind] for kind in ("places", "jobs", "adjectives", "numbers"))
+OPPOSITES: dict[str, str] = TEXTS["opposites"]
 PLAIN_WORDS = sorted({*ANIMALS, *OBJECTS, *FOODS, *COLOURS, *PLACES, *JOBS, *ADJECTIVES, *OPPOSITES})
-NUMBER_WORDS = "no one two three four five six seven eight nine ten".split()
 
 _ONSETS = "b d f g h k l m n p r s t v w z br dr gl kr pl st tr sh".split()
 _VOWELS = "a e i o u ai ou".split()

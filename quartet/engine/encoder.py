@@ -9,7 +9,7 @@ engine can read them elsewhere: such an encoder has a ``StateEncoder``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from quartet.media.items import MediaFile, MediaGrid, MediaKind
@@ -62,6 +62,10 @@ class EncoderStats:
     num_steps: int = 0
     num_items: int = 0  # encoded, ever
     num_failed: int = 0
+
+    def plus(self, **counts: int) -> EncoderStats:
+        """These statistics with ``counts`` added, by name."""
+        return replace(self, **{name: getattr(self, name) + count for name, count in counts.items()})
 
 
 @dataclass(frozen=True)

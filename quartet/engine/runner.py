@@ -148,7 +148,7 @@ class RunningRequest:
         self.num_initial_tokens = self.num_prompt_tokens + len(self.request.generation.generated_token_ids)
         media = self.request.generation.media
         self.media_end = max([span.first_position + span.num_tokens for span in media], default=0)
-        self.rank = (-self.request.priority, self.arrival)
+        self.position = (-self.request.priority, self.arrival)
 
     @property
     def sampling(self) -> Sampling:

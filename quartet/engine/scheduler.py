@@ -3,7 +3,7 @@
 Continuous batching with chunked prefill, as Sarathi-Serve (arXiv 2403.02310) describes it and vLLM's
 ``vllm/v1/core/sched/scheduler.py`` does it: every step takes one token of each request that decodes, and fills the
 rest of the token budget with chunks of prompts. A request is admitted when there are blocks for all its tokens. It
-grows while it decodes. When blocks run out, the request with the worst rank is preempted and computed again later.
+grows while it decodes. When blocks run out, the request at the last position is preempted and computed again later.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Scheduler:
         self._num_added = 0
         self.live: dict[int, RunningRequest] = {}
         self.waiting = WaitingQueue()
-        self._running: list[RunningRequest] = []  # best rank first
+        self._running: list[RunningRequest] = []  # by position
         self._num_pulling = 0
 
     @property
@@ -90,7 +90,7 @@ class Scheduler:
 
     @property
     def running(self) -> Sequence[RunningRequest]:
-        """The requests that take part in steps, best rank first; read-only for callers."""
+        """The requests that take part in steps, by position; read-only for callers."""
         return self._running
 
     @property
@@ -197,7 +197,7 @@ class Scheduler:
         return outs
 
     def _grow(self, schedule: Schedule) -> None:
-        """Make room for the newest token of each decoding request, best rank first; preempt the worst if needed."""
+        """Make room for the newest token of each decoding request, first position first; preempt the last if needed."""
         for running in tuple(self._running):
             while running.state is RequestState.RUNNING and running.seq.num_blocks > len(running.seq.block_table):
                 try:
@@ -207,7 +207,7 @@ class Scheduler:
                     schedule.num_preempted += 1
 
     def _preempt(self, running: RunningRequest) -> None:
-        """Take its blocks; it waits at its old rank and computes all its tokens again."""
+        """Take its blocks; it waits at its old position and computes all its tokens again."""
         self._leave(running)
         self._blocks.free(running.seq)
         self._wait(running)
@@ -282,7 +282,7 @@ class Scheduler:
 
     def _run(self, running: RunningRequest) -> None:
         running.state = RequestState.RUNNING
-        insort(self._running, running, key=attrgetter("rank"))
+        insort(self._running, running, key=attrgetter("position"))
 
     def _leave(self, running: RunningRequest) -> None:
         """Remove it from the list of its state."""
@@ -361,7 +361,7 @@ class TokenOut:
 class WaitingQueue:
     """Requests without blocks: higher priority first, then first come, first served.
 
-    A preempted request returns to its old rank.
+    A preempted request returns to its old position.
 
     Attributes:
         num_prefill_tokens: tokens to compute before all of these decode; tokens to pull are not computed.
@@ -369,24 +369,24 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self.num_prefill_tokens = 0
-        self._by_rank: list[RunningRequest] = []
+        self._by_position: list[RunningRequest] = []
 
     def __len__(self) -> int:
-        return len(self._by_rank)
+        return len(self._by_position)
 
     @property
     def head(self) -> RunningRequest:
         """The next request; there must be one."""
-        return self._by_rank[0]
+        return self._by_position[0]
 
     def push(self, running: RunningRequest) -> None:
-        """Queue ``running`` at its rank."""
-        insort(self._by_rank, running, key=attrgetter("rank"))
+        """Queue ``running`` at its position."""
+        insort(self._by_position, running, key=attrgetter("position"))
         self.num_prefill_tokens += _num_prefill_tokens(running)
 
     def remove(self, running: RunningRequest) -> None:
         """Remove ``running``, at any position."""
-        self._by_rank.remove(running)
+        self._by_position.remove(running)
         self.num_prefill_tokens -= _num_prefill_tokens(running)
 
 

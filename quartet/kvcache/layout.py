@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 #: Bytes of one element, by the dtype's name as safetensors and PyTorch spell it.
 DTYPE_SIZE_BYTES = {
@@ -60,33 +60,18 @@ class EmbeddingLayout:
 PieceLayout: TypeAlias = KvLayout | EmbeddingLayout
 
 
+_LayoutT = TypeVar("_LayoutT", KvLayout, EmbeddingLayout)
+
+
 @dataclass(frozen=True)
-class BlocksPayload:
-    """KV blocks of the first ``num_tokens`` tokens; piece ``i`` holds tokens ``[i * block_size, ...)``.
+class _Pieces(Generic[_LayoutT]):
+    """What ``num_tokens`` tokens have in a pool; piece ``i`` holds tokens ``[i * block_size, ...)``.
 
     Attributes:
         block_ids: which block of the source's pool holds each piece; empty where the source does not say.
     """
 
-    layout: KvLayout
-    num_tokens: int
-    block_ids: tuple[int, ...] = field(default=(), repr=False)
-
-    @property
-    def num_pieces(self) -> int:
-        """Blocks behind the hand-off, the partly filled last one included."""
-        return -(-self.num_tokens // self.layout.block_size)
-
-
-@dataclass(frozen=True)
-class EmbeddingsPayload:
-    """Embeddings of one media item's ``num_tokens`` tokens; piece ``i`` holds tokens ``[i * block_size, ...)``.
-
-    Attributes:
-        block_ids: which block of the source's pool holds each piece; empty where the source does not say.
-    """
-
-    layout: EmbeddingLayout
+    layout: _LayoutT
     num_tokens: int
     block_ids: tuple[int, ...] = field(default=(), repr=False)
 
@@ -94,6 +79,14 @@ class EmbeddingsPayload:
     def num_pieces(self) -> int:
         """Pieces behind the hand-off, the partly filled last one included."""
         return -(-self.num_tokens // self.layout.block_size)
+
+
+class BlocksPayload(_Pieces[KvLayout]):
+    """KV blocks of the first ``num_tokens`` tokens of a sequence."""
+
+
+class EmbeddingsPayload(_Pieces[EmbeddingLayout]):
+    """Embeddings of one media item's ``num_tokens`` tokens."""
 
 
 @dataclass(frozen=True)

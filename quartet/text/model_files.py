@@ -57,6 +57,14 @@ def parse_json_file(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     return parsed
 
 
+def max_position_embeddings(files: Mapping[str, bytes]) -> int | None:
+    """The tokens of a sequence that the model was made for; ``None``: ``config.json`` does not say."""
+    config = parse_json_file(files, CONFIG)
+    inner = config.get("text_config")
+    value = {**config, **(inner if isinstance(inner, dict) else {})}.get("max_position_embeddings")
+    return value if type(value) is int and value > 0 else None
+
+
 def decode_utf8_file(files: Mapping[str, bytes], name: str) -> str:
     """Decode one file that must be there.
 

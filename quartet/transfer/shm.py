@@ -149,11 +149,6 @@ class ShmPools:
         self._refused: dict[PoolOwner, None] = {}  # oldest first
         self._loop = asyncio.get_running_loop()
 
-    @property
-    def owners(self) -> frozenset[PoolOwner]:
-        """Whose pools are mapped now."""
-        return frozenset(self._pools)
-
     def may_open(self, owner: PoolOwner) -> bool:
         """False once ``owner``'s pool could not be had, as across network namespaces: offer another way then."""
         return owner not in self._refused

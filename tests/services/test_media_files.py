@@ -9,7 +9,7 @@ import pytest
 
 from quartet.engine.base import RequestKind
 from quartet.engine.settings import EncoderSettings
-from quartet.engine.torch.encoder_config import TorchEncoderConfig
+from quartet.engine.torch.config import TorchEncoderConfig
 from quartet.errors import ConfigError, InvalidRequestError, QueueFullError, UnsupportedFieldError
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff, OpaquePayload

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,8 @@ from quartet.transfer.base import EmbeddingMemory
 
 if TYPE_CHECKING:
     import torch
+
+    from quartet.engine.media.rows_file import RowsHeader
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,7 @@ class RowsReader:
 
     def size(self, file: MediaFile) -> ItemSize:
         """The tokens that ``file`` fills. Raises ``InvalidMediaError`` or ``MediaTooLargeError``, field ``file``."""
-        from quartet.engine.media.rows_file import read_rows_header
-
-        header = read_rows_header(file.data, hidden_size=self.hidden_size, max_item_tokens=self.max_item_tokens)
-        return ItemSize(header.num_tokens, None)
+        return ItemSize(self._header(file).num_tokens, None)
 
     def write(self, file: MediaFile, embeddings: EmbeddingMemory, block_ids: Sequence[int]) -> None:
         """Write ``file`` to those blocks.
@@ -49,17 +48,26 @@ class RowsReader:
         from quartet.engine.media.embeddings import EmbeddingPoolView
 
         rows = self.read(file, embeddings.layout.dtype)
-        if -(-len(rows) // embeddings.layout.block_size) != len(block_ids):
-            message = f"the file fills {len(rows)} tokens, and {len(block_ids)} blocks were set aside for it"
-            raise InvalidMediaError(message, field="file")
+        check_blocks(len(rows), embeddings.layout.block_size, len(block_ids))
         EmbeddingPoolView(embeddings).write(block_ids, rows)
 
     def read(self, file: MediaFile, dtype: str) -> torch.Tensor:
         """The tensor ``[num_tokens, hidden_size]`` of ``file``. Raises as ``size`` does."""
-        from quartet.engine.media.rows_file import read_rows, read_rows_header
+        from quartet.engine.media.rows_file import read_rows
 
-        header = read_rows_header(file.data, hidden_size=self.hidden_size, max_item_tokens=self.max_item_tokens)
-        return read_rows(file.data, header, dtype)
+        return read_rows(file.data, self._header(file), dtype)
+
+    def _header(self, file: MediaFile) -> RowsHeader:
+        from quartet.engine.media.rows_file import read_rows_header
+
+        return read_rows_header(file.data, hidden_size=self.hidden_size, max_item_tokens=self.max_item_tokens)
+
+
+def check_blocks(num_tokens: int, block_size: int, num_blocks: int) -> None:
+    """Raise ``InvalidMediaError``, field ``file``, unless an item of ``num_tokens`` fills exactly ``num_blocks``."""
+    if -(-num_tokens // block_size) != num_blocks:
+        message = f"the file fills {num_tokens} tokens, and {num_blocks} blocks were set aside for it"
+        raise InvalidMediaError(message, field="file")
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,7 @@ class RowsEncoder:
             raise WorkerUnavailableError("the encoder is closed")
         assert file.kind is MediaKind.EMBEDDINGS, "its capabilities say so"
         began = time.monotonic()
-        self._count(num_running=1)
+        self._stats = self._stats.plus(num_running=1)
         is_written = False
         try:
             await _to_its_end(partial(self._reader().write, file, self.embeddings, tuple(block_ids)))
@@ -124,7 +132,9 @@ class RowsEncoder:
         except Exception as error:  # reading a client's bytes may raise anything; other files are not affected
             raise EngineError(f"the file could not be read: {type(error).__name__}") from error
         finally:
-            self._count(num_running=-1, num_items=is_written, num_failed=not is_written)
+            self._stats = self._stats.plus(
+                num_running=-1, num_steps=is_written, num_items=is_written, num_failed=not is_written
+            )
         return EncodeTimes(0.0, time.monotonic() - began)
 
     def stats(self) -> EncoderStats:
@@ -145,16 +155,6 @@ class RowsEncoder:
     def _reader(self) -> RowsReader:
         parts = self._started()
         return RowsReader(parts.embeddings.layout.hidden_size, parts.capabilities.max_item_tokens)
-
-    def _count(self, *, num_running: int, num_items: int = 0, num_failed: int = 0) -> None:
-        stats = self._stats
-        self._stats = replace(
-            stats,
-            num_running=stats.num_running + num_running,
-            num_steps=stats.num_steps + num_items,
-            num_items=stats.num_items + num_items,
-            num_failed=stats.num_failed + num_failed,
-        )
 
 
 async def _to_its_end(call: partial[None]) -> None:

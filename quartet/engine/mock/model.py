@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from quartet.errors import ConfigError, ModelFilesError
-from quartet.text.model_files import CONFIG, parse_json_file, read_text_files
+from quartet.text.model_files import max_position_embeddings, read_text_files
 from quartet.text.model_text import ModelText
 from quartet.text.tokenizer import Tokenizer
 
@@ -153,7 +153,7 @@ class MockModel:
             vocab_size=text.vocab_size,
             eos_token_ids=eos_token_ids,
             word_ids=word_ids,
-            max_model_len=_max_model_len(files),
+            max_model_len=max_position_embeddings(files),
         )
 
 
@@ -172,13 +172,6 @@ def _is_text(piece: bytes) -> bool:
         return bool(piece.decode())
     except UnicodeDecodeError:
         return False
-
-
-def _max_model_len(files: Mapping[str, bytes]) -> int | None:
-    config = parse_json_file(files, CONFIG)
-    inner = config.get("text_config")
-    value = {**config, **(inner if isinstance(inner, dict) else {})}.get("max_position_embeddings")
-    return value if type(value) is int and value > 0 else None
 
 
 def _fingerprint(files: Mapping[str, bytes]) -> str:

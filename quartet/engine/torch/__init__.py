@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quartet.engine.late_import import importing
-from quartet.engine.torch.config import TorchEngineConfig
-from quartet.engine.torch.encoder_config import TorchEncoderConfig
+from quartet.engine.torch.config import TorchEncoderConfig, TorchEngineConfig
 from quartet.media.items import MediaKind
 
 if TYPE_CHECKING:

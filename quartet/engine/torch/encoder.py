@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -24,7 +24,7 @@ from quartet.engine.late_import import importing
 from quartet.engine.life_cycle import call_on_loop
 from quartet.engine.media.rows_encoder import RowsParts
 from quartet.engine.media_config import make_embedding_memory, read_media_config, shared_item_tokens
-from quartet.engine.torch.encoder_config import TorchEncoderConfig
+from quartet.engine.torch.config import TorchEncoderConfig
 from quartet.engine.torch.encoder_jobs import Job, JobQueue, Passenger, Prepared, RunTimes, Stage
 from quartet.errors import EngineError, InvalidRequestError, MediaTooLargeError, ServingError, WorkerUnavailableError
 from quartet.kvcache.layout import EmbeddingLayout
@@ -101,10 +101,13 @@ class TorchEncoder:
             EngineError: the checkpoint is damaged, the pool is of another layout, or the first pictures fail.
             WorkerUnavailableError: it was closed meanwhile.
         """
-        listener = TowerListener(
-            on_ready=self._on_ready, on_run=self._on_run, on_lost=self._on_lost, on_end=self._has_ended.set
+        self._thread = TowerThread(
+            partial(self._load, self._config, self._embeddings),
+            on_ready=self._on_ready,
+            on_run=self._on_run,
+            on_lost=self._on_lost,
+            on_end=self._has_ended.set,
         )
-        self._thread = TowerThread(partial(self._load, self._config, self._embeddings), listener)
         await self._has_settled.wait()
         if self._lost is not None:
             raise self._lost
@@ -238,14 +241,8 @@ class TorchEncoder:
     def _count(self, *, num_steps: int = 0, num_items: int = 0, num_failed: int = 0) -> None:
         """Update the statistics: from the jobs, and by these counts."""
         num_running = len(self._jobs.running())
-        self._stats = replace(
-            self._stats,
-            num_running=num_running,
-            num_waiting=len(self._jobs) - num_running,
-            num_steps=self._stats.num_steps + num_steps,
-            num_items=self._stats.num_items + num_items,
-            num_failed=self._stats.num_failed + num_failed,
-        )
+        stats = self._stats.plus(num_steps=num_steps, num_items=num_items, num_failed=num_failed)
+        self._stats = replace(stats, num_running=num_running, num_waiting=len(self._jobs) - num_running)
 
 
 def _prepare(tower: Tower, job: Job) -> Prepared | None:
@@ -271,30 +268,29 @@ def _closed() -> WorkerUnavailableError:
     return WorkerUnavailableError("the encoder is closed")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TowerListener:
-    """The callbacks of a ``TowerThread``, called on the event loop and in order.
-
-    Attributes:
-        on_ready: the tower is loaded and warm.
-        on_run: the oldest posted batch is in its blocks, except items that did not fit into the device's memory.
-        on_lost: loading or a run failed; the thread writes nothing more.
-        on_end: the thread is about to end.
-    """
-
-    on_ready: Callable[[Tower], None]
-    on_run: Callable[[RunTimes], None]
-    on_lost: Callable[[Exception], None]
-    on_end: Callable[[], None]
-
-
 class TowerThread:
     """Loads the tower, then runs batches in the order in which they were posted, until ``stop`` or an exception."""
 
-    def __init__(self, load: Callable[[], Tower], listener: TowerListener) -> None:
-        """Begin to load; the listener is called on the running event loop."""
+    def __init__(
+        self,
+        load: Callable[[], Tower],
+        *,
+        on_ready: Callable[[Tower], None],
+        on_run: Callable[[RunTimes], None],
+        on_lost: Callable[[Exception], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        """Begin to load; the callbacks are called on the running event loop, in order.
+
+        Args:
+            load: loads the tower, on the thread.
+            on_ready: the tower is loaded and warm.
+            on_run: the oldest posted batch is in its blocks, except items that did not fit into the device's memory.
+            on_lost: loading or a run failed; the thread writes nothing more.
+            on_end: the thread is about to end.
+        """
         self._load = load
-        self._listener = listener
+        self._on_ready, self._on_run, self._on_lost, self._on_end = on_ready, on_run, on_lost, on_end
         self._inbox: queue.SimpleQueue[Sequence[Passenger] | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         # A daemon thread: a device that hangs must not keep the process from ending.
@@ -316,14 +312,14 @@ class TowerThread:
     def _main(self) -> None:
         try:
             tower = self._load()
-            self._notify(self._listener.on_ready, tower)
+            self._notify(self._on_ready, tower)
             while (batch := self._inbox.get()) is not None:
-                self._notify(self._listener.on_run, tower.run(batch))
+                self._notify(self._on_run, tower.run(batch))
         except Exception as error:  # the thread's work ends here; the listener fails the live jobs
             logger.exception("the encoder is lost")
-            self._notify(self._listener.on_lost, error)
+            self._notify(self._on_lost, error)
         finally:
-            self._notify(self._listener.on_end)
+            self._notify(self._on_end)
 
     def _notify(self, callback: Callable[..., None], *args: object) -> None:
         call_on_loop(self._loop, callback, *args)

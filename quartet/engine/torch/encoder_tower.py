@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -18,16 +18,18 @@ from PIL import Image
 from quartet.engine.encoder import EncoderCapabilities, ItemSize
 from quartet.engine.fingerprint import model_fingerprint
 from quartet.engine.media.embeddings import EmbeddingPoolView
-from quartet.engine.media.rows_file import RowsHeader, read_rows, read_rows_header
-from quartet.engine.torch.encoder_config import TorchEncoderConfig
+from quartet.engine.media.file_sizer import FileSizer
+from quartet.engine.media.rows_encoder import RowsReader, check_blocks
+from quartet.engine.media_config import make_embedding_memory
+from quartet.engine.torch.config import TorchEncoderConfig
 from quartet.engine.torch.encoder_jobs import Passenger, Prepared, RunTimes
 from quartet.engine.torch.vision import Pixels, create_vision
-from quartet.errors import EngineError, InvalidMediaError, InvalidRequestError, MediaTooLargeError
+from quartet.errors import EngineError, InvalidRequestError
 from quartet.kvcache.layout import EmbeddingLayout
-from quartet.media.image_file import decode, read_header
+from quartet.media.image_file import decode
 from quartet.media.items import MediaFile, MediaKind
 from quartet.media.media_id import PREPROCESSING_FILES, preprocessing_fingerprint
-from quartet.transfer.base import EmbeddingMemory, PoolMemory
+from quartet.transfer.base import EmbeddingMemory
 
 _LOG = logging.getLogger(__name__)
 
@@ -127,15 +129,15 @@ def load_tower(
             f"{num_blocks} blocks hold {num_blocks * config.block_size} tokens, one item may fill {max_item_tokens}"
         )
         raise InvalidRequestError(message, field="num_blocks")
-    memory = embeddings or EmbeddingMemory(layout, PoolMemory(num_blocks, layout.piece_size_bytes))
+    memory = embeddings or make_embedding_memory(layout, num_blocks)
     return Tower(
         vision=vision,
         reader=FileReader(
-            vision=vision,
-            dtype=layout.dtype,
-            block_size=layout.block_size,
-            max_item_tokens=max_item_tokens,
+            rows=RowsReader(layout.hidden_size, max_item_tokens),
+            picture_size=vision.size,
             max_pixels=config.max_pixels,
+            vision=vision,
+            layout=layout,
         ),
         memory=memory,
         pool=EmbeddingPoolView(memory),
@@ -154,33 +156,15 @@ def _preprocessing_fingerprint(directory: Path) -> bytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileReader:
+class FileReader(FileSizer):
     """Sizes and prepares files for one vision tower.
 
     Attributes:
-        dtype: of the pool, by its PyTorch name.
-        block_size: tokens of a block of the pool.
-        max_item_tokens: most tokens of one item.
-        max_pixels: most pixels of a picture.
+        layout: of the pool.
     """
 
     vision: Vision
-    dtype: str
-    block_size: int
-    max_item_tokens: int
-    max_pixels: int
-
-    def size(self, file: MediaFile) -> ItemSize:
-        """The tokens that ``file`` fills, from its header only.
-
-        Raises:
-            InvalidMediaError, MediaTooLargeError: field ``file``.
-        """
-        if file.kind is MediaKind.EMBEDDINGS:
-            return ItemSize(self._rows_header(file).num_tokens, None)
-        header = read_header(file.data, max_pixels=self.max_pixels)
-        size = self._picture_size(header.height, header.width)
-        return replace(size, num_pixels=header.width * header.height)
+    layout: EmbeddingLayout
 
     def prepare(self, file: MediaFile, num_blocks: int) -> Prepared:
         """Decode and preprocess ``file`` for ``num_blocks`` blocks.
@@ -190,20 +174,7 @@ class FileReader:
             MediaTooLargeError: field ``file``.
         """
         # Check the size first: that is cheap, and decoding many pixels is not.
-        num_tokens = self.size(file).num_tokens
-        if -(-num_tokens // self.block_size) != num_blocks:
-            message = f"the file fills {num_tokens} tokens, and {num_blocks} blocks were set aside for it"
-            raise InvalidMediaError(message, field="file")
+        check_blocks(self.size(file).num_tokens, self.layout.block_size, num_blocks)
         if file.kind is MediaKind.EMBEDDINGS:
-            return read_rows(file.data, self._rows_header(file), self.dtype)
+            return self.rows.read(file, self.layout.dtype)
         return self.vision.pixels(decode(file.data, max_pixels=self.max_pixels))
-
-    def _rows_header(self, file: MediaFile) -> RowsHeader:
-        return read_rows_header(file.data, hidden_size=self.vision.hidden_size, max_item_tokens=self.max_item_tokens)
-
-    def _picture_size(self, height: int, width: int) -> ItemSize:
-        size = self.vision.size(height, width)
-        if size.num_tokens > self.max_item_tokens:
-            message = f"the picture fills {size.num_tokens} tokens, one item may fill {self.max_item_tokens}"
-            raise MediaTooLargeError(message, field="file")
-        return size

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from quartet.engine.fingerprint import weight_files
 from quartet.engine.torch.attention import PAGED_ATTENTION
-from quartet.engine.torch.config import TorchEngineConfig
+from quartet.engine.torch.config import TorchEngineConfig, TorchModelConfig
 from quartet.engine.torch.language_model import LanguageModel, find_language_model
 from quartet.engine.torch.support import AttentionShape, check_config, probe_attention
 from quartet.errors import EngineError, InvalidRequestError
@@ -67,7 +67,7 @@ def load_model(config: TorchEngineConfig) -> LoadedModel:
     check_config(found.config)
     shape = probe_attention(found.config)
     max_model_len = _max_model_len(config, found.config)
-    model = _load_weights(config, found)
+    model = _load_language_model(config, found)
     model.train(False)
     model.to(torch.device(config.device))  # type: ignore[arg-type]  # its decorator hides the parameters
     _LOG.info("loaded %s in %.1f s", config.model_path, time.monotonic() - started_at)
@@ -101,51 +101,56 @@ def check_device(device: str) -> None:
         raise InvalidRequestError(f"there is no {device} here", field="device")
 
 
-def check_report(
-    model_path: str, report: Mapping[str, Any], leaves_out: Callable[[str], bool] = lambda _key: False
-) -> None:
-    """Check the loading report of ``from_pretrained``; weights that ``leaves_out`` names may be left over.
+def load_weights(
+    from_pretrained: Callable[..., tuple[PreTrainedModel, Mapping[str, Any]]],
+    config: TorchModelConfig,
+    model_config: PretrainedConfig,
+    leaves_out: Callable[[str], bool] = lambda _key: False,
+    **options: Any,
+) -> PreTrainedModel:
+    """The model of ``model_config`` with its weights; weights that ``leaves_out`` names may be left over.
 
     Raises:
-        EngineError: weights are missing, left over or of another size; names the first few.
+        EngineError: files are damaged, or weights are missing, left over or of another size; names the first few.
     """
-    for fault in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if keys := sorted(key for key in map(str, report.get(fault, ())) if not leaves_out(key)):
-            named = ", ".join(keys[:_MAX_NAMED_KEYS])
-            raise EngineError(f"{model_path}: {len(keys)} {fault.replace('_', ' ')}: {named}")
-
-
-def _load_weights(config: TorchEngineConfig, found: LanguageModel) -> PreTrainedModel:
     # Logs of servers are not read on a terminal.
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        # Silence its table of left-over weights if some are left out on purpose.
-        with _quiet_transformers() if found.key_mapping else nullcontext():
-            model, report = _from_pretrained(config, found)
+        model, report = from_pretrained(
+            config.model_path,
+            config=model_config,
+            dtype=config.dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the report names them, and they are refused below
+            use_safetensors=True,
+            local_files_only=True,
+            **options,
+        )
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise EngineError(f"{config.model_path}: weights cannot be loaded: {error}") from error
-    check_report(config.model_path, report, found.leaves_out)
-    if model.dtype == torch.float64:
-        model.set_experts_implementation("eager")  # the default, grouped_mm, has no float64
+    for fault in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if keys := sorted(key for key in map(str, report.get(fault, ())) if not leaves_out(key)):
+            named = ", ".join(keys[:_MAX_NAMED_KEYS])
+            raise EngineError(f"{config.model_path}: {len(keys)} {fault.replace('_', ' ')}: {named}")
     return model
 
 
-def _from_pretrained(config: TorchEngineConfig, found: LanguageModel) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model, and the report of its missing and left-over weights."""
+def _load_language_model(config: TorchEngineConfig, found: LanguageModel) -> PreTrainedModel:
     auto: Any = AutoModelForCausalLM  # whose methods are not typed
-    loaded: tuple[PreTrainedModel, dict[str, Any]] = auto.from_pretrained(
-        config.model_path,
-        config=found.config,
-        key_mapping=dict(found.key_mapping) or None,
-        dtype=config.dtype,
-        attn_implementation=PAGED_ATTENTION,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # the report names them, and ``check_report`` refuses them
-        use_safetensors=True,
-        local_files_only=True,
-        trust_remote_code=False,
-    )
-    return loaded
+    # Silence its table of left-over weights if some are left out on purpose.
+    with _quiet_transformers() if found.key_mapping else nullcontext():
+        model = load_weights(
+            auto.from_pretrained,
+            config,
+            found.config,
+            found.leaves_out,
+            key_mapping=dict(found.key_mapping) or None,
+            attn_implementation=PAGED_ATTENTION,
+            trust_remote_code=False,
+        )
+    if model.dtype == torch.float64:
+        model.set_experts_implementation("eager")  # the default, grouped_mm, has no float64
+    return model
 
 
 @contextmanager

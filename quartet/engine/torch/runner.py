@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from quartet.engine.fingerprint import model_fingerprint
 from quartet.engine.media.embeddings import EmbeddingPoolView
+from quartet.engine.media_config import make_embedding_memory
 from quartet.engine.runner import SampledToken, ScheduledChunk
 from quartet.engine.torch.attention import PagedStep
 from quartet.engine.torch.batch import FlatBatch, build_batch, probe_batch
@@ -109,7 +110,7 @@ class TorchRunner:
             hidden_size=loaded.hidden_size,
             block_size=config.block_size,
         )
-        return EmbeddingMemory(layout, PoolMemory(config.num_embedding_blocks, layout.piece_size_bytes))
+        return make_embedding_memory(layout, config.num_embedding_blocks)
 
     @torch.inference_mode()
     def _choose(self, loaded: LoadedModel) -> _Compute:

@@ -17,9 +17,10 @@ from PIL import Image
 from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
 from quartet.engine.encoder import ItemSize
-from quartet.engine.torch.encoder_config import TorchEncoderConfig
+from quartet.engine.media.file_sizer import check_scaled_size
+from quartet.engine.torch.config import TorchEncoderConfig
 from quartet.engine.torch.vision_loader import LoadedVision, load_vision
-from quartet.errors import InvalidRequestError, MediaTooLargeError
+from quartet.errors import InvalidRequestError
 from quartet.media.items import MediaGrid
 
 # LLaVA-OneVision leaves a grid as it is until both its edges are this much too long.
@@ -77,12 +78,7 @@ class VisionModel:
         Raises:
             MediaTooLargeError: field ``file``; preprocessing would need too much memory.
         """
-        num_pixels = self._num_scaled_pixels(height, width)
-        if num_pixels > self._max_pixels:
-            message = (
-                f"a picture of {width} x {height} is scaled to {num_pixels} pixels, at most {self._max_pixels} may be"
-            )
-            raise MediaTooLargeError(message, field="file")
+        check_scaled_size(height, width, self._num_scaled_pixels(height, width), self._max_pixels)
         if self._pinpoints is not None:
             return ItemSize(self._num_tokens(height, width), None)
         edge = self._vision_config.image_size // self._vision_config.patch_size

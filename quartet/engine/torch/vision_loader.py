@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoImageProcessor,
     LlamaConfig,
@@ -23,11 +22,10 @@ from transformers import (
     VipLlavaModel,
 )
 from transformers.image_processing_backends import PilBackend
-from transformers.utils.logging import disable_progress_bar
 
-from quartet.engine.torch.encoder_config import TorchEncoderConfig
-from quartet.engine.torch.loader import check_device, check_report, read_model_config
-from quartet.errors import EngineError, InvalidRequestError
+from quartet.engine.torch.config import TorchEncoderConfig
+from quartet.engine.torch.loader import check_device, load_weights, read_model_config
+from quartet.errors import InvalidRequestError
 
 _LOG = logging.getLogger(__name__)
 #: Towers whose rows of patches are separated by tokens of their own in the prompt: a run of placeholders can't do that.
@@ -148,23 +146,7 @@ def _load_weights(config: TorchEncoderConfig, model_config: PretrainedConfig) ->
         bos_token_id=None,
         eos_token_id=None,
     )
-    # Logs of servers are not read on a terminal.
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    model: PreTrainedModel
-    try:
-        model, report = _MODELS[model_config.model_type].from_pretrained(
-            config.model_path,
-            config=model_config,
-            dtype=config.dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # the report names them, and ``check_report`` refuses them
-            use_safetensors=True,
-            local_files_only=True,
-        )
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise EngineError(f"{config.model_path}: weights cannot be loaded: {error}") from error
-    check_report(config.model_path, report)
-    return model
+    return load_weights(_MODELS[model_config.model_type].from_pretrained, config, model_config)
 
 
 def _refusal(what: str) -> InvalidRequestError:

@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quartet.config import load_yaml
 from quartet.engine.settings import Backend, EngineSettings
@@ -102,21 +102,21 @@ def llm_arguments(spec: EngineSpec, use: Use) -> LlmArguments:
     return LlmArguments(
         values=values,
         warnings=tuple(arguments.warnings),
-        block_size=_int(cache, "tokens_per_block", DEFAULT_BLOCK_SIZE),
-        max_batch_size=_int_or_none(values, "max_batch_size", _MAX_BATCH_SIZE) or _MAX_BATCH_SIZE,
-        max_seq_len=_int_or_none(values, "max_seq_len", None),
-        max_num_tokens=_int_or_none(values, "max_num_tokens", _MAX_NUM_TOKENS),
+        block_size=_value(cache, "tokens_per_block", int) or DEFAULT_BLOCK_SIZE,
+        max_batch_size=_value(values, "max_batch_size", int) or _MAX_BATCH_SIZE,
+        max_seq_len=_value(values, "max_seq_len", int),
+        max_num_tokens=_value(values, "max_num_tokens", int, _MAX_NUM_TOKENS),
         has_transceiver=timeout_s is not None,
         transfer_timeout_s=timeout_s,
-        num_ranks=_int(values, "tensor_parallel_size", 1) if values.get("enable_attention_dp") else 1,
+        num_ranks=(_value(values, "tensor_parallel_size", int) or 1) if values.get("enable_attention_dp") else 1,
         has_events=has_events,
         has_stats=has_stats,
         has_perf_metrics=has_perf_metrics,
         kv_dtype=arguments.kv_dtype,
         has_chunked_prefill=bool(values.get("enable_chunked_prefill")),
-        guided_backend=_str_or_none(values, "guided_decoding_backend"),
+        guided_backend=_value(values, "guided_decoding_backend", str),
         has_lora=bool(values.get("enable_lora") or values.get("lora_config")),
-        max_beam_width=_int(values, "max_beam_width", 1),
+        max_beam_width=_value(values, "max_beam_width", int) or 1,
     )
 
 
@@ -141,9 +141,9 @@ def _autodeploy_arguments(spec: EngineSpec, use: Use, arguments: Arguments) -> L
     return LlmArguments(
         values={"model": spec.model_path, "backend": Backend.AUTODEPLOY.value, **arguments.values},
         warnings=tuple(arguments.warnings),
-        block_size=_int(cache, "tokens_per_block", DEFAULT_BLOCK_SIZE),
-        max_batch_size=_int(arguments.values, "max_batch_size", _AUTODEPLOY_MAX_BATCH_SIZE),
-        max_seq_len=_int(arguments.values, "max_seq_len", _AUTODEPLOY_MAX_SEQ_LEN),
+        block_size=_value(cache, "tokens_per_block", int) or DEFAULT_BLOCK_SIZE,
+        max_batch_size=_value(arguments.values, "max_batch_size", int) or _AUTODEPLOY_MAX_BATCH_SIZE,
+        max_seq_len=_value(arguments.values, "max_seq_len", int) or _AUTODEPLOY_MAX_SEQ_LEN,
         has_events=has_events,
         kv_dtype=arguments.kv_dtype,
     )
@@ -158,27 +158,23 @@ def _encoder_arguments(spec: EngineSpec, arguments: Arguments, backend: Backend)
     return LlmArguments(
         values=values,
         warnings=tuple(arguments.warnings),
-        max_batch_size=_int_or_none(values, "max_batch_size", None),
-        max_num_tokens=_int_or_none(values, "max_num_tokens", _ENCODER_MAX_NUM_TOKENS),
+        max_batch_size=_value(values, "max_batch_size", int),
+        max_num_tokens=_value(values, "max_num_tokens", int, _ENCODER_MAX_NUM_TOKENS),
     )
 
 
 _ENCODER_MAX_NUM_TOKENS = 16_384
 
 
-def _int(values: Mapping[str, object], name: str, default: int) -> int:
-    value = values.get(name)
-    return value if isinstance(value, int) else default
+_ValueT = TypeVar("_ValueT", int, str)
 
 
-def _int_or_none(values: Mapping[str, object], name: str, default: int | None) -> int | None:
+def _value(
+    values: Mapping[str, object], name: str, kind: type[_ValueT], default: _ValueT | None = None
+) -> _ValueT | None:
+    """The argument ``name``, or ``default`` if no layer has set it; ``None``: it is of another kind."""
     value = values.get(name, default)
-    return value if isinstance(value, int) else None
-
-
-def _str_or_none(values: Mapping[str, object], name: str) -> str | None:
-    value = values.get(name)
-    return value if isinstance(value, str) else None
+    return value if isinstance(value, kind) else None
 
 
 #: The only sub-config that layers share; every other one is replaced as a whole, as upstream's own files are merged.
@@ -383,7 +379,7 @@ def prepare_prefill(arguments: Arguments) -> float:
             "nothing on with the overlap scheduler"
         )
     arguments.set_default("disable_overlap_scheduler", True)
-    timeout_s = _prepare_transceiver(arguments)
+    timeout_s = prepare_decode(arguments)
     if timeout_s is None:
         raise ConfigError(f"{arguments.origin(_TRANSCEIVER)}: a prefill worker cannot do without its backend")
     _warn_of_small_buffer(arguments)
@@ -399,10 +395,6 @@ def prepare_decode(arguments: Arguments) -> float | None:
     Raises:
         ConfigError: a layer sets a value that makes this impossible.
     """
-    return _prepare_transceiver(arguments)
-
-
-def _prepare_transceiver(arguments: Arguments) -> float | None:
     if _TRANSCEIVER in arguments.values and arguments.values[_TRANSCEIVER] is None:
         return None
     given = arguments.section(_TRANSCEIVER)

@@ -4,35 +4,11 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Protocol
 
 from quartet.engine.base import EngineRequest, EngineStats, RequestKind
 from quartet.engine.step_time import StepTimeFit
-from quartet.engine.trtllm.feeds import LlmRankStats
-
-
-class RankFigures(Protocol):
-    """The figures that TensorRT-LLM reports of its ranks; ``quartet.engine.trtllm.feeds.Feeds`` has them."""
-
-    def stats(self, rank: int) -> LlmRankStats | None:
-        """The latest record."""
-        ...
-
-    def num_blocks(self, rank: int) -> int | None:
-        """KV blocks on the device; ``None``: unknown."""
-        ...
-
-    def num_named_blocks(self, rank: int) -> int:
-        """Blocks on the device that are reported as shareable."""
-        ...
-
-    def num_busy_records(self, rank: int) -> int:
-        """Steps that computed something, as far as records show."""
-        ...
-
-    def num_prompt_records(self, rank: int) -> int:
-        """Those of ``num_busy_records`` that computed prompt tokens."""
-        ...
+from quartet.engine.trtllm.feeds import Feeds, LlmRankStats, RankFigures
+from quartet.kvcache.block_pool import BlockCounts
 
 
 @dataclass
@@ -44,14 +20,6 @@ class _Entry:
     num_prefill_tokens: int  # to compute before its first output
     num_tokens: int  # given and generated
     is_held: bool = False
-
-
-@dataclass(frozen=True)
-class _Backlog:
-    """The prompt tokens of a rank that no step has begun to compute, by the latest record."""
-
-    num_running: int
-    num_unbegun_tokens: int
 
 
 class _RankBook:
@@ -76,14 +44,15 @@ class _RankBook:
     def num_context_tokens(self) -> int:
         return sum(entry.num_tokens for entry in self.begun.values() if entry.decodes)
 
-    def backlog(self, stats: LlmRankStats | None) -> _Backlog:
-        """Assume that the oldest requests without output are in a step: as many as the record has, less those begun."""
+    def unbegun(self, stats: LlmRankStats | None) -> list[_Entry]:
+        """The requests whose prompt no step has begun to compute, by the latest record.
+
+        Assume that the oldest requests without output are in a step: as many as the record has, less those begun.
+        """
         num_active = 0
         if stats is not None:
             num_active = max((stats.num_active or 0) - (stats.num_paused or 0), 0)
-        num_running = min(max(num_active, len(self.begun)), self.num_in_flight)
-        left = list(self.waiting.values())[num_running - len(self.begun) :]
-        return _Backlog(num_running, sum(entry.num_prefill_tokens for entry in left))
+        return list(self.waiting.values())[max(num_active - len(self.begun), 0) :]
 
 
 class RequestBook:
@@ -181,18 +150,18 @@ class RequestBook:
             if not stats.num_generating or num_context_tokens:
                 book.fit.observe(stats.num_context_tokens, num_context_tokens, stats.latency_s)
 
-    def rank_stats(self, rank: int, feeds: RankFigures | None) -> EngineStats:
+    def rank_stats(self, rank: int, figures: RankFigures) -> EngineStats:
         """The load of one rank."""
-        heard = None if feeds is None else feeds.stats(rank)
+        heard = figures.stats
         with self._lock:
             book = self._ranks[rank]
-            backlog = book.backlog(heard)
-            blocks = self._blocks(book, heard, feeds, rank)
+            unbegun = book.unbegun(heard)
+            blocks = self._blocks(book, figures)
             return EngineStats(
-                num_running=backlog.num_running,
-                num_waiting=book.num_in_flight - backlog.num_running,
+                num_running=book.num_in_flight - len(unbegun),
+                num_waiting=len(unbegun),
                 num_queued_prefill_tokens=sum(entry.num_prefill_tokens for entry in book.waiting.values()),
-                num_unbegun_prefill_tokens=backlog.num_unbegun_tokens,
+                num_unbegun_prefill_tokens=sum(entry.num_prefill_tokens for entry in unbegun),
                 num_decoding=sum(entry.decodes for entry in book.begun.values()),
                 num_context_tokens=book.num_context_tokens,
                 max_step_tokens=(heard.max_step_tokens if heard else None) or self._max_step_tokens or 0,
@@ -202,8 +171,8 @@ class RequestBook:
                 num_cached_blocks=blocks.cached,
                 num_free_blocks=blocks.free,
                 num_total_blocks=blocks.total,
-                num_steps=book.num_steps + (feeds.num_busy_records(rank) if feeds else 0),
-                num_prompt_steps=max(book.num_prompt_steps, feeds.num_prompt_records(rank) if feeds else 0),
+                num_steps=book.num_steps + figures.num_busy_records,
+                num_prompt_steps=max(book.num_prompt_steps, figures.num_prompt_records),
                 num_prompt_tokens=book.num_prompt_tokens,
                 num_output_tokens=book.num_output_tokens,
                 num_cached_tokens=book.num_cached_tokens,
@@ -218,34 +187,22 @@ class RequestBook:
         rank = self._rank_of.get(id)
         return None if rank is None else self._ranks[rank]
 
-    def _blocks(self, book: _RankBook, heard: LlmRankStats | None, feeds: RankFigures | None, rank: int) -> _Blocks:
-        total = (feeds.num_blocks(rank) if feeds else None) or self._assumed_num_blocks
+    def _blocks(self, book: _RankBook, figures: RankFigures) -> BlockCounts:
+        heard, total = figures.stats, figures.num_blocks or self._assumed_num_blocks
         held = min(sum(self._num_blocks(entry) for entry in book.held.values()), total)
-        named = feeds.num_named_blocks(rank) if feeds else 0
         own = sum(self._num_blocks(entry) for entry in book.begun.values())
         used = own + held if heard is None or heard.num_used_blocks is None else heard.num_used_blocks
         # An idle engine makes no records: its last one is from when it was busy.
         in_use = min(max(used - held, 0), total - held) if book.num_in_flight else 0
         left = total - held - in_use
-        cached = min(max(named - held - in_use, 0), left)
-        return _Blocks(in_use, held, cached, left - cached, total)
+        cached = min(max(figures.num_named_blocks - held - in_use, 0), left)
+        return BlockCounts(free=left - cached, cached=cached, held=held, in_use=in_use, total=total)
 
     def _num_blocks(self, entry: _Entry) -> int:
         return -(-entry.num_tokens // self._block_size)
 
 
-@dataclass(frozen=True)
-class _Blocks:
-    """Numbers of blocks by state; they add up to ``total``."""
-
-    in_use: int
-    held: int
-    cached: int
-    free: int
-    total: int
-
-
-def engine_stats(book: RequestBook, feeds: RankFigures | None) -> tuple[EngineStats, ...]:
+def engine_stats(book: RequestBook, feeds: Feeds) -> tuple[EngineStats, ...]:
     """Every rank's load; any thread may ask, and nothing waits.
 
     The adapter knows each rank's requests, tokens and outputs, and which blocks are named. TensorRT-LLM 1.2's records
@@ -258,4 +215,4 @@ def engine_stats(book: RequestBook, feeds: RankFigures | None) -> tuple[EngineSt
     - Held blocks are the adapter's figure. The number of cached blocks is a lower bound: named blocks, less all blocks
       in use, as if everything in use were named. TensorRT-LLM counts cached blocks as free.
     """
-    return tuple(book.rank_stats(rank, feeds) for rank in range(book.num_ranks))
+    return tuple(book.rank_stats(rank, feeds.figures(rank)) for rank in range(book.num_ranks))

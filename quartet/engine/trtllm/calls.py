@@ -7,15 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quartet.engine.base import EngineRequest, Generation, RequestKind
-from quartet.engine.trtllm.hand_off import HandOffState
+from quartet.engine.trtllm.hand_off import PromptState
 from quartet.engine.trtllm.inputs import LlmInputs, MediaItem
 from quartet.engine.trtllm.loading import LoadedLlm
-from quartet.engine.trtllm.sampling import (
-    check_sampling_fields,
-    output_bounds,
-    sampling_params,
-    stop_ids_of,
-)
+from quartet.engine.trtllm.sampling import check_sampling_fields, sampling_params, stop_ids_of
 from quartet.engine.trtllm.token_cursor import TokenCursor
 from quartet.engine.validation import EngineLimits, check_request, max_output_tokens
 from quartet.errors import InvalidRequestError, UnsupportedFieldError, WorkerUnavailableError
@@ -55,7 +50,7 @@ class CallBuilder:
     def call(
         self,
         request: EngineRequest,
-        state: HandOffState | None,
+        state: PromptState | None,
         num_blocks: int,
         media: Sequence[MediaItem] | None = None,
     ) -> Call:
@@ -69,10 +64,10 @@ class CallBuilder:
         if state is not None:
             return self._continuation(request, state, limits)
         generation = request.generation
-        bounds = output_bounds(request, max_output_tokens(request, limits), len(generation.generated_token_ids))
+        num_output, num_done = max_output_tokens(request, limits), len(generation.generated_token_ids)
         inputs = self._loaded.inputs.build(request, media)
         # A single token needs no decode. Without a hand-off no blocks are held, so none have to be released.
-        is_handing_off = request.kind is RequestKind.PREFILL and bounds.max_tokens > 1
+        is_handing_off = request.kind is RequestKind.PREFILL and num_output - num_done > 1
         request_type = "context_only" if is_handing_off else "context_and_generation"
         has_params = is_handing_off or inputs.disaggregated
         params = self._package.DisaggregatedParams
@@ -86,24 +81,30 @@ class CallBuilder:
             sampling_params=sampling_params(
                 self._package,
                 generation,
-                bounds,
                 self._facts.eos_token_ids,
+                max_output_tokens=num_output,
+                num_done=num_done,
                 add_special_tokens=inputs.add_special_tokens,
             ),
             disaggregated_params=params(request_type=request_type, **inputs.disaggregated) if has_params else None,
         )
 
-    def _continuation(self, request: EngineRequest, state: HandOffState, limits: EngineLimits) -> Call:
+    def _continuation(self, request: EngineRequest, state: PromptState, limits: EngineLimits) -> Call:
         """A decode of another engine's prefill: of exactly its tokens, with the token that it gave as the first."""
         generation = request.generation
         before = generation.generated_token_ids[:-1]
-        bounds = output_bounds(request, max_output_tokens(request, limits), len(before))
         return self._made(
             generation,
             num_known=1,
             inputs={"prompt_token_ids": [*generation.prompt_token_ids, *before]},
             streaming=True,
-            sampling_params=sampling_params(self._package, generation, bounds, self._facts.eos_token_ids),
+            sampling_params=sampling_params(
+                self._package,
+                generation,
+                self._facts.eos_token_ids,
+                max_output_tokens=max_output_tokens(request, limits),
+                num_done=len(before),
+            ),
             disaggregated_params=state.params(self._package),
         )
 

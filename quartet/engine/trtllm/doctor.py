@@ -6,10 +6,10 @@ Run it in a process of its own: the import takes up to a minute, starts MPI, and
 prints its own lines, hence the report file. A line that begins with ``PROGRESS`` says what comes next. Exit code
 ``ABSENT``: the package is not installed.
 
-``SYMBOLS`` lists what the adapter relies on, and what would not work without it. It has everything that the adapter
-imports; a test checks that. ``schema`` has the fields of configurations; ``SYMBOLS`` has those of them that Quartet
-itself sets or relies on. ``QUESTIONS`` are facts about TensorRT-LLM 1.2 that are unknown here and that only the package
-can answer. The adapter works with either answer; an answer helps to explain the adapter's behaviour.
+``SYMBOLS``, from ``symbols.toml``, are what the adapter relies on, and what would not work without it: everything that
+the adapter imports; a test checks that. ``schema`` has the fields of configurations; ``SYMBOLS`` has those of them that
+Quartet itself sets or relies on. ``QUESTIONS`` are facts about TensorRT-LLM 1.2 that are unknown here and that only the
+package can answer. The adapter works with either answer; an answer helps to explain the adapter's behaviour.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import dataclasses
 import inspect
 import json
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -124,9 +125,7 @@ def inspect_package() -> Report:
 def _compare(symbol: Symbol) -> Iterator[Lack | OtherDefault | None]:
     """Yield what is wrong with the symbol and with each of its names; ``None`` for each that is right."""
     try:
-        found: Any = import_module(symbol.module)
-        for part in symbol.name.split("."):
-            found = getattr(found, part)
+        found = _get(symbol.module, symbol.name)
     except AttributeError:
         yield Lack(symbol.path, symbol.loses, is_needed=not symbol.is_optional)
         return
@@ -238,18 +237,6 @@ OTHER_VERSIONS: Mapping[str, str] = {
     "1.3": "has more fields in hand-offs, KV events and statistics, which Quartet passes over, and renames metrics",
 }
 
-EVERYTHING, DISAGGREGATION = "everything", "prefill and decode apart"
-
-GUIDES, RANKS, ADAPTERS = "guided decoding", "attention data parallelism", "LoRA adapters"
-
-EVENTS, LOAD = "KV events, and with them routing by cache", "what the engine itself says of its load"
-
-ENCODING = "encode workers"
-
-OWN_METRICS = "metrics of requests by the names that TensorRT-LLM gives them"
-
-_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-
 
 class Form(StrEnum):
     """The kind of a symbol's names."""
@@ -257,7 +244,6 @@ class Form(StrEnum):
     PARAMETERS = "parameter"  # of a function
     FIELDS = "field"  # of a dataclass or a pydantic class
     ATTRIBUTES = "attribute"  # methods, properties, and what its methods assign
-    MEMBERS = "member"  # of an enum
 
 
 class Default(Enum):
@@ -314,185 +300,55 @@ class Symbol:
         return f"{self.module}.{self.name}"
 
 
-_ARGS, _LLMAPI = "tensorrt_llm.llmapi.llm_args", "tensorrt_llm.llmapi"
+_ARGS = "tensorrt_llm.llmapi.llm_args"
 
 
-def _config(name: str, loses: str, *needs: Need, module: str = _ARGS, is_optional: bool = False) -> Symbol:
-    """A configuration class; the adapter only passes on the fields of its table that no ``Need`` names."""
+def _read_symbols(table: Mapping[str, Any]) -> Iterator[Symbol]:
+    """The symbols of ``symbols.toml``."""
+    abilities = table["abilities"]
+    for entry in table["symbols"]:
+        yield Symbol(
+            module=entry["module"],
+            name=entry["name"],
+            loses=abilities[entry["loses"]],
+            form=Form(entry["form"]) if "form" in entry else None,
+            needs=tuple(_need(abilities[ability], names) for ability, names in entry.get("needs", {}).items()),
+            optional=_fields_of_table(entry["name"]) if entry.get("is_config") else frozenset(),
+            is_optional=entry.get("is_optional", False),
+        )
+
+
+def _need(loses: str, names: Mapping[str, Any]) -> Need:
+    unset, required = (names.get(kind, "").split() for kind in ("unset", "required"))
+    defaults = {**dict.fromkeys(unset), **dict.fromkeys(required, Default.REQUIRED), **names.get("defaults", {})}
+    return Need(loses, names.get("names", ""), defaults)
+
+
+def _fields_of_table(name: str) -> frozenset[str]:
     table = schema.LLM if name == "TorchLlmArgs" else CONFIGS.get(name)
     # This one is the alias of another field, and no field itself.
-    names = frozenset(table.types if table else ()) - {"speculative_model_dir"}
-    return Symbol(module, name, loses, Form.FIELDS, needs, names, is_optional)
+    return frozenset(table.types if table else ()) - {"speculative_model_dir"}
 
 
-def _method(name: str, loses: str, *needs: Need) -> Symbol:
-    return Symbol("tensorrt_llm", name, loses, Form.PARAMETERS, needs)
+def _unread_config(name: str, *, is_optional: bool) -> Symbol:
+    """A configuration class whose fields the adapter only passes on."""
+    return Symbol(_ARGS, name, f"{name} in engine_args", Form.FIELDS, (), _fields_of_table(name), is_optional)
 
 
-_LLM = (
-    _method("LLM", EVERYTHING, Need(EVERYTHING, defaults={"model": Default.REQUIRED})),
-    _method(
-        "LLM.generate_async",
-        EVERYTHING,
-        Need(EVERYTHING, "inputs sampling_params", {"streaming": False}),
-        Need(DISAGGREGATION, defaults={"disaggregated_params": None}),
-        Need(RANKS, defaults={"scheduling_params": None}),
-        Need(ADAPTERS, defaults={"lora_request": None}),
-        Need("cache salts", defaults={"cache_salt": None}),
-    ),
-    _method("LLM.get_kv_cache_events_async", EVENTS, Need(EVENTS, "timeout")),
-    _method("LLM.get_stats_async", LOAD, Need(LOAD, "timeout")),
-    *(Symbol("tensorrt_llm", f"LLM.{name}", EVERYTHING) for name in ("shutdown", "__enter__", "__exit__")),
-    # Under another path, to check the attributes of instances apart from the parameters of the constructor.
-    Symbol(_LLMAPI, "LLM", EVERYTHING, Form.ATTRIBUTES, (Need(EVERYTHING, "_executor"),)),
-    _method("MultimodalEncoder", ENCODING, Need(ENCODING, defaults={"model": Default.REQUIRED})),
-    _method("MultimodalEncoder.generate_async", ENCODING, Need(ENCODING, "inputs")),
-)
-
-_REQUESTS = (
-    Symbol(
-        "tensorrt_llm",
-        "SamplingParams",
-        EVERYTHING,
-        Form.FIELDS,
-        (
-            Need(
-                EVERYTHING, "max_tokens temperature top_k top_p seed end_id pad_id", {"n": 1, "use_beam_search": False}
-            ),
-            Need(EVERYTHING, "ignore_eos stop_token_ids include_stop_str_in_output detokenize add_special_tokens"),
-            Need("penalties", defaults=dict.fromkeys(_PENALTIES)),
-            Need("min_p, min_tokens", defaults={"min_p": None, "min_tokens": None}),
-            Need("log probabilities", defaults={"logprobs": None}),
-            Need(GUIDES, defaults={"guided_decoding": None}),
-        ),
-    ),
-    Symbol(
-        _LLMAPI,
-        "GuidedDecodingParams",
-        GUIDES,
-        Form.FIELDS,
-        (Need(GUIDES, defaults={"json": None, "regex": None, "grammar": None}),),
-    ),
-    Symbol(
-        _LLMAPI,
-        "DisaggregatedParams",
-        DISAGGREGATION,
-        Form.FIELDS,
-        (
-            Need(DISAGGREGATION, "request_type first_gen_tokens ctx_request_id opaque_state"),
-            Need(f"{DISAGGREGATION} with speculation", "draft_tokens"),
-            Need(ENCODING, defaults={"multimodal_embedding_handles": None, "multimodal_hashes": None}),
-        ),
-    ),
-    Symbol(
-        "tensorrt_llm.scheduling_params",
-        "SchedulingParams",
-        RANKS,
-        Form.FIELDS,
-        (Need(RANKS, "attention_dp_rank attention_dp_relax"),),
-    ),
-    Symbol(
-        "tensorrt_llm.executor.request",
-        "LoRARequest",
-        ADAPTERS,
-        Form.FIELDS,
-        (Need(ADAPTERS, "lora_name lora_int_id lora_path"),),
-    ),
-    Symbol("tensorrt_llm.executor.utils", "RequestError", "a failed request is taken for a dead engine"),
-)
-
-_RESULTS = (
-    Symbol(
-        _LLMAPI,
-        "RequestOutput",
-        EVERYTHING,
-        Form.ATTRIBUTES,
-        (
-            Need(EVERYTHING, "prompt_token_ids outputs finished cached_tokens metrics_dict abort __aiter__ __await__"),
-            Need(ENCODING, "disaggregated_params result"),
-        ),
-    ),
-    Symbol(
-        _LLMAPI,
-        "CompletionOutput",
-        EVERYTHING,
-        Form.ATTRIBUTES,
-        (
-            Need(EVERYTHING, "token_ids finish_reason stop_reason"),
-            Need("log probabilities", "logprobs"),
-            Need(DISAGGREGATION, "disaggregated_params"),
-        ),
-    ),
-)
-
-_METRICS = (
-    Symbol(
-        "tensorrt_llm.metrics",
-        "MetricsCollector",
-        OWN_METRICS,
-        Form.ATTRIBUTES,
-        (Need(OWN_METRICS, "log_metrics_dict"),),
-        is_optional=True,
-    ),
-)
-
-_CONFIGS = (
-    _config(
-        "TorchLlmArgs",
-        EVERYTHING,
-        Need(EVERYTHING, "model kv_cache_config skip_tokenizer_init dtype"),
-        # The adapter relies on these defaults where no layer sets the field.
-        Need(EVERYTHING, "", {"max_num_tokens": 8192, "max_beam_width": None, "enable_chunked_prefill": False}),
-        Need(EVERYTHING, "", {"max_batch_size": None, "max_seq_len": None}),
-        Need(DISAGGREGATION, "disable_overlap_scheduler", {"cache_transceiver_config": None}),
-        Need("several GPUs", "", {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "gpus_per_node": None}),
-        Need("experts in parallel", "moe_expert_parallel_size"),
-        Need(RANKS, "", {"enable_attention_dp": False}),
-        Need(GUIDES, "", {"guided_decoding_backend": None}),
-        Need(ADAPTERS, "", {"enable_lora": False, "lora_config": None}),
-        Need(LOAD, "", {"enable_iter_perf_stats": False}),
-        Need("times of requests as the engine measures them", "", {"return_perf_metrics": False}),
-    ),
-    _config(
-        "KvCacheConfig",
-        EVERYTHING,
-        Need(EVERYTHING, "free_gpu_memory_fraction", {"enable_block_reuse": True, "tokens_per_block": 32}),
-        Need(DISAGGREGATION, "", {"dtype": "auto"}),
-        Need("a pool of num_blocks", "max_tokens"),
-        Need(EVENTS, "", {"event_buffer_max_size": 0}),
-    ),
-    _config(
-        "CacheTransceiverConfig",
-        DISAGGREGATION,
-        Need(DISAGGREGATION, "backend max_tokens_in_buffer kv_transfer_timeout_ms"),
-    ),
-    _config("LoraConfig", ADAPTERS, Need(ADAPTERS, "lora_dir"), module="tensorrt_llm.lora_helper"),
-    _config("PeftCacheConfig", ADAPTERS),
+#: All symbols.
+SYMBOLS: tuple[Symbol, ...] = (
+    *_read_symbols(tomllib.loads((Path(__file__).parent / "symbols.toml").read_text(encoding="utf-8"))),
     *(
-        _config(name, f"{name} in engine_args")
+        _unread_config(name, is_optional=False)
         for name in """
         SchedulerConfig DynamicBatchConfig CudaGraphConfig MoeConfig AttentionDpConfig TorchCompileConfig
         """.split()
     ),
     *(
-        _config(name, f"{name} in engine_args", is_optional=True)
+        _unread_config(name, is_optional=True)
         for name in sorted({*DECODING_CLASSES.values(), "Nvfp4GemmConfig", "KvCacheConnectorConfig"})
     ),
-    _config("LlmArgs", "the backend _autodeploy", module="tensorrt_llm._torch.auto_deploy.llm_args", is_optional=True),
 )
-
-_MEDIA = (
-    Symbol(
-        "tensorrt_llm._torch.shared_tensor",
-        "SharedTensorContainer",
-        ENCODING,
-        Form.ATTRIBUTES,
-        (Need(ENCODING, "from_dict get_local_view"),),
-    ),
-)
-
-#: All symbols.
-SYMBOLS: tuple[Symbol, ...] = (*_LLM, *_REQUESTS, *_RESULTS, *_METRICS, *_CONFIGS, *_MEDIA)
 
 
 @dataclass(frozen=True)
@@ -556,7 +412,7 @@ def _is_runtime_error() -> bool:
 
 
 _UNCERTAIN_ARGS, _DISAGG = (
-    ("tensorrt_llm.llmapi.llm_args", "TorchLlmArgs"),
+    (_ARGS, "TorchLlmArgs"),
     ("tensorrt_llm.llmapi", "DisaggregatedParams"),
 )
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from quartet.engine.encoder import EncoderCapabilities, EncoderStats, EncodeTimes, ItemSize, StateEncoder
+from quartet.engine.media.file_sizer import FileSizer
 from quartet.engine.media.rows_encoder import RowsEncoder, RowsParts
 from quartet.engine.trtllm.arguments import Use, build_objects, llm_arguments
-from quartet.engine.trtllm.media_model import FileSizes, MediaModel, kv_dtype, need_media_model
+from quartet.engine.trtllm.media_model import MediaModel, kv_dtype, need_media_model
 from quartet.engine.trtllm.model_facts import pool_fingerprint
 from quartet.engine.trtllm.package import check_installed
 from quartet.engine.trtllm.pictures import PictureStates, check_hands_over
@@ -43,7 +45,7 @@ class TrtllmEncoder:
         self._arguments = llm_arguments(spec, Use.ENCODE)
         self._states: PictureStates | None = None
         self._rows: RowsEncoder | None = None
-        self._sizes: FileSizes | None = None
+        self._sizer: FileSizer | None = None
         self._capabilities: EncoderCapabilities | None = None
 
     @property
@@ -83,7 +85,7 @@ class TrtllmEncoder:
         self._capabilities = model.capabilities(kinds, fingerprint)
         rows = model.capabilities(frozenset({MediaKind.EMBEDDINGS}), fingerprint)
         self._rows = RowsEncoder(lambda: RowsParts(rows, model.make_memory(fingerprint)))
-        self._sizes = FileSizes(model)
+        self._sizer = model.sizer()
         await self._rows.start()
         if MediaKind.IMAGE in kinds:
             check_installed()
@@ -93,8 +95,8 @@ class TrtllmEncoder:
 
     async def size(self, file: MediaFile) -> ItemSize:
         """See ``MediaEncoder``."""
-        assert self._sizes is not None, "it has started"
-        return await asyncio.to_thread(self._sizes.size, file)
+        assert self._sizer is not None, "it has started"
+        return await asyncio.to_thread(self._sizer.size, file)
 
     async def encode(self, file: MediaFile, block_ids: Sequence[int]) -> EncodeTimes:
         """See ``MediaEncoder``."""
@@ -103,14 +105,8 @@ class TrtllmEncoder:
 
     def stats(self) -> EncoderStats:
         """See ``MediaEncoder``."""
-        parts = [part for part in (self._rows and self._rows.stats(), self._states and self._states.stats) if part]
-        return EncoderStats(
-            num_running=sum(part.num_running for part in parts),
-            num_waiting=sum(part.num_waiting for part in parts),
-            num_steps=sum(part.num_steps for part in parts),
-            num_items=sum(part.num_items for part in parts),
-            num_failed=sum(part.num_failed for part in parts),
-        )
+        rows = EncoderStats() if self._rows is None else self._rows.stats()
+        return rows if self._states is None else rows.plus(**asdict(self._states.stats))
 
     async def close(self) -> None:
         """See ``MediaEncoder``."""

@@ -4,30 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quartet.engine.base import EngineCapabilities, EngineRequest, EngineStats, RequestKind, StepOutput
 from quartet.engine.life_cycle import ThreadedEngine, call_on_loop
+from quartet.engine.pulls import Pulls
+from quartet.engine.scheduler import Pull
+from quartet.engine.settings import EngineKind
 from quartet.engine.trtllm.arguments import Use, llm_arguments
 from quartet.engine.trtllm.book import engine_stats
-from quartet.engine.trtllm.claims import Claims
 from quartet.engine.trtllm.errors import loss_of, start_error_of, trace_of
-from quartet.engine.trtllm.llm_thread import LlmThread
+from quartet.engine.trtllm.hand_off import CacheIdentity, PromptState
 from quartet.engine.trtllm.loading import LoadedLlm, loaded_llm
 from quartet.engine.trtllm.package import check_installed
 from quartet.engine.trtllm.sampling import sampling_fields
-from quartet.engine.trtllm.session import LlmSession, SessionListener
+from quartet.engine.trtllm.session import LlmSession
 from quartet.engine.trtllm.times import TrtllmTimes
-from quartet.errors import UnsupportedFieldError
-from quartet.transfer.base import EmbeddingMemory, Puller
+from quartet.errors import (
+    HandOffStateError,
+    InvalidRequestError,
+    LayoutMismatchError,
+    ServingError,
+    UnsupportedFieldError,
+)
+from quartet.kvcache.layout import HandOff, OpaquePayload
+from quartet.transfer.base import EmbeddingMemory, FetchResult, Puller
 
 if TYPE_CHECKING:
     from quartet.engine.settings import EngineSpec
 
 logger = logging.getLogger(__name__)
+
+# Hand-offs end within minutes, so no request brings one after this many others.
+_MAX_REMEMBERED = 1 << 16
 
 _USES = {RequestKind.PREFILL: Use.PREFILL, RequestKind.DECODE: Use.DECODE}
 
@@ -59,8 +74,11 @@ class TrtllmEngine(ThreadedEngine[LlmSession]):
         self._claims = Claims(puller, can_pull=self._arguments.has_transceiver)
         super().__init__(self._claims, self._times.close_timeout_s)
         self._sampling_fields = sampling_fields(self._arguments)
+        on_feeds = self._on_loop(self._take_feeds)
         self._thread = LlmThread(
-            lambda: loaded_llm(spec, kind, self._arguments, self._on_feeds), self._make_session, self._on_lost
+            lambda: loaded_llm(spec, kind, self._arguments, on_feeds),
+            self._make_session,
+            self._on_loop(self._take_lost),
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: LlmSession | None = None
@@ -96,13 +114,13 @@ class TrtllmEngine(ThreadedEngine[LlmSession]):
         """
         session = self._session
         if session is not None and id in self._live:
-            self._thread.post(lambda: session.cancel(id))
+            self._thread.post(lambda: session.requests.cancel(id))
 
     def release(self, id: int) -> None:
         """Free the blocks that a completed prefill holds. Unknown ids are ignored."""
         session = self._session
         if session is not None:
-            self._thread.post(lambda: session.release(id))
+            self._thread.post(lambda: session.requests.release(id))
 
     def request_kv_snapshot(self) -> None:
         """Have one of the next outputs carry a ``kv_snapshot``; one answers all requests before it."""
@@ -128,7 +146,7 @@ class TrtllmEngine(ThreadedEngine[LlmSession]):
             raise UnsupportedFieldError(message, field="data_parallel_rank")
         state = None if request.hand_off is None else self._claims.open(request, session.loaded.cache)
         session.loaded.book.add(request)
-        self._thread.post(lambda: session.submit(request, state, submitted_at))
+        self._thread.post(lambda: session.requests.submit(request, state, submitted_at))
 
     def _start_thread(self) -> None:
         self._thread.start()
@@ -140,8 +158,14 @@ class TrtllmEngine(ThreadedEngine[LlmSession]):
         return await asyncio.to_thread(self._thread.wait_ended, timeout_s)
 
     def _make_session(self, loaded: LoadedLlm) -> LlmSession:
-        listener = SessionListener(on_ready=self._on_ready, on_output=self._on_output, on_lost=self._on_lost)
-        return LlmSession(loaded, self._sampling_fields, self._times, listener)
+        return LlmSession(
+            loaded,
+            self._sampling_fields,
+            self._times,
+            on_ready=self._on_loop(self._take_ready),
+            on_output=self._on_loop(self._take_output),
+            on_lost=self._on_loop(self._take_lost),
+        )
 
     def _describe(self, session: LlmSession) -> EngineCapabilities:
         loaded, arguments = session.loaded, self._arguments
@@ -160,23 +184,14 @@ class TrtllmEngine(ThreadedEngine[LlmSession]):
             metrics=None if loaded.metrics is None else loaded.metrics.collect,
         )
 
-    # The next four are called on the LLM's thread, ``_on_feeds`` also on threads of the feeds.
+    def _on_loop(self, callback: Callable[..., None]) -> Callable[..., None]:
+        """Have ``callback`` run on the event loop, when the LLM's thread or one of the feeds calls."""
 
-    def _on_ready(self, session: LlmSession) -> None:
-        self._notify(lambda: self._take_ready(session))
+        def call(*arguments: object) -> None:
+            assert self._loop is not None, "started"
+            call_on_loop(self._loop, callback, *arguments)
 
-    def _on_output(self, output: StepOutput) -> None:
-        self._notify(lambda: self._take_output(output))
-
-    def _on_lost(self, error: Exception) -> None:
-        self._notify(lambda: self._take_lost(error))
-
-    def _on_feeds(self) -> None:
-        self._notify(self._take_feeds)
-
-    def _notify(self, callback: Callable[[], None]) -> None:
-        assert self._loop is not None, "started"
-        call_on_loop(self._loop, callback)
+        return call
 
     # The rest is called on the event loop.
 
@@ -202,3 +217,163 @@ class TrtllmEngine(ThreadedEngine[LlmSession]):
         if self._end_error is None:
             logger.error("%s: %s", loss.message, trace_of(error))
         self._take_loss(start_error_of(error), loss)
+
+
+class LlmThread:
+    """The thread that loads, calls and reads an LLM, on an event loop of its own.
+
+    It loads, serves until ``stop``, and closes what it loaded, even if no caller waits for the load any more.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], AbstractContextManager[LoadedLlm]],
+        make_session: Callable[[LoadedLlm], LlmSession],
+        on_lost: Callable[[Exception], None],
+    ) -> None:
+        """Nothing is loaded before ``start``.
+
+        Args:
+            load: loads on entering and closes on leaving, both on the thread.
+            make_session: called on the thread's event loop.
+            on_lost: called on the thread with the reason why loading or warming up failed.
+        """
+        self._load = load
+        self._make_session = make_session
+        self._on_lost = on_lost
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_stop: asyncio.Event | None = None
+        self._has_ended = threading.Event()
+
+    def start(self) -> None:
+        """Begin to load."""
+        # A daemon: a device that hangs must not keep the process from ending.
+        threading.Thread(target=self._main, name="quartet-trtllm", daemon=True).start()
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Run ``call`` on the thread's event loop, in order; after the loop's end, do nothing. Never blocks."""
+        if self._loop is not None:
+            call_on_loop(self._loop, call)
+
+    def stop(self) -> None:
+        """Make the thread end; if it still loads, it ends after loading. Never blocks."""
+        with self._lock:
+            self._stop.set()
+            if self._loop_stop is not None:
+                self.post(self._loop_stop.set)
+
+    def wait_ended(self, timeout_s: float) -> bool:
+        """Block until everything is closed; False if that takes longer than ``timeout_s``."""
+        return self._has_ended.wait(timeout_s)
+
+    def _main(self) -> None:
+        try:
+            with self._load() as loaded:
+                self._run(loaded)
+        except Exception as error:  # the thread's work ends here; the listener fails its requests
+            logger.exception("the LLM could not be loaded, or not be closed")
+            self._on_lost(error)
+        finally:
+            self._has_ended.set()
+
+    def _run(self, loaded: LoadedLlm) -> None:
+        try:
+            asyncio.run(self._serve(loaded))
+        except Exception as error:  # noqa: BLE001 - report this before closing the LLM, which may hang
+            # Leave the text out of the log: it may quote a request by now. A caller that waits for the start gets it.
+            logger.error("the LLM does not work: %s", trace_of(error))
+            self._on_lost(error)
+
+    async def _serve(self, loaded: LoadedLlm) -> None:
+        stop = asyncio.Event()
+        with self._lock:
+            self._loop, self._loop_stop = asyncio.get_running_loop(), stop
+            if self._stop.is_set():
+                return
+        await self._make_session(loaded).run(stop)
+
+
+class Claims:
+    """Claims on hand-offs whose bytes TensorRT-LLM moves by itself. Lives on the event loop.
+
+    Each is used once, and kept alive until TensorRT-LLM has moved its KV cache.
+    """
+
+    def __init__(self, puller: Puller, *, can_pull: bool) -> None:
+        """Without ``can_pull`` every hand-off is refused: TensorRT-LLM was made to move nothing."""
+        self._can_pull = can_pull
+        self._pulls = Pulls(puller, self._end)
+        self._used: OrderedDict[bytes, None] = OrderedDict()
+        self._opened: set[int] = set()
+
+    def open(self, request: EngineRequest, cache: CacheIdentity) -> PromptState:
+        """Accept the hand-off of ``request`` for an engine with ``cache``; renew it from now on.
+
+        Raises:
+            UnsupportedFieldError: this engine takes no hand-offs.
+            LayoutMismatchError: it is of another engine, or of one with another model, dtype or block size.
+            HandOffStateError: it was used before.
+            InvalidRequestError: it is not of this request's tokens.
+        """
+        assert request.hand_off is not None
+        if not self._can_pull:
+            raise UnsupportedFieldError("this engine takes no hand-offs", field="hand_off")
+        hand_off = request.hand_off
+        state = PromptState.from_bytes(_opaque_state(hand_off))
+        if state.cache != cache:
+            raise LayoutMismatchError("the hand-off is of another model, dtype or block size", field="hand_off")
+        generation = request.generation
+        num_given = len(generation.prompt_token_ids) + len(generation.generated_token_ids)
+        if state.num_tokens != num_given - 1 or not generation.generated_token_ids:
+            raise InvalidRequestError(
+                f"the hand-off holds {state.num_tokens} tokens, {num_given - 1} are needed", field="hand_off"
+            )
+        if state.first_token_id != generation.generated_token_ids[-1]:
+            raise InvalidRequestError("the hand-off's first token is not the last one given", field="hand_off")
+        if hand_off.hand_off_id in self._used:
+            raise HandOffStateError("the hand-off was used already", field="hand_off")
+        self._pulls.claim(request.id, hand_off)
+        self._opened.add(request.id)
+        self._remember(hand_off.hand_off_id)
+        return state
+
+    def follow(self, output: StepOutput) -> None:
+        """Let go of hand-offs whose KV has arrived, or whose request has failed, as ``output`` shows."""
+        for started in output.started:
+            if started.id in self._opened:
+                self._opened.discard(started.id)
+                # No pieces: TensorRT-LLM has moved everything.
+                self._pulls.fetch(Pull(started.id, ()))
+        for failed in output.failed:
+            if failed.id in self._opened:
+                self._opened.discard(failed.id)
+                self._pulls.stop(failed.id)
+
+    def stop_all(self) -> None:
+        """End everything."""
+        self._opened.clear()
+        self._pulls.stop_all()
+
+    async def close(self, timeout_s: float) -> None:
+        """End everything and wait for that, ``timeout_s`` at most."""
+        await self._pulls.close(timeout_s)
+
+    def _remember(self, hand_off_id: bytes) -> None:
+        self._used[hand_off_id] = None
+        if len(self._used) > _MAX_REMEMBERED:
+            self._used.popitem(last=False)
+
+    def _end(self, id: int, outcome: FetchResult | ServingError) -> None:
+        if isinstance(outcome, ServingError):
+            # The blocks are here all the same; the source frees its own when the hand-off expires.
+            logger.info("request %s: the source was not told that its hand-off is done: %s", id, outcome.message)
+
+
+def _opaque_state(hand_off: HandOff) -> bytes:
+    payload = hand_off.payload
+    if isinstance(payload, OpaquePayload) and payload.engine == EngineKind.TRTLLM:
+        return payload.state
+    what = f"of engine {payload.engine!r}" if isinstance(payload, OpaquePayload) else "of blocks"
+    raise LayoutMismatchError(f"a hand-off {what} cannot be taken over here", field="hand_off")

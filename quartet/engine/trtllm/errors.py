@@ -54,9 +54,7 @@ def refusal(error: Exception, request_error: type[Exception]) -> ServingError:
         if _TOO_LONG.search(text):
             return _too_long()
         return _invalid(text)
-    if isinstance(error, RuntimeError) and _SHUTTING_DOWN.search(text):
-        return WorkerUnavailableError("the engine is shutting down")
-    return EngineError(f"the engine could not take the request: {type(error).__name__}")
+    return _shutting_down(error) or EngineError(f"the engine could not take the request: {type(error).__name__}")
 
 
 def failure(
@@ -79,8 +77,7 @@ def failure(
     if isinstance(error, ServingError):
         return error
     if not isinstance(error, request_error):
-        is_shutting_down = isinstance(error, RuntimeError) and _SHUTTING_DOWN.search(str(error))
-        return WorkerUnavailableError("the engine is shutting down") if is_shutting_down else None
+        return _shutting_down(error)
     text = str(error)
     if _TOO_LONG.search(text) and not (is_pulling and _TRANSFER.search(text)):
         return _too_long()
@@ -117,6 +114,11 @@ def trace_of(error: BaseException) -> str:
         parts.append(f"{type(link).__qualname__}\n{places}".rstrip())
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return "\nafter ".join(parts)
+
+
+def _shutting_down(error: Exception) -> WorkerUnavailableError | None:
+    is_shutting_down = isinstance(error, RuntimeError) and _SHUTTING_DOWN.search(str(error))
+    return WorkerUnavailableError("the engine is shutting down") if is_shutting_down else None
 
 
 def _too_long() -> PromptTooLongError:

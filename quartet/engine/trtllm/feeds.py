@@ -13,7 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from quartet.engine.life_cycle import call_on_loop
@@ -22,7 +23,6 @@ from quartet.engine.trtllm.kv_events import (
     EventReader,
     LlmEvent,
     PrivateBlocks,
-    PrivateTokens,
     RankMirror,
     UnreadableEventError,
 )
@@ -32,9 +32,6 @@ logger = logging.getLogger(__name__)
 
 # Events that wait for ``take_kv_events``. Older ones are dropped; after that gap, reporting begins anew.
 _MAX_WAITING_EVENTS = 1 << 16
-
-# Feeds, by the names of their threads.
-_EVENTS, _STATS = "trtllm-kv-events", "trtllm-stats"
 
 # How long a fetch may wait for an item. Short: the fetch may block, and a new item may not wake it.
 _FETCH_S = 0.2
@@ -69,9 +66,9 @@ class Feeds:
     """Reads both feeds on threads of its own. Its methods may be called on any thread; none but ``close`` waits.
 
     Events wait unread until ``take_kv_events`` applies them. So a snapshot is exactly what a receiver of all taken
-    events knows.
+    events knows. After a fetch of them failed, all ranks' blocks are reported as gone.
 
-    The statistics of 1.2 don't name their rank: with several ranks, ``stats`` has only what holds for all of them.
+    The statistics of 1.2 don't name their rank: with several ranks, ``figures`` have only what holds for all of them.
     """
 
     def __init__(
@@ -95,8 +92,8 @@ class Feeds:
             num_ranks: attention-data-parallel ranks.
             wants_events: ``llm`` was made to keep KV events.
             wants_stats: ``llm`` was made to keep statistics.
-            on_change: called on a feed's thread when there are events to take, once until they are taken, and when
-                ``failure`` changes.
+            on_change: called on a feed's thread when there are events to take, once until they are taken, and when a
+                fetch failed.
             on_record: called on a feed's thread with every step's record.
             media_token_ids: tokens that stand for media: blocks with one are never reported.
             vocab_size: tokens from here on stand for something other than text.
@@ -115,21 +112,15 @@ class Feeds:
         self._latest_of_rank: dict[int, LlmRankStats] = {}
         self._num_busy_records = [0] * num_ranks
         self._num_prompt_records = [0] * num_ranks
-        self._failures: dict[str, Exception] = {}
         self._has_gap = False
         self._pollers = self._make_pollers(llm, wants_stats)
-
-    @property
-    def failure(self) -> Exception | None:
-        """Why a feed can't be fetched now; ``None``: all can. After a break all ranks' blocks are reported as gone."""
-        return next(iter(list(self._failures.values())), None)
 
     def begin(self) -> None:
         """Call this after each submitted request, from the first on: there will be something to fetch."""
         for poller in self._pollers:
             poller.begin()
 
-    def note_private(self, token_ids: Sequence[int], *, first_position: int = 0) -> PrivateTokens:
+    def note_private(self, token_ids: Sequence[int], *, first_position: int = 0) -> ExitStack:
         """Call this before submitting a request with a salt, an adapter or media: its blocks must not be reported.
 
         Args:
@@ -137,10 +128,10 @@ class Feeds:
             first_position: of its first media item; 0 with a salt or an adapter.
 
         Returns:
-            The caller calls its ``end`` when the last output of the request came.
+            The caller closes it when the last output of the request came.
         """
         if not self._wants_events:
-            return PrivateTokens(lambda: None)  # no block is reported at all
+            return ExitStack()  # no block is reported at all
         return self._private.add(token_ids, first_position)
 
     def take_kv_events(self) -> Sequence[RankEvents]:
@@ -164,36 +155,22 @@ class Feeds:
         with self._mirror_lock:
             return [blocks for mirror in self._mirrors for blocks in mirror.stored_blocks()]
 
-    def stats(self, rank: int) -> LlmRankStats | None:
-        """What the latest record says of ``rank``; ``None`` before the first one."""
-        own = self._latest_of_rank.get(rank)
-        if own is not None or self._latest is None:
-            return own
-        return self._latest if self._num_ranks == 1 else self._latest.of_every_rank()
-
     @property
     def latest_record(self) -> LlmRankStats | None:
-        """The latest record of any rank."""
+        """The latest record of any rank; ``None`` before the first one."""
         return self._latest
 
-    def num_blocks(self, rank: int) -> int | None:
-        """KV blocks on the device; ``None``: not known yet."""
-        stats = self.stats(rank)
-        if stats is not None and stats.num_total_blocks is not None:
-            return stats.num_total_blocks
-        return self._mirrors[rank].num_blocks
-
-    def num_named_blocks(self, rank: int) -> int:
-        """Blocks on the device that are reported as shareable."""
-        return self._mirrors[rank].num_named_device_blocks
-
-    def num_busy_records(self, rank: int) -> int:
-        """Records of steps that computed something; records without a rank count for the first rank."""
-        return self._num_busy_records[rank]
-
-    def num_prompt_records(self, rank: int) -> int:
-        """Those of ``num_busy_records`` whose steps computed prompt tokens."""
-        return self._num_prompt_records[rank]
+    def figures(self, rank: int) -> RankFigures:
+        """What is known of ``rank`` now."""
+        stats, mirror = self._stats(rank), self._mirrors[rank]
+        told = None if stats is None else stats.num_total_blocks
+        return RankFigures(
+            stats=stats,
+            num_blocks=mirror.num_blocks if told is None else told,
+            num_named_blocks=mirror.num_named_device_blocks,
+            num_busy_records=self._num_busy_records[rank],
+            num_prompt_records=self._num_prompt_records[rank],
+        )
 
     def stop(self) -> None:
         """Fetch no more: the engine is dead. Never blocks; may be called twice."""
@@ -208,22 +185,19 @@ class Feeds:
     def _make_pollers(self, llm: LlmFeeds, wants_stats: bool) -> list[Poller]:
         pollers: list[Poller] = []
         if self._wants_events:
-            listener = PollListener(
-                on_items=self._take_events_in,
-                on_told=self._take_told_in,
-                on_break=self._lose_events,
-                on_mended=lambda: self._mend(_EVENTS),
+            fetch = llm.get_kv_cache_events_async
+            pollers.append(
+                Poller("trtllm-kv-events", fetch, self._take_events_in, self._lose_events, self._take_told_in)
             )
-            pollers.append(Poller(_EVENTS, llm.get_kv_cache_events_async, listener))
         if wants_stats:
-            listener = PollListener(
-                on_items=self._take_records_in,
-                on_told=lambda _: None,
-                on_break=self._lose_stats,
-                on_mended=lambda: self._mend(_STATS),
-            )
-            pollers.append(Poller(_STATS, llm.get_stats_async, listener))
+            pollers.append(Poller("trtllm-stats", llm.get_stats_async, self._take_records_in, self._lose_stats))
         return pollers
+
+    def _stats(self, rank: int) -> LlmRankStats | None:
+        own = self._latest_of_rank.get(rank)
+        if own is not None or self._latest is None:
+            return own
+        return self._latest if self._num_ranks == 1 else self._latest.of_every_rank()
 
     def _take_events_in(self, items: Sequence[object]) -> None:
         events = [event for item in items if (event := self._read(item)) is not None]
@@ -248,10 +222,10 @@ class Feeds:
         with self._lock:
             self._told_until = told_until
 
-    def _lose_events(self, error: Exception) -> None:
+    def _lose_events(self) -> None:
         with self._lock:
             self._has_gap = True
-        self._fail(_EVENTS, error)
+        self._on_change()
 
     def _take_records_in(self, items: Sequence[object]) -> None:
         for item in items:
@@ -266,35 +240,10 @@ class Feeds:
             if self._on_record is not None:
                 self._on_record(stats)
 
-    def _lose_stats(self, error: Exception) -> None:
+    def _lose_stats(self) -> None:
         # The latest records soon stop being true.
         self._latest, self._latest_of_rank = None, {}
-        self._fail(_STATS, error)
-
-    def _fail(self, name: str, error: Exception) -> None:
-        self._failures[name] = error
         self._on_change()
-
-    def _mend(self, name: str) -> None:
-        self._failures.pop(name, None)
-        self._on_change()
-
-
-@dataclass(frozen=True, kw_only=True)
-class PollListener:
-    """Callbacks of a ``Poller``, called on its thread.
-
-    Attributes:
-        on_items: items of the feed, in order.
-        on_told: the items so far include all that the engine had to say before this moment, in monotonic seconds.
-        on_break: a fetch failed, and items of the meantime may be missing. Called once until ``on_mended``.
-        on_mended: a fetch worked again.
-    """
-
-    on_items: Callable[[Sequence[object]], None]
-    on_told: Callable[[float], None]
-    on_break: Callable[[Exception], None]
-    on_mended: Callable[[], None]
 
 
 class Poller:
@@ -306,10 +255,25 @@ class Poller:
     often.
     """
 
-    def __init__(self, name: str, fetch: Callable[[float], AsyncIterator[object]], listener: PollListener) -> None:
-        """``fetch`` is ``get_..._async``: it takes the seconds to wait."""
+    def __init__(
+        self,
+        name: str,
+        fetch: Callable[[float], AsyncIterator[object]],
+        on_items: Callable[[Sequence[object]], None],
+        on_break: Callable[[], None],
+        on_told: Callable[[float], None] = lambda _until: None,
+    ) -> None:
+        """The last three are called on the poller's thread.
+
+        Args:
+            name: of the thread.
+            fetch: ``get_..._async``: it takes the seconds to wait.
+            on_items: takes items of the feed, in order.
+            on_break: a fetch failed, and items of the meantime may be missing. Called once until a fetch works again.
+            on_told: the items so far include all that the engine had to say before this moment, in monotonic seconds.
+        """
         self._fetch = fetch
-        self._listener = listener
+        self._on_items, self._on_break, self._on_told = on_items, on_break, on_told
         self._wake_up = threading.Event()
         self._closing = threading.Event()
         self._num_failures = 0
@@ -375,7 +339,7 @@ class Poller:
             return
         if not self._num_failures:
             logger.warning("%s could not be fetched, which is tried again: %s", self._thread.name, trace_of(error))
-            self._listener.on_break(error)
+            self._on_break()
         self._num_failures += 1
         self._closing.wait(min(_RETRY_S * 2 ** (min(self._num_failures, _MAX_DOUBLINGS) - 1), _MAX_RETRY_S))
 
@@ -383,7 +347,6 @@ class Poller:
         if self._num_failures:
             self._num_failures = 0
             logger.info("%s is fetched again", self._thread.name)
-            self._listener.on_mended()
 
     async def _poll(self) -> bool:
         """Fetch once; return whether anything came."""
@@ -400,13 +363,32 @@ class Poller:
             except (StopAsyncIteration, TimeoutError):
                 break
             if time.monotonic() - asked_at > _WAITED_S:
-                self._listener.on_told(asked_at)
+                self._on_told(asked_at)
             has_items = True
-            self._listener.on_items(item if isinstance(item, list) else [item])
+            self._on_items(item if isinstance(item, list) else [item])
         # An iterator that ends at once with nothing had ended before, and items may wait behind it.
         if has_items or time.monotonic() - began_at > _FETCH_S * 0.8:
-            self._listener.on_told(began_at)
+            self._on_told(began_at)
         return has_items
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """What TensorRT-LLM reports of one rank.
+
+    Attributes:
+        stats: what the latest record says of it; ``None`` before the first one.
+        num_blocks: KV blocks on the device; ``None``: not known yet.
+        num_named_blocks: blocks on the device that are reported as shareable.
+        num_busy_records: records of steps that computed something; records without a rank count for the first rank.
+        num_prompt_records: those of ``num_busy_records`` whose steps computed prompt tokens.
+    """
+
+    stats: LlmRankStats | None = None
+    num_blocks: int | None = None
+    num_named_blocks: int = 0
+    num_busy_records: int = 0
+    num_prompt_records: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -450,9 +432,7 @@ class LlmRankStats:
 
     def of_every_rank(self) -> LlmRankStats:
         """The values that hold for all other ranks too: ranks step together, and have equal pools."""
-        nothing = dict.fromkeys((field.name for field in fields(self)), None)
-        return replace(
-            LlmRankStats(**nothing),
+        return LlmRankStats(
             iteration=self.iteration,
             latency_s=self.latency_s,
             max_step_tokens=self.max_step_tokens,

@@ -32,7 +32,7 @@ class CacheIdentity:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HandOffState:
+class PromptState:
     """A prompt that another engine computed.
 
     Attributes:
@@ -52,7 +52,7 @@ class HandOffState:
         return tokens[0] if tokens else None
 
     @classmethod
-    def of(cls, params: Any, cache: CacheIdentity, num_tokens: int) -> HandOffState:
+    def of(cls, params: Any, cache: CacheIdentity, num_tokens: int) -> PromptState:
         """Make a state from ``params`` of a completed prefill."""
         # The class has slots, and ``asdict`` would copy the values.
         given = {item.name: getattr(params, item.name) for item in dataclasses.fields(params)}
@@ -77,7 +77,7 @@ class HandOffState:
         return _PREFIX.pack(_VERSION, len(text)) + text + bytes(blobs)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> HandOffState:
+    def from_bytes(cls, data: bytes) -> PromptState:
         """Read what ``to_bytes`` made.
 
         Raises:

@@ -31,6 +31,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias
@@ -136,20 +137,17 @@ class EventReader:
         self._media_token_ids = media_token_ids
         self._vocab_size = vocab_size
 
-    def read(self, item: object) -> LlmEvent:
+    def read(self, item: Any) -> LlmEvent:
         """The event in ``item``. Raises ``UnreadableEventError``."""
         try:
-            return self._read(item)
+            return LlmEvent(
+                rank=int(item.get("attention_dp_rank") or 0),
+                number=int(item["event_id"]),
+                window_size=int(item.get("window_size") or 0),
+                change=self._change(item["data"]),
+            )
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise UnreadableEventError(f"{type(error).__name__} in an event") from error
-
-    def _read(self, item: Any) -> LlmEvent:
-        return LlmEvent(
-            rank=int(item.get("attention_dp_rank") or 0),
-            number=int(item["event_id"]),
-            window_size=int(item.get("window_size") or 0),
-            change=self._change(item["data"]),
-        )
 
     def _change(self, data: Mapping[str, Any]) -> LlmChange:
         match data["type"]:
@@ -186,6 +184,9 @@ class RankMirror:
     """Follows the events of one rank.
 
     A receiver of all events that ``take`` returned knows exactly ``stored_blocks``.
+
+    Attributes:
+        num_blocks: blocks on the device; ``None``: not reported yet.
     """
 
     def __init__(self, rank: int, is_private: IsPrivate) -> None:
@@ -196,12 +197,7 @@ class RankMirror:
         self._doubtful: dict[int, _Block] = {}  # were here before a gap
         self._window_size: int | None = None
         self._next_number = 0
-        self._num_blocks: int | None = None
-
-    @property
-    def num_blocks(self) -> int | None:
-        """Blocks on the device; ``None``: not reported yet."""
-        return self._num_blocks
+        self.num_blocks: int | None = None
 
     @property
     def num_named_device_blocks(self) -> int:
@@ -244,7 +240,7 @@ class RankMirror:
         self.distrust()
         if event.window_size != self._window_size:
             self._doubtful = {}
-        self._window_size, self._num_blocks = event.window_size, created.num_device_blocks
+        self._window_size, self.num_blocks = event.window_size, created.num_device_blocks
 
     def _follow(self, change: LlmStored | LlmRemoved | LlmUpdated) -> None:
         match change:
@@ -323,19 +319,6 @@ class RankMirror:
         block.tier = tier
 
 
-class PrivateTokens:
-    """One private request, from before it is submitted until ``end``."""
-
-    def __init__(self, on_end: Callable[[], None]) -> None:
-        self._on_end: Callable[[], None] | None = on_end
-
-    def end(self) -> None:
-        """Call this when the request's last output came. May be called twice."""
-        on_end, self._on_end = self._on_end, None
-        if on_end is not None:
-            on_end()
-
-
 class PrivateBlocks:
     """Remembers each private request's first private block, for as long as events may still report that block.
 
@@ -363,8 +346,8 @@ class PrivateBlocks:
         with self._lock:
             return sum(sum(blocks.values()) for kind in (self._full, self._fronts) for blocks in kind.values())
 
-    def add(self, token_ids: Sequence[int], first_position: int = 0) -> PrivateTokens:
-        """Call this before submitting a private request.
+    def add(self, token_ids: Sequence[int], first_position: int = 0) -> ExitStack:
+        """Call this before submitting a private request, and close what it returns when its last output came.
 
         Args:
             token_ids: of its prompt and of what it has generated already.
@@ -376,7 +359,9 @@ class PrivateBlocks:
         start = _Start(before[-1] if before else None, pack_token_ids(block))
         with self._lock:
             self._count(start, 1)
-        return PrivateTokens(lambda: self._end(start))
+        noted = ExitStack()
+        noted.callback(self._end, start)
+        return noted
 
     def matches(self, parent: int | None, token_bytes: bytes) -> bool:
         """Whether a block with these tokens, after the one with that sequence hash, might be private."""

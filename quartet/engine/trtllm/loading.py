@@ -71,14 +71,14 @@ class LoadedLlm:
         while (left_s := deadline - time.monotonic()) > 0:
             self.has_told.clear()
             events += self.feeds.take_kv_events()
-            if self.feeds.num_blocks(0) is not None:
+            if self.feeds.figures(0).num_blocks is not None:
                 break
             self.has_told.wait(left_s)
         return events
 
     def num_blocks(self) -> int:
         """KV blocks of a rank; a guess if TensorRT-LLM doesn't say."""
-        known = self.feeds.num_blocks(0)
+        known = self.feeds.figures(0).num_blocks
         return guess_num_blocks(self.arguments, self.facts.max_model_len) if known is None else known
 
 
@@ -121,7 +121,7 @@ def loaded_llm(
         for warning in arguments.warnings:
             logger.warning("%s", warning)
         keywords = build_objects(arguments)
-        package = Package.load()
+        package = Package()
         llm = stack.enter_context(package.LLM(**keywords))
         book = RequestBook(
             num_ranks=arguments.num_ranks,
@@ -130,11 +130,30 @@ def loaded_llm(
         )
         has_told = threading.Event()
         media_ids = frozenset() if inputs.placeholder_id is None else frozenset({inputs.placeholder_id})
-        feeds = _Hearing(book, has_told, on_feeds).feeds(llm, arguments, media_ids, facts.vocab_size)
+
+        def take_record(record: LlmRankStats) -> None:
+            book.observe(record)
+            has_told.set()
+
+        def take_change() -> None:
+            has_told.set()
+            on_feeds()
+
+        feeds = Feeds(
+            llm,
+            block_size=arguments.block_size,
+            num_ranks=arguments.num_ranks,
+            wants_events=arguments.has_events,
+            wants_stats=arguments.has_stats,
+            on_change=take_change,
+            on_record=take_record,
+            media_token_ids=media_ids,
+            vocab_size=facts.vocab_size,
+        )
         stack.callback(feeds.close)
         metrics = None
         if arguments.has_perf_metrics or arguments.has_stats:
-            metrics = ResultMetrics(Path(spec.model_path).name, feeds)
+            metrics = ResultMetrics(Path(spec.model_path).name, lambda: feeds.latest_record)
             stack.callback(metrics.close)
         yield LoadedLlm(
             llm=llm,
@@ -147,33 +166,3 @@ def loaded_llm(
             metrics=metrics,
             has_told=has_told,
         )
-
-
-@dataclass(frozen=True)
-class _Hearing:
-    """Receives what the feeds report, on their threads."""
-
-    book: RequestBook
-    has_told: threading.Event
-    on_feeds: Callable[[], None]
-
-    def feeds(self, llm: Any, arguments: LlmArguments, media_token_ids: frozenset[int], vocab_size: int) -> Feeds:
-        return Feeds(
-            llm,
-            block_size=arguments.block_size,
-            num_ranks=arguments.num_ranks,
-            wants_events=arguments.has_events,
-            wants_stats=arguments.has_stats,
-            on_change=self._take_change,
-            on_record=self._take_record,
-            media_token_ids=media_token_ids,
-            vocab_size=vocab_size,
-        )
-
-    def _take_record(self, record: LlmRankStats) -> None:
-        self.book.observe(record)
-        self.has_told.set()
-
-    def _take_change(self) -> None:
-        self.has_told.set()
-        self.on_feeds()

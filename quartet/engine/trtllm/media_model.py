@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quartet.engine.encoder import EncoderCapabilities, ItemSize
+from quartet.engine.media.file_sizer import FileSizer, check_scaled_size
 from quartet.engine.media.rows_encoder import RowsReader
 from quartet.engine.media_config import (
     MediaConfig,
@@ -21,9 +22,8 @@ from quartet.engine.media_config import (
     shared_item_tokens,
 )
 from quartet.engine.trtllm.arguments import merge_layers
-from quartet.errors import ConfigError, InvalidRequestError, MediaTooLargeError
+from quartet.errors import ConfigError, InvalidRequestError
 from quartet.kvcache.layout import DTYPE_SIZE_BYTES, EmbeddingLayout
-from quartet.media.image_file import read_header
 from quartet.media.items import MediaFile, MediaGrid, MediaKind
 from quartet.text import model_files
 from quartet.text.tokenizer import Tokenizer
@@ -87,6 +87,14 @@ class MediaModel:
             model_fingerprint=model_fingerprint,
             preprocessing_fingerprint=self.config.preprocessing_fingerprint,
             max_item_tokens=self.max_item_tokens,
+        )
+
+    def sizer(self) -> FileSizer:
+        """Sizes the model's files."""
+        return FileSizer(
+            rows=RowsReader(self.config.hidden_size, self.max_item_tokens),
+            picture_size=None if self.sizes is None else self.sizes.size,
+            max_pixels=self.max_pixels,
         )
 
     def need_sizes(self, field: str) -> PictureSizes:
@@ -166,12 +174,7 @@ class PictureSizes:
 
     def size(self, height: int, width: int) -> ItemSize:
         """The size in tokens of a picture of these pixels. Raises ``MediaTooLargeError``, field ``file``."""
-        num_pixels = self._num_scaled_pixels(height, width)
-        if num_pixels > self.max_pixels:
-            message = (
-                f"a picture of {width} x {height} is scaled to {num_pixels} pixels, at most {self.max_pixels} may be"
-            )
-            raise MediaTooLargeError(message, field="file")
+        check_scaled_size(height, width, self._num_scaled_pixels(height, width), self.max_pixels)
         if not self.grids:
             return ItemSize(self.num_tile_tokens, MediaGrid(self.tile_edge, self.tile_edge), height * width)
         return ItemSize(self.num_tile_tokens + self._num_grid_tokens(height, width), None, height * width)
@@ -249,27 +252,6 @@ def read_picture_sizes(config: Mapping[str, Any], preprocessor: Mapping[str, Any
     )
 
 
-class FileSizes:
-    """Sizes files for one model. May be called on any thread."""
-
-    def __init__(self, model: MediaModel) -> None:
-        self._model = model
-        self._rows = RowsReader(model.config.hidden_size, model.max_item_tokens)
-
-    def size(self, file: MediaFile) -> ItemSize:
-        """The size of ``file`` in tokens, from its header; 0 tokens: unknown. Raises as ``MediaSizer.size`` does."""
-        if file.kind is MediaKind.EMBEDDINGS:
-            return self._rows.size(file)
-        header = read_header(file.data, max_pixels=self._model.max_pixels)
-        if self._model.sizes is None:
-            return ItemSize(0, None, header.height * header.width)
-        size = self._model.sizes.size(header.height, header.width)
-        if size.num_tokens > self._model.max_item_tokens:
-            message = f"the picture fills {size.num_tokens} tokens, one item may fill {self._model.max_item_tokens}"
-            raise MediaTooLargeError(message, field="file")
-        return replace(size, num_pixels=header.height * header.width)
-
-
 class TrtllmSizer:
     """See ``MediaSizer``."""
 
@@ -277,11 +259,11 @@ class TrtllmSizer:
         """Size pictures and embeddings."""
         # The worker has reported its engine's fingerprint already, and any other one would be wrong.
         self.capabilities: EncoderCapabilities = model.capabilities(frozenset(MediaKind), model_fingerprint="")
-        self._sizes = FileSizes(model)
+        self._sizer = model.sizer()
 
     async def size(self, file: MediaFile) -> ItemSize:
         """See ``MediaSizer``."""
-        return await asyncio.to_thread(self._sizes.size, file)
+        return await asyncio.to_thread(self._sizer.size, file)
 
 
 def create_sizer(spec: EngineSpec) -> TrtllmSizer:

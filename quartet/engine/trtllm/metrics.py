@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from prometheus_client import REGISTRY, Metric
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
@@ -42,22 +42,13 @@ _COUNTERS = (
 )
 
 
-class Records(Protocol):
-    """Has the record of the latest step, as ``quartet.engine.trtllm.feeds.Feeds`` does."""
-
-    @property
-    def latest_record(self) -> LlmRankStats | None:
-        """The latest record; ``None`` before the first one."""
-        ...
-
-
 class ResultMetrics:
     """Measures results, and collects all metrics for a scrape. Nothing here waits for the engine."""
 
-    def __init__(self, model: str, feeds: Records | None) -> None:
-        """Metrics of requests get a label ``model_name``."""
+    def __init__(self, model: str, latest_record: Callable[[], LlmRankStats | None]) -> None:
+        """Metrics of requests get a label ``model_name``; those of steps are of ``latest_record``."""
         self._has_failed = False
-        self._feeds = feeds
+        self._latest_record = latest_record
         self._collector = _upstream_collector(model)
         # The collector's metrics; it has no list of them.
         self._families = [] if self._collector is None else _families_of(self._collector)
@@ -77,8 +68,7 @@ class ResultMetrics:
         """All metrics, as of now. Any thread may call."""
         for family in self._families:
             yield from family.collect()
-        record = None if self._feeds is None else self._feeds.latest_record
-        if record is not None:
+        if (record := self._latest_record()) is not None:
             yield from _step_metrics(record)
 
     def close(self) -> None:

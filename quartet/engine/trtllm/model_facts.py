@@ -10,7 +10,7 @@ from quartet.engine.fingerprint import model_fingerprint
 from quartet.engine.settings import EngineKind
 from quartet.engine.trtllm.arguments import LlmArguments
 from quartet.errors import ConfigError, ModelFilesError
-from quartet.text.model_files import CONFIG, parse_json_file, read_text_files
+from quartet.text.model_files import max_position_embeddings, read_text_files
 from quartet.text.model_text import ModelText
 
 
@@ -41,7 +41,7 @@ class ModelFacts:
         """
         files = read_text_files(Path(model_path))
         text = ModelText.from_files(files)
-        max_model_len = arguments.max_seq_len or _max_position(files)
+        max_model_len = arguments.max_seq_len or max_position_embeddings(files)
         if max_model_len is None:
             raise ModelFilesError("set max_model_len: config.json has no max_position_embeddings")
         return cls(
@@ -60,13 +60,6 @@ def pool_fingerprint(model_path: str, kv_dtype: str) -> str:
         InvalidRequestError: field ``model``; ``model_path`` is no directory, or lacks something that a model needs.
     """
     return model_fingerprint(model_path, f"{EngineKind.TRTLLM} {kv_dtype}")
-
-
-def _max_position(files: Mapping[str, bytes]) -> int | None:
-    config = parse_json_file(files, CONFIG)
-    inner = config.get("text_config")
-    value = {**config, **(inner if isinstance(inner, dict) else {})}.get("max_position_embeddings")
-    return value if type(value) is int and value > 0 else None
 
 
 def _adapters(arguments: LlmArguments) -> dict[str, str]:

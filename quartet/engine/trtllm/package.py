@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from dataclasses import dataclass
-from typing import Any
 
 from quartet.engine.late_import import importing
 from quartet.errors import ConfigError
 
 
-@dataclass(frozen=True, kw_only=True)
 class Package:
     """Classes of TensorRT-LLM; their types are unknown where the package is not installed."""
 
-    LLM: Any
-    SamplingParams: Any
-    DisaggregatedParams: Any
-    SchedulingParams: Any
-    GuidedDecodingParams: Any
-    LoRARequest: Any
-    RequestError: type[Exception]
-
-    @classmethod
-    def load(cls) -> Package:
+    def __init__(self) -> None:
         """Import the package. Raises whatever an incomplete installation raises."""
         with importing("torch"):
             from tensorrt_llm import LLM, SamplingParams
@@ -33,15 +21,10 @@ class Package:
             from tensorrt_llm.llmapi import DisaggregatedParams, GuidedDecodingParams
             from tensorrt_llm.scheduling_params import SchedulingParams
 
-        return cls(
-            LLM=LLM,
-            SamplingParams=SamplingParams,
-            DisaggregatedParams=DisaggregatedParams,
-            SchedulingParams=SchedulingParams,
-            GuidedDecodingParams=GuidedDecodingParams,
-            LoRARequest=LoRARequest,
-            RequestError=RequestError,
-        )
+        self.LLM, self.SamplingParams, self.SchedulingParams = LLM, SamplingParams, SchedulingParams
+        self.DisaggregatedParams, self.GuidedDecodingParams = DisaggregatedParams, GuidedDecodingParams
+        self.LoRARequest = LoRARequest
+        self.RequestError: type[Exception] = RequestError
 
     def has_disaggregated_field(self, name: str) -> bool:
         """Whether this release's ``DisaggregatedParams`` has a field of that name."""

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from PIL import Image
@@ -22,7 +23,7 @@ from PIL import Image
 from quartet.engine.encoder import EncodedState, EncoderStats, EncodeTimes
 from quartet.engine.life_cycle import call_on_loop
 from quartet.engine.trtllm.inputs import host_name
-from quartet.engine.trtllm.media_model import FileSizes, MediaModel
+from quartet.engine.trtllm.media_model import MediaModel
 from quartet.engine.trtllm.media_state import PictureState, num_handle_tokens, write_state
 from quartet.engine.trtllm.times import TrtllmTimes
 from quartet.errors import EngineError, InvalidMediaError, InvalidRequestError, ServingError, WorkerUnavailableError
@@ -51,13 +52,13 @@ class PictureStates:
         self._make = make
         self._max_batch_size = max_batch_size
         self._times = times or TrtllmTimes()
-        self._sizes = FileSizes(model)
+        self._sizer = model.sizer()
         self._host = host_name()
         self._stats = EncoderStats()
         self._thread: EncoderThread | None = None
         self._lost: ServingError | None = None
         self._is_closed = False
-        self._waiting: dict[PictureJob, _Waiting] = {}
+        self._waiting: set[PictureJob] = set()
         self._held: dict[int, EncodedPicture] = {}
         self._has_settled = asyncio.Event()  # the encoder is ready, or lost
 
@@ -79,15 +80,13 @@ class PictureStates:
 
     async def start(self) -> None:
         """Load the encoder, and encode a picture. Raises ``ServingError``, which names what is wrong."""
-        on_loop = _OnLoop(asyncio.get_running_loop())
+        call = partial(call_on_loop, asyncio.get_running_loop())
         self._thread = EncoderThread(
             self._make,
-            EncoderListener(
-                on_ready=lambda: on_loop.call(self._has_settled.set),
-                on_begin=lambda jobs: on_loop.call(self._on_begin, len(jobs)),
-                on_outcomes=lambda outcomes: on_loop.call(self._on_outcomes, outcomes),
-                on_lost=lambda error: on_loop.call(self._on_lost, error),
-            ),
+            on_ready=partial(call, self._has_settled.set),
+            on_begin=partial(call, self._on_begin),
+            on_outcomes=partial(call, self._on_outcomes),
+            on_lost=partial(call, self._on_lost),
             placeholder=self._model.placeholder,
             max_batch_size=self._max_batch_size,
             max_pixels=self._model.max_pixels,
@@ -99,28 +98,27 @@ class PictureStates:
 
     async def encode(self, holder: int, file: MediaFile) -> EncodedState:
         """See ``StateEncoder``."""
-        size = await asyncio.to_thread(self._sizes.size, file)
+        size = await asyncio.to_thread(self._sizer.size, file)
         if self._is_closed or self._thread is None:
             raise _closed()
         if not self.is_alive:
             raise _broken()
-        job = PictureJob(data=file.data, num_tokens=size.num_tokens)
-        waiting = _Waiting(job, time.monotonic(), asyncio.get_running_loop().create_future())
-        self._waiting[job] = waiting
+        job = PictureJob(data=file.data, num_tokens=size.num_tokens, done=asyncio.get_running_loop().create_future())
+        self._waiting.add(job)
         self._count()
         self._thread.post(job)
         try:
-            outcome = await waiting.done
+            outcome = await job.done
         except asyncio.CancelledError:
-            job.is_wanted = False
-            self._waiting.pop(job, None)
-            if waiting.done.done() and not waiting.done.cancelled() and waiting.done.exception() is None:
-                self._drop(waiting.done.result().end)
+            self._waiting.discard(job)
+            if job.done.done() and not job.done.cancelled() and job.done.exception() is None:
+                self._drop(job.done.result().end)
             self._count()
             raise
         if isinstance(outcome.end, ServingError):
             raise outcome.end
-        return self._keep(holder, outcome.end, outcome, waiting.queued_at)
+        times = EncodeTimes(max(outcome.began_at - job.queued_at, 0.0), outcome.compute_s)
+        return EncodedState(self._keep(holder, outcome.end), times)
 
     def release(self, holder: int, *, was_taken: bool) -> None:
         """See ``StateEncoder``."""
@@ -155,7 +153,7 @@ class PictureStates:
             return 0.0
         return _CLOSE_TIMEOUT_S if self._lost is None else self._times.close_timeout_s
 
-    def _keep(self, holder: int, picture: EncodedPicture, outcome: PictureOutcome, queued_at: float) -> EncodedState:
+    def _keep(self, holder: int, picture: EncodedPicture) -> bytes:
         state = PictureState(
             width=picture.width,
             height=picture.height,
@@ -169,7 +167,7 @@ class PictureStates:
             self._drop(picture)
             raise
         self._held[holder] = picture
-        return EncodedState(written, EncodeTimes(max(outcome.began_at - queued_at, 0.0), outcome.compute_s))
+        return written
 
     def _drop(self, picture: EncodedPicture | ServingError | None) -> None:
         if isinstance(picture, EncodedPicture) and self._thread is not None:
@@ -179,23 +177,17 @@ class PictureStates:
         self._stats = replace(self._stats, num_running=num_jobs)
         self._count()
 
-    def _on_outcomes(self, outcomes: Sequence[PictureOutcome]) -> None:
+    def _on_outcomes(self, outcomes: Mapping[PictureJob, PictureOutcome]) -> None:
         num_failed = 0
-        for outcome in outcomes:
-            waiting = self._waiting.pop(outcome.job, None)
+        for job, outcome in outcomes.items():
+            self._waiting.discard(job)
             num_failed += isinstance(outcome.end, ServingError)
-            if waiting is None or waiting.done.done():
+            if job.done.done():
                 self._drop(outcome.end)  # the request that waited is gone
             else:
-                waiting.done.set_result(outcome)
-        stats = self._stats
-        self._stats = replace(
-            stats,
-            num_running=0,
-            num_steps=stats.num_steps + 1,
-            num_items=stats.num_items + len(outcomes) - num_failed,
-            num_failed=stats.num_failed + num_failed,
-        )
+                job.done.set_result(outcome)
+        stats = self._stats.plus(num_steps=1, num_items=len(outcomes) - num_failed, num_failed=num_failed)
+        self._stats = replace(stats, num_running=0)
         self._count()
 
     def _on_lost(self, error: Exception) -> None:
@@ -209,10 +201,9 @@ class PictureStates:
         self._fail_all(_broken())
 
     def _fail_all(self, error: ServingError) -> None:
-        for waiting in self._waiting.values():
-            waiting.job.is_wanted = False
-            if not waiting.done.done():
-                waiting.done.set_exception(error)
+        for job in self._waiting:
+            if not job.done.done():
+                job.done.set_exception(error)
         self._waiting.clear()
         self._count()
 
@@ -227,12 +218,14 @@ class PictureJob:
 
     Attributes:
         num_tokens: tokens that the picture was said to fill.
-        is_wanted: cleared once its request waits no more.
+        done: its request waits for it; done as well once the request waits no more.
+        queued_at: in monotonic seconds.
     """
 
     data: bytes = field(repr=False)
     num_tokens: int
-    is_wanted: bool = True
+    done: asyncio.Future[PictureOutcome]
+    queued_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,26 +242,9 @@ class EncodedPicture:
 class PictureOutcome:
     """How a job ended; ``began_at`` in monotonic seconds."""
 
-    job: PictureJob
     end: EncodedPicture | ServingError
     began_at: float
     compute_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncoderListener:
-    """Callbacks of an ``EncoderThread``, called on that thread.
-
-    Attributes:
-        on_ready: the encoder has loaded, and encoded a picture.
-        on_begin: the encoder begins these jobs; an ``on_outcomes`` follows for them.
-        on_lost: the encoder can't be loaded, or broke: no other call follows.
-    """
-
-    on_ready: Callable[[], None]
-    on_begin: Callable[[Sequence[PictureJob]], None]
-    on_outcomes: Callable[[Sequence[PictureOutcome]], None]
-    on_lost: Callable[[Exception], None]
 
 
 class EncoderThread:
@@ -280,16 +256,31 @@ class EncoderThread:
     def __init__(
         self,
         make: Callable[[], Any],
-        listener: EncoderListener,
         *,
+        on_ready: Callable[[], None],
+        on_begin: Callable[[int], None],
+        on_outcomes: Callable[[Mapping[PictureJob, PictureOutcome]], None],
+        on_lost: Callable[[Exception], None],
         placeholder: str,
         max_batch_size: int,
         max_pixels: int,
         times: TrtllmTimes,
     ) -> None:
-        """Start the thread. ``make`` loads a ``MultimodalEncoder``; ``placeholder`` is the model's placeholder text."""
+        """Start the thread, on which the callbacks are called.
+
+        Args:
+            make: loads a ``MultimodalEncoder``.
+            on_ready: the encoder has loaded, and encoded a picture.
+            on_begin: the encoder begins so many jobs; an ``on_outcomes`` follows for them.
+            on_outcomes: how the jobs ended.
+            on_lost: the encoder can't be loaded, or broke: no other call follows.
+            placeholder: the model's placeholder text.
+            max_batch_size: pictures that it encodes at a time.
+            max_pixels: most pixels of a picture.
+            times: bounds of its waits.
+        """
         self._make = make
-        self._listener = listener
+        self._on_ready, self._on_begin, self._on_outcomes, self._on_lost = on_ready, on_begin, on_outcomes, on_lost
         self._placeholder = placeholder
         self._max_batch_size = max_batch_size
         self._max_pixels = max_pixels
@@ -339,13 +330,13 @@ class EncoderThread:
             self._encoder = self._make()
             self._encode_blank(self._times.warm_up_timeout_s)
             self._is_ready = True
-            self._listener.on_ready()
+            self._on_ready()
             while self._turn():
                 pass
         except Exception as error:  # noqa: BLE001 - the thread's end: waiting requests must hear of it
             # Once requests have sent pictures, the error's text may quote them.
             _LOG.error("the encoder of TensorRT-LLM broke: %s", type(error).__name__, exc_info=not self._is_ready)
-            self._listener.on_lost(error)
+            self._on_lost(error)
         finally:
             encoder, self._encoder = self._encoder, None
             if encoder is not None:
@@ -359,7 +350,7 @@ class EncoderThread:
             while one is not None:
                 if not isinstance(one, PictureJob):
                     drop(one)
-                elif one.is_wanted:
+                elif not one.done.done():
                     jobs.append(one)
                 if len(jobs) >= self._max_batch_size:
                     break
@@ -408,7 +399,7 @@ class EncoderThread:
         return {"prompt": self._placeholder, "multi_modal_data": {"image": [picture]}}
 
     def _encode(self, jobs: Sequence[PictureJob]) -> None:
-        self._listener.on_begin(jobs)
+        self._on_begin(len(jobs))
         began_at = time.monotonic()
         with self._due_in(self._times.encode_timeout_s):
             # Submit pictures before waiting for the first: while we decode one, the encoder computes those before it.
@@ -418,11 +409,11 @@ class EncoderThread:
                 for job, first in zip(jobs, begun, strict=True)
             ]
         compute_s = time.monotonic() - began_at
-        self._listener.on_outcomes(
-            [
-                PictureOutcome(job=job, end=end, began_at=began_at, compute_s=compute_s)
+        self._on_outcomes(
+            {
+                job: PictureOutcome(end=end, began_at=began_at, compute_s=compute_s)
                 for job, end in zip(jobs, ended, strict=True)
-            ]
+            }
         )
 
     def _attempt(self, step: Callable[..., Any], job: PictureJob, *arguments: Any) -> Any:
@@ -486,25 +477,6 @@ def drop(handle: Mapping[str, object]) -> None:
             _take(handle)
     except Exception as error:  # noqa: BLE001 - a worker took it after all: nothing is held, whatever CUDA says
         _LOG.debug("a picture's embeddings were gone already: %s", type(error).__name__)
-
-
-class _OnLoop:
-    """Calls functions on an event loop, from other threads; once the loop is closed, calls do nothing."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-
-    def call(self, function: Callable[..., object], *arguments: object) -> None:
-        call_on_loop(self._loop, function, *arguments)
-
-
-@dataclass(eq=False)
-class _Waiting:
-    """A request that waits for a picture."""
-
-    job: PictureJob
-    queued_at: float
-    done: asyncio.Future[PictureOutcome]
 
 
 def _broken() -> EngineError:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from quartet.engine.base import (
 from quartet.engine.sampling import TokenLogprobs
 from quartet.engine.trtllm.calls import Call, CallBuilder
 from quartet.engine.trtllm.errors import failure, is_foreseen, loss_of, refusal, trace_of
-from quartet.engine.trtllm.hand_off import HandOffState
+from quartet.engine.trtllm.hand_off import PromptState
 from quartet.engine.trtllm.inputs import MediaItem
 from quartet.engine.trtllm.loading import LoadedLlm
 from quartet.engine.trtllm.times import TrtllmTimes
@@ -72,7 +72,7 @@ class LlmRequests:
         self._reading: dict[int, tuple[EngineRequest, asyncio.Future[Sequence[MediaItem]]]] = {}
         self.num_blocks = loaded.num_blocks()
 
-    def submit(self, request: EngineRequest, state: HandOffState | None, submitted_at: float) -> None:
+    def submit(self, request: EngineRequest, state: PromptState | None, submitted_at: float) -> None:
         """Submit ``request`` to the LLM; its end, or its refusal, reaches the collector."""
         if not self._loaded.inputs.has_media(request):
             self._start(request, state, submitted_at)
@@ -101,19 +101,18 @@ class LlmRequests:
     def _start(
         self,
         request: EngineRequest,
-        state: HandOffState | None,
+        state: PromptState | None,
         submitted_at: float,
         media: Sequence[MediaItem] | None = None,
     ) -> None:
-        private = None
+        private = ExitStack()
         try:
             call = self._calls.call(request, state, self.num_blocks, media)
             # Before the first KV event of the request can come.
             private = self._note_private(request)
             handle = self._loaded.llm.generate_async(**call.arguments)
         except Exception as error:  # noqa: BLE001 - the request ends here, and `_refuse` logs
-            if private is not None:
-                private.end()
+            private.close()
             self._refuse(request, error)
             return
         self._loaded.feeds.begin()
@@ -168,12 +167,12 @@ class LlmRequests:
         # Wait for the readers: the caller frees the memory that they read.
         await asyncio.to_thread(self._media_readers.shutdown, cancel_futures=True)
 
-    def _note_private(self, request: EngineRequest) -> Any:
+    def _note_private(self, request: EngineRequest) -> ExitStack:
         """Keep blocks of a salt, an adapter or media from being reported: the cache's events don't tell them apart."""
         generation = request.generation
         is_private = bool(generation.cache_salt or generation.adapter)
         if not is_private and not generation.media and not request.media_inputs:
-            return None
+            return ExitStack()
         token_ids = [*generation.prompt_token_ids, *generation.generated_token_ids]
         if is_private:
             first = 0
@@ -189,7 +188,7 @@ class LlmRequests:
         if not is_foreseen(error, self._loaded.package.RequestError):
             logger.error("request %s could not be given to the engine: %s", request.id, trace_of(error))
         self._loaded.book.end(request.id)
-        self._outputs.fail(Failed(request.id, refusal(error, self._loaded.package.RequestError)))
+        self._outputs.add(Failed(request.id, refusal(error, self._loaded.package.RequestError)))
 
     async def _read(self, live: _Live) -> None:
         id = live.request.id
@@ -204,7 +203,7 @@ class LlmRequests:
             error = self._misread(live, raised)
         self._forget(live, is_held=error is None and id in self._held)
         if error is not None:
-            self._outputs.fail(Failed(id, error))
+            self._outputs.add(Failed(id, error))
         if self._loaded.metrics is not None and live.handle.finished:
             self._loaded.metrics.log(live.handle)
 
@@ -265,8 +264,7 @@ class LlmRequests:
         self._live.pop(live.request.id, None)
         for timer in live.timers:
             timer.cancel()
-        if live.private is not None:
-            live.private.end()
+        live.private.close()
         self._loaded.book.end(live.request.id, is_held=is_held)
 
     def _abort(self, live: _Live) -> None:
@@ -328,7 +326,7 @@ class ResultReader:
         if reason not in _FINISHED:
             return _bad_end(reason)
         num_tokens = self._num_before + self._call.cursor.num_tokens
-        self._outputs.finish(Finished(self._request.id, _FINISHED[reason], num_tokens))
+        self._outputs.add(Finished(self._request.id, _FINISHED[reason], num_tokens))
         return None
 
     def take_prefill(self, result: Any) -> ServingError | None:
@@ -356,7 +354,7 @@ class ResultReader:
         self.is_handed_off = state is not None
         self._loaded.book.begin(self._request.id, result.cached_tokens)
         self._loaded.book.grow(self._request.id, 1)
-        self._outputs.prefill(
+        self._outputs.add(
             Prefilled(
                 id=self._request.id,
                 token_id=new.token_ids[0],
@@ -372,14 +370,14 @@ class ResultReader:
         )
         return None
 
-    def _state(self, output: Any) -> HandOffState | None:
+    def _state(self, output: Any) -> PromptState | None:
         """The state that decode needs to go on; ``None`` if the answer is complete or is not handed on."""
         if not self._call.is_handing_off or output.finish_reason not in _GOES_ON:
             return None
         generation = self._laid_out or self._request.generation
         if output.disaggregated_params is None:
             raise EngineError("the engine handed nothing over")
-        return HandOffState.of(
+        return PromptState.of(
             output.disaggregated_params,
             self._loaded.cache,
             num_tokens=len(generation.prompt_token_ids) + len(generation.generated_token_ids),
@@ -395,7 +393,7 @@ class ResultReader:
         inputs, num_prompt_tokens = self._call.inputs, 0
         if inputs is not None and inputs.unread_token_ids is not None:
             num_prompt_tokens = len(result.prompt_token_ids) - len(self._request.generation.generated_token_ids)
-        self._outputs.start(
+        self._outputs.add(
             Started(self._request.id, result.cached_tokens, queue_s, transfer_s, num_prompt_tokens=num_prompt_tokens)
         )
 
@@ -422,9 +420,9 @@ class OutputCollector:
         self._is_due = False
         self._clear()
 
-    def start(self, started: Started) -> None:
-        """A request has its first output."""
-        self._started.append(started)
+    def add(self, event: Started | Finished | Prefilled | Failed) -> None:
+        """A request has its first output, or has ended."""
+        self._events[type(event)].append(event)
         self._touch()
 
     def tokens(self, id: int, offset: int, new: NewTokens) -> None:
@@ -435,21 +433,6 @@ class OutputCollector:
         tokens = self._tokens.setdefault(id, _Tokens(offset))
         tokens.token_ids += new.token_ids
         tokens.logprobs += new.logprobs
-        self._touch()
-
-    def finish(self, finished: Finished) -> None:
-        """A generation ended well."""
-        self._finished.append(finished)
-        self._touch()
-
-    def prefill(self, prefilled: Prefilled) -> None:
-        """A prefill is complete."""
-        self._prefilled.append(prefilled)
-        self._touch()
-
-    def fail(self, failed: Failed) -> None:
-        """A request ended badly."""
-        self._failed.append(failed)
         self._touch()
 
     def _touch(self) -> None:
@@ -467,10 +450,10 @@ class OutputCollector:
             token_offsets=[item.offset for item in tokens.values()],
             token_ids=[token_id for item in tokens.values() for token_id in item.token_ids],
             logprobs=[StepLogprobs(id, tuple(item.logprobs)) for id, item in tokens.items() if item.logprobs],
-            started=self._started,
-            finished=self._finished,
-            prefilled=self._prefilled,
-            failed=self._failed,
+            started=self._events[Started],
+            finished=self._events[Finished],
+            prefilled=self._events[Prefilled],
+            failed=self._events[Failed],
         )
         self._clear()
         self._deliver(output)
@@ -478,10 +461,7 @@ class OutputCollector:
     def _clear(self) -> None:
         # New lists each time: the consumer keeps the old ones.
         self._tokens: dict[int, _Tokens] = {}
-        self._started: list[Started] = []
-        self._finished: list[Finished] = []
-        self._prefilled: list[Prefilled] = []
-        self._failed: list[Failed] = []
+        self._events: dict[type, list[Any]] = {Started: [], Finished: [], Prefilled: [], Failed: []}
 
 
 class _HandleError(Exception):
@@ -505,7 +485,7 @@ class _Live:
     call: Call
     handle: Any
     reader: ResultReader
-    private: Any
+    private: ExitStack
     is_pulling: bool
     is_cancelled: bool = False
     task: asyncio.Task[None] | None = None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from quartet.engine.base import EngineRequest, Generation
+from quartet.engine.base import Generation
 from quartet.engine.sampling import GrammarKind, Sampling
 from quartet.engine.trtllm.arguments import LlmArguments
 from quartet.engine.trtllm.package import Package
@@ -24,28 +23,9 @@ _GRAMMARS = {GrammarKind.JSON_SCHEMA: "json", GrammarKind.REGEX: "regex", Gramma
 _SEED_MASK = 2**63 - 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class OutputBounds:
-    """How much is left to generate.
-
-    Attributes:
-        max_tokens: at least 1.
-        min_tokens: how many must come before anything may stop the output.
-    """
-
-    max_tokens: int
-    min_tokens: int
-
-
 def sampling_fields(arguments: LlmArguments) -> frozenset[str]:
     """Names of the ``Sampling`` and ``OutputOptions`` fields that an engine made with ``arguments`` honours."""
     return _SAMPLING_FIELDS | ({"guided"} if arguments.guided_backend is not None else set())
-
-
-def output_bounds(request: EngineRequest, max_output_tokens: int, num_done: int) -> OutputBounds:
-    """The bounds of a call for ``request``: ``max_output_tokens`` in all, less ``num_done`` that it is given."""
-    min_tokens = request.generation.sampling.min_tokens
-    return OutputBounds(max_tokens=max_output_tokens - num_done, min_tokens=max(0, min_tokens - num_done))
 
 
 def check_sampling_fields(generation: Generation, supported: frozenset[str]) -> None:
@@ -63,12 +43,15 @@ def stop_ids_of(sampling: Sampling, eos_token_ids: Sequence[int]) -> tuple[int, 
 def sampling_params(
     package: Package,
     generation: Generation,
-    bounds: OutputBounds,
     eos_token_ids: Sequence[int],
     *,
+    max_output_tokens: int,
+    num_done: int,
     add_special_tokens: bool = True,
 ) -> Any:
     """A fresh ``SamplingParams``: each call changes the one that it is given.
+
+    Of ``max_output_tokens`` in all, the call is given the first ``num_done``.
 
     TensorRT-LLM takes the output of a resumed request as a part of the prompt, so presence and frequency penalties
     forget it. The engine promises only for greedy sampling that an answer goes on as if nothing had happened.
@@ -79,8 +62,9 @@ def sampling_params(
         token_id for token_id in stop_ids_of(sampling, eos_token_ids) if sampling.ignore_eos or token_id != end_id
     ]
     return package.SamplingParams(
-        max_tokens=bounds.max_tokens,
-        min_tokens=bounds.min_tokens or None,
+        max_tokens=max_output_tokens - num_done,
+        # So many must come before anything may stop the output.
+        min_tokens=max(0, sampling.min_tokens - num_done) or None,
         end_id=end_id,
         pad_id=end_id,
         ignore_eos=sampling.ignore_eos,

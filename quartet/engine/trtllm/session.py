@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
-from quartet.engine.base import EngineRequest, StepOutput
+from quartet.engine.base import StepOutput
 from quartet.engine.trtllm.book import engine_stats
-from quartet.engine.trtllm.canary import Canary
-from quartet.engine.trtllm.hand_off import HandOffState
 from quartet.engine.trtllm.loading import LoadedLlm
 from quartet.engine.trtllm.requests import LlmRequests, OutputCollector
 from quartet.engine.trtllm.times import TrtllmTimes
 from quartet.errors import EngineError
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True, kw_only=True)
-class SessionListener:
-    """Callbacks of a session, called on its thread.
-
-    Attributes:
-        on_ready: the LLM has answered its first request.
-        on_output: there is new output.
-        on_lost: the LLM is unusable from now on; called once.
-    """
-
-    on_ready: Callable[[LlmSession], None]
-    on_output: Callable[[StepOutput], None]
-    on_lost: Callable[[Exception], None]
+_NUM_WARM_UP_TOKENS = 4
+_LOOKS_PER_TIMEOUT = 4
 
 
 class LlmSession:
@@ -36,21 +26,38 @@ class LlmSession:
 
     Attributes:
         loaded: the LLM.
+        requests: runs requests.
         num_blocks: KV blocks of a rank, known when it is ready.
     """
 
     def __init__(
-        self, loaded: LoadedLlm, sampling_fields: frozenset[str], times: TrtllmTimes, listener: SessionListener
+        self,
+        loaded: LoadedLlm,
+        sampling_fields: frozenset[str],
+        times: TrtllmTimes,
+        *,
+        on_ready: Callable[[LlmSession], None],
+        on_output: Callable[[StepOutput], None],
+        on_lost: Callable[[Exception], None],
     ) -> None:
-        """Create the session on the event loop that it lives on."""
+        """Create the session on the event loop that it lives on, and where it calls back.
+
+        Args:
+            loaded: the LLM.
+            sampling_fields: names of the fields that it honours.
+            times: bounds of its waits.
+            on_ready: the LLM has answered its first request.
+            on_output: there is new output.
+            on_lost: the LLM is unusable from now on; called once.
+        """
         self.loaded = loaded
         self.num_blocks = loaded.num_blocks()
         self._times = times
-        self._listener = listener
+        self._on_ready, self._on_output, self._on_lost = on_ready, on_output, on_lost
         self._is_lost = False
         self._outputs = OutputCollector(self._deliver)
         self._canary = Canary(loaded, times, self._num_moves)
-        self._requests = LlmRequests(loaded, sampling_fields, self._outputs, times, self._lose)
+        self.requests = LlmRequests(loaded, sampling_fields, self._outputs, times, self._lose)
 
     @property
     def is_hanging(self) -> bool:
@@ -74,10 +81,10 @@ class LlmSession:
             raise EngineError(f"no first answer within {self._times.warm_up_timeout_s} s") from None
         events = await asyncio.to_thread(self.loaded.wait_for_figures, self._times.figures_timeout_s)
         if events:
-            self._listener.on_output(StepOutput(kv_events=events))
-        self.num_blocks = self._requests.num_blocks = self.loaded.num_blocks()
+            self._on_output(StepOutput(kv_events=events))
+        self.num_blocks = self.requests.num_blocks = self.loaded.num_blocks()
         self.loaded.book.assume_num_blocks(self.num_blocks)
-        self._listener.on_ready(self)
+        self._on_ready(self)
         watching = [asyncio.create_task(self._run_canary()), asyncio.create_task(self._look())]
         try:
             await stop.wait()
@@ -85,19 +92,7 @@ class LlmSession:
             for task in watching:
                 task.cancel()
             await asyncio.wait(watching)
-            await self._requests.close()
-
-    def submit(self, request: EngineRequest, state: HandOffState | None, submitted_at: float) -> None:
-        """Run ``request``, from ``state`` if there is a hand-off; its end, or its refusal, comes out as an output."""
-        self._requests.submit(request, state, submitted_at)
-
-    def cancel(self, id: int) -> None:
-        """End a request; unknown ids are ignored."""
-        self._requests.cancel(id)
-
-    def release(self, id: int) -> None:
-        """Free the blocks that a completed prefill holds; unknown ids are ignored."""
-        self._requests.release(id)
+            await self.requests.close()
 
     async def _look(self) -> None:
         """Check whether the engine is dead: without requests, an engine dies without a sign."""
@@ -117,10 +112,98 @@ class LlmSession:
 
     def _deliver(self, output: StepOutput) -> None:
         self.loaded.book.finish_turn()
-        self._listener.on_output(output)
+        self._on_output(output)
 
     def _lose(self, error: Exception) -> None:
         if not self._is_lost:
             self._is_lost = True
             self.loaded.feeds.stop()
-            self._listener.on_lost(error)
+            self._on_lost(error)
+
+
+class Canary:
+    """Small requests of the adapter's own, which prove that an engine works: before all others, and when it is quiet.
+
+    Sends them, and knows when one is overdue. Lives on the event loop that reads the handles.
+    """
+
+    def __init__(self, loaded: LoadedLlm, times: TrtllmTimes, progress: Callable[[], int]) -> None:
+        """``progress`` counts what the engine has given out for other requests."""
+        self._loaded = loaded
+        self._times = times
+        self._progress = progress
+        self._clock = time.monotonic
+        self._quiet_since: float | None = None
+        self.num_ended = 0
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether a canary is out, and the engine has given out nothing for too long. Any thread may ask."""
+        quiet_since = self._quiet_since
+        return quiet_since is not None and self._clock() - quiet_since > self._times.canary_timeout_s
+
+    async def warm_up(self) -> None:
+        """Send a first request, with which the engine makes its kernels and reserves memory.
+
+        Raises whatever the request raises, and ``TimeoutError``.
+        """
+        async with asyncio.timeout(self._times.warm_up_timeout_s):
+            await self._send(_NUM_WARM_UP_TOKENS)
+
+    async def run(self) -> None:
+        """Send a canary to each rank whenever nothing has come out for a while. Raises the error of a dead engine."""
+        while True:
+            seen = self._progress()
+            await asyncio.sleep(self._times.canary_interval_s)
+            if self._progress() == seen:
+                await self._prove(seen)
+
+    async def _prove(self, seen: int) -> None:
+        """Wait for a canary however long it takes. Meanwhile it is overdue whenever nothing comes for too long."""
+        self._quiet_since = self._clock()
+        watching = asyncio.create_task(self._watch(seen))
+        try:
+            await self._send(1)
+        except self._loaded.package.RequestError as error:
+            logger.warning("the engine works, but failed a request for one token: %s", error)
+        finally:
+            watching.cancel()
+            self._quiet_since = None
+        self.num_ended += 1
+
+    async def _watch(self, seen: int) -> None:
+        """Count the time from the latest output, not from the canary: a busy engine may take the canary up late."""
+        while True:
+            await asyncio.sleep(self._times.canary_timeout_s / _LOOKS_PER_TIMEOUT)
+            now, progress = self._clock(), self._progress()
+            if progress != seen:
+                seen, self._quiet_since = progress, now
+
+    async def _send(self, num_tokens: int) -> None:
+        """Send a request to each rank, at the same time. Raises the error of the first one that fails."""
+        ranks = range(self._loaded.arguments.num_ranks)
+        sending = [asyncio.create_task(self._send_to(rank, num_tokens)) for rank in ranks]
+        try:
+            await asyncio.gather(*sending)
+        finally:
+            for task in sending:
+                task.cancel()
+            await asyncio.gather(*sending, return_exceptions=True)
+
+    async def _send_to(self, rank: int, num_tokens: int) -> None:
+        facts, package = self._loaded.facts, self._loaded.package
+        token_id = next(token_id for token_id in range(facts.vocab_size) if token_id not in facts.eos_token_ids)
+        end_id = facts.eos_token_ids[0] if facts.eos_token_ids else None
+        params = package.SamplingParams(
+            max_tokens=num_tokens, temperature=0.0, end_id=end_id, pad_id=end_id, ignore_eos=True, detokenize=False
+        )
+        arguments: dict[str, Any] = {"sampling_params": params}
+        if self._loaded.arguments.num_ranks > 1:
+            arguments["scheduling_params"] = package.SchedulingParams(attention_dp_rank=rank, attention_dp_relax=False)
+        handle = self._loaded.llm.generate_async({"prompt_token_ids": [token_id]}, **arguments)
+        self._loaded.feeds.begin()
+        try:
+            await handle
+        except asyncio.CancelledError:
+            handle.abort()
+            raise

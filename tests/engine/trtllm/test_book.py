@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.engine.base import EngineRequest, EngineStats, Generation, RequestKind
 from quartet.engine.trtllm.book import RequestBook, engine_stats
-from quartet.engine.trtllm.feeds import LlmRankStats, read_record
+from quartet.engine.trtllm.feeds import LlmRankStats, RankFigures, read_record
 
 BLOCK_SIZE = 4
 RECORD = LlmRankStats(
@@ -23,27 +25,25 @@ RECORD = LlmRankStats(
 )
 
 
+@dataclass
 class Figures:
-    """Says what a test wants to have been heard."""
+    """Feeds that say of every rank what a test wants to have been heard."""
 
-    def __init__(self, record: LlmRankStats | None = RECORD, num_blocks: int | None = None, num_named: int = 0) -> None:
-        self.record, self.blocks, self.num_named = record, num_blocks, num_named
-        self.num_busy = self.num_prompts = 0
+    record: LlmRankStats | None = RECORD
+    num_blocks: int | None = None
+    num_named: int = 0
+    num_busy: int = 0
+    num_prompts: int = 0
 
-    def stats(self, rank: int) -> LlmRankStats | None:
-        return self.record
-
-    def num_blocks(self, rank: int) -> int | None:
-        return self.record.num_total_blocks if self.record and self.record.num_total_blocks else self.blocks
-
-    def num_named_blocks(self, rank: int) -> int:
-        return self.num_named
-
-    def num_busy_records(self, rank: int) -> int:
-        return self.num_busy
-
-    def num_prompt_records(self, rank: int) -> int:
-        return self.num_prompts
+    def figures(self, rank: int) -> RankFigures:
+        told = self.record and self.record.num_total_blocks
+        return RankFigures(
+            stats=self.record,
+            num_blocks=told or self.num_blocks,
+            num_named_blocks=self.num_named,
+            num_busy_records=self.num_busy,
+            num_prompt_records=self.num_prompts,
+        )
 
 
 def request(id: int, num_tokens: int = 10, kind: RequestKind = RequestKind.DECODE, rank: int = 0) -> EngineRequest:
@@ -67,18 +67,18 @@ def assert_blocks_add_up(stats: EngineStats) -> None:
 
 def test_a_request_waits_until_its_first_output_then_decodes() -> None:
     book = book_of(request(1))
-    [stats] = engine_stats(book, None)
+    [stats] = engine_stats(book, Figures(None))
     assert (stats.num_waiting, stats.num_running, stats.num_queued_prefill_tokens) == (1, 0, 10)
     assert stats.num_unbegun_prefill_tokens == 10
     book.begin(1, num_cached_tokens=4)
     book.grow(1, 3)
     book.finish_turn()
-    [stats] = engine_stats(book, None)
+    [stats] = engine_stats(book, Figures(None))
     assert (stats.num_waiting, stats.num_running, stats.num_decoding, stats.num_context_tokens) == (0, 1, 1, 13)
     assert (stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_output_tokens) == (6, 4, 3)
     assert (stats.num_queued_prefill_tokens, stats.num_steps, stats.num_prompt_steps) == (0, 1, 1)
     book.end(1)
-    [stats] = engine_stats(book, None)
+    [stats] = engine_stats(book, Figures(None))
     assert (stats.num_running, stats.num_context_tokens, stats.max_step_tokens) == (0, 0, 256)
 
 
@@ -163,10 +163,10 @@ def test_a_hand_off_has_nothing_to_prefill() -> None:
     handed = request(1)
     object.__setattr__(handed, "hand_off", object())
     book = book_of(handed)
-    assert engine_stats(book, None)[0].num_queued_prefill_tokens == 0
+    assert engine_stats(book, Figures(None))[0].num_queued_prefill_tokens == 0
     book.begin(1, num_cached_tokens=9)
     book.finish_turn()
-    [stats] = engine_stats(book, None)
+    [stats] = engine_stats(book, Figures(None))
     assert (stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_prompt_steps) == (0, 0, 0)
 
 
@@ -174,7 +174,7 @@ def test_step_times_are_learned_of_records() -> None:
     book = book_of()
     for tokens in range(100, 200, 10):
         book.observe(LlmRankStats(num_context_tokens=tokens, num_generating=0, latency_s=0.01 + tokens * 1e-4))
-    step_time = engine_stats(book, None)[0].step_time
+    step_time = engine_stats(book, Figures(None))[0].step_time
     assert step_time is not None
     assert step_time.prefill_s(150) == pytest.approx(0.025, rel=0.2)
 
@@ -184,7 +184,7 @@ def test_a_record_of_no_rank_teaches_nothing_of_one_of_several() -> None:
     for _ in range(20):
         book.observe(LlmRankStats(num_context_tokens=10, num_generating=0, latency_s=0.01))
         book.observe(LlmRankStats(rank=1, num_context_tokens=10, num_generating=0, latency_s=0.01))
-    first, second = engine_stats(book, None)
+    first, second = engine_stats(book, Figures(None))
     assert first.step_time is None
     assert second.step_time is not None
 

@@ -11,7 +11,7 @@ import pytest
 
 from quartet.engine.base import Failed, Finished, RequestKind
 from quartet.engine.trtllm.errors import trace_of
-from quartet.engine.trtllm.hand_off import HandOffState
+from quartet.engine.trtllm.hand_off import PromptState
 from quartet.engine.trtllm.metrics import ResultMetrics
 from quartet.engine.trtllm.requests import ResultReader
 from quartet.errors import EngineError, RequestCancelledError
@@ -59,14 +59,14 @@ async def test_an_answer_that_we_can_t_read_fails_its_request_alone(
 
 
 async def test_a_hand_off_that_can_t_be_sent_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = HandOffState.of.__func__  # type: ignore[attr-defined]
+    of = PromptState.of.__func__  # type: ignore[attr-defined]
     fields: list[dict[str, object]] = [{"mrope_position_ids_handle": {"dtype": object()}}, {}]
 
-    def more_of(*given: Any, **named: Any) -> HandOffState:
+    def more_of(*given: Any, **named: Any) -> PromptState:
         state = of(*given, **named)
         return replace(state, fields={**state.fields, **fields.pop(0)})
 
-    monkeypatch.setattr(HandOffState, "of", classmethod(more_of))
+    monkeypatch.setattr(PromptState, "of", classmethod(more_of))
     async with running(PREFILL) as prefill:
         end = await prefill.end_of(asked(STORY, 8, PREFILL))
         assert isinstance(end, Failed)
@@ -143,7 +143,7 @@ class _Refusing:
 
 
 def test_results_without_anything_to_measure_are_no_matter() -> None:
-    metrics = ResultMetrics("tiny", None)
+    metrics = ResultMetrics("tiny", lambda: None)
     metrics.log(object())
     metrics.close()
 

@@ -133,7 +133,7 @@ async def test_a_prefill_that_nobody_pulls_is_let_go() -> None:
         assert isinstance(await prefill.end_of(request), Prefilled)
         [stats] = prefill.engine.stats()
         assert stats.num_held_blocks > 0
-        handle = prefill.engine._session._requests._held[request.id]  # type: ignore[union-attr]
+        handle = prefill.engine._session.requests._held[request.id]  # type: ignore[union-attr]
         prefill.engine.release(request.id)
         prefill.engine.release(request.id)
         await prefill.settle()

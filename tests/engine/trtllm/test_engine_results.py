@@ -31,7 +31,7 @@ async def test_a_decode_that_begins_with_another_token_than_prefill_gave_is_an_e
         request = decode_of(first, prefilled)
         decode.engine.submit(request)
         await decode.settle()
-        [live] = decode.engine._session._requests._live.values()  # type: ignore[union-attr]
+        [live] = decode.engine._session.requests._live.values()  # type: ignore[union-attr]
         before = live.reader._request
         other = replace(before.generation, generated_token_ids=(prefilled.token_id + 1,))
         live.reader._request = replace(before, generation=other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quartet.engine.trtllm.feeds import Feeds, LlmRankStats, Poller, PollListener
+from quartet.engine.trtllm.feeds import Feeds, LlmRankStats, Poller
 from quartet.events.kv import Cleared
 from quartet.kvcache.block_hash import sequence_hashes
 from tests.engine.trtllm.kv_truth import RawEvents, TierReplica
@@ -19,6 +20,7 @@ from tests.fakes.installation import installed
 
 BLOCK_SIZE = 4
 WAIT_S = 30.0
+BROKEN = "could not be fetched"
 FORMS = [
     {"kv_event_form": "rpc"},
     {"kv_event_form": "queue"},
@@ -103,7 +105,9 @@ def names_of(result: Any) -> set[int]:
 
 
 @pytest.mark.parametrize("switches", FORMS, ids=str)
-async def test_an_answer_s_blocks_are_told_in_our_names_however_events_come(switches: dict[str, Any]) -> None:
+async def test_an_answer_s_blocks_are_told_in_our_names_however_events_come(
+    switches: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     with heard_engine(switches) as (module, llm, heard):
         result = await ended(submit(module, llm, heard, STORY, 10))
         expected = names_of(result)
@@ -111,9 +115,9 @@ async def test_an_answer_s_blocks_are_told_in_our_names_however_events_come(swit
             lambda: heard.named >= expected, lambda: submit(module, llm, heard, result.prompt_token_ids, 1)
         )
         assert heard.named == expected
-        assert heard.feeds.num_blocks(0) == 512
-        assert heard.feeds.num_named_blocks(0) == len(expected)
-        assert heard.feeds.failure is None
+        assert heard.feeds.figures(0).num_blocks == 512
+        assert heard.feeds.figures(0).num_named_blocks == len(expected)
+        assert BROKEN not in caplog.text
 
 
 @pytest.mark.parametrize("switches", FORMS[:2], ids=str)
@@ -157,7 +161,7 @@ async def test_a_salted_request_s_blocks_are_not_told_and_plain_ones_of_before_s
         for ids in (salted_prompt, plain.prompt_token_ids):
             await ended(submit(module, llm, heard, ids, 12, cache_salt="tenant"))
         for note in notes:
-            note.end()
+            note.close()
         other = await ended(submit(module, llm, heard, list(range(8, 40))))
         await heard.until(lambda: heard.named >= names_of(other))
         assert heard.named == names_of(plain) | names_of(other)
@@ -166,16 +170,18 @@ async def test_a_salted_request_s_blocks_are_not_told_and_plain_ones_of_before_s
 @pytest.mark.parametrize("switches", [*FORMS[:2], {"no_kv_cache_stats": True}], ids=str)
 async def test_statistics_are_read_whatever_they_lack(switches: dict[str, Any]) -> None:
     with heard_engine(switches, enable_iter_perf_stats=True) as (module, llm, heard):
-        assert heard.feeds.stats(0) is None
+        assert heard.feeds.figures(0).stats is None
         await ended(submit(module, llm, heard, STORY, 6))
         await heard.until(lambda: len(heard.records) >= 6, lambda: submit(module, llm, heard, STORY, 1))
-        stats = heard.feeds.stats(0)
+        stats = heard.feeds.figures(0).stats
         assert stats is not None
         assert heard.records[0].num_context == 1
         assert heard.records[0].num_context_tokens == len(token_ids_of(STORY))
         assert (stats.num_used_blocks is None) == ("no_kv_cache_stats" in switches)
-        assert heard.feeds.num_busy_records(0) >= 6 > heard.feeds.num_prompt_records(0) >= 1
-        await heard.until(lambda: heard.feeds.num_blocks(0) == 512, lambda: submit(module, llm, heard, STORY, 1))
+        assert heard.feeds.figures(0).num_busy_records >= 6 > heard.feeds.figures(0).num_prompt_records >= 1
+        await heard.until(
+            lambda: heard.feeds.figures(0).num_blocks == 512, lambda: submit(module, llm, heard, STORY, 1)
+        )
 
 
 class Script:
@@ -206,20 +212,23 @@ async def _items(items: list[object]) -> AsyncIterator[object]:
         yield item
 
 
-async def test_a_feed_that_breaks_is_fetched_again_and_what_was_told_before_is_taken_back() -> None:
+async def test_a_feed_that_breaks_is_fetched_again_and_what_was_told_before_is_taken_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "quartet")
     raw, may_go_on = RawEvents(), threading.Event()
     first, second = raw.stored(None, [(1, [1, 2, 3, 4])]), raw.stored(None, [(2, [5, 6, 7, 8])])
     script = Script([raw.created(), first], RuntimeError("gone"), KeyError("still"), may_go_on, [second])
     heard = Heard(script)
     heard.feeds.begin()
-    await heard.until(lambda: heard.feeds.failure is not None)
-    assert isinstance(heard.feeds.failure, RuntimeError)
+    await heard.until(lambda: BROKEN in caplog.text)
+    assert "RuntimeError" in caplog.text
     await heard.until(lambda: heard.has_cleared)
     assert heard.named == set()
     may_go_on.set()
     await heard.until(lambda: bool(heard.named))
     assert heard.named == set(sequence_hashes([5, 6, 7, 8], BLOCK_SIZE))
-    await heard.until(lambda: heard.feeds.failure is None)
+    await heard.until(lambda: "is fetched again" in caplog.text)
     heard.feeds.close()
 
 
@@ -266,22 +275,22 @@ async def test_a_private_request_that_ended_is_remembered_for_events_that_lag() 
     raw, may_go_on = RawEvents(), threading.Event()
     late = [raw.created(), raw.stored(None, [(1, [1, 2, 3, 4])]), raw.stored(None, [(2, [5, 6, 7, 8])])]
     heard = Heard(Script([late[0]], may_go_on, late[1:]))
-    heard.feeds.note_private([1, 2, 3, 4, 5]).end()
+    heard.feeds.note_private([1, 2, 3, 4, 5]).close()
     heard.feeds.begin()
-    await heard.until(lambda: heard.feeds.num_blocks(0) is not None)
+    await heard.until(lambda: heard.feeds.figures(0).num_blocks is not None)
     may_go_on.set()
     await heard.until(lambda: bool(heard.named))
     assert heard.named == set(sequence_hashes([5, 6, 7, 8], BLOCK_SIZE))
     heard.feeds.close()
 
 
-async def test_statistics_that_break_leave_none_behind() -> None:
+async def test_statistics_that_break_leave_none_behind(caplog: pytest.LogCaptureFixture) -> None:
     heard = Heard(Script([{"iter": 1}], RuntimeError("gone")), wants_events=False, wants_stats=True)
     heard.feeds.begin()
-    await heard.until(lambda: heard.feeds.failure is not None)
+    await heard.until(lambda: BROKEN in caplog.text)
     assert heard.records == [LlmRankStats(iteration=1)]
-    assert heard.feeds.stats(0) is None
-    assert heard.feeds.num_busy_records(0) == 1
+    assert heard.feeds.figures(0).stats is None
+    assert heard.feeds.figures(0).num_busy_records == 1
     heard.feeds.close()
 
 
@@ -303,7 +312,7 @@ async def test_a_fetch_that_fails_before_the_first_request_is_tried_again() -> N
     assert script.num_fetches == 0
     assert heard.feeds.kv_snapshot()[0].parent_hashes == {}
     heard.feeds.begin()
-    await heard.until(lambda: heard.feeds.num_blocks(0) == 7)
+    await heard.until(lambda: heard.feeds.figures(0).num_blocks == 7)
     heard.feeds.close()
 
 
@@ -323,7 +332,7 @@ def test_an_idle_feed_waits_between_fetches() -> None:
 def test_without_feeds_there_are_no_threads() -> None:
     feeds = Feeds(Script(), block_size=4, num_ranks=2, wants_events=False, wants_stats=False, on_change=lambda: None)
     feeds.begin()
-    assert (feeds.take_kv_events(), feeds.stats(1), feeds.num_blocks(1)) == ([], None, None)
+    assert (feeds.take_kv_events(), feeds.figures(1).stats, feeds.figures(1).num_blocks) == ([], None, None)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("trtllm-")]
     feeds.close()
     feeds.begin()
@@ -337,10 +346,7 @@ def test_a_call_that_hangs_does_not_keep_close() -> None:
         is_open.wait(WAIT_S)
         return _items([])
 
-    listener = PollListener(
-        on_items=lambda _: None, on_told=lambda _: None, on_break=lambda _: None, on_mended=lambda: None
-    )
-    poller = Poller("trtllm-hangs", fetch, listener)
+    poller = Poller("trtllm-hangs", fetch, lambda _items: None, lambda: None)
     poller.begin()
     assert has_fetched.wait(WAIT_S)
     poller.close(timeout_s=0.01)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.engine.trtllm.hand_off import CacheIdentity, HandOffState
+from quartet.engine.trtllm.hand_off import CacheIdentity, PromptState
 from quartet.engine.trtllm.package import Package
 from quartet.errors import EngineError, InvalidRequestError, LayoutMismatchError
 from tests.engine.trtllm.engines import stand_in
@@ -16,8 +16,8 @@ CACHE = CacheIdentity(model_fingerprint="f" * 64, block_size=32)
 ALL_BYTES = bytes(range(256)) + b"\0\0\xff"
 
 
-def state_of(**fields: Any) -> HandOffState:
-    return HandOffState(cache=CACHE, num_tokens=7, fields=fields)
+def state_of(**fields: Any) -> PromptState:
+    return PromptState(cache=CACHE, num_tokens=7, fields=fields)
 
 
 @pytest.mark.parametrize(
@@ -34,16 +34,16 @@ def state_of(**fields: Any) -> HandOffState:
 )
 def test_every_byte_and_type_comes_back(fields: dict[str, Any]) -> None:
     state = state_of(**fields)
-    back = HandOffState.from_bytes(state.to_bytes())
+    back = PromptState.from_bytes(state.to_bytes())
     assert back == state
     assert back.fields["opaque_state"] == fields["opaque_state"]
 
 
 def test_types_of_tensors_come_back_and_what_is_no_plain_data_is_refused() -> None:
     state = state_of(mrope_position_ids_handle={"dtype": torch.int64})
-    assert HandOffState.from_bytes(state.to_bytes()) == state
+    assert PromptState.from_bytes(state.to_bytes()) == state
     with pytest.raises(InvalidRequestError):
-        HandOffState.from_bytes(state.to_bytes().replace(b'"int64"', b'"nn"   '))
+        PromptState.from_bytes(state.to_bytes().replace(b'"int64"', b'"nn"   '))
     with pytest.raises(EngineError, match="a object"):
         state_of(mrope_position_ids_handle={"dtype": object()}).to_bytes()
 
@@ -52,20 +52,20 @@ def test_bytes_that_nothing_made_are_refused_by_their_field() -> None:
     whole = state_of(first_gen_tokens=[5], opaque_state=ALL_BYTES).to_bytes()
     for broken in (b"", whole[:1], whole[:5], whole[:20], whole[:-1], b"\1\xff\xff\xff\xff{}", b"\1\2\0\0\0{}"):
         with pytest.raises(InvalidRequestError) as caught:
-            HandOffState.from_bytes(broken)
+            PromptState.from_bytes(broken)
         assert caught.value.field == "hand_off"
 
 
 def test_another_version_is_a_mismatch_and_no_failure() -> None:
     with pytest.raises(LayoutMismatchError):
-        HandOffState.from_bytes(b"\2" + state_of().to_bytes()[1:])
+        PromptState.from_bytes(b"\2" + state_of().to_bytes()[1:])
 
 
 @pytest.mark.parametrize("has_field", [False, True])
 def test_a_field_that_this_release_lacks_is_left_out(has_field: bool) -> None:
     with stand_in(disagg_request_id=has_field):
         params = state_of(first_gen_tokens=[5], ctx_request_id=1, opaque_state=b"s", disagg_request_id=9).params(
-            Package.load()
+            Package()
         )
     assert (params.request_type, params.first_gen_tokens, params.opaque_state) == ("generation_only", [5], b"s")
     assert getattr(params, "disagg_request_id", None) == (9 if has_field else None)
@@ -73,7 +73,7 @@ def test_a_field_that_this_release_lacks_is_left_out(has_field: bool) -> None:
 
 def test_what_belongs_to_prefill_alone_is_not_carried() -> None:
     with stand_in():
-        given = Package.load().DisaggregatedParams(
+        given = Package().DisaggregatedParams(
             request_type="context_only",
             first_gen_tokens=[5],
             ctx_request_id=1,
@@ -81,10 +81,10 @@ def test_what_belongs_to_prefill_alone_is_not_carried() -> None:
             multimodal_embedding_handles=[{}],
             multimodal_hashes=[[1] * 8],
         )
-        state = HandOffState.of(given, CACHE, 3)
+        state = PromptState.of(given, CACHE, 3)
     assert dict(state.fields) == {"first_gen_tokens": [5], "ctx_request_id": 1, "opaque_state": b"s"}
     assert state.first_token_id == 5
-    assert HandOffState(cache=CACHE, num_tokens=1, fields={}).first_token_id is None
+    assert PromptState(cache=CACHE, num_tokens=1, fields={}).first_token_id is None
 
 
 def test_a_state_s_bytes_are_in_no_log() -> None:

@@ -203,7 +203,7 @@ def test_a_private_request_s_blocks_stay_untold_beyond_a_gap() -> None:
     raw, listener = RawEvents(), Listener()
     private = listener.private.add([1, 2])
     listener.hear(raw.created(), raw.stored(None, [(11, [1, 2])]))
-    private.end()
+    private.close()
     listener.private.forget(float("inf"))
     raw.removed(99)  # lost
     assert listener.hear(raw.stored(11, [(12, [3, 4])])) == []

@@ -140,8 +140,7 @@ async def test_a_damaged_picture_is_told_by_its_field() -> None:
 async def test_a_picture_that_becomes_something_else_than_was_told_fails(tmp_path: Path) -> None:
     async with running_encoder() as encoder:
         states: Any = encoder.states
-        wrong = states._model.sizes.__class__(**{**vars(states._model.sizes), "num_tile_tokens": 49})
-        object.__setattr__(states._model, "sizes", wrong)
+        object.__setattr__(states._model.sizes, "num_tile_tokens", 49)
         with pytest.raises(EngineError, match="became 64 tokens, not the 49"):
             await kept(encoder, 1, picture())
         await until(lambda: tower().num_held == 0)

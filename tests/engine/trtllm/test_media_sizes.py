@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quartet.engine.torch.encoder_config import TorchEncoderConfig
+from quartet.engine.torch.config import TorchEncoderConfig
 from quartet.engine.torch.vision import VisionModel, create_vision
 from quartet.engine.trtllm.media_model import PictureSizes, read_picture_sizes
 from quartet.errors import InvalidRequestError, MediaTooLargeError

@@ -13,11 +13,6 @@ from tests.fakes.driving import MODEL, STORY, ended
 from tests.fakes.installation import installed
 
 
-class Latest:
-    def __init__(self, record: LlmRankStats | None) -> None:
-        self.latest_record = record
-
-
 class _Page(Collector):
     def __init__(self, metrics: ResultMetrics) -> None:
         self._metrics = metrics
@@ -33,14 +28,14 @@ def page_of(metrics: ResultMetrics) -> str:
 
 
 def test_without_the_package_and_without_records_there_is_nothing() -> None:
-    metrics = ResultMetrics("tiny", None)
+    metrics = ResultMetrics("tiny", lambda: None)
     metrics.log(object())
     assert list(metrics.collect()) == []
     metrics.close()
 
 
 def test_the_latest_step_is_told_as_far_as_it_is_known() -> None:
-    metrics = ResultMetrics("tiny", Latest(LlmRankStats(latency_s=0.25, num_queued=3, num_used_blocks=7)))
+    metrics = ResultMetrics("tiny", lambda: LlmRankStats(latency_s=0.25, num_queued=3, num_used_blocks=7))
     page = page_of(metrics)
     assert 'trtllm_kv_cache_blocks{state="used"} 7.0' in page
     assert 'state="free"' not in page
@@ -52,20 +47,20 @@ def test_the_latest_step_is_told_as_far_as_it_is_known() -> None:
 
 async def test_what_upstream_measures_of_results_is_told_under_its_own_names() -> None:
     with installed() as module, module.LLM(MODEL, return_perf_metrics=True) as llm:
-        metrics = ResultMetrics("tiny", None)
+        metrics = ResultMetrics("tiny", lambda: None)
         try:
             sampling = module.SamplingParams(max_tokens=2, return_perf_metrics=True)
             metrics.log(await ended(llm.generate_async(STORY, sampling)))
             page = page_of(metrics)
             assert 'request_success_total{finished_reason="unknown",model_name="tiny"} 1.0' in page
             assert 'time_to_first_token_seconds_count{model_name="tiny"} 1.0' in page
-            second = ResultMetrics("tiny", None)
+            second = ResultMetrics("tiny", lambda: None)
             assert list(second.collect()) == [], "one engine of a process measures"
             second.close()
         finally:
             metrics.close()
             metrics.close()
         assert list(metrics.collect()) == []
-        third = ResultMetrics("other", None)
+        third = ResultMetrics("other", lambda: None)
         assert "request_success" in page_of(third), "names are free again"
         third.close()

@@ -48,14 +48,14 @@ def test_a_request_is_remembered_until_all_events_of_its_time_were_heard() -> No
     private, clock = blocks()
     first, second = private.add(PROMPT), private.add(PROMPT)
     private.forget(ALWAYS)
-    first.end()
-    first.end()
+    first.close()
+    first.close()
     private.forget(clock.now)
     assert len(private) == 2, "events lag behind"
     private.forget(clock.now + 60)
     assert len(private) == 1
     assert private.matches(None, pack_token_ids(PROMPT[:4])), "the other one runs on"
-    second.end()
+    second.close()
     private.forget(ALWAYS)
     assert len(private) == 0
     assert not private.matches(None, pack_token_ids(PROMPT[:4]))
@@ -64,11 +64,11 @@ def test_a_request_is_remembered_until_all_events_of_its_time_were_heard() -> No
 def test_too_many_that_ended_make_everything_private_until_events_catch_up() -> None:
     private, clock = blocks(max_ended=2)
     for start in range(3):
-        private.add([start, *PROMPT]).end()
+        private.add([start, *PROMPT]).close()
     running = private.add(PROMPT)
     assert len(private) == 1, "memory is bounded"
     assert private.matches(None, pack_token_ids([6, 6, 6, 6]))
     private.forget(clock.now + 60)
     assert not private.matches(None, pack_token_ids([6, 6, 6, 6]))
     assert private.matches(None, pack_token_ids(PROMPT[:4]))
-    running.end()
+    running.close()
