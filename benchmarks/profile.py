@@ -20,9 +20,8 @@ import uvloop
 
 from benchmarks.flame_graph import FunctionTime, parse_stacks, rank_functions, render_flame_graph
 from benchmarks.progress import LiveLine
-from benchmarks.relay_clients import AbsentError
 from benchmarks.relay_load import Way
-from benchmarks.relay_measure import Case, open_streams
+from benchmarks.relay_measure import Case, open_load, stream_jobs
 from benchmarks.relay_stack import RelayStack
 from benchmarks.report import Report, add_report_argument
 from quartet.telemetry.provenance import write_report
@@ -55,13 +54,12 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """Profiles by way and process; ``absent``: ways that the servers do not offer, with the servers' message."""
+    """Profiles by way and process."""
 
     num_streams: int
     seconds: float
     samples_per_s: int
     profiles: Mapping[str, Mapping[str, Profile]]
-    absent: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -96,28 +94,18 @@ def main() -> None:
 async def _run(images: Path, seconds: float, num_streams: int) -> Results:
     program = _find_profiler()
     profiles: dict[str, Mapping[str, Profile]] = {}
-    absent: dict[str, str] = {}
     with LiveLine() as line:
         for way in _WAYS:
             case = Case(way=way, num_streams=num_streams, with_text=False)
             line.say(f"recording {case.name} for {seconds:g} s")
-            async with RelayStack(_LOG, line.say) as stack:
-                try:
-                    async with open_streams(stack, case):
-                        await asyncio.sleep(_WARM_UP_S)
-                        recorders = [_record(program, pid, seconds) for pid in stack.pids.values()]
-                        recordings = await asyncio.gather(*recorders)
-                except AbsentError as error:
-                    absent[way] = str(error)
-                    line.say(f"absent: {error}")
-                    continue
+            async with RelayStack(_LOG, line.say) as stack, open_load(stack, stream_jobs(stack, case)):
+                await asyncio.sleep(_WARM_UP_S)
+                recordings = await asyncio.gather(*(_record(program, pid, seconds) for pid in stack.pids.values()))
             profiles[way] = {
                 process: _write(images, process, case, recording)
                 for process, recording in zip(stack.pids, recordings, strict=True)
             }
-    return Results(
-        num_streams=num_streams, seconds=seconds, samples_per_s=_SAMPLES_PER_S, profiles=profiles, absent=absent
-    )
+    return Results(num_streams=num_streams, seconds=seconds, samples_per_s=_SAMPLES_PER_S, profiles=profiles)
 
 
 def _find_profiler() -> str:

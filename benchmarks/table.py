@@ -259,16 +259,13 @@ _REQUEST_COLUMNS: Columns = {
 
 
 def _gaps(report: Report) -> Iterator[str]:
-    gaps = {**report["absent"], **report["failed"]}
-    if gaps:
-        yield "".join(f"- {load} was not measured: {why}\n" for load, why in gaps.items())
+    if failed := report["failed"]:
+        yield "".join(f"- {load} was not measured: {why}\n" for load, why in failed.items())
 
 
 def many_streams_tables(report: Report) -> str:
     """A row for each way to open the streams."""
-    table = _table(_BURST_COLUMNS, [{"way": way, **burst} for way, burst in report["bursts"].items()])
-    absent = "".join(f"- {way} was not measured: {why}\n" for way, why in report["absent"].items())
-    return f"{table}\n{absent}" if absent else table
+    return _table(_BURST_COLUMNS, [{"way": way, **burst} for way, burst in report["bursts"].items()])
 
 
 _BURST_COLUMNS: Columns = {
@@ -295,7 +292,7 @@ def profile_tables(report: Report) -> str:
         for way, profiles in report["profiles"].items()
         for process, profile in profiles.items()
     ]
-    return "\n".join([*parts, *(f"- {way} was not recorded: {why}\n" for way, why in report["absent"].items())])
+    return "\n".join(parts)
 
 
 def _profile_describe(way: str, process: str, profile: Row) -> str:
