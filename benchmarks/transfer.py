@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
-import sys
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.children import start_child
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, add_report_argument
 from benchmarks.transfer_puller import Mover, Sample, Temperature
 from benchmarks.transfer_source import PoolShape
+from quartet.config import build
 from quartet.telemetry.provenance import write_report
 
 _MIB = 1 << 20
@@ -63,19 +62,9 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Results:
-    """All that was measured.
+class Results(Run):
+    """The main run, and ``others`` with other sizes; none in the short form."""
 
-    Attributes:
-        size_bytes, piece_size_bytes, num_rounds: as in ``warm`` and ``cold``.
-        others: runs with other sizes; empty in the short form.
-    """
-
-    size_bytes: int
-    piece_size_bytes: int
-    num_rounds: int
-    warm: Figures
-    cold: Figures
     others: Sequence[Run]
 
 
@@ -136,9 +125,12 @@ async def measure_transfer(plan: Plan, line: LiveLine) -> Run:
     samples: list[Sample] = []
     showing = asyncio.create_task(line.follow(lambda elapsed, _: f"{name}: {elapsed:.0f} s, {_last(samples)}"))
     try:
-        async with asyncio.timeout(_TIMEOUT_S), aclosing(_puller(plan)) as measured:
-            async for sample in measured:
-                samples.append(sample)
+        async with (
+            asyncio.timeout(_TIMEOUT_S),
+            start_child("benchmarks.transfer_puller", plan.shape, plan.num_rounds) as puller,
+        ):
+            while (measured := await puller.read(_TIMEOUT_S)) is not None:
+                samples += [build(Sample, sample) for sample in measured]
     finally:
         showing.cancel()
     warm, cold = (summarize(samples, temperature) for temperature in Temperature)
@@ -163,36 +155,7 @@ async def _run(others: Sequence[Plan]) -> Results:
     with LiveLine() as line:
         main_run = await measure_transfer(_MAIN, line)
         other_runs = [await measure_transfer(plan, line) for plan in others]
-    return Results(
-        size_bytes=main_run.size_bytes,
-        piece_size_bytes=main_run.piece_size_bytes,
-        num_rounds=main_run.num_rounds,
-        warm=main_run.warm,
-        cold=main_run.cold,
-        others=other_runs,
-    )
-
-
-async def _puller(plan: Plan) -> AsyncGenerator[Sample, None]:
-    """The samples of a puller of ``plan``, which runs in a process of its own."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.transfer_puller", *plan.shape.arguments),
-        *("--num-rounds", str(plan.num_rounds)),
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    try:
-        async for text in process.stdout:
-            fields = json.loads(text)
-            yield Sample(
-                **fields | {"temperature": Temperature(fields["temperature"]), "mover": Mover(fields["mover"])}
-            )
-        if await process.wait():
-            raise RuntimeError(f"the puller ended with exit code {process.returncode}")
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+    return Results(**vars(main_run), others=other_runs)
 
 
 def _last(samples: Sequence[Sample]) -> str:

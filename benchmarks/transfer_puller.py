@@ -1,28 +1,22 @@
 """The receiving side of ``benchmarks.transfer``, in a process of its own, with the source as its child.
 
-It writes a line of JSON for each measurement. Every round has each way and memcpy once, one after the other, so any
-change in the machine's speed affects all of them alike.
+It answers with the samples of each round, and then with ``None``. Every round has each way and memcpy once, one after
+the other, so any change in the machine's speed affects all of them alike.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import json
 import mmap
-import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 import numpy as np
 import uvloop
 
+from benchmarks.children import Child, answer, argument, start_child
 from benchmarks.transfer_source import PoolShape, fill
 from quartet.discovery.host import host_identity
-from quartet.kvcache.layout import HandOff
 from quartet.rpc.channels import create_channel
 from quartet.streams.convert.hand_off import from_hand_off
 from quartet.transfer.base import PieceCopy, PoolMemory, TransferWay
@@ -34,7 +28,6 @@ _WAYS = {
     TransferWay.SHM: TransferConfig(ways=(TransferWay.SHM, TransferWay.GRPC)),
     TransferWay.GRPC: TransferConfig(ways=(TransferWay.GRPC,)),
 }
-_LINE_LIMIT_BYTES = 1 << 20
 
 
 class Temperature(StrEnum):
@@ -72,40 +65,10 @@ class Sample:
     source_cpu_s: float
 
 
-class _SourceProcess:
-    """The source, as a child process."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-
-    async def offer(self) -> HandOff:
-        """Have the source hold all of its blocks; returns the hand-off."""
-        answer = await self._ask("offer")
-        return from_hand_off(types_pb2.HandOff.FromString(bytes.fromhex(str(answer["hand_off"]))))
-
-    async def cpu_s(self) -> float:
-        """CPU seconds of the source so far."""
-        return float(str((await self._ask("cpu"))["cpu_s"]))
-
-    async def _ask(self, line: str) -> dict[str, object]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line.encode() + b"\n")
-        return await self.read()
-
-    async def read(self) -> dict[str, object]:
-        """The source's next line."""
-        assert self._process.stdout is not None
-        line = await self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the source ended")
-        answer: dict[str, object] = json.loads(line)
-        return answer
-
-
 class _Bench:
     """One pool to fetch into, in each way, and to copy into from another pool of this process."""
 
-    def __init__(self, shape: PoolShape, source: _SourceProcess) -> None:
+    def __init__(self, shape: PoolShape, source: Child) -> None:
         self._shape = shape
         self._source = source
         self._memory = PoolMemory(shape.num_blocks, shape.piece_size_bytes)
@@ -126,16 +89,20 @@ class _Bench:
 
     async def fetch(self, puller: TransferPuller, way: TransferWay, temperature: Temperature) -> Sample:
         """Fetch everything once, and check that it came."""
-        hand_off = await self._source.offer()
+        offered = await self._source.ask("offer")
+        hand_off = from_hand_off(types_pb2.HandOff.FromString(bytes.fromhex(offered["hand_off"])))
         self._clear()
-        source_before, before = await self._source.cpu_s(), time.process_time()
+        source_before, before = await self._source_cpu_s(), time.process_time()
         began = time.perf_counter()
         result = await puller.claim(hand_off).fetch(self._copies)
         duration_s = time.perf_counter() - began
-        cpu_s, source_cpu_s = time.process_time() - before, await self._source.cpu_s() - source_before
+        cpu_s, source_cpu_s = time.process_time() - before, await self._source_cpu_s() - source_before
         if result.way is not way or self._memory.view != self._expected:
             raise RuntimeError(f"{way}: something else came than was sent, or by {result.way}")
         return self._sample(temperature, Mover(way), duration_s, cpu_s, source_cpu_s)
+
+    async def _source_cpu_s(self) -> float:
+        return float((await self._source.ask("cpu"))["cpu_s"])
 
     def copy(self, temperature: Temperature) -> Sample:
         """Copy the other pool as a whole: the most that the machine can do."""
@@ -167,21 +134,17 @@ class _Bench:
 
 
 def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.transfer_puller", description=__doc__.partition("\n")[0]
-    )
-    PoolShape.add_arguments(parser)
-    parser.add_argument("--num-rounds", type=int, required=True)
-    arguments = parser.parse_args()
-    uvloop.run(_run(PoolShape.from_arguments(arguments), arguments.num_rounds))
+    """Measure a pool of the shape that is the first argument, in as many rounds as the second says."""
+    uvloop.run(_run(PoolShape(**argument(0)), argument(1)))
 
 
 async def _run(shape: PoolShape, num_rounds: int) -> None:
-    async with _source_process(shape) as source:
+    async with start_child("benchmarks.transfer_source", shape) as source:
+        await source.read()
         bench = _Bench(shape, source)
         await _run_warm(bench, num_rounds)
         await _run_cold(bench, num_rounds)
+    answer(None)
 
 
 async def _run_warm(bench: _Bench, num_rounds: int) -> None:
@@ -190,7 +153,7 @@ async def _run_warm(bench: _Bench, num_rounds: int) -> None:
         samples = [bench.copy(Temperature.WARM)]
         samples += [await bench.fetch(puller, way, Temperature.WARM) for way, puller in pullers.items()]
         if number > 0:  # the first round warms up
-            _write(samples)
+            answer([asdict(sample) for sample in samples])
     for puller in pullers.values():
         await puller.close()
 
@@ -202,30 +165,7 @@ async def _run_cold(bench: _Bench, num_rounds: int) -> None:
             puller = bench.new_puller(way)
             samples.append(await bench.fetch(puller, way, Temperature.COLD))
             await puller.close()
-        _write(samples)
-
-
-def _write(samples: list[Sample]) -> None:
-    for sample in samples:
-        print(json.dumps(asdict(sample)), flush=True)
-
-
-@asynccontextmanager
-async def _source_process(shape: PoolShape) -> AsyncIterator[_SourceProcess]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.transfer_source", *shape.arguments),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        limit=_LINE_LIMIT_BYTES,
-    )
-    source = _SourceProcess(process)
-    try:
-        await source.read()
-        yield source
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+        answer([asdict(sample) for sample in samples])
 
 
 if __name__ == "__main__":
