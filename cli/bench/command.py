@@ -6,33 +6,23 @@ import asyncio
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 import uvloop
 
 from cli.bench.display import BenchDisplay, print_summary
 from cli.bench.options import (
+    DEFAULT_CONCURRENCY,
+    DEFAULT_DURATION_S,
     DEFAULT_IDS,
-    BenchSeedOption,
-    ConcurrencyOption,
-    DurationOption,
-    IdsOption,
-    JsonOption,
-    OutputTokensOption,
-    PlotOption,
-    PromptTokensOption,
-    RateOption,
-    ReplayOption,
-    RequestsOption,
-    SweepOption,
-    TextOption,
-    TraceOption,
-    WarmupOption,
+    DEFAULT_LENGTH,
+    DEFAULT_WARMUP_S,
     check_outputs,
     make_limits,
     make_loads,
@@ -66,6 +56,52 @@ _PIPE_WIDTH = 160
 _PACKAGES = ("quartet", "grpcio", "protobuf", "uvloop", "numpy")
 
 
+def _panel(name: str) -> Callable[..., Any]:
+    return partial(typer.Option, rich_help_panel=name)
+
+
+_load, _lengths, _output = map(_panel, ("Load", "Prompts and answers", "Output"))
+_CONCURRENCY = _load(
+    "--concurrency",
+    help="Closed loop: this many clients, each with one request at a time.",
+    min=1,
+    show_default=str(DEFAULT_CONCURRENCY),
+)
+_RATE = _load("--rate", help="Open loop: requests a second, Poisson, however many run.")
+_REPLAY = _load("--replay", help="Open loop: the trace's own times; 2: twice as fast.", metavar="SPEED")
+_SWEEP = _load(
+    "--sweep", help="One run for each concurrency, or for each rate, one after the other.", metavar="1,2,4|rate=1,2,4"
+)
+_WARMUP = _load(
+    "--warmup",
+    help="Load before anything counts.",
+    metavar="SECONDS",
+    min=0,
+    show_default=f"{DEFAULT_WARMUP_S:g}, with --trace 0: each of its requests counts",
+)
+_DURATION = _load(
+    "--duration",
+    help="How long requests are sent.",
+    metavar="SECONDS",
+    show_default=f"{DEFAULT_DURATION_S:g}, unless --requests or --trace ends it",
+)
+_REQUESTS = _load("--requests", help="How many requests are sent.", min=1)
+_length = partial(_lengths, metavar="N|LOW-HIGH", show_default=DEFAULT_LENGTH)
+_PROMPT_TOKENS = _length("--prompt-tokens", help="Length of prompts; an even draw from a range.")
+_OUTPUT_TOKENS = _length("--output-tokens", help="Length of answers, exactly: end-of-sequence is ignored.")
+_TRACE = _lengths(
+    "--trace",
+    help="Lengths and shared prefixes from a trace in Mooncake's format, each request once.",
+    exists=True,
+    dir_okay=False,
+)
+_TEXT = _lengths("--text", help="Send random words, about one a token, not token ids.")
+_IDS = _lengths("--token-ids", help="Token ids that prompts are drawn from.", metavar="LOW-HIGH")
+_SEED = _lengths("--seed", help="Of prompts, lengths and arrivals.", min=0, show_default="another each time")
+_JSON = _output("--json", help="Write all figures; - is standard output, and only that.", metavar="FILE")
+_PLOT = _output("--plot", help="Draw a picture.", metavar="FILE.png", dir_okay=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Output:
     """Files for the figures, beside the table."""
@@ -79,23 +115,23 @@ def bench(
     router: RouterOption = [DEFAULT_ROUTER],  # noqa: B006 - Typer copies it
     model: ModelOption = "",
     path: PathOption = RequestPath.GENERATE,
-    concurrency: ConcurrencyOption = None,
-    rate: RateOption = None,
-    replay: ReplayOption = None,
-    sweep: SweepOption = None,
-    warmup_s: WarmupOption = None,
-    duration_s: DurationOption = None,
-    max_requests: RequestsOption = None,
-    prompt_tokens: PromptTokensOption = None,
-    output_tokens: OutputTokensOption = None,
-    trace: TraceOption = None,
-    is_text: TextOption = False,
-    ids: IdsOption = DEFAULT_IDS,
-    seed: BenchSeedOption = None,
+    concurrency: Annotated[int | None, _CONCURRENCY] = None,
+    rate: Annotated[float | None, _RATE] = None,
+    replay: Annotated[float | None, _REPLAY] = None,
+    sweep: Annotated[str | None, _SWEEP] = None,
+    warmup_s: Annotated[float | None, _WARMUP] = None,
+    duration_s: Annotated[float | None, _DURATION] = None,
+    max_requests: Annotated[int | None, _REQUESTS] = None,
+    prompt_tokens: Annotated[str | None, _PROMPT_TOKENS] = None,
+    output_tokens: Annotated[str | None, _OUTPUT_TOKENS] = None,
+    trace: Annotated[Path | None, _TRACE] = None,
+    is_text: Annotated[bool, _TEXT] = False,
+    ids: Annotated[str, _IDS] = DEFAULT_IDS,
+    seed: Annotated[int | None, _SEED] = None,
     temperature: TemperatureOption = None,
     timeout_s: TimeoutOption = None,
-    json_file: JsonOption = None,
-    plot_file: PlotOption = None,
+    json_file: Annotated[str | None, _JSON] = None,
+    plot_file: Annotated[Path | None, _PLOT] = None,
     tls_ca: TlsCaOption = None,
     tls_cert: TlsCertOption = None,
     tls_key: TlsKeyOption = None,

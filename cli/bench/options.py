@@ -1,4 +1,4 @@
-"""The options of ``quartet bench``, and the plan that they make; an impossible value is reported by its option."""
+"""The plan that the options of ``quartet bench`` make; an impossible value is reported by its option."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, TypeAlias
 
 import typer
 
@@ -18,134 +17,13 @@ from cli.traces.format import TraceError, TraceRequest, read_trace
 
 # Nearly every vocabulary has these ids, and they are no special tokens.
 DEFAULT_IDS = "100-600"
-_DEFAULT_LENGTH = "128"
-_DEFAULT_CONCURRENCY = 1
-_DEFAULT_DURATION_S = 30.0
-_DEFAULT_WARMUP_S = 2.0
+DEFAULT_LENGTH = "128"
+DEFAULT_CONCURRENCY = 1
+DEFAULT_DURATION_S = 30.0
+DEFAULT_WARMUP_S = 2.0
 _SEED_BITS = 32
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _PICTURES = (".png", ".svg", ".pdf")
-_LOAD, _LENGTHS, _OUTPUT = "Load", "Prompts and answers", "Output"
-
-ConcurrencyOption: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        "--concurrency",
-        min=1,
-        rich_help_panel=_LOAD,
-        show_default=str(_DEFAULT_CONCURRENCY),
-        help="Closed loop: this many clients, each with one request at a time.",
-    ),
-]
-RateOption: TypeAlias = Annotated[
-    float | None,
-    typer.Option("--rate", rich_help_panel=_LOAD, help="Open loop: requests a second, Poisson, however many run."),
-]
-ReplayOption: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        "--replay", metavar="SPEED", rich_help_panel=_LOAD, help="Open loop: the trace's own times; 2: twice as fast."
-    ),
-]
-SweepOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--sweep",
-        metavar="1,2,4|rate=1,2,4",
-        rich_help_panel=_LOAD,
-        help="One run for each concurrency, or for each rate, one after the other.",
-    ),
-]
-WarmupOption: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        "--warmup",
-        min=0,
-        metavar="SECONDS",
-        rich_help_panel=_LOAD,
-        show_default=f"{_DEFAULT_WARMUP_S:g}, with --trace 0: each of its requests counts",
-        help="Load before anything counts.",
-    ),
-]
-DurationOption: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        "--duration",
-        metavar="SECONDS",
-        rich_help_panel=_LOAD,
-        show_default=f"{_DEFAULT_DURATION_S:g}, unless --requests or --trace ends it",
-        help="How long requests are sent.",
-    ),
-]
-RequestsOption: TypeAlias = Annotated[
-    int | None, typer.Option("--requests", min=1, rich_help_panel=_LOAD, help="How many requests are sent.")
-]
-PromptTokensOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--prompt-tokens",
-        metavar="N|LOW-HIGH",
-        rich_help_panel=_LENGTHS,
-        show_default=_DEFAULT_LENGTH,
-        help="Length of prompts; an even draw from a range.",
-    ),
-]
-OutputTokensOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--output-tokens",
-        metavar="N|LOW-HIGH",
-        rich_help_panel=_LENGTHS,
-        show_default=_DEFAULT_LENGTH,
-        help="Length of answers, exactly: end-of-sequence is ignored.",
-    ),
-]
-TraceOption: TypeAlias = Annotated[
-    Path | None,
-    typer.Option(
-        "--trace",
-        exists=True,
-        dir_okay=False,
-        rich_help_panel=_LENGTHS,
-        help="Lengths and shared prefixes from a trace in Mooncake's format, each request once.",
-    ),
-]
-TextOption: TypeAlias = Annotated[
-    bool,
-    typer.Option("--text", rich_help_panel=_LENGTHS, help="Send random words, about one a token, not token ids."),
-]
-IdsOption: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        "--token-ids",
-        metavar="LOW-HIGH",
-        rich_help_panel=_LENGTHS,
-        help="Token ids that prompts are drawn from.",
-    ),
-]
-BenchSeedOption: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        "--seed",
-        min=0,
-        rich_help_panel=_LENGTHS,
-        show_default="another each time",
-        help="Of prompts, lengths and arrivals.",
-    ),
-]
-JsonOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--json",
-        metavar="FILE",
-        rich_help_panel=_OUTPUT,
-        help="Write all figures; - is standard output, and only that.",
-    ),
-]
-PlotOption: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--plot", metavar="FILE.png", dir_okay=False, rich_help_panel=_OUTPUT, help="Draw a picture."),
-]
 
 
 def make_loads(
@@ -164,7 +42,7 @@ def make_loads(
         if not has_trace:
             raise typer.BadParameter("only a trace has times: give --trace too", param_hint="--replay")
         return (Load(LoadKind.REPLAY, _positive(replay, "--replay")),)
-    return (Load(LoadKind.CONCURRENCY, concurrency or _DEFAULT_CONCURRENCY),)
+    return (Load(LoadKind.CONCURRENCY, concurrency or DEFAULT_CONCURRENCY),)
 
 
 def make_limits(
@@ -173,11 +51,11 @@ def make_limits(
     """When each load ends. Raises ``typer.BadParameter``."""
     if warmup_s is None:
         # A trace has each request once: the figures would lack those that are sent during a warm-up.
-        warmup_s = 0.0 if has_trace else _DEFAULT_WARMUP_S
+        warmup_s = 0.0 if has_trace else DEFAULT_WARMUP_S
     if duration_s is not None:
         _positive(duration_s, "--duration")
     elif max_requests is None and not has_trace:
-        duration_s = _DEFAULT_DURATION_S
+        duration_s = DEFAULT_DURATION_S
     return Limits(warmup_s=warmup_s, duration_s=duration_s, max_requests=max_requests)
 
 
@@ -187,8 +65,8 @@ def make_workload_config(
     """The workload to send. Raises ``typer.BadParameter``."""
     lengths = {"--prompt-tokens": prompt_tokens, "--output-tokens": output_tokens}
     return WorkloadConfig(
-        prompt_tokens=_parse_range(prompt_tokens or _DEFAULT_LENGTH, "--prompt-tokens"),
-        output_tokens=_parse_range(output_tokens or _DEFAULT_LENGTH, "--output-tokens"),
+        prompt_tokens=_parse_range(prompt_tokens or DEFAULT_LENGTH, "--prompt-tokens"),
+        output_tokens=_parse_range(output_tokens or DEFAULT_LENGTH, "--output-tokens"),
         ids=_parse_range(ids, "--token-ids"),
         trace=None if trace is None else _read_trace(trace, lengths),
         is_text=is_text,
