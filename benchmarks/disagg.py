@@ -9,7 +9,6 @@ subtracting the steps and the copying of bytes is Quartet's own cost. The tiny m
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -27,12 +26,11 @@ import uvloop
 
 from benchmarks.disagg_client import Answered, ask, median_parts, split
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument
+from benchmarks.report import Report, make_parser
 from benchmarks.stack import Stack
 from benchmarks.stub_engine import ROLE_VARIABLE, STEP_S, stub_layout
 from quartet.config import build
 from quartet.rpc.channels import create_channel
-from quartet.telemetry.provenance import write_report
 from quartet.transfer.base import PoolMemory
 from quartet.v1 import router_pb2_grpc
 from services.topology.topology import DEFAULT_MODEL_PATH, ProcessPlan, Topology
@@ -143,12 +141,11 @@ class Results:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.disagg", description=__doc__.partition("\n")[0])
-    add_report_argument(parser)
+    parser = make_parser("disagg", __doc__)
     parser.add_argument("--long", action="store_true", help="more rounds")
     arguments = parser.parse_args()
     report = Report("disagg", packages=("torch", "transformers"))
-    write_report(report.finish(uvloop.run(_run(_LONG if arguments.long else Plan()))), arguments.json)
+    report.write(uvloop.run(_run(_LONG if arguments.long else Plan())), arguments.json)
 
 
 def summarize(rounds: Sequence[Round], transfer_bytes: int, *, is_paced: bool) -> LengthFigures:
@@ -300,17 +297,14 @@ class _Rounds:
 
     async def run(self, num_rounds: int) -> Mapping[int, Sequence[Round]]:
         """The rounds by prompt length, without those that warmed the workers up."""
-        following = asyncio.create_task(self._line.follow(lambda elapsed, _: self._describe(elapsed, num_rounds)))
         rounds: dict[int, list[Round]] = {length: [] for length in _PROMPT_LENGTHS}
-        try:
+        with self._line.showing(lambda elapsed, _: self._describe(elapsed, num_rounds)):
             for number in range(num_rounds + _NUM_WARM_UP_ROUNDS):
                 for length in _PROMPT_LENGTHS:
                     measured = await self._round(length)
                     if number >= _NUM_WARM_UP_ROUNDS:
                         rounds[length].append(measured)
                 self._num_done += 1
-        finally:
-            following.cancel()
         return rounds
 
     async def _round(self, length: int) -> Round:

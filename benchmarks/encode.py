@@ -14,7 +14,6 @@ the processes of ``benchmarks.transfer`` move the embeddings that LLaVA-1.6 of 7
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import io
 import os
@@ -34,7 +33,7 @@ from PIL import Image
 from benchmarks.disagg_client import Answered, make_start, median_parts, random_prompt, send
 from benchmarks.processes import CpuMeter, Metrics
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument
+from benchmarks.report import Report, make_parser
 from benchmarks.stack import Stack
 from benchmarks.transfer import Plan, Run, measure_transfer
 from benchmarks.transfer_source import PoolShape
@@ -44,7 +43,6 @@ from quartet.media.items import MediaFile, MediaItem, MediaKind
 from quartet.rpc.channels import create_channel
 from quartet.streams.convert.messages import from_encoded_item, to_encode_start
 from quartet.streams.messages import EncodedItem, EncodeStart, RequestContext
-from quartet.telemetry.provenance import write_report
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.puller import TransferPuller
 from quartet.v1 import encode_pb2, encode_pb2_grpc, router_pb2, router_pb2_grpc
@@ -98,11 +96,10 @@ class Results:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.encode", description=__doc__.partition("\n")[0])
-    add_report_argument(parser)
+    parser = make_parser("encode", __doc__)
     arguments = parser.parse_args()
     report = Report("encode", packages=("torch", "transformers", "pillow"))
-    write_report(report.finish(uvloop.run(_run())), arguments.json)
+    report.write(uvloop.run(_run()), arguments.json)
 
 
 def make_stack(discovery_directory: Path, on_progress: Callable[[str], None], *, log: Path = _LOG) -> Stack:
@@ -327,13 +324,8 @@ def _shown(name: str, num_rounds: int, line: LiveLine) -> Iterator[Callable[[int
         nonlocal latest
         latest = number
 
-    showing = asyncio.create_task(
-        line.follow(lambda elapsed, _: f"{name}: round {latest} of {num_rounds}, {elapsed:.0f} s")
-    )
-    try:
+    with line.showing(lambda elapsed, _: f"{name}: round {latest} of {num_rounds}, {elapsed:.0f} s"):
         yield on_round
-    finally:
-        showing.cancel()
 
 
 def _describe(values: Mapping[str, str]) -> str:

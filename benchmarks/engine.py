@@ -34,9 +34,8 @@ from benchmarks.engine_sides import (
 )
 from benchmarks.floors.engine_floor import Floor
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument
+from benchmarks.report import Report, make_parser
 from quartet.engine.scheduler import SchedulerConfig
-from quartet.telemetry.provenance import write_report
 
 _ROUNDS = 5
 # Rounds of the short form. A round of these two takes 24 and 16 s of CPU time, one of all the others together 8 s.
@@ -115,12 +114,11 @@ def main() -> None:
     report = Report("engine", packages=("torch", "transformers"))
     names = arguments.only or list(WORKLOADS)
     results = asyncio.run(_run({name: rounds_of(name, is_short=arguments.short) for name in names}))
-    write_report(report.finish(results), arguments.json)
+    report.write(results, arguments.json)
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__.partition("\n")[0])
-    add_report_argument(parser)
+    parser = make_parser("engine", __doc__)
     parser.add_argument("--short", action="store_true", help=f"fewer than {_ROUNDS} rounds of what takes long")
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, metavar="NAME", help=", ".join(WORKLOADS))
     return parser.parse_args()
@@ -145,10 +143,8 @@ async def _run(num_rounds: Mapping[str, int]) -> Results:
             workloads: dict[str, Comparison] = {}
             await _compare(_WARM_UP, sides, num_rounds=1)
             for name in num_rounds:
-                async with asyncio.TaskGroup() as group:
-                    live = group.create_task(line.follow(_describe_progress(name)))
+                with line.showing(_describe_progress(name)):
                     workloads[name] = await _compare(name, sides, num_rounds[name])
-                    live.cancel()
                 line.say(_describe(name, workloads[name]))
         finally:
             await sides.quartet.close()

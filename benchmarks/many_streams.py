@@ -7,7 +7,6 @@ All are open together, and the client follows each to its end: every token must 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 from collections.abc import Mapping
@@ -20,8 +19,7 @@ from benchmarks.paced_engine import STEP_S
 from benchmarks.progress import LiveLine
 from benchmarks.relay_load import Job, Load, Outcome, Way, run_burst
 from benchmarks.relay_stack import DECODE, ROUTER, RelayStack
-from benchmarks.report import Report, add_report_argument
-from quartet.telemetry.provenance import write_report
+from benchmarks.report import Report, make_parser
 
 _LOG = Path(".run/benchmark-many-streams.log")
 _NUM_STREAMS = 2_000
@@ -85,14 +83,13 @@ _WAYS = {"generate": _Ways(Way.GENERATE, 1), "session": _Ways(Way.SESSION, 1), "
 
 def main() -> None:
     """Run the command line; the exit code is 1 where a request was refused or lost."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.many_streams", description=__doc__.partition("\n")[0])
-    add_report_argument(parser)
+    parser = make_parser("many_streams", __doc__)
     parser.add_argument("--streams", type=int, default=_NUM_STREAMS, help=f"opened at once ({_NUM_STREAMS})")
     parser.add_argument("--short", action="store_true", help=f"{_NUM_TOKENS_SHORT} tokens each, not {_NUM_TOKENS}")
     arguments = parser.parse_args()
     report = Report("many_streams", packages=("uvloop",))
     results = uvloop.run(run(arguments.streams, _NUM_TOKENS_SHORT if arguments.short else _NUM_TOKENS))
-    write_report(report.finish(results), arguments.json)
+    report.write(results, arguments.json)
     sys.exit(any(burst.num_refused_or_lost for burst in results.bursts.values()))
 
 

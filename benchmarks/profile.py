@@ -5,7 +5,6 @@ python -m benchmarks.profile --json FILE [--images DIR] [--seconds 10] [--stream
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import shutil
 import sys
@@ -23,8 +22,7 @@ from benchmarks.progress import LiveLine
 from benchmarks.relay_load import Way
 from benchmarks.relay_measure import Case, open_load, stream_jobs
 from benchmarks.relay_stack import RelayStack
-from benchmarks.report import Report, add_report_argument
-from quartet.telemetry.provenance import write_report
+from benchmarks.report import Report, make_parser
 
 _LOG = Path(".run/benchmark-profile.log")
 _WAYS = (Way.GENERATE, Way.SESSION)
@@ -76,8 +74,7 @@ class ProfilerError(Exception):
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.profile", description=__doc__.partition("\n")[0])
-    add_report_argument(parser)
+    parser = make_parser("profile", __doc__)
     parser.add_argument("--images", type=Path, default=Path("docs/images"), metavar="DIR", help="for flame graphs")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each recording (10)")
     parser.add_argument("--streams", type=int, default=256, help="at once (256)")
@@ -88,7 +85,7 @@ def main() -> None:
         results = uvloop.run(_run(arguments.images, arguments.seconds, arguments.streams))
     except ProfilerError as error:
         sys.exit(str(error))
-    write_report(report.finish(results), arguments.json)
+    report.write(results, arguments.json)
 
 
 async def _run(images: Path, seconds: float, num_streams: int) -> Results:

@@ -11,7 +11,6 @@ nothing but gRPC, under the same load. The machine's changing speed disturbs the
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -34,8 +33,7 @@ from benchmarks.relay_measure import (
     medians,
 )
 from benchmarks.relay_stack import RelayStack
-from benchmarks.report import Report, add_report_argument
-from quartet.telemetry.provenance import write_report
+from benchmarks.report import Report, make_parser
 
 _LOG = Path(".run/benchmark-relay.log")
 _STREAMS = (256, 1024)
@@ -146,8 +144,7 @@ class _Found:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.relay", description=__doc__.partition("\n")[0])
-    add_report_argument(parser)
+    parser = make_parser("relay", __doc__)
     parser.add_argument("--short", action="store_true", help="one round of three windows of a second: two minutes")
     parser.add_argument("--runs", type=int, default=1, help="whole runs, each with servers of its own (1)")
     parser.add_argument("--only", nargs="+", choices=list(Way), metavar="WAY", help=", ".join(Way))
@@ -155,7 +152,7 @@ def main() -> None:
     report = Report("relay", packages=("uvloop",))
     ways = tuple(Way(name) for name in arguments.only or Way)
     windows = _SHORT if arguments.short else _LONG
-    write_report(report.finish(uvloop.run(_run(windows, ways, arguments.runs))), arguments.json)
+    report.write(uvloop.run(_run(windows, ways, arguments.runs)), arguments.json)
 
 
 def spreads(runs: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Spread]:

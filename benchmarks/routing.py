@@ -20,13 +20,13 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument
+from benchmarks.report import Report, make_parser
 from benchmarks.routing_bars import Bar, Row, Run, bars_of, rows_of
 from benchmarks.routing_cases import CASES
 from cli.replay.policies import POLICIES
 from cli.replay.simulation import Simulation
 from quartet.config import build
-from quartet.telemetry.provenance import read_commit, write_report
+from quartet.telemetry.provenance import read_commit
 
 _STDOUT = "-"
 
@@ -121,7 +121,7 @@ def read_runs(file: Path) -> list[Run]:
 
 def _save(report: Report, trace: str, runs: Sequence[Run], destination: str) -> None:
     rows = rows_of(runs)
-    write_report(report.finish(Results(trace=trace, rows=rows, bars=bars_of(rows, trace), runs=runs)), destination)
+    report.write(Results(trace=trace, rows=rows, bars=bars_of(rows, trace), runs=runs), destination)
 
 
 def _describe(run: Run) -> str:
@@ -138,8 +138,7 @@ def _cases(names: str) -> list[str]:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.routing", description=__doc__.partition("\n")[0])
-    add_report_argument(parser)
+    parser = make_parser("routing", __doc__)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="the recorded trace")
     parser.add_argument("--processes", type=int, default=2, help="replays at a time")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each policy that draws, on each case")

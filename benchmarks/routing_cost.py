@@ -8,7 +8,6 @@ them computing something, and an index of a million blocks.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import time
@@ -21,12 +20,11 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.index_case import PROMPT_BLOCKS, Workload
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument
+from benchmarks.report import Report, make_parser
 from quartet.discovery.base import HostIdentity, Rank, Role, WorkerRecord
 from quartet.events.load import RankLoad, WorkerLoad
 from quartet.events.step_time import StepTime
 from quartet.kvcache.block_hash import sequence_hashes
-from quartet.telemetry.provenance import write_report
 from quartet.telemetry.routing_metrics import RoutingMetrics
 from router.admission import Admission, QueuedRequest
 from router.config import AdmissionConfig
@@ -122,13 +120,12 @@ class _Router:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.routing_cost", description=__doc__.partition("\n")[0])
-    add_report_argument(parser)
+    parser = make_parser("routing_cost", __doc__)
     parser.add_argument("--short", action="store_true", help="an index of a tenth of the blocks")
     arguments = parser.parse_args()
     report = Report("routing_cost", packages=("xxhash",))
     num_blocks = _SHORT_NUM_BLOCKS if arguments.short else _NUM_BLOCKS
-    write_report(report.finish(asyncio.run(measure(num_blocks))), arguments.json)
+    report.write(asyncio.run(measure(num_blocks)), arguments.json)
 
 
 async def measure(num_blocks: int) -> Results:

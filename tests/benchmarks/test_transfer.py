@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from itertools import pairwise
 
 import pytest
 
-from benchmarks.children import start_child
-from benchmarks.transfer import summarize
-from benchmarks.transfer_puller import Mover, Sample, Temperature
+from benchmarks.transfer import Mover, Plan, Sample, Temperature, measure_samples, summarize
 from benchmarks.transfer_source import PoolShape
 from quartet.kvcache.layout import EmbeddingLayout, EmbeddingsPayload
 
@@ -27,10 +26,8 @@ def sample(mover: Mover, duration_s: float, temperature: Temperature = Temperatu
 
 @pytest.mark.parametrize("shape", [PoolShape(8, 1 << 16), PoolShape(8, 1 << 16, holds_embeddings=True)], ids=str)
 async def test_both_processes_move_every_way_warm_and_cold(shape: PoolShape) -> None:
-    samples = []
-    async with asyncio.timeout(50), start_child("benchmarks.transfer_puller", shape, 2) as puller:
-        while (measured := await puller.read()) is not None:
-            samples += measured
+    async with asyncio.timeout(50):
+        samples = [asdict(sample) async for sample in measure_samples(Plan(shape, 2))]
     seen = sorted((item["temperature"], item["mover"]) for item in samples)
     assert seen == sorted([(temperature, mover) for temperature in Temperature for mover in Mover] * 2)
     assert {item["size_bytes"] for item in samples} == {8 << 16}
