@@ -49,6 +49,13 @@ class LiveLine(AbstractContextManager["LiveLine"]):
         finally:
             following.cancel()
 
+    def rounds(self, name: str, num_rounds: int) -> Iterator[int]:
+        """The numbers of ``num_rounds`` rounds, from 0; shows the one that runs."""
+        number = 0
+        with self.showing(lambda elapsed, _: f"{name}: round {number} of {num_rounds}, {elapsed:.0f} s"):
+            for number in range(num_rounds):
+                yield number
+
     async def _follow(self, describe: Callable[[float, float], str]) -> None:
         began = last = time.monotonic()
         while True:

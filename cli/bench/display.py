@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.bench.load import Load, Window
-from cli.bench.measure import Recent, Recorder, Totals
+from cli.bench.measure import Recorder, Totals
 from cli.bench.result import LatencyMs, PointResult
 from cli.bench.run import Point
 
@@ -106,18 +106,17 @@ class _Current:
     def describe(self, separator: str) -> Text:
         now = self._recorder.totals()
         step = now.minus(self._last)
-        recent = self._recorder.recent
-        self._last, self._recorder.recent = now, Recent()
+        self._last = now
         text = Text()
         text.append(f"{self.title}, {self._window.phase}, {now.at_s - self._began:.0f} s{separator}", style="bold")
         text.append(f"running {self._recorder.num_running}  done {now.finished}  ")
         text.append(f"failed {now.failed}", style="red" if now.failed else "")
-        return text.append(separator).append(_rates(step, recent), style="cyan")
+        return text.append(separator).append(_rates(step), style="cyan")
 
 
-def _rates(step: Totals, recent: Recent) -> str:
+def _rates(step: Totals) -> str:
     tokens_per_s, requests_per_s = step.output_tokens / step.at_s, step.finished / step.at_s
-    ttft, itl = _mean_ms(recent.ttft_s, recent.num_ttfts), _mean_ms(recent.itl_s, recent.num_itls)
+    ttft, itl = _mean_ms(step.ttft_s, step.num_ttfts), _mean_ms(step.itl_s, step.num_itls)
     cpu = f"own CPU {100 * step.cpu_s / step.at_s:.0f} %"
     return f"{tokens_per_s:.0f} tok/s  {requests_per_s:.1f} req/s  TTFT {ttft}  ITL {itl}  {cpu}"
 

@@ -7,7 +7,16 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Protocol
 
-from cli.bench.load import ClosedLoop, Load, LoadKind, OpenLoop, Send, Window, poisson_schedule, replay_schedule
+from cli.bench.load import (
+    Load,
+    LoadKind,
+    Send,
+    Window,
+    poisson_schedule,
+    replay_schedule,
+    run_closed_loop,
+    run_open_loop,
+)
 from cli.bench.measure import Measured, Recorder
 from cli.bench.result import PointResult, make_result
 from cli.bench.workload import BenchRequest, WorkloadConfig, make_workload
@@ -93,7 +102,7 @@ async def run_plan(client: QuartetClient, plan: BenchPlan, observer: RunObserver
         recorder = Recorder(window)
         loop = _make_loop(Sender(client, plan.sender, recorder).send, plan, number, window)
         observer.began(load, number, recorder, window)
-        is_interrupted = await _run_interruptibly(_Run(loop.run(), recorder, plan))
+        is_interrupted = await _run_interruptibly(_Run(loop, recorder, plan))
         points.append(Point(make_result(load, recorder, is_interrupted=is_interrupted), recorder.measured))
         observer.ended(points[-1])
         if is_interrupted:
@@ -147,18 +156,18 @@ class Sender:
         }
 
 
-def _make_loop(send: Send, plan: BenchPlan, number: int, window: Window) -> ClosedLoop | OpenLoop:
+def _make_loop(send: Send, plan: BenchPlan, number: int, window: Window) -> Coroutine[None, None, None]:
     load = plan.loads[number]
     # Each load has other prompts: the workers have cached those of the last one.
     workload = make_workload(plan.workload, (plan.seed, number))
     match load.kind:
         case LoadKind.CONCURRENCY:
-            return ClosedLoop(send, workload, window, int(load.value))
+            return run_closed_loop(send, workload, window, int(load.value))
         case LoadKind.RATE:
             schedule = poisson_schedule(load.value, (plan.seed, number, 1))
         case LoadKind.REPLAY:
             schedule = replay_schedule(load.value)
-    return OpenLoop(send, workload, window, schedule)
+    return run_open_loop(send, workload, window, schedule)
 
 
 class _Run:
