@@ -19,9 +19,8 @@ from itertools import pairwise
 import uvloop
 
 from benchmarks.children import answer, argument, orders, start_child
-from benchmarks.index_case import PROMPT_BLOCKS
-from quartet.discovery.base import Rank, Role, WorkerRecord
-from quartet.discovery.host import host_identity
+from benchmarks.index_case import PROMPT_BLOCKS, make_record
+from quartet.discovery.base import Rank, Role
 from quartet.events.kv import KvSnapshot, StoredBlocks, Tier
 from quartet.events.load import WorkerLoad
 from quartet.rpc.channels import create_channel
@@ -111,22 +110,7 @@ class _Worker:
             parents[chain[0]] = None
             parents.update((block, parent) for parent, block in pairwise(chain))
         self._snapshot = KvSnapshot(_BATCHES, [StoredBlocks(0, parents)])
-        self.record = WorkerRecord(
-            worker_id=f"worker-{seed}",
-            role=Role.PREFILL,
-            epoch=seed,
-            grpc_address="127.0.0.1:1",
-            events_address="",
-            model_name="none",
-            model_fingerprint="0" * 64,
-            host=host_identity(),
-            num_blocks=num_blocks,
-            block_size=32,
-            max_model_len=32 * PROMPT_BLOCKS,
-            transfer_ways=("grpc",),
-            sampling_fields=(),
-            contract_version="quartet.v1",
-        )
+        self.record = make_record(f"worker-{seed}", Role.PREFILL, num_blocks)
         self.uptime_s = 0.0
 
     def sample_load(self) -> WorkerLoad:

@@ -18,10 +18,10 @@ from statistics import fmean
 
 from prometheus_client import CollectorRegistry
 
-from benchmarks.index_case import PROMPT_BLOCKS, Workload
+from benchmarks.index_case import BLOCK_SIZE, PROMPT_BLOCKS, Workload, make_record
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, make_parser
-from quartet.discovery.base import HostIdentity, Rank, Role, WorkerRecord
+from quartet.discovery.base import Rank, Role, WorkerRecord
 from quartet.events.load import RankLoad, WorkerLoad
 from quartet.events.step_time import StepTime
 from quartet.kvcache.block_hash import sequence_hashes
@@ -34,7 +34,7 @@ from router.policy.greedy import LeastLoadedPolicy, RoundRobinPolicy
 from router.policy.kv_aware import KvAwarePolicy
 from router.workers import PoolKey, WorkerTable
 
-_NUM_WORKERS, _BLOCK_SIZE, _PROMPT_TOKENS = 100, 32, 8192
+_NUM_WORKERS, _POOL_BLOCKS, _PROMPT_TOKENS = 100, 32_768, 8192
 _NUM_BLOCKS, _SHORT_NUM_BLOCKS = 1_000_000, 100_000
 _NUM_REQUESTS = 300
 # Each worker reports 20 times a second and gets one request a second.
@@ -131,7 +131,7 @@ def main() -> None:
 async def measure(num_blocks: int) -> Results:
     """Measure with an index of ``num_blocks``."""
     with LiveLine() as line:
-        records = [_record(number) for number in range(_NUM_WORKERS)]
+        records = [make_record(f"decode-{number}", Role.DECODE, _POOL_BLOCKS) for number in range(_NUM_WORKERS)]
         workload, index = Workload(num_blocks, _NUM_WORKERS), PrefixIndex()
         for run in workload.runs:
             index.store(Rank(records[run.worker].worker_id), run.parent_hash, run.hashes.tolist())
@@ -153,7 +153,7 @@ async def measure(num_blocks: int) -> Results:
         num_workers=_NUM_WORKERS,
         num_blocks=num_blocks,
         num_prompt_tokens=_PROMPT_TOKENS,
-        block_size=_BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
         hash_us=hash_us,
         lookup_us=lookup_us,
         report_us=report_us,
@@ -190,11 +190,11 @@ def _policies() -> dict[str, Policy]:
 def _measure_hashing() -> float:
     rng = random.Random(1)
     prompts = [[rng.randrange(128_000) for _ in range(_PROMPT_TOKENS)] for _ in range(50)]
-    return fmean(_cpu_us(partial(sequence_hashes, prompt, _BLOCK_SIZE)) for prompt in prompts)
+    return fmean(_cpu_us(partial(sequence_hashes, prompt, BLOCK_SIZE)) for prompt in prompts)
 
 
 def _look_up(index: PrefixIndex, pending: Pending) -> dict[Rank, int]:
-    return dict(PromptMatches(index, pending.sequence_hashes, _BLOCK_SIZE))
+    return dict(PromptMatches(index, pending.sequence_hashes, BLOCK_SIZE))
 
 
 def _pending(prompt: Sequence[int]) -> Pending:
@@ -204,25 +204,6 @@ def _pending(prompt: Sequence[int]) -> Pending:
         num_reserved_tokens=_PROMPT_TOKENS + _OUTPUT_TOKENS,
         num_most_tokens=_PROMPT_TOKENS + _OUTPUT_TOKENS,
         sequence_hashes=prompt,
-    )
-
-
-def _record(number: int) -> WorkerRecord:
-    return WorkerRecord(
-        worker_id=f"decode-{number}",
-        role=Role.DECODE,
-        epoch=1,
-        grpc_address="127.0.0.1:1",
-        events_address="",
-        model_name="model",
-        model_fingerprint="ab" * 32,
-        host=HostIdentity(boot_id="", ipc_namespace=""),
-        num_blocks=32_768,
-        block_size=_BLOCK_SIZE,
-        max_model_len=131_072,
-        transfer_ways=(),
-        sampling_fields=(),
-        contract_version="quartet.v1",
     )
 
 

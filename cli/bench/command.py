@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import shlex
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -23,12 +20,12 @@ from cli.bench.options import (
     DEFAULT_IDS,
     DEFAULT_LENGTH,
     DEFAULT_WARMUP_S,
-    check_outputs,
     make_limits,
     make_loads,
     make_seed,
     make_workload_config,
 )
+from cli.bench.output import OutputFiles, describe_run
 from cli.bench.result import PointResult
 from cli.bench.run import BenchPlan, Point, SenderConfig, run_plan
 from cli.bench.workload import WorkloadConfig
@@ -44,12 +41,10 @@ from cli.options import (
     TlsKeyOption,
     make_tls,
 )
-from cli.output import open_console, reporting_errors, try_write
+from cli.output import reporting_errors
 from quartet.client import Model, QuartetClient, RequestPath
 from quartet.rpc.channels import TlsConfig
-from quartet.telemetry.provenance import read_commit, read_machine, read_versions, write_report
 
-_STDOUT = "-"
 _INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
 _PIPE_WIDTH = 160
 # The report names their versions.
@@ -102,14 +97,6 @@ _JSON = _output("--json", help="Write all figures; - is standard output, and onl
 _PLOT = _output("--plot", help="Draw a picture.", metavar="FILE.png", dir_okay=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Output:
-    """Files for the figures, beside the table."""
-
-    json: str | None
-    plot: Path | None
-
-
 def bench(
     *,
     router: RouterOption = [DEFAULT_ROUTER],  # noqa: B006 - Typer copies it
@@ -137,7 +124,9 @@ def bench(
     tls_key: TlsKeyOption = None,
 ) -> None:
     """Put load on a router and measure what its clients see. Ctrl-C ends it and shows what was measured."""
-    check_outputs(json_file, plot_file)
+    started_at = datetime.now(UTC)
+    output = OutputFiles(json=json_file, plot=plot_file)
+    output.check()
     plan = BenchPlan(
         loads=make_loads(concurrency, rate, replay, sweep, has_trace=trace is not None),
         limits=make_limits(warmup_s, duration_s, max_requests, has_trace=trace is not None),
@@ -145,57 +134,39 @@ def bench(
         sender=SenderConfig(path=path, model=model, temperature=temperature, timeout_s=timeout_s),
         seed=make_seed(seed),
     )
-    report = BenchReport(shlex.join(["quartet", *sys.argv[1:]]), plan, trace=str(trace) if trace else None)
     with reporting_errors():
         used_model, points = uvloop.run(_run(router, make_tls(tls_ca, tls_cert, tls_key), plan))
-        raise typer.Exit(_finish(_Output(json=json_file, plot=plot_file), report, plan, used_model, points))
+        report = _report(plan, trace, started_at, used_model, [point.result for point in points])
+        raise typer.Exit(_finish(output, report, plan, used_model, points))
 
 
-class BenchReport:
-    """The JSON of one command: what was run, of which code, where, when, against what, and what came out."""
-
-    def __init__(self, command: str, plan: BenchPlan, *, trace: str | None) -> None:
-        """Start the clock. ``trace``: name of the file of the workload's trace."""
-        self._command = command
-        self._plan = plan
-        self._trace = trace
-        self._started_at = datetime.now(UTC)
-        self._began = time.monotonic()
-
-    def finish(self, model: Model, results: Sequence[PointResult]) -> Mapping[str, object]:
-        """The whole report. docs/bench.md describes its keys, which stay."""
-        return {
-            "benchmark": "bench",
-            "command": self._command,
-            "started_at": self._started_at.isoformat(timespec="seconds"),
-            "duration_s": time.monotonic() - self._began,
-            "commit": asdict(read_commit()),
-            "versions": read_versions(_PACKAGES),
-            "machine": asdict(read_machine()),
-            "model": {
-                "name": model.name,
-                "fingerprint": model.fingerprint,
-                "num_prefill_workers": model.num_prefill_workers,
-                "num_decode_workers": model.num_decode_workers,
-            },
-            "path": self._plan.sender.path.value,
-            "workload": self._workload(),
-            "limits": asdict(self._plan.limits),
-            "is_interrupted": any(result.is_interrupted for result in results),
-            "points": [asdict(result) for result in results],
-        }
-
-    def _workload(self) -> Mapping[str, object]:
-        workload = self._plan.workload
-        has_lengths = workload.trace is None
-        return {
-            "prompt_tokens": str(workload.prompt_tokens) if has_lengths else None,
-            "output_tokens": str(workload.output_tokens) if has_lengths else None,
-            "trace": self._trace,
+def _report(
+    plan: BenchPlan, trace: Path | None, started_at: datetime, model: Model, results: Sequence[PointResult]
+) -> Mapping[str, object]:
+    """The JSON of one command: what was run, against what, and what came out. docs/bench.md describes its keys."""
+    workload = plan.workload
+    return {
+        **describe_run("bench", started_at, _PACKAGES),
+        "duration_s": (datetime.now(UTC) - started_at).total_seconds(),
+        "model": {
+            "name": model.name,
+            "fingerprint": model.fingerprint,
+            "num_prefill_workers": model.num_prefill_workers,
+            "num_decode_workers": model.num_decode_workers,
+        },
+        "path": plan.sender.path.value,
+        "workload": {
+            "prompt_tokens": None if trace else str(workload.prompt_tokens),
+            "output_tokens": None if trace else str(workload.output_tokens),
+            "trace": str(trace) if trace else None,
             "is_text": workload.is_text,
-            "temperature": self._plan.sender.temperature,
-            "seed": self._plan.seed,
-        }
+            "temperature": plan.sender.temperature,
+            "seed": plan.seed,
+        },
+        "limits": asdict(plan.limits),
+        "is_interrupted": any(result.is_interrupted for result in results),
+        "points": [asdict(result) for result in results],
+    }
 
 
 async def _run(routers: list[str], tls: TlsConfig | None, plan: BenchPlan) -> tuple[Model, list[Point]]:
@@ -234,27 +205,22 @@ def _check_lengths(workload: WorkloadConfig, model: Model) -> None:
         )
 
 
-def _finish(output: _Output, report: BenchReport, plan: BenchPlan, model: Model, points: Sequence[Point]) -> int:
+def _finish(
+    output: OutputFiles, report: Mapping[str, object], plan: BenchPlan, model: Model, points: Sequence[Point]
+) -> int:
     """Show and write the figures; return the exit code."""
     results = [point.result for point in points]
     title = f"{model.name}, path {plan.sender.path}, {plan.workload}"
-    # Standard output is for JSON only where --json names it.
-    print_summary(open_console(pipe_width=_PIPE_WIDTH, stderr=output.json == _STDOUT), title, results)
-    if not _write(output, report.finish(model, results), points, title):
+    print_summary(output.open_console(_PIPE_WIDTH), title, results)
+
+    def draw(path: Path) -> None:
+        # Imported here: matplotlib takes a second, and few users draw.
+        from cli.bench.plot import plot
+
+        plot(points, title, path)
+
+    if not output.write(report, draw):
         return 1
     if any(result.is_interrupted for result in results):
         return _INTERRUPTED
     return 0 if any(result.requests.finished for result in results) else 1
-
-
-def _write(output: _Output, report: Mapping[str, object], points: Sequence[Point], title: str) -> bool:
-    """Write each file that the user wants, also when the other can't be written; return whether all were written."""
-    outcomes = []
-    if output.json is not None:
-        outcomes.append(try_write(output.json, partial(write_report, report, output.json)))
-    if output.plot is not None:
-        # Imported here: matplotlib takes a second, and few users draw.
-        from cli.bench.plot import plot
-
-        outcomes.append(try_write(str(output.plot), partial(plot, points, title, output.plot)))
-    return all(outcomes)

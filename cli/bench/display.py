@@ -11,7 +11,7 @@ from types import TracebackType
 from rich import box
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from cli.bench.load import Load, Window
@@ -142,9 +142,7 @@ def _print_point(console: Console, result: PointResult) -> None:
 
 
 def _latency_table(result: PointResult) -> Table:
-    table = Table("ms")
-    for name in ("mean", "p50", "p90", "p99", "max", "count"):
-        table.add_column(name, justify="right")
+    table = _table("ms", "mean", "p50", "p90", "p99", "max", "count")
     rows = {"TTFT": result.ttft_ms, "ITL": result.itl_ms, "E2E": result.e2e_ms, "send delay": result.send_delay_ms}
     for name, latency in rows.items():
         values = (latency.mean, latency.p50, latency.p90, latency.p99, latency.max)
@@ -153,9 +151,7 @@ def _latency_table(result: PointResult) -> Table:
 
 
 def _hop_table(result: PointResult) -> Table:
-    table = Table("hop")
-    table.add_column("mean ms", justify="right")
-    table.add_column("share of the time", justify="right")
+    table = _table("hop", "mean ms", "share of the time")
     table.add_column("", width=_BAR_WIDTH)
     for hop, spent in result.hops.items():
         bar = "█" * round(_BAR_WIDTH * spent.share)
@@ -163,11 +159,15 @@ def _hop_table(result: PointResult) -> Table:
     return table
 
 
+def _table(first: str, *others: str) -> Table:
+    return Table(first, *(Column(name, justify="right") for name in others))
+
+
 def _sweep_table(results: Sequence[PointResult]) -> Table:
     """One row a load, in 80 columns."""
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("load", "req/s", "tok/s", "TTFT ms", "ITL ms", "E2E ms", "failed", "CPU"):
-        table.add_column(name if not name.endswith("ms") else f"{name}\np50 / p99", justify="right", no_wrap=True)
+    heads = ("load", "req/s", "tok/s", *(f"{name} ms\np50 / p99" for name in ("TTFT", "ITL", "E2E")), "failed", "CPU")
+    columns = (Column(head, justify="right", no_wrap=True) for head in heads)
+    table = Table(*columns, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     for result in results:
         table.add_row(
             f"{result.load.value:g}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import secrets
 from collections.abc import Mapping
@@ -23,7 +22,6 @@ DEFAULT_DURATION_S = 30.0
 DEFAULT_WARMUP_S = 2.0
 _SEED_BITS = 32
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_PICTURES = (".png", ".svg", ".pdf")
 
 
 def make_loads(
@@ -76,18 +74,6 @@ def make_workload_config(
 def make_seed(seed: int | None) -> int:
     """``seed``, or a random one, whose prompts no server has seen before."""
     return secrets.randbits(_SEED_BITS) if seed is None else seed
-
-
-def check_outputs(json_file: str | None, plot_file: Path | None) -> None:
-    """Raise ``typer.BadParameter`` if the figures or the picture could not be written: now, not after the measuring."""
-    if json_file is not None and Path(json_file).is_dir():
-        raise typer.BadParameter(f"{json_file} is a directory", param_hint="--json")
-    if plot_file is None:
-        return
-    if plot_file.suffix not in _PICTURES:
-        raise typer.BadParameter(f"{plot_file} must end in one of {', '.join(_PICTURES)}", param_hint="--plot")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("drawing needs matplotlib: .venv/bin/pip install -e '.[plot]'", param_hint="--plot")
 
 
 def _read_trace(path: Path, lengths: Mapping[str, str | None]) -> list[TraceRequest]:
