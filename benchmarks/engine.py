@@ -25,6 +25,7 @@ import torch
 from benchmarks.engine_sides import (
     NUM_THREADS,
     WORKLOADS,
+    Floor,
     GenerateSide,
     QuartetSide,
     Side,
@@ -32,7 +33,6 @@ from benchmarks.engine_sides import (
     Workload,
     write_checkpoint,
 )
-from benchmarks.floors.engine_floor import Floor
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, make_parser
 from quartet.engine.scheduler import SchedulerConfig
@@ -159,34 +159,32 @@ async def _run(num_rounds: Mapping[str, int]) -> Results:
 
 async def _compare(name: str, sides: _Sides, num_rounds: int) -> Comparison:
     source = random.Random(name)
-    ours: list[_Round] = []
-    theirs: list[_Round] = []
-    bare: list[_Round] = []
+    rounds: dict[Side, list[_Round]] = {sides.quartet: [], sides.generate: [], sides.floor: []}
     num_ties = 0
     for number in range(num_rounds):
         workload = WORKLOADS[name](source)
         # The sides take turns to go first, so neither gains from what the first one leaves in caches and clocks.
-        if number % 2:
-            measured, expected = await _measure(sides.generate, workload)
-            mine, tokens = await _measure(sides.quartet, workload)
-        else:
-            mine, tokens = await _measure(sides.quartet, workload)
-            measured, expected = await _measure(sides.generate, workload)
-        if workload.counts_prompts:
-            bare.append((await _measure(sides.floor, workload))[0])
-        num_ties += count_ties(workload, tokens, expected, sides.generate)
-        ours.append(mine)
-        theirs.append(measured)
+        turns = (sides.generate, sides.quartet) if number % 2 else (sides.quartet, sides.generate)
+        outputs: dict[Side, Tokens] = {}
+        for side in (*turns, sides.floor) if workload.counts_prompts else turns:
+            measured, outputs[side] = await _measure(side, workload)
+            rounds[side].append(measured)
+        num_ties += count_ties(workload, outputs[sides.quartet], outputs[sides.generate], sides.generate)
+    theirs = rounds[sides.generate]
     return Comparison(
-        quartet=_summarise(ours),
+        quartet=_summarise(rounds[sides.quartet]),
         generate=_summarise(theirs),
-        ratio=median(b.wall_s / a.wall_s for a, b in zip(ours, theirs, strict=True)),
-        cpu_ratio=median(b.cpu_s / a.cpu_s for a, b in zip(ours, theirs, strict=True)),
-        ceiling=median(b.wall_s / a.wall_s for a, b in zip(bare, theirs, strict=True)) if bare else None,
-        cpu_ceiling=median(b.cpu_s / a.cpu_s for a, b in zip(bare, theirs, strict=True)) if bare else None,
+        ratio=_ratio(theirs, rounds[sides.quartet], lambda item: item.wall_s),
+        cpu_ratio=_ratio(theirs, rounds[sides.quartet], lambda item: item.cpu_s),
+        ceiling=_ratio(theirs, rounds[sides.floor], lambda item: item.wall_s) if rounds[sides.floor] else None,
+        cpu_ceiling=_ratio(theirs, rounds[sides.floor], lambda item: item.cpu_s) if rounds[sides.floor] else None,
         num_outputs=len(workload.jobs) * num_rounds,
         num_ties=num_ties,
     )
+
+
+def _ratio(rounds: Sequence[_Round], others: Sequence[_Round], time_s: Callable[[_Round], float]) -> float:
+    return median(time_s(one) / time_s(other) for one, other in zip(rounds, others, strict=True))
 
 
 async def _measure(side: Side, workload: Workload) -> tuple[_Round, Tokens]:

@@ -19,9 +19,9 @@ from statistics import median
 
 import uvloop
 
-from benchmarks.floors.relay_floor import Floor, RequestFloor, open_floor, open_request_floor
 from benchmarks.paced_engine import PERIOD, STEP_S
 from benchmarks.progress import LiveLine
+from benchmarks.relay_floor import Floor, RequestFloor, open_floor, open_request_floor
 from benchmarks.relay_load import LoadFailedError, Way
 from benchmarks.relay_measure import (
     Case,

@@ -409,42 +409,32 @@ class RequestLoad(Listener):
 
 
 class Burst(Listener):
-    """Requests that are opened all at once, each of which has to get every token once, in order."""
+    """Requests that are opened all at once, each of which has to get every token once, in order.
+
+    Attributes:
+        outcome: how they ended so far.
+    """
 
     def __init__(self, num_requests: int, num_output_tokens: int) -> None:
         """The clock starts."""
+        self.outcome = Outcome()
         self._began_at = time.monotonic()
         self._num_output_tokens = num_output_tokens
-        self._accepted_s = self._first_token_s = 0.0
-        self._num_accepted = self._num_open = self._max_open = 0
+        self._num_open = 0
         self._received = [0] * num_requests
-        self._num_complete = 0
-        self._errors: Counter[str] = Counter()
-
-    def outcome(self) -> Outcome:
-        """How the requests, which have all ended, did so."""
-        return Outcome(
-            accepted_s=self._accepted_s,
-            first_token_s=self._first_token_s,
-            ended_s=self._now(),
-            num_accepted=self._num_accepted,
-            max_open=self._max_open,
-            num_complete=self._num_complete,
-            errors=dict(self._errors),
-        )
 
     def accepted(self, count: int) -> None:
         """So many more are open."""
         if count:
-            self._num_accepted += count
             self._num_open += count
-            self._max_open = max(self._max_open, self._num_open)
-            self._accepted_s = self._now()
+            self.outcome.num_accepted += count
+            self.outcome.max_open = max(self.outcome.max_open, self._num_open)
+            self.outcome.accepted_s = self._now()
 
     def tokens(self, key: int, offset: int, num_tokens: int, _now_ns: int) -> None:
         """Check that they are the next ones."""
         if not offset:
-            self._first_token_s = self._now()
+            self.outcome.first_token_s = self._now()
         # After a missing token, or one that came twice, the count stops growing: the request is then not complete.
         if offset == self._received[key]:
             self._received[key] += num_tokens
@@ -452,14 +442,16 @@ class Burst(Listener):
     def finished(self, key: int) -> None:
         """Count the request as complete if it got every token."""
         self._num_open -= 1
+        self.outcome.ended_s = self._now()
         if self._received[key] == self._num_output_tokens:
-            self._num_complete += 1
+            self.outcome.num_complete += 1
         else:
-            self._errors["tokens are missing"] += 1
+            self.outcome.errors["tokens are missing"] += 1
 
     def failed(self, _key: int, why: str) -> None:
         """Keep the reason."""
-        self._errors[why] += 1
+        self.outcome.ended_s = self._now()
+        self.outcome.errors[why] += 1
 
     def _now(self) -> float:
         return time.monotonic() - self._began_at
@@ -471,7 +463,7 @@ async def run_burst(job: Job) -> Outcome:
     streams = Streams(job, burst)
     await streams.run()
     await streams.close()
-    return burst.outcome()
+    return burst.outcome
 
 
 def _start(job: Job, rng: random.Random, seed: int, num_output_tokens: int) -> router_pb2.GenerateStart:

@@ -110,7 +110,7 @@ class Window:
     latencies_us: Sequence[int] = field(repr=False)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Outcome:
     """How the requests of a burst ended. Seconds count from just before the first was opened.
 
@@ -127,7 +127,7 @@ class Outcome:
     num_accepted: int = 0
     max_open: int = 0
     num_complete: int = 0
-    errors: Mapping[str, int] = field(default_factory=dict)
+    errors: Counter[str] = field(default_factory=Counter)
 
 
 class LoadFailedError(Exception):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -36,36 +36,6 @@ def _goodput(name: str, help: str) -> Any:
     return typer.Option(name, min=0, rich_help_panel="Goodput", help=help)
 
 
-TraceArgument: TypeAlias = Annotated[
-    Path, typer.Argument(help="Requests in Mooncake's format; may be gzipped.", dir_okay=False)
-]
-PolicyOption: TypeAlias = Annotated[
-    str, typer.Option("--policy", metavar="A,B,C", help=f"Policies to replay it under, of {', '.join(POLICIES)}.")
-]
-SpeedOption: TypeAlias = Annotated[float, typer.Option("--speed", help="Requests come so many times as fast.")]
-RequestsOption: TypeAlias = Annotated[int | None, typer.Option("--requests", min=1, help="Only the first so many.")]
-SeedOption: TypeAlias = Annotated[int, typer.Option("--seed", min=0, help="Of the policies' random choices.")]
-WorkersOption: TypeAlias = Annotated[int, _fleet("--workers", "Workers that decode, and prefill what others don't.")]
-PrefillWorkersOption: TypeAlias = Annotated[int, _fleet("--prefill-workers", "Workers that only prefill.", 0)]
-TransferOption: TypeAlias = Annotated[
-    float, _fleet("--transfer-gb-per-s", "How fast KV blocks move between workers.", 0.001)
-]
-RoutersOption: TypeAlias = Annotated[int, _fleet("--routers", "Routers, which get the requests in turn.")]
-LoadAgeOption: TypeAlias = Annotated[float, _fleet("--load-age-ms", "How old the load that routers know is.", 0)]
-BlocksOption: TypeAlias = Annotated[int, _fleet("--blocks", "KV blocks of each worker.")]
-BlockSizeOption: TypeAlias = Annotated[int, _fleet("--block-size", "Tokens of a KV block.")]
-GoodTtftOption: TypeAlias = Annotated[
-    float, _goodput("--good-ttft-ms", "It counts requests whose first token takes no longer,")
-]
-GoodItlOption: TypeAlias = Annotated[float, _goodput("--good-itl-ms", "and whose tokens take no longer on average.")]
-JsonOption: TypeAlias = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write the figures there; - is standard output.")
-]
-PlotOption: TypeAlias = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", dir_okay=False, help="Draw the policies side by side.")
-]
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
     """What is replayed, and how."""
@@ -86,22 +56,39 @@ class _Plan:
 
 def replay(
     *,
-    trace: TraceArgument,
-    policy: PolicyOption = "kv_aware,round_robin",
-    speed: SpeedOption = 1.0,
-    max_requests: RequestsOption = None,
-    seed: SeedOption = 0,
-    workers: WorkersOption = _FLEET.num_workers,
-    prefill_workers: PrefillWorkersOption = _FLEET.num_prefill_workers,
-    transfer_gb_per_s: TransferOption = _FLEET.transfer_gb_per_s,
-    routers: RoutersOption = _FLEET.num_routers,
-    load_age_ms: LoadAgeOption = _MS * _FLEET.load_age_s,
-    num_blocks: BlocksOption = _ENGINE.num_blocks,
-    block_size: BlockSizeOption = _ENGINE.block_size,
-    good_ttft_ms: GoodTtftOption = _OBJECTIVES.ttft_ms,
-    good_itl_ms: GoodItlOption = _OBJECTIVES.itl_ms,
-    json_file: JsonOption = None,
-    plot_file: PlotOption = None,
+    trace: Annotated[Path, typer.Argument(help="Requests in Mooncake's format; may be gzipped.", dir_okay=False)],
+    policy: Annotated[
+        str, typer.Option("--policy", metavar="A,B,C", help=f"Policies to replay it under, of {', '.join(POLICIES)}.")
+    ] = "kv_aware,round_robin",
+    speed: Annotated[float, typer.Option("--speed", help="Requests come so many times as fast.")] = 1.0,
+    max_requests: Annotated[int | None, typer.Option("--requests", min=1, help="Only the first so many.")] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the policies' random choices.")] = 0,
+    workers: Annotated[
+        int, _fleet("--workers", "Workers that decode, and prefill what others don't.")
+    ] = _FLEET.num_workers,
+    prefill_workers: Annotated[
+        int, _fleet("--prefill-workers", "Workers that only prefill.", 0)
+    ] = _FLEET.num_prefill_workers,
+    transfer_gb_per_s: Annotated[
+        float, _fleet("--transfer-gb-per-s", "How fast KV blocks move between workers.", 0.001)
+    ] = _FLEET.transfer_gb_per_s,
+    routers: Annotated[int, _fleet("--routers", "Routers, which get the requests in turn.")] = _FLEET.num_routers,
+    load_age_ms: Annotated[float, _fleet("--load-age-ms", "How old the load that routers know is.", 0)] = _MS
+    * _FLEET.load_age_s,
+    num_blocks: Annotated[int, _fleet("--blocks", "KV blocks of each worker.")] = _ENGINE.num_blocks,
+    block_size: Annotated[int, _fleet("--block-size", "Tokens of a KV block.")] = _ENGINE.block_size,
+    good_ttft_ms: Annotated[
+        float, _goodput("--good-ttft-ms", "It counts requests whose first token takes no longer,")
+    ] = _OBJECTIVES.ttft_ms,
+    good_itl_ms: Annotated[
+        float, _goodput("--good-itl-ms", "and whose tokens take no longer on average.")
+    ] = _OBJECTIVES.itl_ms,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the figures there; - is standard output.")
+    ] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", dir_okay=False, help="Draw the policies side by side.")
+    ] = None,
 ) -> None:
     """Replay a trace in virtual time: the router's own policies, index, scheduler and block pool, no network, no model.
 

@@ -11,7 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.children import ChildEndedError, start_child
-from benchmarks.floors.relay_floor import (
+from benchmarks.many_streams import run as run_many_streams
+from benchmarks.paced_clock import MAX_STREAMS, PacedClock
+from benchmarks.progress import LiveLine
+from benchmarks.relay import Spread, spreads
+from benchmarks.relay_client import Tally
+from benchmarks.relay_floor import (
     ACCEPTED,
     DELTA,
     FINISHED,
@@ -20,11 +25,6 @@ from benchmarks.floors.relay_floor import (
     open_floor,
     open_request_floor,
 )
-from benchmarks.many_streams import run as run_many_streams
-from benchmarks.paced_clock import MAX_STREAMS, PacedClock
-from benchmarks.progress import LiveLine
-from benchmarks.relay import Spread, spreads
-from benchmarks.relay_client import Tally
 from benchmarks.relay_load import Clients, Job, Load, LoadFailedError, Way, Window, make_start
 from benchmarks.relay_measure import Case, Figures, Measurer, Windows, medians, stream_jobs
 from benchmarks.relay_stack import RelayStack

@@ -15,7 +15,7 @@ tick. ``place`` is a unary call; the client then sends the placement to the work
 the worker's ten steps. No process reads the messages, which have the real ones' lengths: the request that has waited
 longest gets the next answer.
 
-    python -m benchmarks.floors.relay_floor ROLE JOB      (``open_floor`` and ``open_request_floor`` start all three)
+    python -m benchmarks.relay_floor ROLE JOB      (``open_floor`` and ``open_request_floor`` start all three)
 """
 
 from __future__ import annotations
