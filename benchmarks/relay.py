@@ -21,8 +21,8 @@ import uvloop
 
 from benchmarks.paced_engine import PERIOD, STEP_S
 from benchmarks.progress import LiveLine
-from benchmarks.relay_floor import Floor, RequestFloor, open_floor, open_request_floor
-from benchmarks.relay_load import LoadFailedError, Way
+from benchmarks.relay_floor import Floor, RequestFloor, open_floor
+from benchmarks.relay_load import Load, LoadFailedError, Way
 from benchmarks.relay_measure import (
     Case,
     Figures,
@@ -190,12 +190,15 @@ async def _round(measurer: Measurer, line: LiveLine, ways: tuple[Way, ...], foun
 
 async def _measure_requests(measurer: Measurer, line: LiveLine, name: str, found: _Found) -> None:
     way, load = _REQUEST_WAYS[name], f"requests of one token, {name}"
-    async with open_request_floor(way, _NUM_REQUEST_CLIENTS, _NUM_PROMPT_TOKENS, measurer.windows) as bare:
+    async with open_floor(
+        way, Load.REQUESTS, _NUM_REQUEST_CLIENTS, measurer.windows, num_prompt_tokens=_NUM_PROMPT_TOKENS
+    ) as bare:
         with _noting(line, load, found):
             items = await measurer.requests(way, _NUM_REQUEST_CLIENTS, _NUM_PROMPT_TOKENS, bare)
             found.requests.setdefault(name, []).extend(items)
-            found.request_floor.setdefault(name, []).extend(bare.found)
-            beside = _compare(f"request_{name}", "router_cpu_ms_per_request", items, bare.found, found)
+            alone = [window.per_request() for window in bare.found]
+            found.request_floor.setdefault(name, []).extend(alone)
+            beside = _compare(f"request_{name}", "router_cpu_ms_per_request", items, alone, found)
             now = medians(items)
             line.say(
                 f"{load}: router {now.router_cpu_ms_per_request:.3f} ms each, {now.requests_per_s:.0f} a second{beside}"
@@ -206,10 +209,11 @@ async def _measure_streams(measurer: Measurer, line: LiveLine, case: Case, found
     with _noting(line, case.name, found):
         if (case.way, case.num_streams) in _FLOORS and not case.with_text:
             name = f"{case.way}_{case.num_streams}"
-            async with open_floor(case.way, case.num_streams, measurer.windows) as bare:
+            async with open_floor(case.way, Load.STREAMS, case.num_streams, measurer.windows) as bare:
                 items = await measurer.streams(case, bare)
-            found.floor.setdefault(name, []).extend(bare.found)
-            beside = _compare(name, "router_cpu_us_per_token", items, bare.found, found)
+            alone = [window.per_token(case.num_streams) for window in bare.found]
+            found.floor.setdefault(name, []).extend(alone)
+            beside = _compare(name, "router_cpu_us_per_token", items, alone, found)
         else:
             items, beside = await measurer.streams(case), ""
         found.windows.setdefault(case, []).extend(items)

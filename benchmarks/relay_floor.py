@@ -3,11 +3,11 @@
 A worker, a router and a client run as processes, with none of Quartet's code between ``read`` and ``write``: no
 parsing, text, metrics or bookkeeping. The real Router is responsible for whatever it spends beyond this.
 
-*Streams* (``open_floor``): the worker writes one message a step, at the real engine's pace. With ``session`` the router
+*Streams*: the worker writes one message a step, at the real engine's pace. With ``session`` the router
 writes one message to its only client stream. With ``generate`` it writes a small message to a tenth of its client
 streams: those whose turn it is.
 
-*Requests* (``open_request_floor``): clients ask in a closed loop. Their starts are as long as real ones with prompts of
+*Requests*: clients ask in a closed loop. Their starts are as long as real ones with prompts of
 token ids. The router passes them to the worker on one stream: all waiting starts go in one message. It answers each
 request as the real router would. With ``generate``, placement, tokens and end are a message each on the request's own
 stream. With ``session``, they are parts of the messages of one stream that all requests share, at most one message a
@@ -15,7 +15,7 @@ tick. ``place`` is a unary call; the client then sends the placement to the work
 the worker's ten steps. No process reads the messages, which have the real ones' lengths: the request that has waited
 longest gets the next answer.
 
-    python -m benchmarks.relay_floor ROLE JOB      (``open_floor`` and ``open_request_floor`` start all three)
+    python -m benchmarks.relay_floor ROLE JOB      (``open_floor`` starts all three)
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ import itertools
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Generic, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, TypeAlias
 
 import grpc
 import uvloop
@@ -49,9 +50,7 @@ from services.topology.launch import free_port
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[Any, Any]"
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-
-#: What is computed of each window.
-FiguresT = TypeVar("FiguresT")
+_Place: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]"
 
 _SERVICE = "quartet.floor.Floor"
 _TIMEOUT_S = 60.0
@@ -107,6 +106,20 @@ class BareWindow:
     worker_cpu_s: float
     count: int
 
+    def per_token(self, num_streams: int) -> Floor:
+        """The figures of a window of ``num_streams`` streams."""
+        num_tokens = self.count * num_streams / PERIOD
+        return Floor(
+            router_cpu_us_per_token=1e6 * self.cpu_s / num_tokens,
+            decode_cpu_us_per_token=1e6 * self.worker_cpu_s / num_tokens,
+        )
+
+    def per_request(self) -> RequestFloor:
+        """The figures of a window of requests."""
+        return RequestFloor(
+            router_cpu_ms_per_request=1e3 * self.cpu_s / self.count, requests_per_s=self.count / self.duration_s
+        )
+
 
 class _Role(StrEnum):
     """The part that a process plays."""
@@ -157,20 +170,17 @@ class _Job:
     router_address: str
 
 
-class BareRelay(Generic[FiguresT]):
+class BareRelay:
     """A load through a bare relay, whose processes rest between windows.
 
     Attributes:
-        found: the figures of each window so far.
+        found: each window so far.
     """
 
-    def __init__(
-        self, children: dict[_Role, Child], windows: Windows, figures: Callable[[BareWindow], FiguresT]
-    ) -> None:
-        self.found: list[FiguresT] = []
+    def __init__(self, children: Mapping[_Role, Child], windows: Windows) -> None:
+        self.found: list[BareWindow] = []
         self._children = children
         self._windows = windows
-        self._figures = figures
 
     async def begun(self) -> None:
         """Wait until all are connected and warm, then rest. Raises ``RuntimeError``, ``TimeoutError``: they failed."""
@@ -186,7 +196,7 @@ class BareRelay(Generic[FiguresT]):
         told = await self._children[_Role.ROUTER].ask(_Order.MEASURE, self._windows.window_s + _TIMEOUT_S)
         worker_cpu_s = process_cpu_s(worker_pid) - worker_cpu_s
         self._tell_all(_Order.REST)
-        self.found.append(self._figures(BareWindow(**told, worker_cpu_s=worker_cpu_s)))
+        self.found.append(BareWindow(**told, worker_cpu_s=worker_cpu_s))
 
     def _tell_all(self, order: _Order) -> None:
         for child in self._children.values():
@@ -194,106 +204,82 @@ class BareRelay(Generic[FiguresT]):
 
 
 @asynccontextmanager
-async def open_floor(way: Way, num_streams: int, windows: Windows) -> AsyncIterator[BareRelay[Floor]]:
-    """Start the three processes, with endless streams.
+async def open_floor(
+    way: Way, load: Load, count: int, windows: Windows, *, num_prompt_tokens: int = 0
+) -> AsyncIterator[BareRelay]:
+    """Start the three processes, with ``count`` streams or clients. Both Place ways are the same to the router.
 
     Raises:
         RuntimeError, TimeoutError: a process failed.
     """
-
-    def figures(window: BareWindow) -> Floor:
-        num_tokens = window.count * num_streams / PERIOD
-        return Floor(
-            router_cpu_us_per_token=1e6 * window.cpu_s / num_tokens,
-            decode_cpu_us_per_token=1e6 * window.worker_cpu_s / num_tokens,
-        )
-
-    async with _open(figures, windows, way=way, load=Load.STREAMS, count=num_streams) as relay:
-        yield relay
-
-
-@asynccontextmanager
-async def open_request_floor(
-    way: Way, num_clients: int, num_prompt_tokens: int, windows: Windows
-) -> AsyncIterator[BareRelay[RequestFloor]]:
-    """Start the three processes, with a closed loop of requests. Both Place ways are the same to the router.
-
-    Raises:
-        RuntimeError, TimeoutError: a process failed.
-    """
-
-    def figures(window: BareWindow) -> RequestFloor:
-        return RequestFloor(
-            router_cpu_ms_per_request=1e3 * window.cpu_s / window.count,
-            requests_per_s=window.count / window.duration_s,
-        )
-
-    load = {"load": Load.REQUESTS, "count": num_clients, "num_prompt_tokens": num_prompt_tokens}
-    async with _open(figures, windows, way=way, **load) as relay:
-        yield relay
-
-
-@asynccontextmanager
-async def _open(
-    figures: Callable[[BareWindow], FiguresT], windows: Windows, **load: Any
-) -> AsyncIterator[BareRelay[FiguresT]]:
     worker_address, router_address = (f"127.0.0.1:{free_port()}" for _ in range(2))
-    job = _Job(windows=windows, worker_address=worker_address, router_address=router_address, **load)
+    job = _Job(
+        way=way,
+        load=load,
+        count=count,
+        num_prompt_tokens=num_prompt_tokens,
+        windows=windows,
+        worker_address=worker_address,
+        router_address=router_address,
+    )
     async with AsyncExitStack() as exits:
         children = {role: await exits.enter_async_context(start_child(__name__, role, job)) for role in _Role}
-        relay = BareRelay(children, windows, figures)
+        relay = BareRelay(children, windows)
         await relay.begun()
         yield relay
 
 
-class _Control:
-    """The latest orders to one of the processes."""
+class _Part:
+    """What one process does; it makes load while ``loaded`` is set.
 
-    def __init__(self) -> None:
+    Attributes:
+        num_done: steps that the router has relayed, or requests that have ended at it.
+    """
+
+    def __init__(self, job: _Job) -> None:
         """The load begins at once."""
-        self._is_loaded = asyncio.Event()
-        self._is_loaded.set()
-        self._measurements: asyncio.Queue[None] = asyncio.Queue()
+        self.num_done = 0
+        self.job = job
+        self.loaded = asyncio.Event()
+        self.loaded.set()
+
+    async def run(self) -> None:
+        """Play the part until the process ends or fails."""
+        raise NotImplementedError
 
     async def obey(self) -> None:
         """Take orders until the standard input ends."""
         async for order in orders():
             if order == _Order.MEASURE:
-                self._measurements.put_nowait(None)
+                answer(await self._measure())
             elif order == _Order.LOAD:
-                self._is_loaded.set()
+                self.loaded.set()
             else:
-                self._is_loaded.clear()
-
-    async def loaded(self) -> None:
-        """Return when the process should make load."""
-        await self._is_loaded.wait()
+                self.loaded.clear()
 
     async def paced_steps(self) -> AsyncIterator[int]:
         """The number of each step of an engine, from 0, when it is due. Later steps don't make up for a late one."""
         due_at = time.monotonic()
         for step in itertools.count():
-            await self.loaded()
+            await self.loaded.wait()
             due_at = max(due_at + STEP_S, time.monotonic())
             await asyncio.sleep(max(0.0, due_at - time.monotonic()))
             yield step
 
-    async def tell_windows(self, windows: Windows, count: Callable[[], int]) -> None:
-        """In the router: measure a window of this process when told to, and report how much ``count`` grew in it.
-
-        A window goes on until ``count`` has grown.
-        """
-        await asyncio.sleep(windows.warm_up_s)
+    async def begin(self) -> None:
+        """In the router: tell that all are connected and warm."""
+        await asyncio.sleep(self.job.windows.warm_up_s)
         answer("begin")
+
+    async def _measure(self) -> Mapping[str, float]:
+        """In the router: measure a window of this process, which goes on until ``num_done`` has grown."""
+        began, num_before, cpu_s = time.monotonic(), self.num_done, time.process_time()
         while True:
-            await self._measurements.get()
-            began, num_before, cpu_s = time.monotonic(), count(), time.process_time()
-            while True:
-                await asyncio.sleep(windows.window_s)
-                if count() > num_before:  # otherwise the machine is far too busy
-                    break
-            cpu_s = time.process_time() - cpu_s
-            answer({"cpu_s": cpu_s, "count": count() - num_before, "duration_s": time.monotonic() - began})
+            await asyncio.sleep(self.job.windows.window_s)
+            if self.num_done > num_before:  # otherwise the machine is far too busy
+                break
+        cpu_s = time.process_time() - cpu_s
+        return {"cpu_s": cpu_s, "count": self.num_done - num_before, "duration_s": time.monotonic() - began}
 
 
 def main() -> None:
@@ -304,25 +290,12 @@ def main() -> None:
 async def _run(role: _Role, job: _Job) -> None:
     # The Router's poller yields (``router.__main__``). This one must too, or the ratio would show that difference.
     with yielding_poller() if role is _Role.ROUTER else nullcontext():
-        control = _Control()
-        working = asyncio.ensure_future(_work(role, job, control))
-        ended = asyncio.create_task(control.obey())
+        part = _PARTS[job.load][role](job)
+        working = asyncio.create_task(part.run())
+        ended = asyncio.create_task(part.obey())
         await asyncio.wait({working, ended}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             working.result()
-
-
-async def _work(role: _Role, job: _Job, control: _Control) -> None:
-    """Play one process's part until the process ends or fails."""
-    has_streams = job.load is Load.STREAMS
-    if role is _Role.CLIENT:
-        await (_read_streams(job) if has_streams else _run_clients(job, control))
-    elif role is _Role.WORKER:
-        worker = _StreamWorker(job, control) if has_streams else _RequestWorker(job, control)
-        await _serve(job.worker_address, {_Method.WORK: _streaming(worker.work)}, asyncio.Event().wait())
-    else:
-        router = _StreamRouter(job, control) if has_streams else _RequestRouter(job, control)
-        await _serve(job.router_address, router.methods(), router.measure())
 
 
 async def _serve(address: str, methods: dict[str, _Handler], work: Awaitable[object]) -> None:
@@ -341,67 +314,64 @@ def _streaming(handler: Callable[[object, _Context], Awaitable[None]]) -> _Handl
     return grpc.stream_stream_rpc_method_handler(handler)
 
 
-class _StreamWorker:
+class _StreamWorker(_Part):
     """Writes one message a step to each client that opens a stream."""
 
-    def __init__(self, job: _Job, control: _Control) -> None:
-        self._control = control
-        self._message = bytes(_BYTES_PER_TOKEN * job.count // PERIOD)
+    async def run(self) -> None:
+        await _serve(self.job.worker_address, {_Method.WORK: _streaming(self._work)}, asyncio.Event().wait())
 
-    async def work(self, _requests: object, context: _Context) -> None:
-        async for _ in self._control.paced_steps():
-            await context.write(self._message)
+    async def _work(self, _requests: object, context: _Context) -> None:
+        message = bytes(_BYTES_PER_TOKEN * self.job.count // PERIOD)
+        async for _ in self.paced_steps():
+            await context.write(message)
 
 
-class _StreamRouter:
+class _StreamRouter(_Part):
     """Reads the worker's stream, and writes to its clients' streams."""
 
-    def __init__(self, job: _Job, control: _Control) -> None:
-        self._job = job
-        self._control = control
+    def __init__(self, job: _Job) -> None:
+        super().__init__(job)
         self._is_each = job.way is Way.GENERATE
         self._due: list[asyncio.Event] = []
-        self._num_steps = 0
         self._all_connected = asyncio.Event()
 
-    def methods(self) -> dict[str, _Handler]:
-        return {_Method.GENERATE: _streaming(self._stream)}
-
-    async def measure(self) -> None:
-        """Relay, and report the windows."""
-        await self._all_connected.wait()
-        async with create_channel(self._job.worker_address, None) as channel, asyncio.TaskGroup() as group:
-            group.create_task(self._relay(channel))
-            await self._control.tell_windows(self._job.windows, lambda: self._num_steps)
+    async def run(self) -> None:
+        await _serve(self.job.router_address, {_Method.GENERATE: _streaming(self._stream)}, self._relay())
 
     async def _stream(self, _requests: object, context: _Context) -> None:
         due = asyncio.Event()
         self._due.append(due)
-        if len(self._due) == _num_client_streams(self._job):
+        if len(self._due) == _num_client_streams(self.job):
             self._all_connected.set()
-        message = bytes(_TOKEN_BYTES if self._is_each else _BYTES_PER_TOKEN * self._job.count // PERIOD)
+        message = bytes(_TOKEN_BYTES if self._is_each else _BYTES_PER_TOKEN * self.job.count // PERIOD)
         while True:
             await due.wait()
             due.clear()
             await context.write(message)
 
-    async def _relay(self, channel: grpc.aio.Channel) -> None:
-        call: _Call = channel.stream_stream(_Method.WORK.path)(wait_for_ready=True)
-        while await call.read() is not grpc.aio.EOF:
-            turn = self._num_steps % PERIOD if self._is_each else 0
-            self._num_steps += 1
-            for due in self._due[turn::PERIOD]:
-                due.set()
+    async def _relay(self) -> None:
+        await self._all_connected.wait()
+        async with create_channel(self.job.worker_address, None) as channel, asyncio.TaskGroup() as group:
+            group.create_task(self.begin())
+            call: _Call = channel.stream_stream(_Method.WORK.path)(wait_for_ready=True)
+            while await call.read() is not grpc.aio.EOF:
+                turn = self.num_done % PERIOD if self._is_each else 0
+                self.num_done += 1
+                for due in self._due[turn::PERIOD]:
+                    due.set()
 
 
 def _num_client_streams(job: _Job) -> int:
     return job.count if job.way is Way.GENERATE else 1
 
 
-async def _read_streams(job: _Job) -> None:
-    async with create_channel(job.router_address, None) as channel, asyncio.TaskGroup() as group:
-        for _ in range(_num_client_streams(job)):
-            group.create_task(_read_out(channel.stream_stream(_Method.GENERATE.path)(wait_for_ready=True)))
+class _StreamClient(_Part):
+    """Reads its streams, as fast as they come."""
+
+    async def run(self) -> None:
+        async with create_channel(self.job.router_address, None) as channel, asyncio.TaskGroup() as group:
+            for _ in range(_num_client_streams(self.job)):
+                group.create_task(_read_out(channel.stream_stream(_Method.GENERATE.path)(wait_for_ready=True)))
 
 
 async def _read_out(stream: _Call | _Context) -> None:
@@ -421,60 +391,57 @@ def make_place_response(num_prompt_tokens: int) -> bytes:
     return bytes(_PLACE_BYTES + _PLACE_BYTES_PER_TOKEN * num_prompt_tokens)
 
 
-class _RequestWorker:
+class _RequestWorker(_Part):
     """Answers each start when its turn comes; starts of one stream and one step are answered together."""
 
-    def __init__(self, job: _Job, control: _Control) -> None:
-        self._control = control
-        self._start_bytes = len(make_start_bytes(job.num_prompt_tokens))
+    async def run(self) -> None:
+        await _serve(self.job.worker_address, {_Method.WORK: _streaming(self._work)}, asyncio.Event().wait())
 
-    async def work(self, _requests: object, context: _Context) -> None:
+    async def _work(self, _requests: object, context: _Context) -> None:
         due = [0] * PERIOD
         async with asyncio.TaskGroup() as group:
             group.create_task(self._read(context, due))
-            async for step in self._control.paced_steps():
+            async for step in self.paced_steps():
                 turn = step % PERIOD
                 if num_answers := due[turn]:
                     due[turn] = 0
                     await context.write(WORKER_ANSWER * num_answers)
 
     async def _read(self, context: _Context, due: list[int]) -> None:
-        num_starts = 0
+        num_starts, start_bytes = 0, len(make_start_bytes(self.job.num_prompt_tokens))
         while (message := await context.read()) is not grpc.aio.EOF:
-            for _ in range(len(message) // self._start_bytes):
+            for _ in range(len(message) // start_bytes):
                 due[num_starts % PERIOD] += 1
                 num_starts += 1
 
 
-class _RequestRouter:
+class _RequestRouter(_Part):
     """Passes starts to the worker, and its answers to the clients."""
 
-    def __init__(self, job: _Job, control: _Control) -> None:
-        self._job = job
-        self._control = control
+    def __init__(self, job: _Job) -> None:
+        super().__init__(job)
         self._place_response = make_place_response(job.num_prompt_tokens)
         self._tick_s = SessionLimits().tick_s
         self._starts: list[bytes] = []
         self._has_starts = asyncio.Event()
         self._waiting: deque[Callable[[], None]] = deque()
-        self._num_requests = 0
         self._has_ended_one = asyncio.Event()
 
-    def methods(self) -> dict[str, _Handler]:
-        return {
+    async def run(self) -> None:
+        methods: dict[str, _Handler] = {
             _Method.GENERATE: _streaming(self._generate),
             _Method.SESSION: _streaming(self._session),
             _Method.PLACE: grpc.unary_unary_rpc_method_handler(self._place),
         }
+        await _serve(self.job.router_address, methods, self._relay())
 
-    async def measure(self) -> None:
-        """Relay, and report the windows."""
-        async with create_channel(self._job.worker_address, None) as channel, asyncio.TaskGroup() as group:
+    async def _relay(self) -> None:
+        async with create_channel(self.job.worker_address, None) as channel, asyncio.TaskGroup() as group:
             call: _Call = channel.stream_stream(_Method.WORK.path)(wait_for_ready=True)
             group.create_task(self._write_starts(call))
             group.create_task(self._read_answers(call))
             await self._has_ended_one.wait()
-            await self._control.tell_windows(self._job.windows, lambda: self._num_requests)
+            await self.begin()
 
     async def _generate(self, _requests: object, context: _Context) -> None:
         answered = asyncio.Event()
@@ -546,22 +513,8 @@ class _RequestRouter:
                 self._waiting.popleft()()
 
     def _count(self) -> None:
-        self._num_requests += 1
+        self.num_done += 1
         self._has_ended_one.set()
-
-
-async def _run_clients(job: _Job, control: _Control) -> None:
-    """Ask until cancelled. The first request that fails ends it."""
-    async with (
-        create_channel(job.router_address, None) as router,
-        create_channel(job.worker_address, None) as worker,
-        asyncio.TaskGroup() as group,
-    ):
-        clients = _Clients(job, control, router, worker)
-        if clients.shared is not None:
-            group.create_task(clients.shared.read())
-        for _ in range(job.count):
-            group.create_task(clients.run_one())
 
 
 class _SharedStream:
@@ -585,38 +538,50 @@ class _SharedStream:
                 self._waiting.popleft().set()
 
 
-class _Clients:
-    """What all clients of the closed loop share; ``shared`` is a stream to the router or the worker, or ``None``."""
+class _RequestClient(_Part):
+    """Asks in a closed loop. The first request that fails ends it."""
 
-    def __init__(self, job: _Job, control: _Control, router: grpc.aio.Channel, worker: grpc.aio.Channel) -> None:
-        self._control = control
-        self._way = job.way
-        self._start = make_start_bytes(job.num_prompt_tokens)
-        self._generate_method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = router.stream_stream(
-            _Method.GENERATE.path
-        )
-        self._place_method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = router.unary_unary(_Method.PLACE.path)
-        self.shared: _SharedStream | None = None
-        if job.way is not Way.GENERATE:
-            channel, method = (router, _Method.SESSION) if job.way is Way.SESSION else (worker, _Method.WORK)
-            self.shared = _SharedStream(channel.stream_stream(method.path)(wait_for_ready=True))
-
-    async def run_one(self) -> None:
-        """Run one client: it sends a request, and the next one when that has ended."""
-        while True:
-            await self._control.loaded()
-            if self.shared is None:
-                await self._generate()
+    async def run(self) -> None:
+        job = self.job
+        async with (
+            create_channel(job.router_address, None) as router,
+            create_channel(job.worker_address, None) as worker,
+            asyncio.TaskGroup() as group,
+        ):
+            if job.way is Way.GENERATE:
+                ask = partial(self._generate, router.stream_stream(_Method.GENERATE.path))
             else:
-                if self._way is not Way.SESSION:
-                    await self._place_method(self._start, wait_for_ready=True)
-                await self.shared.run(self._start)
+                channel, method = (router, _Method.SESSION) if job.way is Way.SESSION else (worker, _Method.WORK)
+                shared = _SharedStream(channel.stream_stream(method.path)(wait_for_ready=True))
+                group.create_task(shared.read())
+                place: _Place = router.unary_unary(_Method.PLACE.path)
+                ask = partial(self._share, shared, None if job.way is Way.SESSION else place)
+            for _ in range(job.count):
+                group.create_task(self._run_one(ask))
 
-    async def _generate(self) -> None:
-        call: _Call = self._generate_method(wait_for_ready=True)
-        await call.write(self._start)
+    async def _run_one(self, ask: Callable[[bytes], Awaitable[None]]) -> None:
+        """Run one client: it sends a request, and the next one when that has ended."""
+        start = make_start_bytes(self.job.num_prompt_tokens)
+        while True:
+            await self.loaded.wait()
+            await ask(start)
+
+    async def _generate(self, method: grpc.aio.StreamStreamMultiCallable[bytes, bytes], start: bytes) -> None:
+        call: _Call = method(wait_for_ready=True)
+        await call.write(start)
         await call.done_writing()
         await _read_out(call)
+
+    async def _share(self, shared: _SharedStream, place: _Place | None, start: bytes) -> None:
+        if place is not None:
+            await place(start, wait_for_ready=True)
+        await shared.run(start)
+
+
+_PARTS: Mapping[Load, Mapping[_Role, type[_Part]]] = {
+    Load.STREAMS: {_Role.WORKER: _StreamWorker, _Role.ROUTER: _StreamRouter, _Role.CLIENT: _StreamClient},
+    Load.REQUESTS: {_Role.WORKER: _RequestWorker, _Role.ROUTER: _RequestRouter, _Role.CLIENT: _RequestClient},
+}
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from benchmarks.relay_floor import (
     make_place_response,
     make_start_bytes,
     open_floor,
-    open_request_floor,
 )
 from benchmarks.relay_load import Clients, Job, Load, LoadFailedError, Way, Window, make_start
 from benchmarks.relay_measure import Case, Figures, Measurer, Windows, medians, stream_jobs
@@ -176,10 +175,10 @@ def test_the_ratio_to_grpc_is_the_median_of_the_runs_and_keeps_its_spread() -> N
 @pytest.mark.timeout(120)
 async def test_a_bare_relay_is_measured_by_either_way() -> None:
     for way in (Way.GENERATE, Way.SESSION):
-        async with open_floor(way, 20, TINY) as bare:
+        async with open_floor(way, Load.STREAMS, 20, TINY) as bare:
             for _ in range(2):
                 await bare.window()
-        for floor in bare.found:
+        for floor in (window.per_token(20) for window in bare.found):
             assert floor.router_cpu_us_per_token > 0 < floor.decode_cpu_us_per_token
         assert len(bare.found) == 2
 
@@ -188,10 +187,10 @@ async def test_a_bare_relay_is_measured_by_either_way() -> None:
 @pytest.mark.timeout(120)
 async def test_a_bare_relay_of_requests_is_measured_by_every_way() -> None:
     for way in (Way.GENERATE, Way.SESSION, Way.PLACE_PER_CLIENT):
-        async with open_request_floor(way, 2, 128, TINY) as bare:
+        async with open_floor(way, Load.REQUESTS, 2, TINY, num_prompt_tokens=128) as bare:
             for _ in range(2):
                 await bare.window()
-        for floor in bare.found:
+        for floor in (window.per_request() for window in bare.found):
             assert floor.router_cpu_ms_per_request > 0 < floor.requests_per_s
         assert len(bare.found) == 2
 
