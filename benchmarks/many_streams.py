@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import uvloop
@@ -72,13 +72,8 @@ class Results:
     bursts: Mapping[str, Burst]
 
 
-@dataclass(frozen=True)
-class _Ways:
-    way: Way
-    num_sessions: int
-
-
-_WAYS = {"generate": _Ways(Way.GENERATE, 1), "session": _Ways(Way.SESSION, 1), "sessions_8": _Ways(Way.SESSION, 8)}
+# By the names in the results: the way, and the sessions over which it spreads the streams.
+_WAYS = {"generate": (Way.GENERATE, 1), "session": (Way.SESSION, 1), "sessions_8": (Way.SESSION, 8)}
 
 
 def main() -> None:
@@ -97,11 +92,22 @@ async def run(num_streams: int, num_tokens: int) -> Results:
     """Open ``num_streams`` at once, each way, with ``num_tokens`` each; returns the figures of all ways."""
     bursts: dict[str, Burst] = {}
     with LiveLine() as line:
-        for name, ways in _WAYS.items():
+        for name, (way, num_sessions) in _WAYS.items():
             line.say(f"{name}: opening {num_streams} at once")
             # Each way gets its own stack: memory left over from one burst would hide what the next one takes.
             async with RelayStack(_LOG, line.say, period=_PERIOD) as stack:
-                burst = bursts[name] = await _measure(stack, ways, num_streams, num_tokens)
+                job = Job(
+                    router_address=stack.router_address,
+                    clock_path=str(stack.clock_path),
+                    way=way,
+                    load=Load.BURST,
+                    count=num_streams,
+                    num_opening=num_streams,
+                    num_sessions=num_sessions,
+                    num_output_tokens=num_tokens,
+                    with_text=True,
+                )
+                burst = bursts[name] = await _measure(stack, job)
             line.say(
                 f"  {burst.outcome.num_complete} complete, all accepted after {burst.outcome.accepted_s:.1f} s; "
                 f"router {burst.router.per_stream / _KIB:.1f} KiB a stream, decode {burst.decode.per_stream / _KIB:.1f}"
@@ -109,30 +115,16 @@ async def run(num_streams: int, num_tokens: int) -> Results:
     return Results(num_tokens=num_tokens, token_interval_ms=STEP_S * _PERIOD * 1e3, bursts=bursts)
 
 
-async def _measure(stack: RelayStack, ways: _Ways, num_streams: int, num_tokens: int) -> Burst:
-    await run_burst(_job(stack, ways, _NUM_FIRST_STREAMS, _NUM_FIRST_TOKENS))
+async def _measure(stack: RelayStack, job: Job) -> Burst:
+    await run_burst(replace(job, count=_NUM_FIRST_STREAMS, num_output_tokens=_NUM_FIRST_TOKENS))
     before = _memory_bytes(stack)
     peak = dict(before)
     sampling = asyncio.create_task(_sample(stack, peak))
-    outcome = await run_burst(_job(stack, ways, num_streams, num_tokens))
+    outcome = await run_burst(job)
     sampling.cancel()
     router, decode = (_compare(before[name], peak[name], outcome.max_open) for name in (ROUTER, DECODE))
-    num_lost = num_streams - outcome.num_complete
-    return Burst(num_streams=num_streams, num_refused_or_lost=num_lost, outcome=outcome, router=router, decode=decode)
-
-
-def _job(stack: RelayStack, ways: _Ways, num_streams: int, num_tokens: int) -> Job:
-    return Job(
-        router_address=stack.router_address,
-        clock_path=str(stack.clock_path),
-        way=ways.way,
-        load=Load.BURST,
-        count=num_streams,
-        num_opening=num_streams,
-        num_sessions=ways.num_sessions,
-        num_output_tokens=num_tokens,
-        with_text=True,
-    )
+    num_lost = job.count - outcome.num_complete
+    return Burst(num_streams=job.count, num_refused_or_lost=num_lost, outcome=outcome, router=router, decode=decode)
 
 
 async def _sample(stack: RelayStack, peak: dict[str, int]) -> None:

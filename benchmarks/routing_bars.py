@@ -75,11 +75,6 @@ class Bar:
     measured: float
     limit: float
 
-    @property
-    def is_met(self) -> bool:
-        """Whether the requirement is met."""
-        return self.measured <= self.limit
-
 
 def rows_of(runs: Sequence[Run]) -> list[Row]:
     """A row for each case that ran, in the order of the cases."""
