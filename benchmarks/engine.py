@@ -15,7 +15,7 @@ import gc
 import random
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -141,10 +141,9 @@ async def _run(num_rounds: Mapping[str, int]) -> Results:
         try:
             await sides.quartet.start()
             workloads: dict[str, Comparison] = {}
-            await _compare(_WARM_UP, sides, num_rounds=1)
+            await _compare(_WARM_UP, sides, range(1))
             for name in num_rounds:
-                with line.showing(_describe_progress(name)):
-                    workloads[name] = await _compare(name, sides, num_rounds[name])
+                workloads[name] = await _compare(name, sides, line.rounds(name, num_rounds[name]))
                 line.say(_describe(name, workloads[name]))
         finally:
             await sides.quartet.close()
@@ -157,11 +156,11 @@ async def _run(num_rounds: Mapping[str, int]) -> Results:
     )
 
 
-async def _compare(name: str, sides: _Sides, num_rounds: int) -> Comparison:
+async def _compare(name: str, sides: _Sides, numbers: Iterable[int]) -> Comparison:
     source = random.Random(name)
     rounds: dict[Side, list[_Round]] = {sides.quartet: [], sides.generate: [], sides.floor: []}
     num_ties = 0
-    for number in range(num_rounds):
+    for number in numbers:
         workload = WORKLOADS[name](source)
         # The sides take turns to go first, so neither gains from what the first one leaves in caches and clocks.
         turns = (sides.generate, sides.quartet) if number % 2 else (sides.quartet, sides.generate)
@@ -178,7 +177,7 @@ async def _compare(name: str, sides: _Sides, num_rounds: int) -> Comparison:
         cpu_ratio=_ratio(theirs, rounds[sides.quartet], lambda item: item.cpu_s),
         ceiling=_ratio(theirs, rounds[sides.floor], lambda item: item.wall_s) if rounds[sides.floor] else None,
         cpu_ceiling=_ratio(theirs, rounds[sides.floor], lambda item: item.cpu_s) if rounds[sides.floor] else None,
-        num_outputs=len(workload.jobs) * num_rounds,
+        num_outputs=len(workload.jobs) * len(theirs),
         num_ties=num_ties,
     )
 
@@ -222,10 +221,6 @@ def _summarise(rounds: Sequence[_Round]) -> Rounds:
         tokens_per_cpu_s=median(item.num_tokens / item.cpu_s for item in rounds),
         rounds=[item.num_tokens / item.wall_s for item in rounds],
     )
-
-
-def _describe_progress(name: str) -> Callable[[float, float], str]:
-    return lambda elapsed, _: f"{name}: {elapsed:.0f} s"
 
 
 def _describe(name: str, comparison: Comparison) -> str:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.report import Report
-from benchmarks.routing import Job, Results, find_jobs, read_runs, replay, replay_all
-from benchmarks.routing_bars import Bar, Run, bars_of, rows_of
+from benchmarks.routing import Bar, Job, Results, Run, bars_of, find_jobs, read_runs, replay, replay_all, rows_of
 from benchmarks.routing_cases import CASES, OTHERS, OURS
 from benchmarks.table import routing_tables
 from cli.replay.results import PolicyResult, Spread
