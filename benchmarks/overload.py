@@ -28,7 +28,7 @@ from benchmarks.stack import Stack
 from cli.bench.load import Load, LoadKind, Window
 from cli.bench.measure import Recorder, Totals
 from cli.bench.result import PointResult
-from cli.bench.run import BenchPlan, Limits, Point, SenderConfig, run_plan
+from cli.bench.run import BenchPlan, Limits, Point, RunObserver, SenderConfig, run_plan
 from cli.bench.workload import IntRange, WorkloadConfig
 from quartet.client import QuartetClient
 from quartet.config import build
@@ -235,7 +235,7 @@ class Phase:
     cpu: CpuUse
 
 
-class ClosedLoop:
+class ClosedLoop(RunObserver):
     """Clients against one router, made by the load generator of ``quartet bench``, which it observes.
 
     Only finished work counts: tokens of requests that ended within the window. Tokens that arrived in it do not count,

@@ -22,10 +22,9 @@ import uvloop
 from benchmarks.progress import LiveLine
 from benchmarks.report import Report, make_parser
 from benchmarks.stack import Stack
-from cli.bench.load import Load, LoadKind, Window
-from cli.bench.measure import Recorder
+from cli.bench.load import Load, LoadKind
 from cli.bench.result import LatencyMs
-from cli.bench.run import BenchPlan, Limits, Point, SenderConfig, run_plan
+from cli.bench.run import BenchPlan, Limits, RunObserver, SenderConfig, run_plan
 from cli.bench.workload import IntRange, WorkloadConfig
 from cli.traces.format import BLOCK_SIZE, TraceRequest
 from quartet.client import QuartetClient
@@ -139,7 +138,7 @@ async def _load(workload: Workload, stack: Stack) -> PolicyResult:
         seed=workload.seed,
     )
     async with QuartetClient(stack.router_address) as client:
-        [point] = await run_plan(client, plan, _Unobserved())
+        [point] = await run_plan(client, plan, RunObserver())
     if point.result.is_interrupted:
         raise asyncio.CancelledError
     metrics = await stack.metrics()
@@ -174,16 +173,6 @@ def make_trace(workload: Workload) -> list[TraceRequest]:
         )
         requests.append(request)
     return requests
-
-
-class _Unobserved:
-    """Ignores what it is told (``cli.bench.run.RunObserver``)."""
-
-    def began(self, load: Load, number: int, recorder: Recorder, window: Window) -> None:
-        pass
-
-    def ended(self, point: Point) -> None:
-        pass
 
 
 def _topology(workload: Workload, policy: str) -> Topology:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import random
 import time
+from array import array
 from collections import Counter
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,7 +20,7 @@ import uvloop
 
 from benchmarks.children import answer, orders
 from benchmarks.paced_clock import MAX_STREAMS, PacedClock
-from benchmarks.relay_load import Command, Job, Load, Opened, Outcome, Way, Window, make_start, new_latencies
+from benchmarks.relay_load import Command, Job, Load, Opened, Outcome, Way, Window, make_start
 from quartet.config import build
 from quartet.rpc.channels import create_channel
 from quartet.v1 import decode_pb2, decode_pb2_grpc, router_pb2, router_pb2_grpc
@@ -259,7 +260,7 @@ class Tally(Listener):
         """Start counting from zero, but keep all errors."""
         self._began_at = time.monotonic()
         self._num_tokens = self._num_messages = self._num_requests = 0
-        self._latencies_us = new_latencies()
+        self._latencies_us = array("i")
 
     def read(self) -> Window:
         """The counts."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -22,7 +21,6 @@ from quartet.v1 import router_pb2, types_pb2
 
 #: Output tokens of a stream: so many that it does not end while it is measured.
 ENDLESS = 500_000
-_MICROSECONDS = "i"
 # The tiny model has 2048 ids; those below the first one here are special tokens.
 _FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 2048
 _CLIENT = "benchmarks.relay_client"
@@ -214,11 +212,6 @@ def make_start(
         seed=seed,
         text_options=router_pb2.TextOptions(omit_text=not with_text),
     )
-
-
-def new_latencies() -> array[int]:
-    """An empty list of whole microseconds."""
-    return array(_MICROSECONDS)
 
 
 def _add(errors: Sequence[Mapping[str, int]]) -> dict[str, int]:

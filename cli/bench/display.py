@@ -17,14 +17,14 @@ from rich.text import Text
 from cli.bench.load import Load, Window
 from cli.bench.measure import Recorder, Totals
 from cli.bench.result import LatencyMs, PointResult
-from cli.bench.run import Point
+from cli.bench.run import Point, RunObserver
 
 _LIVE_INTERVAL_S = 0.5
 _PLAIN_INTERVAL_S = 5.0
 _BAR_WIDTH = 24
 
 
-class BenchDisplay(AbstractContextManager["BenchDisplay"]):
+class BenchDisplay(RunObserver, AbstractContextManager["BenchDisplay"]):
     """A ``RunObserver`` that shows progress on standard error: live on a terminal, else a line every five seconds.
 
     It paints three lines of text, which takes 0.1 ms. A table takes 1 ms, in which the client would notice no token.

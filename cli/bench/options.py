@@ -105,10 +105,9 @@ def _parse_sweep(text: str) -> tuple[Load, ...]:
         loads = tuple(Load(kind, float(value)) for value in values.split(","))
     except ValueError as error:
         raise _bad_sweep(text) from error
-    is_whole = all(load.value.is_integer() for load in loads)
-    if kind is LoadKind.REPLAY or not all(0 < load.value < float("inf") for load in loads):
-        raise _bad_sweep(text)
-    if kind is LoadKind.CONCURRENCY and not is_whole:
+    has_values = all(0 < load.value < float("inf") for load in loads)
+    is_whole = kind is LoadKind.RATE or all(load.value.is_integer() for load in loads)
+    if kind is LoadKind.REPLAY or not has_values or not is_whole:
         raise _bad_sweep(text)
     return loads
 

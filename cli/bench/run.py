@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Protocol
 
 from cli.bench.load import (
     Load,
@@ -84,8 +83,8 @@ class Point:
     measured: Measured
 
 
-class RunObserver(Protocol):
-    """Follows what runs."""
+class RunObserver:
+    """Follows what runs; this one ignores it."""
 
     def began(self, load: Load, number: int, recorder: Recorder, window: Window) -> None:
         """Load ``number``, from 0, begins. Only read ``recorder`` and ``window``."""
