@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,7 +78,7 @@ def run_all(benchmarks: Sequence[Benchmark], results: Path, page: Path, *, time_
     """
     report, began = Report("total", arguments=[]), time.monotonic()
     runs = [_run(benchmark, results, time_limit_s) for benchmark in benchmarks]
-    finished: Mapping[str, object] = report.finish(Total(runs=runs)) | {"command": "python -m benchmarks"}
+    finished = report.finish(Total(runs=runs)) | {"command": "python -m benchmarks"}
     write_report(finished, str(results / "total.json"))
     fill_page(page, results)
     for run in runs:

@@ -9,7 +9,6 @@ subtracting the steps and the copying of bytes is Quartet's own cost. The tiny m
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -27,12 +26,11 @@ import uvloop
 
 from benchmarks.disagg_client import Answered, ask, median_parts, split
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument
+from benchmarks.report import Report, make_parser
 from benchmarks.stack import Stack
 from benchmarks.stub_engine import ROLE_VARIABLE, STEP_S, stub_layout
 from quartet.config import build
 from quartet.rpc.channels import create_channel
-from quartet.telemetry.provenance import write_report
 from quartet.transfer.base import PoolMemory
 from quartet.v1 import router_pb2_grpc
 from services.topology.topology import DEFAULT_MODEL_PATH, ProcessPlan, Topology
@@ -143,12 +141,11 @@ class Results:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.disagg", description=__doc__.partition("\n")[0])
-    add_report_argument(parser)
+    parser = make_parser("disagg", __doc__)
     parser.add_argument("--long", action="store_true", help="more rounds")
     arguments = parser.parse_args()
     report = Report("disagg", packages=("torch", "transformers"))
-    write_report(report.finish(uvloop.run(_run(_LONG if arguments.long else Plan()))), arguments.json)
+    report.write(uvloop.run(_run(_LONG if arguments.long else Plan())), arguments.json)
 
 
 def summarize(rounds: Sequence[Round], transfer_bytes: int, *, is_paced: bool) -> LengthFigures:
@@ -215,16 +212,34 @@ async def _run(plan: Plan) -> Results:
 async def _measure(
     engine: EngineName, num_rounds: int, block_bytes: int, line: LiveLine
 ) -> Mapping[int, Sequence[Round]]:
+    """The rounds by prompt length, without those that warmed the workers up; both sides are asked in turn."""
+    rounds: dict[int, list[Round]] = {length: [] for length in _PROMPT_LENGTHS}
+    copier, rng = BlockCopier(_NUM_COPY_BLOCKS, block_bytes), random.Random(0)
+    num_all_rounds = num_rounds + _NUM_WARM_UP_ROUNDS
     async with AsyncExitStack() as exits:
-        maker = _StackMaker(Path(exits.enter_context(tempfile.TemporaryDirectory())), line.say)
-        stacks = {side: await exits.enter_async_context(maker.make(engine, side)) for side in Side}
-        stubs = {}
-        for side, stack in stacks.items():
-            channel = await exits.enter_async_context(create_channel(stack.router_address, None))
+        directory = Path(exits.enter_context(tempfile.TemporaryDirectory()))
+        stacks, stubs = {}, {}
+        for side in Side:
+            stacks[side] = await exits.enter_async_context(_make_stack(engine, side, directory, line.say))
+            channel = await exits.enter_async_context(create_channel(stacks[side].router_address, None))
             stubs[side] = router_pb2_grpc.RouterServiceStub(channel)
-        rounds = await _Rounds(engine, stubs, block_bytes, line).run(num_rounds)
-        await _check_moved(stacks[Side.DISAGG], num_rounds + _NUM_WARM_UP_ROUNDS, block_bytes)
+        for number in line.rounds(engine, num_all_rounds):
+            for length in _PROMPT_LENGTHS:
+                measured = await _round(stubs, copier, rng, length)
+                if number >= _NUM_WARM_UP_ROUNDS:
+                    rounds[length].append(measured)
+        await _check_moved(stacks[Side.DISAGG], num_all_rounds, block_bytes)
     return rounds
+
+
+async def _round(
+    stubs: Mapping[Side, router_pb2_grpc.RouterServiceAsyncStub], copier: BlockCopier, rng: random.Random, length: int
+) -> Round:
+    answered = {}
+    for side, stub in stubs.items():
+        answered[side] = await ask(stub, rng, length)
+        await asyncio.sleep(_PAUSE_S)
+    return Round(agg=answered[Side.AGG], disagg=answered[Side.DISAGG], copy_ms=copier.copy(_num_blocks(length)))
 
 
 def _summarize(
@@ -247,82 +262,27 @@ def _describe(figures: LengthFigures) -> str:
     return f"second token {second} ms{overhead}"
 
 
-@dataclass(frozen=True)
-class _StackMaker:
-    """Makes both sides' stacks; workers find each other through ``discovery_directory``."""
-
-    discovery_directory: Path
-    on_progress: Callable[[str], None]
-
-    def make(self, engine: EngineName, side: Side) -> Stack:
-        """A stack, not started yet."""
-        topology = build(Topology, self._settings(engine, side))
-        log = _LOGS / f"benchmark-disagg-{engine}-{side}.log"
-        if engine is EngineName.TINY:
-            return Stack(topology, log, self.on_progress)
-        return Stack(topology, log, self.on_progress, adapt=_stub_plan)
-
-    def _settings(self, engine: EngineName, side: Side) -> Mapping[str, object]:
-        quiet = {"log": {"level": "warning"}}
-        roles = ("prefill", "decode") if side is Side.DISAGG else ("decode",)
-        return {
-            "namespace": f"{engine}-{side}",
-            "discovery": {"kind": "file", "file": {"directory": str(self.discovery_directory)}},
-            "engine": {
-                "num_threads": 1,
-                "dtype": _DTYPE,
-                "block_size": _BLOCK_SIZE,
-                "num_blocks": _NUM_BLOCKS,
-                "max_model_len": _MAX_MODEL_LEN,
-            },
-            "router": {"overrides": {**quiet, "policy": {"local_prefill_max_tokens": 0}}},
-            "workers": [{"role": role, "overrides": quiet} for role in roles],
-            "drain_timeout_s": 0.5,
-        }
-
-
-class _Rounds:
-    """Asks both sides in turn."""
-
-    def __init__(
-        self,
-        engine: EngineName,
-        stubs: Mapping[Side, router_pb2_grpc.RouterServiceAsyncStub],
-        block_bytes: int,
-        line: LiveLine,
-    ) -> None:
-        self._engine = engine
-        self._stubs = stubs
-        self._copier = BlockCopier(_NUM_COPY_BLOCKS, block_bytes)
-        self._line = line
-        self._rng = random.Random(0)
-        self._num_done = 0
-
-    async def run(self, num_rounds: int) -> Mapping[int, Sequence[Round]]:
-        """The rounds by prompt length, without those that warmed the workers up."""
-        following = asyncio.create_task(self._line.follow(lambda elapsed, _: self._describe(elapsed, num_rounds)))
-        rounds: dict[int, list[Round]] = {length: [] for length in _PROMPT_LENGTHS}
-        try:
-            for number in range(num_rounds + _NUM_WARM_UP_ROUNDS):
-                for length in _PROMPT_LENGTHS:
-                    measured = await self._round(length)
-                    if number >= _NUM_WARM_UP_ROUNDS:
-                        rounds[length].append(measured)
-                self._num_done += 1
-        finally:
-            following.cancel()
-        return rounds
-
-    async def _round(self, length: int) -> Round:
-        answered = {}
-        for side in Side:
-            answered[side] = await ask(self._stubs[side], self._rng, length)
-            await asyncio.sleep(_PAUSE_S)
-        copy_ms = self._copier.copy(_num_blocks(length))
-        return Round(agg=answered[Side.AGG], disagg=answered[Side.DISAGG], copy_ms=copy_ms)
-
-    def _describe(self, elapsed: float, num_rounds: int) -> str:
-        return f"{self._engine}: round {self._num_done} of {num_rounds + _NUM_WARM_UP_ROUNDS}, {elapsed:.0f} s"
+def _make_stack(engine: EngineName, side: Side, discovery_directory: Path, on_progress: Callable[[str], None]) -> Stack:
+    """A stack, not started yet, whose workers find each other through ``discovery_directory``."""
+    quiet = {"log": {"level": "warning"}}
+    roles = ("prefill", "decode") if side is Side.DISAGG else ("decode",)
+    settings = {
+        "namespace": f"{engine}-{side}",
+        "discovery": {"kind": "file", "file": {"directory": str(discovery_directory)}},
+        "engine": {
+            "num_threads": 1,
+            "dtype": _DTYPE,
+            "block_size": _BLOCK_SIZE,
+            "num_blocks": _NUM_BLOCKS,
+            "max_model_len": _MAX_MODEL_LEN,
+        },
+        "router": {"overrides": {**quiet, "policy": {"local_prefill_max_tokens": 0}}},
+        "workers": [{"role": role, "overrides": quiet} for role in roles],
+        "drain_timeout_s": 0.5,
+    }
+    log = _LOGS / f"benchmark-disagg-{engine}-{side}.log"
+    adapt = _stub_plan if engine is EngineName.STUB else (lambda plan: plan)
+    return Stack(build(Topology, settings), log, on_progress, adapt=adapt)
 
 
 async def _check_moved(stack: Stack, num_rounds: int, block_bytes: int) -> None:

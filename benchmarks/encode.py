@@ -14,17 +14,17 @@ the processes of ``benchmarks.transfer`` move the embeddings that LLaVA-1.6 of 7
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import io
 import os
 import random
 import statistics
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -32,9 +32,9 @@ import uvloop
 from PIL import Image
 
 from benchmarks.disagg_client import Answered, make_start, median_parts, random_prompt, send
-from benchmarks.processes import CpuMeter, Metrics
+from benchmarks.processes import CpuMeter
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument
+from benchmarks.report import Report, make_parser
 from benchmarks.stack import Stack
 from benchmarks.transfer import Plan, Run, measure_transfer
 from benchmarks.transfer_source import PoolShape
@@ -44,7 +44,6 @@ from quartet.media.items import MediaFile, MediaItem, MediaKind
 from quartet.rpc.channels import create_channel
 from quartet.streams.convert.messages import from_encoded_item, to_encode_start
 from quartet.streams.messages import EncodedItem, EncodeStart, RequestContext
-from quartet.telemetry.provenance import write_report
 from quartet.transfer.config import TransferConfig
 from quartet.transfer.grpc.puller import TransferPuller
 from quartet.v1 import encode_pb2, encode_pb2_grpc, router_pb2, router_pb2_grpc
@@ -98,11 +97,10 @@ class Results:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.encode", description=__doc__.partition("\n")[0])
-    add_report_argument(parser)
+    parser = make_parser("encode", __doc__)
     arguments = parser.parse_args()
     report = Report("encode", packages=("torch", "transformers", "pillow"))
-    write_report(report.finish(uvloop.run(_run())), arguments.json)
+    report.write(uvloop.run(_run()), arguments.json)
 
 
 def make_stack(discovery_directory: Path, on_progress: Callable[[str], None], *, log: Path = _LOG) -> Stack:
@@ -165,8 +163,8 @@ class RateFigures:
     others_share: float
 
 
-async def measure_rate(stack: Stack, num_rounds: int, on_round: Callable[[int], None]) -> Mapping[str, RateFigures]:
-    """The figures by ``Load``. ``on_round`` gets the number of each round; round 0 warms the worker up.
+async def measure_rate(stack: Stack, rounds: Iterable[int]) -> Mapping[str, RateFigures]:
+    """The figures by ``Load``. ``rounds`` are the numbers of the rounds; round 0 warms the worker up.
 
     Raises:
         grpc.aio.AioRpcError: the worker refused an image.
@@ -175,8 +173,7 @@ async def measure_rate(stack: Stack, num_rounds: int, on_round: Callable[[int], 
     samples: dict[Load, list[Sample]] = {load: [] for load in Load}
     rng = random.Random(0)
     async with _connected(stack) as client:
-        for number in range(num_rounds + 1):
-            on_round(number)
+        for number in rounds:
             for load in Load:
                 sample = await client.take(_TURNS[load], rng)
                 if number:
@@ -228,8 +225,8 @@ class TtftFigures:
     parts_ms: Mapping[str, Mapping[str, float]]
 
 
-async def measure_ttft(stack: Stack, num_rounds: int, on_round: Callable[[int], None]) -> TtftFigures:
-    """Ask ``num_rounds`` times for each ``Prompt``, after some rounds to warm up; ``on_round`` gets the round's number.
+async def measure_ttft(stack: Stack, rounds: Iterable[int]) -> TtftFigures:
+    """Ask for each ``Prompt`` in each of ``rounds``, of which the first two warm the workers up.
 
     Raises:
         grpc.aio.AioRpcError: a request failed.
@@ -237,16 +234,15 @@ async def measure_ttft(stack: Stack, num_rounds: int, on_round: Callable[[int], 
     """
     before = (await stack.metrics())[ENCODE]
     rng = random.Random(1)
-    rounds = []
     async with create_channel(stack.router_address, None) as channel:
         stub = router_pb2_grpc.RouterServiceStub(channel)
-        for number in range(num_rounds + _NUM_WARM_UP_ROUNDS):
-            on_round(number)
-            rounds.append(await _round(stub, rng))
+        answered = [await _round(stub, rng) for _ in rounds]
     num_encoded = (await stack.metrics())[ENCODE].since(before).total("quartet_encode_batched_items_total")
-    if num_encoded != _NUM_NEW_IMAGES * len(rounds):
-        raise RuntimeError(f"{num_encoded:.0f} images were encoded in {len(rounds)} rounds, not {_NUM_NEW_IMAGES} each")
-    return summarize_ttft(rounds[_NUM_WARM_UP_ROUNDS:])
+    if num_encoded != _NUM_NEW_IMAGES * len(answered):
+        raise RuntimeError(
+            f"{num_encoded:.0f} images were encoded in {len(answered)} rounds, not {_NUM_NEW_IMAGES} each"
+        )
+    return summarize_ttft(answered[_NUM_WARM_UP_ROUNDS:])
 
 
 def summarize_ttft(rounds: Sequence[Mapping[Prompt, Answered]]) -> TtftFigures:
@@ -299,41 +295,21 @@ async def _run() -> Results:
     with LiveLine() as line, tempfile.TemporaryDirectory() as directory:
         pulls = await measure_transfer(_PULLS, line)
         async with make_stack(Path(directory), line.say) as stack:
-            with _shown("images a second", _NUM_RATE_ROUNDS, line) as on_round:
-                worker = await measure_rate(stack, _NUM_RATE_ROUNDS, on_round)
+            worker = await measure_rate(stack, line.rounds("images a second", _NUM_RATE_ROUNDS + 1))
             line.say(
                 "images a second: " + _describe({load: f"{item.images_per_s:.0f}" for load, item in worker.items()})
             )
-            with _shown("time to the first token", _NUM_TTFT_ROUNDS, line) as on_round:
-                ttft = await measure_ttft(stack, _NUM_TTFT_ROUNDS, on_round)
+            num_ttft_rounds = _NUM_TTFT_ROUNDS + _NUM_WARM_UP_ROUNDS
+            ttft = await measure_ttft(stack, line.rounds("time to the first token", num_ttft_rounds))
             line.say("TTFT, p50 ms: " + _describe({prompt: f"{item.p50:.1f}" for prompt, item in ttft.ttft_ms.items()}))
     return Results(
         num_rate_rounds=_NUM_RATE_ROUNDS,
         num_ttft_rounds=_NUM_TTFT_ROUNDS,
         images_per_s={load: figures.images_per_s for load, figures in worker.items()},
         worker=worker,
-        ttft_ms=ttft.ttft_ms,
-        parts_ms=ttft.parts_ms,
         pulls=pulls,
+        **vars(ttft),
     )
-
-
-@contextmanager
-def _shown(name: str, num_rounds: int, line: LiveLine) -> Iterator[Callable[[int], None]]:
-    """Yields a function that takes a round's number and shows it."""
-    latest = 0
-
-    def on_round(number: int) -> None:
-        nonlocal latest
-        latest = number
-
-    showing = asyncio.create_task(
-        line.follow(lambda elapsed, _: f"{name}: round {latest} of {num_rounds}, {elapsed:.0f} s")
-    )
-    try:
-        yield on_round
-    finally:
-        showing.cancel()
 
 
 def _describe(values: Mapping[str, str]) -> str:
@@ -351,11 +327,6 @@ class _Turn:
     num_images_each: int
     num_at_once: int
 
-    @property
-    def num_images(self) -> int:
-        """Images of all streams together."""
-        return self.num_streams * self.num_images_each
-
 
 class _Client:
     """Asks the Encode worker of ``stack``, and releases what it holds."""
@@ -367,15 +338,16 @@ class _Client:
 
     async def take(self, turn: _Turn, rng: random.Random) -> Sample:
         """Run one turn, with images made beforehand."""
-        streams = [_make_start(turn.num_images_each, rng) for _ in range(turn.num_streams)]
-        before = await self._metrics()
+        starts = [_make_start(turn.num_images_each, rng) for _ in range(turn.num_streams)]
+        before = (await self._stack.metrics())[ENCODE]
         meter = CpuMeter({ENCODE: self._stack.pids[ENCODE], _CLIENT: os.getpid()})
-        items = await self._encode_all(streams, turn.num_at_once)
+        items = await self._encode_all(starts, turn.num_at_once)
         use = meter.read()
-        tower = (await self._metrics()).since(before)
+        tower = (await self._stack.metrics())[ENCODE].since(before)
         await asyncio.gather(*(self._puller.claim_for_another(item.hand_off).release() for item in items))
-        if not len(items) == turn.num_images == tower.total("quartet_encode_batched_items_total"):
-            raise RuntimeError(f"{len(items)} of {turn.num_images} images came, or not each of them was encoded")
+        num_images = turn.num_streams * turn.num_images_each
+        if not len(items) == num_images == tower.total("quartet_encode_batched_items_total"):
+            raise RuntimeError(f"{len(items)} of {num_images} images came, or not each of them was encoded")
         return Sample(
             duration_s=use.duration_s,
             cpu_s=use.cpu_s[ENCODE],
@@ -389,23 +361,15 @@ class _Client:
 
         async def take_turns() -> None:
             for start in left:
-                items.extend(await self._encode(start))
+                requests = iter([encode_pb2.EncodeRequest(start=start)])
+                async for response in self._stub.Encode(requests, timeout=_TIMEOUT_S):
+                    if response.HasField("encoded"):
+                        items.append(from_encoded_item(response.encoded))
 
         async with asyncio.TaskGroup() as group:
             for _ in range(num_at_once):
                 group.create_task(take_turns())
         return items
-
-    async def _encode(self, start: encode_pb2.EncodeStart) -> list[EncodedItem]:
-        requests = iter([encode_pb2.EncodeRequest(start=start)])
-        return [
-            from_encoded_item(response.encoded)
-            async for response in self._stub.Encode(requests, timeout=_TIMEOUT_S)
-            if response.HasField("encoded")
-        ]
-
-    async def _metrics(self) -> Metrics:
-        return (await self._stack.metrics())[ENCODE]
 
 
 @asynccontextmanager
@@ -427,27 +391,22 @@ def _make_start(num_images: int, rng: random.Random) -> encode_pb2.EncodeStart:
 
 async def _round(stub: router_pb2_grpc.RouterServiceAsyncStub, rng: random.Random) -> Mapping[Prompt, Answered]:
     small, large = (
-        _WithImage(router_pb2.MediaPart(data=file), [_IMAGE_TOKEN_ID, *random_prompt(rng, _NUM_TEXT_TOKENS)])
+        partial(
+            make_start,
+            [_IMAGE_TOKEN_ID, *random_prompt(rng, _NUM_TEXT_TOKENS)],
+            media=[router_pb2.MediaPart(data=file)],
+        )
         for file in (noise_image(rng), photo(rng))
     )
     starts = {
-        Prompt.NEW: small.start(),
-        Prompt.CACHED_EMBEDDINGS: small.start(_OTHER_SALT),
-        Prompt.CACHED_PREFIX: small.start(),
+        Prompt.NEW: small(),
+        Prompt.CACHED_EMBEDDINGS: small(cache_salt=_OTHER_SALT),
+        Prompt.CACHED_PREFIX: small(),
         Prompt.TEXT: make_start(random_prompt(rng, NUM_PROMPT_TOKENS)),
-        Prompt.PHOTO_NEW: large.start(),
-        Prompt.PHOTO_CACHED_EMBEDDINGS: large.start(_OTHER_SALT),
+        Prompt.PHOTO_NEW: large(),
+        Prompt.PHOTO_CACHED_EMBEDDINGS: large(cache_salt=_OTHER_SALT),
     }
     return {prompt: checked(prompt, await send(stub, start)) for prompt, start in starts.items()}
-
-
-@dataclass(frozen=True)
-class _WithImage:
-    part: router_pb2.MediaPart
-    token_ids: Sequence[int]
-
-    def start(self, cache_salt: str = "") -> router_pb2.GenerateStart:
-        return make_start(self.token_ids, media=[self.part], cache_salt=cache_salt)
 
 
 def _quantiles(values: Sequence[float]) -> Quantiles:

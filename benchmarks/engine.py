@@ -15,7 +15,7 @@ import gc
 import random
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -25,6 +25,7 @@ import torch
 from benchmarks.engine_sides import (
     NUM_THREADS,
     WORKLOADS,
+    Floor,
     GenerateSide,
     QuartetSide,
     Side,
@@ -32,11 +33,9 @@ from benchmarks.engine_sides import (
     Workload,
     write_checkpoint,
 )
-from benchmarks.floors.engine_floor import Floor
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument
+from benchmarks.report import Report, make_parser
 from quartet.engine.scheduler import SchedulerConfig
-from quartet.telemetry.provenance import write_report
 
 _ROUNDS = 5
 # Rounds of the short form. A round of these two takes 24 and 16 s of CPU time, one of all the others together 8 s.
@@ -115,12 +114,11 @@ def main() -> None:
     report = Report("engine", packages=("torch", "transformers"))
     names = arguments.only or list(WORKLOADS)
     results = asyncio.run(_run({name: rounds_of(name, is_short=arguments.short) for name in names}))
-    write_report(report.finish(results), arguments.json)
+    report.write(results, arguments.json)
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__.partition("\n")[0])
-    add_report_argument(parser)
+    parser = make_parser("engine", __doc__)
     parser.add_argument("--short", action="store_true", help=f"fewer than {_ROUNDS} rounds of what takes long")
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, metavar="NAME", help=", ".join(WORKLOADS))
     return parser.parse_args()
@@ -143,12 +141,9 @@ async def _run(num_rounds: Mapping[str, int]) -> Results:
         try:
             await sides.quartet.start()
             workloads: dict[str, Comparison] = {}
-            await _compare(_WARM_UP, sides, num_rounds=1)
+            await _compare(_WARM_UP, sides, range(1))
             for name in num_rounds:
-                async with asyncio.TaskGroup() as group:
-                    live = group.create_task(line.follow(_describe_progress(name)))
-                    workloads[name] = await _compare(name, sides, num_rounds[name])
-                    live.cancel()
+                workloads[name] = await _compare(name, sides, line.rounds(name, num_rounds[name]))
                 line.say(_describe(name, workloads[name]))
         finally:
             await sides.quartet.close()
@@ -161,36 +156,34 @@ async def _run(num_rounds: Mapping[str, int]) -> Results:
     )
 
 
-async def _compare(name: str, sides: _Sides, num_rounds: int) -> Comparison:
+async def _compare(name: str, sides: _Sides, numbers: Iterable[int]) -> Comparison:
     source = random.Random(name)
-    ours: list[_Round] = []
-    theirs: list[_Round] = []
-    bare: list[_Round] = []
+    rounds: dict[Side, list[_Round]] = {sides.quartet: [], sides.generate: [], sides.floor: []}
     num_ties = 0
-    for number in range(num_rounds):
+    for number in numbers:
         workload = WORKLOADS[name](source)
         # The sides take turns to go first, so neither gains from what the first one leaves in caches and clocks.
-        if number % 2:
-            measured, expected = await _measure(sides.generate, workload)
-            mine, tokens = await _measure(sides.quartet, workload)
-        else:
-            mine, tokens = await _measure(sides.quartet, workload)
-            measured, expected = await _measure(sides.generate, workload)
-        if workload.counts_prompts:
-            bare.append((await _measure(sides.floor, workload))[0])
-        num_ties += count_ties(workload, tokens, expected, sides.generate)
-        ours.append(mine)
-        theirs.append(measured)
+        turns = (sides.generate, sides.quartet) if number % 2 else (sides.quartet, sides.generate)
+        outputs: dict[Side, Tokens] = {}
+        for side in (*turns, sides.floor) if workload.counts_prompts else turns:
+            measured, outputs[side] = await _measure(side, workload)
+            rounds[side].append(measured)
+        num_ties += count_ties(workload, outputs[sides.quartet], outputs[sides.generate], sides.generate)
+    theirs = rounds[sides.generate]
     return Comparison(
-        quartet=_summarise(ours),
+        quartet=_summarise(rounds[sides.quartet]),
         generate=_summarise(theirs),
-        ratio=median(b.wall_s / a.wall_s for a, b in zip(ours, theirs, strict=True)),
-        cpu_ratio=median(b.cpu_s / a.cpu_s for a, b in zip(ours, theirs, strict=True)),
-        ceiling=median(b.wall_s / a.wall_s for a, b in zip(bare, theirs, strict=True)) if bare else None,
-        cpu_ceiling=median(b.cpu_s / a.cpu_s for a, b in zip(bare, theirs, strict=True)) if bare else None,
-        num_outputs=len(workload.jobs) * num_rounds,
+        ratio=_ratio(theirs, rounds[sides.quartet], lambda item: item.wall_s),
+        cpu_ratio=_ratio(theirs, rounds[sides.quartet], lambda item: item.cpu_s),
+        ceiling=_ratio(theirs, rounds[sides.floor], lambda item: item.wall_s) if rounds[sides.floor] else None,
+        cpu_ceiling=_ratio(theirs, rounds[sides.floor], lambda item: item.cpu_s) if rounds[sides.floor] else None,
+        num_outputs=len(workload.jobs) * len(theirs),
         num_ties=num_ties,
     )
+
+
+def _ratio(rounds: Sequence[_Round], others: Sequence[_Round], time_s: Callable[[_Round], float]) -> float:
+    return median(time_s(one) / time_s(other) for one, other in zip(rounds, others, strict=True))
 
 
 async def _measure(side: Side, workload: Workload) -> tuple[_Round, Tokens]:
@@ -228,10 +221,6 @@ def _summarise(rounds: Sequence[_Round]) -> Rounds:
         tokens_per_cpu_s=median(item.num_tokens / item.cpu_s for item in rounds),
         rounds=[item.num_tokens / item.wall_s for item in rounds],
     )
-
-
-def _describe_progress(name: str) -> Callable[[float, float], str]:
-    return lambda elapsed, _: f"{name}: {elapsed:.0f} s"
 
 
 def _describe(name: str, comparison: Comparison) -> str:

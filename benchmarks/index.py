@@ -7,7 +7,6 @@ Each size is measured in a process of its own.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import random
 import time
@@ -21,9 +20,8 @@ import uvloop
 from benchmarks.index_case import Case, Percentiles, measure_case, percentiles
 from benchmarks.index_rebuild import Rebuild, measure_rebuild
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument
+from benchmarks.report import Report, make_parser
 from quartet.kvcache.block_hash import sequence_hashes
-from quartet.telemetry.provenance import write_report
 
 _WORKERS = (10, 100, 1000)
 _SHORT_BLOCKS, _LONG_BLOCKS = (1_000_000,), (1_000_000, 10_000_000)
@@ -51,12 +49,11 @@ class Results:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.index", description=__doc__.partition("\n")[0])
-    add_report_argument(parser)
+    parser = make_parser("index", __doc__)
     parser.add_argument("--short", action="store_true", help="leave out the index of 10 million blocks")
     arguments = parser.parse_args()
     report = Report("index", packages=("xxhash",))
-    write_report(report.finish(_run(_SHORT_BLOCKS if arguments.short else _LONG_BLOCKS)), arguments.json)
+    report.write(_run(_SHORT_BLOCKS if arguments.short else _LONG_BLOCKS), arguments.json)
 
 
 def _run(sizes: Sequence[int]) -> Results:

@@ -16,7 +16,8 @@ from pathlib import Path
 from resource import getpagesize
 from typing import TypeVarTuple
 
-from quartet.discovery.base import Rank
+from quartet.discovery.base import Rank, Role, WorkerRecord
+from quartet.discovery.host import host_identity
 from quartet.events.kv import Tier
 from router.kv_index.index import Matches, PrefixIndex
 
@@ -25,8 +26,8 @@ _NUM_LOOKUPS = 10_000
 _NUM_LOOKUPS_AT_ONCE = 1_000
 _NUM_PREDICTED = 100
 _NUM_REMOVED_RUNS = 2_000
-#: Blocks of one prompt.
-PROMPT_BLOCKS = 256
+#: Blocks of one prompt, and tokens of a block.
+PROMPT_BLOCKS, BLOCK_SIZE = 256, 32
 _NUM_SYSTEM_PROMPTS = 100
 _SYSTEM_PROMPT_BLOCKS = (16, 64)
 _SECOND_PLACE_SHARE = 0.3
@@ -113,6 +114,26 @@ def percentiles(times_us: Sequence[float]) -> Percentiles:
     """The percentiles of at least one time."""
     ordered = sorted(times_us)
     return Percentiles(p50=ordered[len(ordered) // 2], p99=ordered[len(ordered) * 99 // 100])
+
+
+def make_record(worker_id: str, role: Role, num_blocks: int) -> WorkerRecord:
+    """A worker whose blocks hold 32 tokens; it can't be reached."""
+    return WorkerRecord(
+        worker_id=worker_id,
+        role=role,
+        epoch=1,
+        grpc_address="127.0.0.1:1",
+        events_address="",
+        model_name="model",
+        model_fingerprint="0" * 64,
+        host=host_identity(),
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_model_len=131_072,
+        transfer_ways=(),
+        sampling_fields=(),
+        contract_version="quartet.v1",
+    )
 
 
 @dataclass(frozen=True)

@@ -1,32 +1,26 @@
 """How long a router that just started needs until it knows which blocks its workers hold.
 
-Each worker is a process of this module. It answers StreamKvSnapshot, the only part of a worker that a router needs to
-rebuild its index. It prints its port as JSON and ends with its standard input.
-
-    python -m benchmarks.index_rebuild --num-blocks N --seed N      (``measure_rebuild`` starts them)
+Each worker is a process of this module, which ``measure_rebuild`` starts. It answers StreamKvSnapshot, the only part of
+a worker that a router needs to rebuild its index. It tells its port, and ends with its standard input.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import statistics
-import sys
 import time
 from array import array
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 
 import uvloop
 
-from benchmarks.index_case import PROMPT_BLOCKS
-from quartet.discovery.base import Rank, Role, WorkerRecord
-from quartet.discovery.host import host_identity
+from benchmarks.children import answer, argument, orders, start_child
+from benchmarks.index_case import PROMPT_BLOCKS, make_record
+from quartet.discovery.base import Rank, Role
 from quartet.events.kv import KvSnapshot, StoredBlocks, Tier
 from quartet.events.load import WorkerLoad
 from quartet.rpc.channels import create_channel
@@ -69,7 +63,12 @@ async def measure_rebuild(num_workers: int, num_blocks: int, num_runs: int) -> R
     """
     wall_s: list[float] = []
     cpu_s: list[float] = []
-    async with asyncio.timeout(_TIMEOUT_S), _workers(num_workers, num_blocks // num_workers) as ports:
+    async with asyncio.timeout(_TIMEOUT_S), AsyncExitStack() as exits:
+        children = [
+            await exits.enter_async_context(start_child("benchmarks.index_rebuild", num_blocks // num_workers, seed))
+            for seed in range(num_workers)
+        ]
+        ports = [await child.read(_TIMEOUT_S) for child in children]
         for _ in range(num_runs):
             began, cpu_began = time.perf_counter(), time.process_time()
             index = await _rebuild(ports)
@@ -81,12 +80,8 @@ async def measure_rebuild(num_workers: int, num_blocks: int, num_runs: int) -> R
 
 
 def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.index_rebuild", description=__doc__.partition("\n")[0])
-    parser.add_argument("--num-blocks", type=int, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    arguments = parser.parse_args()
-    uvloop.run(_serve(_Worker(arguments.num_blocks, arguments.seed)))
+    """Be a worker: the arguments are how many blocks it holds, and the seed of their hashes."""
+    uvloop.run(_serve(_Worker(argument(0), argument(1))))
 
 
 async def _rebuild(ports: Sequence[int]) -> PrefixIndex:
@@ -104,36 +99,6 @@ async def _take(index: PrefixIndex, rank: Rank, port: int) -> None:
                 index.store(rank, stored.parent_hash, stored.sequence_hashes, stored.tier)
 
 
-@asynccontextmanager
-async def _workers(count: int, num_blocks: int) -> AsyncIterator[list[int]]:
-    """Run ``count`` worker processes; yields their ports."""
-    processes: list[Process] = []
-    try:
-        for seed in range(count):
-            processes.append(
-                await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "benchmarks.index_rebuild"),
-                    *("--num-blocks", str(num_blocks), "--seed", str(seed)),
-                    stdin=PIPE,
-                    stdout=PIPE,
-                )
-            )
-        yield [await _port(process) for process in processes]
-    finally:
-        for process in processes:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
-
-
-async def _port(process: Process) -> int:
-    assert process.stdout is not None
-    line = await process.stdout.readline()
-    if not line:
-        raise RuntimeError(f"a worker ended with exit code {await process.wait()}")
-    return int(json.loads(line)["port"])
-
-
 class _Worker:
     """Holds chains as long as the benchmark's prompts (``services.workers.servicer.WorkerFace``)."""
 
@@ -145,22 +110,7 @@ class _Worker:
             parents[chain[0]] = None
             parents.update((block, parent) for parent, block in pairwise(chain))
         self._snapshot = KvSnapshot(_BATCHES, [StoredBlocks(0, parents)])
-        self.record = WorkerRecord(
-            worker_id=f"worker-{seed}",
-            role=Role.PREFILL,
-            epoch=seed,
-            grpc_address="127.0.0.1:1",
-            events_address="",
-            model_name="none",
-            model_fingerprint="0" * 64,
-            host=host_identity(),
-            num_blocks=num_blocks,
-            block_size=32,
-            max_model_len=32 * PROMPT_BLOCKS,
-            transfer_ways=("grpc",),
-            sampling_fields=(),
-            contract_version="quartet.v1",
-        )
+        self.record = make_record(f"worker-{seed}", Role.PREFILL, num_blocks)
         self.uptime_s = 0.0
 
     def sample_load(self) -> WorkerLoad:
@@ -177,8 +127,9 @@ async def _serve(worker: _Worker) -> None:
     servicer = WorkerServicer(dict)
     servicer.serve(worker)
     server = RpcServer(ServerConfig(), [worker_service(servicer)])
-    print(json.dumps({"port": await server.start()}), flush=True)
-    await asyncio.to_thread(sys.stdin.read)
+    answer(await server.start())
+    async for _ in orders():
+        pass
     await server.drain(0.0)
 
 

@@ -7,23 +7,19 @@ All are open together, and the client follows each to its end: every token must 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import uvloop
 
-from benchmarks.many_streams_client import Outcome
 from benchmarks.paced_engine import STEP_S
 from benchmarks.progress import LiveLine
-from benchmarks.relay_load import Job, Way, encode_job
+from benchmarks.relay_load import Job, Load, Outcome, Way, run_burst
 from benchmarks.relay_stack import DECODE, ROUTER, RelayStack
-from benchmarks.report import Report, add_report_argument
-from quartet.telemetry.provenance import write_report
+from benchmarks.report import Report, make_parser
 
 _LOG = Path(".run/benchmark-many-streams.log")
 _NUM_STREAMS = 2_000
@@ -34,7 +30,6 @@ _NUM_TOKENS, _NUM_TOKENS_SHORT = 100, 30
 # These make the Router create everything that it creates only once, before its memory is measured.
 _NUM_FIRST_STREAMS, _NUM_FIRST_TOKENS = 16, 4
 _SAMPLE_INTERVAL_S = 0.05
-_TIMEOUT_S = 240.0
 _KIB = 1024
 
 
@@ -70,107 +65,66 @@ class Burst:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """By way: ``generate``, ``session`` (all on one), ``sessions_8`` (spread over eight).
-
-    Attributes:
-        absent: ways that the router does not offer, with the router's message.
-    """
+    """By way: ``generate``, ``session`` (all on one), ``sessions_8`` (spread over eight)."""
 
     num_tokens: int
     token_interval_ms: float
     bursts: Mapping[str, Burst]
-    absent: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class _Ways:
-    way: Way
-    num_sessions: int
-
-
-_WAYS = {"generate": _Ways(Way.GENERATE, 1), "session": _Ways(Way.SESSION, 1), "sessions_8": _Ways(Way.SESSION, 8)}
+# By the names in the results: the way, and the sessions over which it spreads the streams.
+_WAYS = {"generate": (Way.GENERATE, 1), "session": (Way.SESSION, 1), "sessions_8": (Way.SESSION, 8)}
 
 
 def main() -> None:
     """Run the command line; the exit code is 1 where a request was refused or lost."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.many_streams", description=__doc__.partition("\n")[0])
-    add_report_argument(parser)
+    parser = make_parser("many_streams", __doc__)
     parser.add_argument("--streams", type=int, default=_NUM_STREAMS, help=f"opened at once ({_NUM_STREAMS})")
     parser.add_argument("--short", action="store_true", help=f"{_NUM_TOKENS_SHORT} tokens each, not {_NUM_TOKENS}")
     arguments = parser.parse_args()
     report = Report("many_streams", packages=("uvloop",))
     results = uvloop.run(run(arguments.streams, _NUM_TOKENS_SHORT if arguments.short else _NUM_TOKENS))
-    write_report(report.finish(results), arguments.json)
+    report.write(results, arguments.json)
     sys.exit(any(burst.num_refused_or_lost for burst in results.bursts.values()))
 
 
 async def run(num_streams: int, num_tokens: int) -> Results:
     """Open ``num_streams`` at once, each way, with ``num_tokens`` each; returns the figures of all ways."""
     bursts: dict[str, Burst] = {}
-    absent: dict[str, str] = {}
     with LiveLine() as line:
-        for name, ways in _WAYS.items():
+        for name, (way, num_sessions) in _WAYS.items():
             line.say(f"{name}: opening {num_streams} at once")
             # Each way gets its own stack: memory left over from one burst would hide what the next one takes.
             async with RelayStack(_LOG, line.say, period=_PERIOD) as stack:
-                burst = await _measure(stack, ways, num_streams, num_tokens)
-            if burst.outcome.absent is not None:
-                absent[name] = burst.outcome.absent
-                line.say(f"  absent: {burst.outcome.absent}")
-                continue
-            bursts[name] = burst
+                job = Job(
+                    router_address=stack.router_address,
+                    clock_path=str(stack.clock_path),
+                    way=way,
+                    load=Load.BURST,
+                    count=num_streams,
+                    num_opening=num_streams,
+                    num_sessions=num_sessions,
+                    num_output_tokens=num_tokens,
+                    with_text=True,
+                )
+                burst = bursts[name] = await _measure(stack, job)
             line.say(
                 f"  {burst.outcome.num_complete} complete, all accepted after {burst.outcome.accepted_s:.1f} s; "
                 f"router {burst.router.per_stream / _KIB:.1f} KiB a stream, decode {burst.decode.per_stream / _KIB:.1f}"
             )
-    return Results(num_tokens=num_tokens, token_interval_ms=STEP_S * _PERIOD * 1e3, bursts=bursts, absent=absent)
+    return Results(num_tokens=num_tokens, token_interval_ms=STEP_S * _PERIOD * 1e3, bursts=bursts)
 
 
-async def _measure(stack: RelayStack, ways: _Ways, num_streams: int, num_tokens: int) -> Burst:
-    first = await _load(_job(stack, ways, _NUM_FIRST_STREAMS, _NUM_FIRST_TOKENS))
+async def _measure(stack: RelayStack, job: Job) -> Burst:
+    await run_burst(replace(job, count=_NUM_FIRST_STREAMS, num_output_tokens=_NUM_FIRST_TOKENS))
     before = _memory_bytes(stack)
     peak = dict(before)
-    if first.absent is None:
-        sampling = asyncio.create_task(_sample(stack, peak))
-        outcome = await _load(_job(stack, ways, num_streams, num_tokens))
-        sampling.cancel()
-    else:
-        outcome = first
+    sampling = asyncio.create_task(_sample(stack, peak))
+    outcome = await run_burst(job)
+    sampling.cancel()
     router, decode = (_compare(before[name], peak[name], outcome.max_open) for name in (ROUTER, DECODE))
-    num_lost = num_streams - outcome.num_complete
-    return Burst(num_streams=num_streams, num_refused_or_lost=num_lost, outcome=outcome, router=router, decode=decode)
-
-
-def _job(stack: RelayStack, ways: _Ways, num_streams: int, num_tokens: int) -> Job:
-    return Job(
-        router_address=stack.router_address,
-        clock_path=str(stack.clock_path),
-        way=ways.way,
-        count=num_streams,
-        num_sessions=ways.num_sessions,
-        num_output_tokens=num_tokens,
-        with_text=True,
-    )
-
-
-async def _load(job: Job) -> Outcome:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "benchmarks.many_streams_client"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
-        async with asyncio.timeout(_TIMEOUT_S):
-            output, _ = await process.communicate(f"{encode_job(job)}\n".encode())
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        raise RuntimeError(f"the load client ended with exit code {process.returncode}")
-    values = json.loads(output)
-    return Outcome(**{item.name: values[item.name] for item in fields(Outcome)})
+    num_lost = job.count - outcome.num_complete
+    return Burst(num_streams=job.count, num_refused_or_lost=num_lost, outcome=outcome, router=router, decode=decode)
 
 
 async def _sample(stack: RelayStack, peak: dict[str, int]) -> None:

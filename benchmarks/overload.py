@@ -15,25 +15,23 @@ import argparse
 import asyncio
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import uvloop
 
 from benchmarks.processes import CpuMeter, CpuUse, Evidence, collect_evidence
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument
+from benchmarks.report import Report, make_parser
 from benchmarks.stack import Stack
 from cli.bench.load import Load, LoadKind, Window
 from cli.bench.measure import Recorder, Totals
-from cli.bench.run import BenchPlan, Limits, Point, SenderConfig, run_plan
+from cli.bench.result import PointResult
+from cli.bench.run import BenchPlan, Limits, Point, RunObserver, SenderConfig, run_plan
 from cli.bench.workload import IntRange, WorkloadConfig
 from quartet.client import QuartetClient
 from quartet.config import build
-from quartet.telemetry.provenance import write_report
 from services.topology.topology import Topology
 
 _BLOCK_SIZE = 32
@@ -163,10 +161,10 @@ def main() -> None:
     if arguments.seconds is not None:
         plan = replace(plan, overload_s=arguments.seconds)
     report = Report("overload", packages=("torch", "transformers"))
-    written = report.finish(uvloop.run(_run(plan)))
-    write_report(written, arguments.json)
+    results = uvloop.run(_run(plan))
+    report.write(results, arguments.json)
     if arguments.plot is not None:
-        _plot(written, arguments.plot)
+        _plot(results, arguments.plot)
 
 
 def next_level(plan: Plan, sweep: Mapping[int, float]) -> int | None:
@@ -237,8 +235,8 @@ class Phase:
     cpu: CpuUse
 
 
-class ClosedLoop:
-    """Clients against one router, made by the load generator of ``quartet bench``.
+class ClosedLoop(RunObserver):
+    """Clients against one router, made by the load generator of ``quartet bench``, which it observes.
 
     Only finished work counts: tokens of requests that ended within the window. Tokens that arrived in it do not count,
     because some belong to requests that fail later. The loop follows requests from the ramp until the last has ended,
@@ -248,7 +246,11 @@ class ClosedLoop:
     def __init__(self, router_address: str, workload: Workload) -> None:
         self._router_address = router_address
         self._workload = workload
-        self._progress = _Progress()
+        self._recorder = Recorder(Window(None))
+        self._ramp_s = 0.0
+        self._ramping: asyncio.Task[None] | None = None
+        self._in_ramp = Totals()
+        self._num_shown_tokens = 0
 
     async def run(self, num_clients: int, *, ramp_s: float, duration_s: float) -> LoadFigures:
         """Run ``num_clients`` for ``ramp_s`` and then for the window of ``duration_s``; wait for the last to end.
@@ -256,7 +258,7 @@ class ClosedLoop:
         Raises:
             RuntimeError: an answer ended normally, but before its length.
         """
-        self._progress.ramp_s = ramp_s
+        self._ramp_s = ramp_s
         plan = BenchPlan(
             loads=(Load(LoadKind.CONCURRENCY, num_clients),),
             limits=Limits(warmup_s=0.0, duration_s=ramp_s + duration_s, max_requests=None),
@@ -265,38 +267,56 @@ class ClosedLoop:
             seed=self._workload.seed,
         )
         async with QuartetClient(self._router_address) as client:
-            [point] = await run_plan(client, plan, self._progress)
+            [point] = await run_plan(client, plan, self)
         if point.result.is_interrupted:
             raise asyncio.CancelledError
-        return self._figures(num_clients)
+        return self._figures(num_clients, point.result)
+
+    def began(self, load: Load, number: int, recorder: Recorder, window: Window) -> None:
+        """Follow ``recorder`` (``cli.bench.run.RunObserver``)."""
+        self._recorder = recorder
+        self._ramping = asyncio.create_task(self._ramp(recorder.totals()))
+
+    def ended(self, point: Point) -> None:
+        """End a ramp that the load did not outlast (``cli.bench.run.RunObserver``)."""
+        if self._ramping is not None:
+            self._ramping.cancel()
 
     def describe(self, elapsed_s: float, interval_s: float) -> str:
         """The figures of the last ``interval_s``, for people."""
-        return self._progress.describe(elapsed_s, interval_s)
+        num_tokens = self._recorder.totals().output_tokens
+        rate = (num_tokens - self._num_shown_tokens) / interval_s
+        self._num_shown_tokens = num_tokens
+        found = self._recorder.measured.errors.items()
+        errors = ", ".join(f"{count} {kind.status}" for kind, count in found) or "none"
+        return f"{elapsed_s:5.1f} s  {rate:7.1f} tok/s  {self._recorder.num_running} in flight  errors: {errors}"
 
-    def _figures(self, num_clients: int) -> LoadFigures:
-        recorder = self._progress.recorder
-        measured = recorder.measured
-        if measured.output_tokens != measured.finished * self._workload.num_output_tokens:
-            raise RuntimeError(f"{measured.finished} answers have {measured.output_tokens} tokens: some were cut short")
-        window = recorder.in_window.minus(self._progress.in_ramp)
-        errors = Counter({_NOT_ENDED: measured.cut_off} if measured.cut_off else {})
-        for kind, count in measured.errors.items():
-            errors[kind.status] += count
+    async def _ramp(self, began: Totals) -> None:
+        await asyncio.sleep(self._ramp_s)
+        self._in_ramp = self._recorder.totals().minus(began)
+
+    def _figures(self, num_clients: int, result: PointResult) -> LoadFigures:
+        requests, num_tokens_each = result.requests, self._workload.num_output_tokens
+        if result.output_tokens != requests.finished * num_tokens_each:
+            raise RuntimeError(f"{requests.finished} answers have {result.output_tokens} tokens: some were cut short")
+        window = self._recorder.in_window.minus(self._in_ramp)
+        errors = Counter({_NOT_ENDED: requests.cut_off})
+        for error in result.errors:
+            errors[error.status] += error.count
         return LoadFigures(
             concurrency=num_clients,
             duration_s=window.at_s,
-            tokens_per_s=window.finished * self._workload.num_output_tokens / window.at_s,
+            tokens_per_s=window.finished * num_tokens_each / window.at_s,
             requests_per_s=window.finished / window.at_s,
-            requests_finished=measured.finished,
+            requests_finished=requests.finished,
             requests_failed=errors.total() - errors[_REFUSED],
             requests_refused=errors[_REFUSED],
             errors=dict(+errors),
-            prompt_tokens_sent=measured.prompt_tokens,
-            ttft_ms_p50=1e3 * measured.ttft.quantile_s(0.5),
-            ttft_ms_p99=1e3 * measured.ttft.quantile_s(0.99),
-            duration_ms_p50=1e3 * measured.e2e.quantile_s(0.5),
-            duration_ms_p99=1e3 * measured.e2e.quantile_s(0.99),
+            prompt_tokens_sent=result.prompt_tokens,
+            ttft_ms_p50=result.ttft_ms.p50 or 0.0,
+            ttft_ms_p99=result.ttft_ms.p99 or 0.0,
+            duration_ms_p50=result.e2e_ms.p50 or 0.0,
+            duration_ms_p99=result.e2e_ms.p99 or 0.0,
         )
 
 
@@ -316,9 +336,12 @@ class PhaseRunner:
         loop = ClosedLoop(self._stack.router_address, self._workload)
         before = await self._stack.metrics()
         meter = CpuMeter({**self._stack.pids, _CLIENT: os.getpid()})
-        async with self._watched(name, concurrency, loop) as sampler:
+        sampler = _Sampler(self._stack)
+        sampling = asyncio.create_task(sampler.run())
+        with self._line.showing(lambda *times: f"{name}, {concurrency} clients: {loop.describe(*times)}"):
             load = await loop.run(concurrency, ramp_s=self._ramp_s, duration_s=duration_s)
             cpu = meter.read()
+        sampling.cancel()
         await asyncio.sleep(_SETTLE_S)
         after = await self._stack.metrics()
         grown = {process: after[process].since(before[process]) for process in before}
@@ -328,45 +351,30 @@ class PhaseRunner:
         self._line.say(_summary(name, load, evidence))
         return Phase(load=load, evidence=evidence, extremes=sampler.extremes, cpu=cpu)
 
-    @asynccontextmanager
-    async def _watched(self, name: str, concurrency: int, loop: ClosedLoop) -> AsyncIterator[_Sampler]:
-        """Show progress and take samples while the load runs."""
-        sampler = _Sampler(self._stack)
-        shown = self._line.follow(lambda *times: f"{name}, {concurrency} clients: {loop.describe(*times)}")
-        tasks = [asyncio.create_task(shown), asyncio.create_task(sampler.run())]
-        try:
-            yield sampler
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.overload", description=__doc__.partition("\n")[0])
-    add_report_argument(parser)
+    parser = make_parser("overload", __doc__)
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw tokens/s against concurrency")
     parser.add_argument("--seconds", type=float, help="length of the overload (120)")
     parser.add_argument("--short", action="store_true", help="a few seconds a phase: shows that it works, not how well")
     return parser.parse_args()
 
 
-def _plot(report: Mapping[str, Any], path: Path) -> None:
+def _plot(results: Results, path: Path) -> None:
     """Draw finished tokens/s against concurrency: the sweep, both peaks and the overload."""
     from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    sweep = [phase["load"] for phase in report["sweep"]]
-    axes.plot([load["concurrency"] for load in sweep], [load["tokens_per_s"] for load in sweep], "o-", label="sweep")
-    peak, over = report["peak"], report["overload"]
-    peaks = [peak[name]["load"]["tokens_per_s"] for name in ("before", "after")]
-    axes.plot([peak["concurrency"]] * len(peaks), peaks, "^", label="peak, before and after the overload")
-    seconds = round(over["phase"]["load"]["duration_s"])
-    label = f"twice the peak's load, for {seconds} s: {over['ratio']:.2f} of the peak"
-    axes.plot([over["concurrency"]], [over["tokens_per_s"]], "s", label=label)
+    sweep, peak, over = [phase.load for phase in results.sweep], results.peak, results.overload
+    levels = [load.concurrency for load in sweep]
+    axes.plot(levels, [load.tokens_per_s for load in sweep], "o-", label="sweep")
+    peaks = [phase.load.tokens_per_s for phase in (peak.before, peak.after)]
+    axes.plot([peak.concurrency] * len(peaks), peaks, "^", label="peak, before and after the overload")
+    label = f"twice the peak's load, for {over.phase.load.duration_s:.0f} s: {over.ratio:.2f} of the peak"
+    axes.plot([over.concurrency], [over.tokens_per_s], "s", label=label)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted({load["concurrency"] for load in sweep} | {over["concurrency"]}))
+    axes.set_xticks(sorted({*levels, over.concurrency}))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("clients in a closed loop")
@@ -405,20 +413,14 @@ async def _sweep(runner: PhaseRunner, plan: Plan) -> list[Phase]:
 
 
 def _overload(phase: Phase, peak_tokens_per_s: float, sweep_tokens_per_s: float) -> Overload:
-    load, evidence = phase.load, phase.evidence
+    names = {item.name for item in fields(Overload)}
+    copied = {name: value for name, value in (vars(phase.load) | vars(phase.evidence)).items() if name in names}
+    tokens_per_s = phase.load.tokens_per_s
     return Overload(
-        concurrency=load.concurrency,
-        tokens_per_s=load.tokens_per_s,
-        ratio=_ratio(load.tokens_per_s, peak_tokens_per_s),
-        ratio_to_sweep=_ratio(load.tokens_per_s, sweep_tokens_per_s),
-        hand_offs_expired=evidence.hand_offs_expired,
-        preemptions=evidence.preemptions,
-        prompts_prefilled_twice=evidence.prompts_prefilled_twice,
-        requests_finished=load.requests_finished,
-        requests_failed=load.requests_failed,
-        requests_refused=load.requests_refused,
-        requests_waited=evidence.requests_waited,
+        ratio=_ratio(tokens_per_s, peak_tokens_per_s),
+        ratio_to_sweep=_ratio(tokens_per_s, sweep_tokens_per_s),
         phase=phase,
+        **copied,
     )
 
 
@@ -461,53 +463,13 @@ class _Sampler:
             await asyncio.sleep(_SAMPLE_INTERVAL_S)
             found = await self._stack.metrics()
             blocks = "quartet_worker_blocks"
-            self.extremes = _max(
-                self.extremes,
-                Extremes(
-                    queued_requests=round(found[_ROUTER].total("quartet_router_queued_requests")),
-                    decode_blocks=round(found[_DECODE].total(blocks, state="used")),
-                    prefill_held_blocks=round(found[_PREFILL].total(blocks, state="held")),
-                ),
+            now = Extremes(
+                queued_requests=round(found[_ROUTER].total("quartet_router_queued_requests")),
+                decode_blocks=round(found[_DECODE].total(blocks, state="used")),
+                prefill_held_blocks=round(found[_PREFILL].total(blocks, state="held")),
             )
-
-
-@dataclass
-class _Progress:
-    """Observes a run (``cli.bench.run.RunObserver``); ``in_ramp`` is what came before the window."""
-
-    ramp_s: float = 0.0
-    recorder: Recorder = field(default_factory=lambda: Recorder(Window(None)))
-    in_ramp: Totals = field(default_factory=Totals)
-    num_shown_tokens: int = 0
-    _ramping: asyncio.Task[None] | None = None
-
-    def began(self, load: Load, number: int, recorder: Recorder, window: Window) -> None:
-        self.recorder = recorder
-        self._ramping = asyncio.create_task(self._ramp(recorder.totals()))
-
-    def ended(self, point: Point) -> None:
-        if self._ramping is not None:
-            self._ramping.cancel()
-
-    async def _ramp(self, began: Totals) -> None:
-        await asyncio.sleep(self.ramp_s)
-        self.in_ramp = self.recorder.totals().minus(began)
-
-    def describe(self, elapsed_s: float, interval_s: float) -> str:
-        num_tokens = self.recorder.totals().output_tokens
-        rate = (num_tokens - self.num_shown_tokens) / interval_s
-        self.num_shown_tokens = num_tokens
-        found = self.recorder.measured.errors.items()
-        errors = ", ".join(f"{count} {kind.status}" for kind, count in found) or "none"
-        return f"{elapsed_s:5.1f} s  {rate:7.1f} tok/s  {self.recorder.num_running} in flight  errors: {errors}"
-
-
-def _max(one: Extremes, other: Extremes) -> Extremes:
-    return Extremes(
-        queued_requests=max(one.queued_requests, other.queued_requests),
-        decode_blocks=max(one.decode_blocks, other.decode_blocks),
-        prefill_held_blocks=max(one.prefill_held_blocks, other.prefill_held_blocks),
-    )
+            before = vars(self.extremes)
+            self.extremes = Extremes(**{name: max(before[name], value) for name, value in vars(now).items()})
 
 
 def _summary(name: str, load: LoadFigures, evidence: Evidence) -> str:

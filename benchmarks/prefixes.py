@@ -9,7 +9,6 @@ all of them.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import math
 import os
@@ -21,16 +20,15 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument
+from benchmarks.report import Report, make_parser
 from benchmarks.stack import Stack
-from cli.bench.load import Load, LoadKind, Window
-from cli.bench.measure import DurationHistogram, Recorder
-from cli.bench.run import BenchPlan, Limits, Point, SenderConfig, run_plan
+from cli.bench.load import Load, LoadKind
+from cli.bench.result import LatencyMs
+from cli.bench.run import BenchPlan, Limits, RunObserver, SenderConfig, run_plan
 from cli.bench.workload import IntRange, WorkloadConfig
 from cli.traces.format import BLOCK_SIZE, TraceRequest
 from quartet.client import QuartetClient
 from quartet.config import build
-from quartet.telemetry.provenance import write_report
 from services.topology.topology import Topology
 
 _NUM_WORKERS, _BLOCK_SIZE = 4, 32
@@ -64,16 +62,6 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Milliseconds:
-    """Quantiles over all requests that count."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class PolicyResult:
     """The figures of one policy.
 
@@ -85,8 +73,8 @@ class PolicyResult:
         requests_by_worker: requests that each worker decoded, the warm-up's included.
     """
 
-    ttft_ms: Milliseconds
-    e2e_ms: Milliseconds
+    ttft_ms: LatencyMs
+    e2e_ms: LatencyMs
     reuse_ratio: float
     requests_finished: int
     requests_failed: int
@@ -108,14 +96,13 @@ class Results:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.prefixes", description=__doc__.partition("\n")[0])
-    add_report_argument(parser)
+    parser = make_parser("prefixes", __doc__)
     parser.add_argument("--policies", default="round_robin,kv_aware", help="by name, parted by commas")
     parser.add_argument("--seconds", type=float, default=Workload.seconds, help="of load that counts (60)")
     arguments = parser.parse_args()
     workload = Workload(seconds=arguments.seconds)
     report = Report("prefixes")
-    write_report(report.finish(uvloop.run(measure(workload, arguments.policies.split(",")))), arguments.json)
+    report.write(uvloop.run(measure(workload, arguments.policies.split(","))), arguments.json)
 
 
 async def measure(workload: Workload, policies: Sequence[str]) -> Results:
@@ -131,8 +118,9 @@ async def measure(workload: Workload, policies: Sequence[str]) -> Results:
                 f"{policy}: first token after {found.ttft_ms.mean:.1f} ms (p50 {found.ttft_ms.p50:.1f}, "
                 f"p99 {found.ttft_ms.p99:.1f}), {found.reuse_ratio:.2f} reused, {found.requests_failed} failed"
             )
-    base = results.get("round_robin")
-    ratios = {name: found.ttft_ms.mean / base.ttft_ms.mean for name, found in results.items()} if base else {}
+    means_ms = {name: found.ttft_ms.mean or 0.0 for name, found in results.items()}
+    base_ms = means_ms.get("round_robin")
+    ratios = {name: mean_ms / base_ms for name, mean_ms in means_ms.items()} if base_ms else {}
     return Results(workload=workload, policies=results, mean_ttft_ratio=ratios)
 
 
@@ -150,17 +138,17 @@ async def _load(workload: Workload, stack: Stack) -> PolicyResult:
         seed=workload.seed,
     )
     async with QuartetClient(stack.router_address) as client:
-        [point] = await run_plan(client, plan, _Unobserved())
+        [point] = await run_plan(client, plan, RunObserver())
     if point.result.is_interrupted:
         raise asyncio.CancelledError
     metrics = await stack.metrics()
-    measured = point.measured
+    result = point.result
     return PolicyResult(
-        ttft_ms=_milliseconds(measured.ttft),
-        e2e_ms=_milliseconds(measured.e2e),
-        reuse_ratio=measured.cached_tokens / measured.prompt_tokens,
-        requests_finished=measured.finished,
-        requests_failed=measured.errors.total() + measured.cut_off,
+        ttft_ms=result.ttft_ms,
+        e2e_ms=result.e2e_ms,
+        reuse_ratio=result.cached_tokens / result.prompt_tokens,
+        requests_finished=result.requests.finished,
+        requests_failed=result.requests.failed + result.requests.cut_off,
         requests_by_worker={
             name: round(metrics[name].total("quartet_worker_requests_total")) for name in sorted(stack.worker_addresses)
         },
@@ -185,21 +173,6 @@ def make_trace(workload: Workload) -> list[TraceRequest]:
         )
         requests.append(request)
     return requests
-
-
-class _Unobserved:
-    """Ignores what it is told (``cli.bench.run.RunObserver``)."""
-
-    def began(self, load: Load, number: int, recorder: Recorder, window: Window) -> None:
-        pass
-
-    def ended(self, point: Point) -> None:
-        pass
-
-
-def _milliseconds(durations: DurationHistogram) -> Milliseconds:
-    p50, p90, p99 = (1e3 * durations.quantile_s(share) for share in (0.5, 0.9, 0.99))
-    return Milliseconds(mean=1e3 * durations.sum_s / durations.count, p50=p50, p90=p90, p99=p99)
 
 
 def _topology(workload: Workload, policy: str) -> Topology:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 # How clock_getcpuclockid(3), which Python lacks, turns a process id into a clock: include/linux/posix-timers_types.h.
@@ -85,15 +86,6 @@ def machine_cpu_s() -> float:
     return sum(int(fields[index]) for index in _BUSY) * _TICK_S
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One line of /metrics."""
-
-    name: str
-    labels: Mapping[str, str]
-    value: float
-
-
 class Metrics:
     """All samples of one process at one time."""
 
@@ -116,23 +108,13 @@ class Metrics:
 
     def since(self, before: Metrics) -> Metrics:
         """How much each counter grew since ``before``, of the same process; new counters began at 0."""
-        old = {(sample.name, *sorted(sample.labels.items())): sample.value for sample in before._samples}
-        return Metrics(
-            [
-                Sample(
-                    sample.name,
-                    sample.labels,
-                    sample.value - old.get((sample.name, *sorted(sample.labels.items())), 0.0),
-                )
-                for sample in self._samples
-            ]
-        )
+        old = {_key(sample): sample.value for sample in before._samples}
+        return Metrics([sample._replace(value=sample.value - old.get(_key(sample), 0.0)) for sample in self._samples])
 
 
 def parse(text: str) -> Metrics:
     """Metrics in Prometheus's text form."""
-    families = text_string_to_metric_families(text)
-    return Metrics([Sample(item.name, item.labels, item.value) for family in families for item in family.samples])
+    return Metrics([sample for family in text_string_to_metric_families(text) for sample in family.samples])
 
 
 async def scrape(http_address: str) -> Metrics:
@@ -195,6 +177,10 @@ def collect_evidence(router: Metrics, prefill: Metrics, decode: Metrics, *, prom
         ),
         mean_wait_s=router.total("quartet_router_queue_seconds_sum") / num_waits if num_waits else 0.0,
     )
+
+
+def _key(sample: Sample) -> tuple[object, ...]:
+    return sample.name, *sorted(sample.labels.items())
 
 
 def _get(url: str) -> str:

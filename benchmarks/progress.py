@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 
 from rich.console import Console
@@ -40,8 +40,23 @@ class LiveLine(AbstractContextManager["LiveLine"]):
         """Write a line that stays."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    async def follow(self, describe: Callable[[float, float], str]) -> None:
-        """Show ``describe(elapsed, interval)``, both in seconds, until cancelled."""
+    @contextmanager
+    def showing(self, describe: Callable[[float, float], str]) -> Iterator[None]:
+        """Show ``describe(elapsed, interval)``, both in seconds, while the block runs."""
+        following = asyncio.create_task(self._follow(describe))
+        try:
+            yield
+        finally:
+            following.cancel()
+
+    def rounds(self, name: str, num_rounds: int) -> Iterator[int]:
+        """The numbers of ``num_rounds`` rounds, from 0; shows the one that runs."""
+        number = 0
+        with self.showing(lambda elapsed, _: f"{name}: round {number} of {num_rounds}, {elapsed:.0f} s"):
+            for number in range(num_rounds):
+                yield number
+
+    async def _follow(self, describe: Callable[[float, float], str]) -> None:
         began = last = time.monotonic()
         while True:
             await asyncio.sleep(_INTERVAL_S)

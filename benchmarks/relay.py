@@ -11,21 +11,18 @@ nothing but gRPC, under the same load. The machine's changing speed disturbs the
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import median
 
 import uvloop
 
-from benchmarks.floors.relay_floor import Floor, open_floor
-from benchmarks.floors.request_floor import RequestFloor, open_request_floor
 from benchmarks.paced_engine import PERIOD, STEP_S
 from benchmarks.progress import LiveLine
-from benchmarks.relay_clients import AbsentError, LoadFailedError
-from benchmarks.relay_load import Way
+from benchmarks.relay_floor import Floor, RequestFloor, open_floor
+from benchmarks.relay_load import Load, LoadFailedError, Way
 from benchmarks.relay_measure import (
     Case,
     Figures,
@@ -34,11 +31,9 @@ from benchmarks.relay_measure import (
     RequestFigures,
     Windows,
     medians,
-    request_medians,
 )
 from benchmarks.relay_stack import RelayStack
-from benchmarks.report import Report, add_report_argument
-from quartet.telemetry.provenance import write_report
+from benchmarks.report import Report, make_parser
 
 _LOG = Path(".run/benchmark-relay.log")
 _STREAMS = (256, 1024)
@@ -70,7 +65,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Figures for one number of streams, with or without text, by way; ``absent`` has the ways that are missing here.
+    """Figures for one number of streams, with or without text, by way.
 
     Attributes:
         by_way: all figures.
@@ -118,7 +113,6 @@ class Results:
         ratio_to_grpc_spread: by the same names.
         floor: CPU time of a bare relay, by ``generate_256``, ``session_256`` and ``session_1024``.
         request_floor: CPU time of a bare relay for a request, by the names of ``requests``.
-        absent: ways that the servers do not offer, with the servers' message.
         failed: loads that could not be measured, with the reason.
     """
 
@@ -132,7 +126,6 @@ class Results:
     router_cpu_ms_per_request: Mapping[str, float]
     requests: Mapping[str, RequestFigures]
     request_floor: Mapping[str, RequestFloor]
-    absent: Mapping[str, str]
     failed: Mapping[str, str]
 
 
@@ -144,7 +137,6 @@ class _Found:
     ratios: list[dict[str, list[float]]] = field(default_factory=list)
     windows: dict[Case, list[Figures]] = field(default_factory=dict)
     requests: dict[str, list[RequestFigures]] = field(default_factory=dict)
-    absent: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     floor: dict[str, list[Floor]] = field(default_factory=dict)
     request_floor: dict[str, list[RequestFloor]] = field(default_factory=dict)
@@ -152,8 +144,7 @@ class _Found:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.relay", description=__doc__.partition("\n")[0])
-    add_report_argument(parser)
+    parser = make_parser("relay", __doc__)
     parser.add_argument("--short", action="store_true", help="one round of three windows of a second: two minutes")
     parser.add_argument("--runs", type=int, default=1, help="whole runs, each with servers of its own (1)")
     parser.add_argument("--only", nargs="+", choices=list(Way), metavar="WAY", help=", ".join(Way))
@@ -161,7 +152,7 @@ def main() -> None:
     report = Report("relay", packages=("uvloop",))
     ways = tuple(Way(name) for name in arguments.only or Way)
     windows = _SHORT if arguments.short else _LONG
-    write_report(report.finish(uvloop.run(_run(windows, ways, arguments.runs))), arguments.json)
+    report.write(uvloop.run(_run(windows, ways, arguments.runs)), arguments.json)
 
 
 def spreads(runs: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Spread]:
@@ -198,34 +189,31 @@ async def _round(measurer: Measurer, line: LiveLine, ways: tuple[Way, ...], foun
 
 
 async def _measure_requests(measurer: Measurer, line: LiveLine, name: str, found: _Found) -> None:
-    way = _REQUEST_WAYS[name]
-    if way in found.absent:
-        return
-    load = f"requests of one token, {name}"
-    async with open_request_floor(way, _NUM_REQUEST_CLIENTS, _NUM_PROMPT_TOKENS, measurer.windows) as bare:
-        with _noting(line, load, way, found):
+    way, load = _REQUEST_WAYS[name], f"requests of one token, {name}"
+    async with open_floor(
+        way, Load.REQUESTS, _NUM_REQUEST_CLIENTS, measurer.windows, num_prompt_tokens=_NUM_PROMPT_TOKENS
+    ) as bare:
+        with _noting(line, load, found):
             items = await measurer.requests(way, _NUM_REQUEST_CLIENTS, _NUM_PROMPT_TOKENS, bare)
             found.requests.setdefault(name, []).extend(items)
-            found.request_floor.setdefault(name, []).extend(bare.found)
-            ratio = _compare(
-                f"request_{name}",
-                [item.router_cpu_ms_per_request for item in items],
-                [item.router_cpu_ms_per_request for item in bare.found],
-                found,
-            )
-            now = request_medians(items)
+            alone = [window.per_request() for window in bare.found]
+            found.request_floor.setdefault(name, []).extend(alone)
+            beside = _compare(f"request_{name}", "router_cpu_ms_per_request", items, alone, found)
+            now = medians(items)
             line.say(
-                f"{load}: router {now.router_cpu_ms_per_request:.3f} ms each, {now.requests_per_s:.0f} a second; "
-                f"{ratio:.2f} times nothing but gRPC"
+                f"{load}: router {now.router_cpu_ms_per_request:.3f} ms each, {now.requests_per_s:.0f} a second{beside}"
             )
 
 
 async def _measure_streams(measurer: Measurer, line: LiveLine, case: Case, found: _Found) -> None:
-    if case.way in found.absent:
-        return
-    with _noting(line, case.name, case.way, found):
+    with _noting(line, case.name, found):
         if (case.way, case.num_streams) in _FLOORS and not case.with_text:
-            items, beside = await _measure_beside_floor(measurer, case, found)
+            name = f"{case.way}_{case.num_streams}"
+            async with open_floor(case.way, Load.STREAMS, case.num_streams, measurer.windows) as bare:
+                items = await measurer.streams(case, bare)
+            alone = [window.per_token(case.num_streams) for window in bare.found]
+            found.floor.setdefault(name, []).extend(alone)
+            beside = _compare(name, "router_cpu_us_per_token", items, alone, found)
         else:
             items, beside = await measurer.streams(case), ""
         found.windows.setdefault(case, []).extend(items)
@@ -237,36 +225,18 @@ async def _measure_streams(measurer: Measurer, line: LiveLine, case: Case, found
         )
 
 
-async def _measure_beside_floor(measurer: Measurer, case: Case, found: _Found) -> tuple[list[Figures], str]:
-    """The figures, and a short text on the cost of gRPC alone."""
-    name = f"{case.way}_{case.num_streams}"
-    async with open_floor(case.way, case.num_streams, measurer.windows) as bare:
-        items = await measurer.streams(case, bare)
-    found.floor.setdefault(name, []).extend(bare.found)
-    ratio = _compare(
-        name,
-        [item.router_cpu_us_per_token for item in items],
-        [item.router_cpu_us_per_token for item in bare.found],
-        found,
-    )
-    return items, f"; {ratio:.2f} times nothing but gRPC"
-
-
-def _compare(name: str, ours: Sequence[float], alone: Sequence[float], found: _Found) -> float:
-    """Keep the windows' ratios; returns their median."""
-    ratios = [mine / theirs for mine, theirs in zip(ours, alone, strict=True)]
+def _compare(name: str, figure: str, ours: Sequence[object], alone: Sequence[object], found: _Found) -> str:
+    """Keep the ratios of ``figure``, window by window; returns a short text on their median."""
+    ratios = [getattr(mine, figure) / getattr(theirs, figure) for mine, theirs in zip(ours, alone, strict=True)]
     found.ratios[-1].setdefault(name, []).extend(ratios)
-    return median(ratios)
+    return f"; {median(ratios):.2f} times nothing but gRPC"
 
 
 @contextmanager
-def _noting(line: LiveLine, load: str, way: Way, found: _Found) -> Iterator[None]:
+def _noting(line: LiveLine, load: str, found: _Found) -> Iterator[None]:
     """If ``load`` can't be measured, keep the reason for the report and go on."""
     try:
         yield
-    except AbsentError as error:
-        found.absent[way] = str(error)
-        line.say(f"{load}: absent: {error}")
     except LoadFailedError as error:
         found.failed[load] = str(error)
         line.say(f"{load}: failed: {error}")
@@ -283,7 +253,7 @@ def _cases(ways: tuple[Way, ...]) -> list[Case]:
 
 def _results(windows: Windows, num_runs: int, found: _Found) -> Results:
     figures = {case: medians(items) for case, items in found.windows.items()}
-    requests = {name: request_medians(items) for name, items in found.requests.items()}
+    requests = {name: medians(items) for name, items in found.requests.items()}
     spread = spreads(found.ratios)
     few, many = (
         Streams(ids=_share(figures, num_streams, False), text=_share(figures, num_streams, True))
@@ -298,34 +268,16 @@ def _results(windows: Windows, num_runs: int, found: _Found) -> Results:
             request_prompt_tokens=_NUM_PROMPT_TOKENS,
             request_clients=_NUM_REQUEST_CLIENTS,
         ),
-        idle=IdleFigures(
-            router_share=median(item.router_share for item in found.idle),
-            decode_share=median(item.decode_share for item in found.idle),
-        ),
+        idle=medians(found.idle),
         ratio_to_grpc={name: median(item.runs) for name, item in spread.items()},
         ratio_to_grpc_spread=spread,
-        floor={name: _median_floor(items) for name, items in found.floor.items()},
+        floor={name: medians(items) for name, items in found.floor.items()},
         streams_256=few,
         streams_1024=many,
         router_cpu_ms_per_request={name: item.router_cpu_ms_per_request for name, item in requests.items()},
         requests=requests,
-        request_floor={name: _median_request_floor(items) for name, items in found.request_floor.items()},
-        absent=found.absent,
+        request_floor={name: medians(items) for name, items in found.request_floor.items()},
         failed=found.failed,
-    )
-
-
-def _median_floor(items: list[Floor]) -> Floor:
-    return Floor(
-        router_cpu_us_per_token=median(item.router_cpu_us_per_token for item in items),
-        decode_cpu_us_per_token=median(item.decode_cpu_us_per_token for item in items),
-    )
-
-
-def _median_request_floor(items: list[RequestFloor]) -> RequestFloor:
-    return RequestFloor(
-        router_cpu_ms_per_request=median(item.router_cpu_ms_per_request for item in items),
-        requests_per_s=median(item.requests_per_s for item in items),
     )
 
 
@@ -335,13 +287,8 @@ def _share(figures: Mapping[Case, Figures], num_streams: int, with_text: bool) -
         for case, item in figures.items()
         if case.num_streams == num_streams and case.with_text == with_text
     }
-    return Share(
-        router_cpu_us_per_token={way: item.router_cpu_us_per_token for way, item in mine.items()},
-        decode_cpu_us_per_token={way: item.decode_cpu_us_per_token for way, item in mine.items()},
-        decode_engine_cpu_us_per_token={way: item.decode_engine_cpu_us_per_token for way, item in mine.items()},
-        added_latency_ms_p99={way: item.added_latency_ms_p99 for way, item in mine.items()},
-        by_way=mine,
-    )
+    names = [item.name for item in fields(Share) if item.name != "by_way"]
+    return Share(by_way=mine, **{name: {way: getattr(item, name) for way, item in mine.items()} for name in names})
 
 
 if __name__ == "__main__":

@@ -1,43 +1,30 @@
-"""The load of the relay benchmarks: jobs for client processes, and streams of endless answers, in each of the ways.
+"""The load of the relay benchmarks: its ways, jobs and figures, and the processes that make it (``relay_client``).
 
-A client gets its ``Job`` and then ``Command``s, and answers with ``Opened`` and ``Window``s: lines of JSON over its
-standard input and output. It uses raw stubs, and ``Tally`` does little work for each token, so the load costs little
-compared to what it measures.
+A client process gets a ``Job``. It answers with ``Opened`` when the load runs, and then each ``Command`` with a
+``Window``; a job of ``Load.BURST`` has one answer, an ``Outcome``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import json
 import random
-import time
-from array import array
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeAlias
+from types import TracebackType
+from typing import Any
 
-import grpc
-
-from benchmarks.paced_clock import MAX_STREAMS, PacedClock
-from quartet.rpc.channels import create_channel
-from quartet.v1 import decode_pb2, decode_pb2_grpc, router_pb2, router_pb2_grpc, types_pb2
+from benchmarks.children import Child, ChildEndedError, start_child
+from quartet.v1 import router_pb2, types_pb2
 
 #: Output tokens of a stream: so many that it does not end while it is measured.
 ENDLESS = 500_000
-_MICROSECONDS = "i"
 # The tiny model has 2048 ids; those below the first one here are special tokens.
 _FIRST_TOKEN_ID, _END_TOKEN_ID = 16, 2048
-_OFFER_TIMEOUT_S = 10.0
-# The servers were built without this way, or not configured for it.
-_ABSENT_CODES = frozenset({grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.FAILED_PRECONDITION})
-_Call: TypeAlias = "grpc.aio.StreamStreamCall[Any, Any]"
-_NS_PER_US = 1_000
-_OPEN_TIMEOUT_S = 60.0
-_POLL_S = 0.005
-_ENDED_EARLY = "the stream ended"
+_CLIENT = "benchmarks.relay_client"
+_BURST_TIMEOUT_S = 240.0
 
 
 class Way(StrEnum):
@@ -54,6 +41,7 @@ class Load(StrEnum):
 
     STREAMS = "streams"  # answers that don't end while they are measured
     REQUESTS = "requests"  # a closed loop of requests with one token out
+    BURST = "burst"  # answers that are opened all at once, and each followed to its end
 
 
 class Command(StrEnum):
@@ -61,9 +49,6 @@ class Command(StrEnum):
 
     BEGIN = "begin"  # count from now on
     END = "end"  # tell what was counted
-    PAUSE = "pause"  # send no new requests
-    RESUME = "resume"  # send requests again
-    QUIT = "quit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,17 +79,15 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """Whether the load runs, or why it does not.
+    """Whether the load runs.
 
     Attributes:
         duration_s: until all streams ran, or one request of a closed loop had ended.
         errors: requests that failed, by error message.
-        absent: the servers' message if they do not offer this way at all.
     """
 
-    duration_s: float = 0.0
-    errors: Mapping[str, int] = field(default_factory=dict)
-    absent: str | None = None
+    duration_s: float
+    errors: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +96,6 @@ class Window:
 
     Attributes:
         num_messages: messages that held tokens.
-        cpu_s: CPU seconds of the client.
         errors: requests that failed.
         latencies_us: of each token: from when the engine emitted it until the client had parsed its message.
     """
@@ -122,38 +104,101 @@ class Window:
     num_tokens: int
     num_messages: int
     num_requests: int
-    cpu_s: float
     errors: Mapping[str, int]
-    latencies_us: array[int] = field(repr=False)
-
-    def encode(self) -> str:
-        """As a line of JSON."""
-        values = asdict(self) | {"latencies_us": base64.b64encode(self.latencies_us.tobytes()).decode("ascii")}
-        return json.dumps(values)
-
-    @classmethod
-    def decode(cls, line: str | bytes) -> Window:
-        """From a line of JSON."""
-        values = json.loads(line)
-        latencies_us = new_latencies()
-        latencies_us.frombytes(base64.b64decode(values.pop("latencies_us")))
-        return cls(latencies_us=latencies_us, **values)
+    latencies_us: Sequence[int] = field(repr=False)
 
 
-def new_latencies() -> array[int]:
-    """An empty list of whole microseconds."""
-    return array(_MICROSECONDS)
+@dataclass(kw_only=True)
+class Outcome:
+    """How the requests of a burst ended. Seconds count from just before the first was opened.
+
+    Attributes:
+        accepted_s, first_token_s, ended_s: until the latest request so far reached this point.
+        max_open: most requests that were accepted and not ended at one time.
+        num_complete: requests that ended well with every token, in order, none twice.
+        errors: the other requests, by error message.
+    """
+
+    accepted_s: float = 0.0
+    first_token_s: float = 0.0
+    ended_s: float = 0.0
+    num_accepted: int = 0
+    max_open: int = 0
+    num_complete: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
 
 
-def encode_job(job: Job) -> str:
-    """As a line of JSON."""
-    return json.dumps(asdict(job))
+class LoadFailedError(Exception):
+    """The load is not as it should be; the message says why."""
 
 
-def decode_job(line: str | bytes) -> Job:
-    """From a line of JSON."""
-    values = json.loads(line)
-    return Job(**values | {"way": Way(values["way"]), "load": Load(values["load"])})
+class Clients:
+    """The processes of one load, started on entry and ended on exit.
+
+    Attributes:
+        pids: process ids by name: ``client-0``, ``client-1``, ...
+        opened_s: how long it took to open the load.
+    """
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        """Make one process a job."""
+        self.pids: Mapping[str, int] = {}
+        self.opened_s = 0.0
+        self._jobs = jobs
+        self._children: list[Child] = []
+        self._exits = AsyncExitStack()
+
+    async def __aenter__(self) -> Clients:
+        """Start them all. Raises ``LoadFailedError``: the load can't be opened."""
+        try:
+            for _ in self._jobs:
+                self._children.append(await self._exits.enter_async_context(start_child(_CLIENT)))
+            self.pids = {f"client-{number}": child.pid for number, child in enumerate(self._children)}
+            opened = [Opened(**answer) for answer in await self._ask(self._jobs)]
+            if errors := _add([item.errors for item in opened]):
+                raise LoadFailedError(f"the load could not be opened: {errors}")
+            self.opened_s = max(item.duration_s for item in opened)
+        except BaseException:
+            await self._exits.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End them all."""
+        await self._exits.aclose()
+
+    async def begin(self) -> None:
+        """Count from now on."""
+        await self._ask([Command.BEGIN] * len(self._children))
+
+    async def end(self) -> Window:
+        """What all of them together counted. Raises ``LoadFailedError`` if requests failed."""
+        windows = [Window(**answer) for answer in await self._ask([Command.END] * len(self._children))]
+        if errors := _add([window.errors for window in windows]):
+            raise LoadFailedError(f"requests failed: {errors}")
+        return Window(
+            duration_s=max(window.duration_s for window in windows),
+            num_tokens=sum(window.num_tokens for window in windows),
+            num_messages=sum(window.num_messages for window in windows),
+            num_requests=sum(window.num_requests for window in windows),
+            errors={},
+            latencies_us=[latency for window in windows for latency in window.latencies_us],
+        )
+
+    async def _ask(self, values: Sequence[object]) -> list[Any]:
+        try:
+            asked = (child.ask(value) for child, value in zip(self._children, values, strict=True))
+            return await asyncio.gather(*asked)
+        except ChildEndedError as error:
+            raise LoadFailedError(str(error)) from error
+
+
+async def run_burst(job: Job) -> Outcome:
+    """Run ``job``, of ``Load.BURST``, in a process of its own. Raises ``ChildEndedError``, ``TimeoutError``."""
+    async with start_child(_CLIENT) as child:
+        return Outcome(**await child.ask(job, _BURST_TIMEOUT_S))
 
 
 def make_start(
@@ -169,240 +214,5 @@ def make_start(
     )
 
 
-def signed_request(placed: router_pb2.SignedPlacement, slot: int) -> decode_pb2.DecodeRequest:
-    """The start that the router signed, as a request to the decode worker."""
-    start = decode_pb2.SignedDecodeStart(
-        slot=slot, signed_start=placed.signed_start, key_id=placed.key_id, mac=placed.mac
-    )
-    return decode_pb2.DecodeRequest(signed_start=start)
-
-
-def describe(error: grpc.aio.AioRpcError) -> str:
-    """Its status and message, on one line."""
-    return f"{error.code().name}: {error.details()}"
-
-
-def describe_failure(failure: types_pb2.Failure) -> str:
-    """Its reason and message, on one line."""
-    return f"{failure.reason}: {failure.message}"
-
-
-async def find_absence(job: Job) -> str | None:
-    """The router's message if it does not offer the job's way; ``None`` if it does.
-
-    Raises:
-        grpc.aio.AioRpcError: the call failed in any other way.
-    """
-    async with create_channel(job.router_address, None) as channel:
-        router = router_pb2_grpc.RouterServiceStub(channel)
-        try:
-            if job.way is Way.SESSION:
-                call: _Call = router.Session(timeout=_OFFER_TIMEOUT_S)
-                await call.done_writing()
-                await call.read()
-            elif job.way is not Way.GENERATE:
-                # No client uses the placement; it ends by itself.
-                await router.Place(_place(), timeout=_OFFER_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            if error.code() not in _ABSENT_CODES:
-                raise
-            return describe(error)
-    return None
-
-
-class Tally:
-    """Counts since the last ``begin``.
-
-    Attributes:
-        num_waiting: streams that do not run yet.
-        errors: requests that failed, by error message.
-    """
-
-    def __init__(self, clock: PacedClock) -> None:
-        self.num_waiting = 0
-        self.errors: Counter[str] = Counter()
-        self._clock = clock
-        self.begin()
-
-    def begin(self) -> None:
-        """Start counting from zero, but keep all errors."""
-        self._began_at, self._began_cpu_s = time.monotonic(), time.process_time()
-        self._num_tokens = self._num_messages = self._num_requests = 0
-        self._latencies_us = new_latencies()
-
-    def read(self) -> Window:
-        """The counts."""
-        return Window(
-            duration_s=time.monotonic() - self._began_at,
-            num_tokens=self._num_tokens,
-            num_messages=self._num_messages,
-            num_requests=self._num_requests,
-            cpu_s=time.process_time() - self._began_cpu_s,
-            errors=dict(self.errors),
-            latencies_us=self._latencies_us,
-        )
-
-    def message(self) -> int:
-        """Count a message with tokens; returns the time, for ``tokens``."""
-        self._num_messages += 1
-        return time.monotonic_ns()
-
-    def tokens(self, seed: int, offset: int, num_tokens: int, now_ns: int) -> None:
-        """Count the message's tokens of the request ``seed``; the first is output token number ``offset``."""
-        self._num_tokens += num_tokens
-        for number in range(offset, offset + num_tokens):
-            self._latencies_us.append((now_ns - self._clock.made_at_ns(seed, number)) // _NS_PER_US)
-
-    def request(self, num_tokens: int) -> None:
-        """Count a request that ended well."""
-        self._num_requests += 1
-        self._num_tokens += num_tokens
-
-    def failed(self, why: str) -> None:
-        """Count a request that failed."""
-        self.errors[why] += 1
-
-
-class StreamLoad:
-    """The streams of one job, from ``open`` to ``close``."""
-
-    def __init__(self, job: Job, tally: Tally) -> None:
-        """Open nothing yet; ``tally`` will count the tokens."""
-        self._job = job
-        self._tally = tally
-        self._opening = asyncio.Semaphore(job.num_opening)
-        self._tasks: list[asyncio.Task[None]] = []
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._router = router_pb2_grpc.RouterServiceStub(self._channel(job.router_address))
-
-    async def open(self) -> Opened:
-        """Open all, and wait until each runs, has failed, or has taken too long."""
-        began = time.monotonic()
-        self._tally.num_waiting = self._job.count
-        seeds = range(self._job.first_seed, self._job.first_seed + self._job.count)
-        for work in self._works(seeds):
-            self._tasks.append(asyncio.create_task(self._watch(work)))
-        while self._tally.num_waiting > 0 and not all(task.done() for task in self._tasks):
-            await asyncio.sleep(_POLL_S)
-            if time.monotonic() - began > _OPEN_TIMEOUT_S:
-                self._tally.failed(f"{self._tally.num_waiting} did not begin within {_OPEN_TIMEOUT_S:g} s")
-                break
-        return Opened(duration_s=time.monotonic() - began, errors=dict(self._tally.errors))
-
-    async def close(self) -> None:
-        """Drop all streams; this ends their requests."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
-
-    def _works(self, seeds: range) -> list[Coroutine[None, None, None]]:
-        job = self._job
-        if job.way is Way.GENERATE:
-            return [self._generate(seed) for seed in seeds]
-        if job.way is Way.PLACE_PER_REQUEST:
-            return [self._decode_one(seed) for seed in seeds]
-        share = self._session if job.way is Way.SESSION else self._decode_many
-        return [share(seeds[number :: job.num_sessions]) for number in range(job.num_sessions)]
-
-    async def _watch(self, work: Coroutine[None, None, None]) -> None:
-        try:
-            await work
-        except grpc.aio.AioRpcError as error:
-            self._tally.failed(describe(error))
-        else:
-            self._tally.failed(_ENDED_EARLY)
-
-    async def _generate(self, seed: int) -> None:
-        tally = self._tally
-        async with self._opening:
-            call: _Call = self._router.Generate()
-            await call.write(router_pb2.GenerateRequest(start=self._start(seed)))
-            await call.done_writing()
-            if isinstance(await call.read(), router_pb2.GenerateResponse):
-                tally.num_waiting -= 1  # accepted
-        while isinstance(response := await call.read(), router_pb2.GenerateResponse):
-            if num_tokens := len(response.delta.token_ids):
-                tally.tokens(seed, response.delta.token_offset, num_tokens, tally.message())
-
-    async def _session(self, seeds: range) -> None:
-        call: _Call = self._router.Session()
-        starts = [router_pb2.SessionStart(slot=slot, start=self._start(seed)) for slot, seed in enumerate(seeds)]
-        await self._share(call, seeds, [router_pb2.SessionRequest(start=start) for start in starts])
-
-    async def _decode_one(self, seed: int) -> None:
-        async with self._opening:
-            placed = await self._place(seed)
-            call: _Call = self._decode_stub(placed).Decode()
-            await call.write(signed_request(placed, 0))
-            await call.done_writing()
-        await self._read_columns(call, {0: seed})
-
-    async def _decode_many(self, seeds: range) -> None:
-        placements = await asyncio.gather(*map(self._place_in_turn, seeds))
-        call: _Call = self._decode_stub(placements[0]).Decode()  # there is only one worker
-        await self._share(call, seeds, [signed_request(placed, slot) for slot, placed in enumerate(placements)])
-
-    async def _share(self, call: _Call, seeds: range, starts: Sequence[object]) -> None:
-        """Send ``starts``, of ``seeds``, in slots from 0 on, and read the stream to its end."""
-        reading = asyncio.create_task(self._read_columns(call, dict(enumerate(seeds))))
-        try:
-            for start in starts:
-                await call.write(start)
-            await reading
-        finally:
-            reading.cancel()
-
-    async def _read_columns(self, call: _Call, seeds: dict[int, int]) -> None:
-        """Read a Session or Decode stream on which the requests ``seeds`` have slots."""
-        tally = self._tally
-        kinds = (router_pb2.SessionResponse, decode_pb2.DecodeResponse)
-        while isinstance(response := await call.read(), kinds):
-            tally.num_waiting -= _count_begun(response)
-            if response.slots:
-                now_ns = tally.message()
-                columns = zip(response.slots, response.token_offsets, response.num_tokens, strict=True)
-                for slot, offset, num_tokens in columns:
-                    tally.tokens(seeds[slot], offset, num_tokens, now_ns)
-            self._take_failures(response.failures)
-
-    def _take_failures(self, failures: Iterable[router_pb2.SessionFailure | decode_pb2.SlotFailure]) -> None:
-        for item in failures:
-            self._tally.failed(describe_failure(item.failure))
-            self._tally.num_waiting -= 1
-
-    async def _place_in_turn(self, seed: int) -> router_pb2.SignedPlacement:
-        async with self._opening:
-            return await self._place(seed)
-
-    async def _place(self, seed: int) -> router_pb2.SignedPlacement:
-        response = await self._router.Place(router_pb2.PlaceRequest(start=self._start(seed)))
-        return response.choices[0].stream
-
-    def _decode_stub(self, placed: router_pb2.SignedPlacement) -> decode_pb2_grpc.DecodeServiceAsyncStub:
-        return decode_pb2_grpc.DecodeServiceStub(self._channel(placed.address))
-
-    def _start(self, seed: int) -> router_pb2.GenerateStart:
-        return make_start(
-            random.Random(seed),
-            seed=seed,
-            num_prompt_tokens=self._job.num_prompt_tokens,
-            num_output_tokens=self._job.num_output_tokens,
-            with_text=self._job.with_text,
-        )
-
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:
-            self._channels[address] = create_channel(address, None)
-        return self._channels[address]
-
-
-def _place() -> router_pb2.PlaceRequest:
-    start = make_start(random.Random(0), seed=MAX_STREAMS, num_prompt_tokens=1, num_output_tokens=1, with_text=False)
-    return router_pb2.PlaceRequest(start=start)
-
-
-def _count_begun(response: router_pb2.SessionResponse | decode_pb2.DecodeResponse) -> int:
-    if isinstance(response, router_pb2.SessionResponse):
-        return len(response.accepted)
-    return len(response.started)
+def _add(errors: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return dict(sum((Counter(item) for item in errors), Counter()))

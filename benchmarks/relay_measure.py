@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from statistics import median
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
 from benchmarks.paced_engine import PERIOD, STEP_S
 from benchmarks.processes import CpuMeter, CpuUse
 from benchmarks.progress import LiveLine
-from benchmarks.relay_clients import Clients, LoadFailedError
-from benchmarks.relay_load import Job, Load, Way, Window
+from benchmarks.relay_load import Clients, Job, Load, LoadFailedError, Way, Window
 from benchmarks.relay_stack import DECODE, ROUTER, RelayStack
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    FiguresT = TypeVar("FiguresT", bound=DataclassInstance)
 
 #: Tokens that a stream gets in a second.
 TOKENS_PER_S = 1 / (STEP_S * PERIOD)
@@ -112,14 +115,15 @@ class RequestFigures:
     others_share: float
 
 
-@dataclass
-class _Reading:
-    """Counters at one moment, and the meter that began with them."""
+@dataclass(frozen=True, kw_only=True)
+class _Counted:
+    """One window: what the engine emitted and used, CPU time, and what the clients counted."""
 
     num_tokens: int
     engine_cpu_s: float
-    meter: CpuMeter
-    at: float = field(default_factory=time.monotonic)
+    use: CpuUse
+    window: Window
+    opened_s: float
 
 
 class BareLoad(Protocol):
@@ -148,31 +152,18 @@ class Measurer:
         """Measure a round of windows of endless streams. ``bare`` has a window before each, while these get no token.
 
         Raises:
-            AbsentError, LoadFailedError: the streams can't be opened, or some of them failed.
+            LoadFailedError: the streams can't be opened, or some of them failed.
         """
-        found: list[Figures] = []
-        try:
-            async with open_streams(self._stack, case) as clients:
-                await asyncio.sleep(self.windows.warm_up_s)
-                for _ in range(self.windows.round_size):
-                    if bare is not None:
-                        self._stack.clock.is_held = True
-                        await bare.window()
-                        self._stack.clock.is_held = False
-                        await asyncio.sleep(SETTLE_S)
-                    reading, use, window = await self._window(clients)
-                    found.append(self._figures(case, reading, use, window, clients.opened_s))
-        finally:
-            await self._await_quiet()
-        return found
+        windows = await self._round(stream_jobs(self._stack, case), bare)
+        return [_figures(counted, case.num_streams * TOKENS_PER_S) for counted in windows]
 
     async def requests(
         self, way: Way, num_clients: int, num_prompt_tokens: int, bare: BareLoad | None = None
     ) -> list[RequestFigures]:
-        """Measure a round of windows of one-token requests. ``bare`` has one before each, while none are sent here.
+        """Measure a round of windows of one-token requests. ``bare`` has one before each, while these get no answer.
 
         Raises:
-            AbsentError, LoadFailedError: the requests are not served, or some of them failed.
+            LoadFailedError: the requests are not served, or some of them failed.
         """
         job = Job(
             router_address=self._stack.router_address,
@@ -182,63 +173,37 @@ class Measurer:
             count=num_clients,
             num_prompt_tokens=num_prompt_tokens,
         )
-        found: list[RequestFigures] = []
+        return [_request_figures(counted) for counted in await self._round([job], bare)]
+
+    async def _round(self, jobs: Sequence[Job], bare: BareLoad | None) -> list[_Counted]:
+        clock, found = self._stack.clock, list[_Counted]()
         try:
-            async with Clients([job]) as clients:
+            async with open_load(self._stack, jobs) as clients:
                 await asyncio.sleep(self.windows.warm_up_s)
                 for _ in range(self.windows.round_size):
                     if bare is not None:
-                        await clients.pause()
+                        clock.is_held = True
                         await bare.window()
-                        await clients.resume()
+                        clock.is_held = False
                         await asyncio.sleep(SETTLE_S)
-                    reading, use, window = await self._window(clients)
-                    found.append(self._request_figures(reading, use, window))
+                    found.append(await self._window(clients))
         finally:
             await self._await_quiet()
         return found
 
-    async def _window(self, clients: Clients) -> tuple[_Reading, CpuUse, Window]:
-        """One window: the growth of the counters, CPU time, and what the clients counted."""
+    async def _window(self, clients: Clients) -> _Counted:
         clock = self._stack.clock
         await clients.begin()
-        before = _Reading(clock.num_tokens, clock.engine_cpu_s, CpuMeter({**self._stack.pids, **clients.pids}))
+        num_tokens, engine_cpu_s = clock.num_tokens, clock.engine_cpu_s
+        meter = CpuMeter({**self._stack.pids, **clients.pids})
         await asyncio.sleep(self.windows.window_s)
-        use = before.meter.read()
-        num_tokens, engine_cpu_s = clock.num_tokens - before.num_tokens, clock.engine_cpu_s - before.engine_cpu_s
+        use = meter.read()
+        num_tokens, engine_cpu_s = clock.num_tokens - num_tokens, clock.engine_cpu_s - engine_cpu_s
         window = await clients.end()
         if not (num_tokens and window.num_tokens):
             raise LoadFailedError(f"the engine gave out {num_tokens} tokens, the client had {window.num_tokens}")
-        return _Reading(num_tokens, engine_cpu_s, before.meter), use, window
-
-    def _figures(self, case: Case, made: _Reading, use: CpuUse, window: Window, opened_s: float) -> Figures:
-        num_tokens = window.num_tokens * use.duration_s / window.duration_s
-        return Figures(
-            router_cpu_us_per_token=_us(use.cpu_s[ROUTER], num_tokens),
-            decode_cpu_us_per_token=_us(use.cpu_s[DECODE] - made.engine_cpu_s, made.num_tokens),
-            decode_engine_cpu_us_per_token=_us(made.engine_cpu_s, made.num_tokens),
-            added_latency_ms_p50=_quantile_ms(window.latencies_us, 0.5),
-            added_latency_ms_p99=_quantile_ms(window.latencies_us, 0.99),
-            offered_tokens_per_s=case.num_streams * TOKENS_PER_S,
-            made_tokens_per_s=made.num_tokens / use.duration_s,
-            tokens_per_s=window.num_tokens / window.duration_s,
-            tokens_per_message=window.num_tokens / window.num_messages,
-            router_share=use.share[ROUTER],
-            decode_share=use.share[DECODE],
-            client_share=_client_share(use),
-            others_share=use.others_share,
-            opened_s=opened_s,
-        )
-
-    def _request_figures(self, made: _Reading, use: CpuUse, window: Window) -> RequestFigures:
-        num_requests = window.num_requests * use.duration_s / window.duration_s
-        return RequestFigures(
-            router_cpu_ms_per_request=_us(use.cpu_s[ROUTER], num_requests) / 1e3,
-            decode_cpu_ms_per_request=_us(use.cpu_s[DECODE] - made.engine_cpu_s, num_requests) / 1e3,
-            requests_per_s=window.num_requests / window.duration_s,
-            router_share=use.share[ROUTER],
-            client_share=_client_share(use),
-            others_share=use.others_share,
+        return _Counted(
+            num_tokens=num_tokens, engine_cpu_s=engine_cpu_s, use=use, window=window, opened_s=clients.opened_s
         )
 
     async def _await_quiet(self) -> None:
@@ -253,15 +218,15 @@ class Measurer:
 
 
 @asynccontextmanager
-async def open_streams(stack: RelayStack, case: Case) -> AsyncIterator[Clients]:
-    """Open the streams of ``case``: all are open before the first token flows.
+async def open_load(stack: RelayStack, jobs: Sequence[Job]) -> AsyncIterator[Clients]:
+    """Open a load; of streams, all are open before the first token flows.
 
     Raises:
-        AbsentError, LoadFailedError: the load can't be opened.
+        LoadFailedError: the load can't be opened.
     """
-    stack.clock.is_held = True
+    stack.clock.is_held = jobs[0].load is Load.STREAMS
     try:
-        async with Clients(stream_jobs(stack, case)) as clients:
+        async with Clients(jobs) as clients:
             stack.clock.is_held = False
             yield clients
     finally:
@@ -286,24 +251,48 @@ def stream_jobs(stack: RelayStack, case: Case) -> list[Job]:
     ]
 
 
-def medians(items: Sequence[Figures]) -> Figures:
-    """Each figure's median."""
-    names = [item.name for item in fields(Figures)]
-    return Figures(**{name: median(getattr(item, name) for item in items) for name in names})
+def medians(items: Sequence[FiguresT]) -> FiguresT:
+    """Each figure's median over ``items``, at least one."""
+    kind = type(items[0])
+    return kind(**{item.name: median(getattr(figures, item.name) for figures in items) for item in fields(kind)})
 
 
-def request_medians(items: Sequence[RequestFigures]) -> RequestFigures:
-    """Each figure's median."""
-    names = [item.name for item in fields(RequestFigures)]
-    return RequestFigures(**{name: median(getattr(item, name) for item in items) for name in names})
+def _figures(counted: _Counted, offered_tokens_per_s: float) -> Figures:
+    use, window = counted.use, counted.window
+    num_tokens = window.num_tokens * use.duration_s / window.duration_s
+    return Figures(
+        router_cpu_us_per_token=1e6 * use.cpu_s[ROUTER] / num_tokens,
+        decode_cpu_us_per_token=1e6 * (use.cpu_s[DECODE] - counted.engine_cpu_s) / counted.num_tokens,
+        decode_engine_cpu_us_per_token=1e6 * counted.engine_cpu_s / counted.num_tokens,
+        added_latency_ms_p50=_quantile_ms(window.latencies_us, 0.5),
+        added_latency_ms_p99=_quantile_ms(window.latencies_us, 0.99),
+        offered_tokens_per_s=offered_tokens_per_s,
+        made_tokens_per_s=counted.num_tokens / use.duration_s,
+        tokens_per_s=window.num_tokens / window.duration_s,
+        tokens_per_message=window.num_tokens / window.num_messages,
+        router_share=use.share[ROUTER],
+        decode_share=use.share[DECODE],
+        client_share=_client_share(use),
+        others_share=use.others_share,
+        opened_s=counted.opened_s,
+    )
 
 
-def _us(cpu_s: float, count: float) -> float:
-    return 1e6 * cpu_s / count
+def _request_figures(counted: _Counted) -> RequestFigures:
+    use, window = counted.use, counted.window
+    num_requests = window.num_requests * use.duration_s / window.duration_s
+    return RequestFigures(
+        router_cpu_ms_per_request=1e3 * use.cpu_s[ROUTER] / num_requests,
+        decode_cpu_ms_per_request=1e3 * (use.cpu_s[DECODE] - counted.engine_cpu_s) / num_requests,
+        requests_per_s=window.num_requests / window.duration_s,
+        router_share=use.share[ROUTER],
+        client_share=_client_share(use),
+        others_share=use.others_share,
+    )
 
 
-def _quantile_ms(latencies_us: array[int], share: float) -> float:
-    return float(np.quantile(np.frombuffer(latencies_us, dtype=np.int32), share, method="higher")) / 1e3
+def _quantile_ms(latencies_us: Sequence[int], share: float) -> float:
+    return float(np.quantile(latencies_us, share, method="higher")) / 1e3
 
 
 def _client_share(use: CpuUse) -> float:

@@ -17,8 +17,6 @@ from quartet.telemetry.provenance import read_commit, read_machine, read_version
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["Report", "add_report_argument", "write_report"]
-
 _PACKAGES = ("grpcio", "protobuf")
 
 
@@ -72,9 +70,15 @@ class Report:
             raise ValueError(f"results must not name {', '.join(taken)}")
         return about | values
 
+    def write(self, results: DataclassInstance, destination: str) -> None:
+        """Write the whole report to the file ``destination``, or to standard output where that is ``-``."""
+        write_report(self.finish(results), destination)
 
-def add_report_argument(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json``, which every benchmark has."""
+
+def make_parser(name: str, description: str) -> argparse.ArgumentParser:
+    """The command line of the benchmark ``name``, with ``--json``. The first line of ``description`` is shown."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description.partition("\n")[0])
     parser.add_argument(
         "--json", required=True, metavar="FILE", help="where to write the results; - is standard output"
     )
+    return parser

@@ -8,7 +8,6 @@ them computing something, and an index of a million blocks.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import time
@@ -19,14 +18,13 @@ from statistics import fmean
 
 from prometheus_client import CollectorRegistry
 
-from benchmarks.index_case import PROMPT_BLOCKS, Workload
+from benchmarks.index_case import BLOCK_SIZE, PROMPT_BLOCKS, Workload, make_record
 from benchmarks.progress import LiveLine
-from benchmarks.report import Report, add_report_argument
-from quartet.discovery.base import HostIdentity, Rank, Role, WorkerRecord
+from benchmarks.report import Report, make_parser
+from quartet.discovery.base import Rank, Role, WorkerRecord
 from quartet.events.load import RankLoad, StepTime, WorkerLoad
 from quartet.kvcache.block_hash import sequence_hashes
 from quartet.telemetry.metrics import RouterMetrics
-from quartet.telemetry.provenance import write_report
 from router.admission import Admission, QueuedRequest
 from router.config import AdmissionConfig
 from router.kv_index.index import PrefixIndex, PromptMatches
@@ -35,7 +33,7 @@ from router.policy.greedy import LeastLoadedPolicy, RoundRobinPolicy
 from router.policy.kv_aware import KvAwarePolicy
 from router.workers import PoolKey, WorkerTable
 
-_NUM_WORKERS, _BLOCK_SIZE, _PROMPT_TOKENS = 100, 32, 8192
+_NUM_WORKERS, _POOL_BLOCKS, _PROMPT_TOKENS = 100, 32_768, 8192
 _NUM_BLOCKS, _SHORT_NUM_BLOCKS = 1_000_000, 100_000
 _NUM_REQUESTS = 300
 # Each worker reports 20 times a second and gets one request a second.
@@ -121,19 +119,18 @@ class _Router:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.routing_cost", description=__doc__.partition("\n")[0])
-    add_report_argument(parser)
+    parser = make_parser("routing_cost", __doc__)
     parser.add_argument("--short", action="store_true", help="an index of a tenth of the blocks")
     arguments = parser.parse_args()
     report = Report("routing_cost", packages=("xxhash",))
     num_blocks = _SHORT_NUM_BLOCKS if arguments.short else _NUM_BLOCKS
-    write_report(report.finish(asyncio.run(measure(num_blocks))), arguments.json)
+    report.write(asyncio.run(measure(num_blocks)), arguments.json)
 
 
 async def measure(num_blocks: int) -> Results:
     """Measure with an index of ``num_blocks``."""
     with LiveLine() as line:
-        records = [_record(number) for number in range(_NUM_WORKERS)]
+        records = [make_record(f"decode-{number}", Role.DECODE, _POOL_BLOCKS) for number in range(_NUM_WORKERS)]
         workload, index = Workload(num_blocks, _NUM_WORKERS), PrefixIndex()
         for run in workload.runs:
             index.store(Rank(records[run.worker].worker_id), run.parent_hash, run.hashes.tolist())
@@ -155,7 +152,7 @@ async def measure(num_blocks: int) -> Results:
         num_workers=_NUM_WORKERS,
         num_blocks=num_blocks,
         num_prompt_tokens=_PROMPT_TOKENS,
-        block_size=_BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
         hash_us=hash_us,
         lookup_us=lookup_us,
         report_us=report_us,
@@ -192,11 +189,11 @@ def _policies() -> dict[str, Policy]:
 def _measure_hashing() -> float:
     rng = random.Random(1)
     prompts = [[rng.randrange(128_000) for _ in range(_PROMPT_TOKENS)] for _ in range(50)]
-    return fmean(_cpu_us(partial(sequence_hashes, prompt, _BLOCK_SIZE)) for prompt in prompts)
+    return fmean(_cpu_us(partial(sequence_hashes, prompt, BLOCK_SIZE)) for prompt in prompts)
 
 
 def _look_up(index: PrefixIndex, pending: Pending) -> dict[Rank, int]:
-    return dict(PromptMatches(index, pending.sequence_hashes, _BLOCK_SIZE))
+    return dict(PromptMatches(index, pending.sequence_hashes, BLOCK_SIZE))
 
 
 def _pending(prompt: Sequence[int]) -> Pending:
@@ -206,25 +203,6 @@ def _pending(prompt: Sequence[int]) -> Pending:
         num_reserved_tokens=_PROMPT_TOKENS + _OUTPUT_TOKENS,
         num_most_tokens=_PROMPT_TOKENS + _OUTPUT_TOKENS,
         sequence_hashes=prompt,
-    )
-
-
-def _record(number: int) -> WorkerRecord:
-    return WorkerRecord(
-        worker_id=f"decode-{number}",
-        role=Role.DECODE,
-        epoch=1,
-        grpc_address="127.0.0.1:1",
-        events_address="",
-        model_name="model",
-        model_fingerprint="ab" * 32,
-        host=HostIdentity(boot_id="", ipc_namespace=""),
-        num_blocks=32_768,
-        block_size=_BLOCK_SIZE,
-        max_model_len=131_072,
-        transfer_ways=(),
-        sampling_fields=(),
-        contract_version="quartet.v1",
     )
 
 

@@ -12,16 +12,18 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
 
 from benchmarks.routing_cases import OTHERS, OURS
 
-#: A report as ``benchmarks.report`` writes it.
+#: A report as ``benchmarks.report`` writes it, and what one row of a table shows of it.
 Report: TypeAlias = Mapping[str, Any]
+Row: TypeAlias = Mapping[str, Any]
+#: The columns of a table by their heads: a format of the row's values (``{load[tokens_per_s]:.0f}``), or a function.
+Columns: TypeAlias = Mapping[str, str | Callable[[Row], object]]
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 PAGE = _REPOSITORY / "docs" / "performance.md"
@@ -74,6 +76,21 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
+def _table(columns: Columns, rows: Iterable[Row]) -> str:
+    """A row for each of ``rows``."""
+    return markdown_table(
+        list(columns),
+        [[cell.format_map(row) if isinstance(cell, str) else cell(row) for cell in columns.values()] for row in rows],
+    )
+
+
+def _bars(head: str, bars: Iterable[tuple[str, str, str]], report: Report) -> str:
+    """A row for each bar: what it is of, a format of the measured figure, and what is wanted."""
+    return markdown_table(
+        [head, "measured", "wanted"], [[what, form.format_map(report), goal] for what, form, goal in bars]
+    )
+
+
 def _describe(report: Report) -> str:
     """The command, the code's revision, time and machine."""
     machine, commit = report["machine"], report["commit"]
@@ -89,132 +106,74 @@ def _describe(report: Report) -> str:
 
 def overload_tables(report: Report) -> str:
     """The overload's outcome, then every phase."""
-    peak, over, setting = report["peak"], report["overload"], report["setting"]
-    rows = [("sweep", phase) for phase in report["sweep"]]
-    rows += [("peak, before", peak["before"]), ("**overload**", over["phase"]), ("peak, after", peak["after"])]
-    phases = markdown_table(
-        [
-            "phase",
-            "clients",
-            "tok/s",
-            "tok per CPU s",
-            "TTFT p50, p99 (ms)",
-            "waited",
-            "queued",
-            "blocks",
-            "failed",
-            "CPU",
-        ],
-        [_phase_row(name, phase, setting) for name, phase in rows],
-    )
+    peak, over = report["peak"], report["overload"]
     best = max(peak[name]["load"]["tokens_per_s"] for name in ("before", "after"))
-    verdict = markdown_table(
-        ["at twice the peak's load", "measured", "wanted"],
-        [
-            ["finished tok/s over the mean of the two peaks", f"{over['ratio']:.2f}", ">= 0.9"],
-            ["over the better of the two", f"{over['tokens_per_s'] / best:.2f}", ""],
-            ["over the sweep's best window", f"{over['ratio_to_sweep']:.2f}", ""],
-            ["hand-offs expired", over["hand_offs_expired"], "0"],
-            ["requests preempted", over["preemptions"], "0"],
-            ["prompts prefilled twice", over["prompts_prefilled_twice"], "0"],
-            ["tokens computed again", over["phase"]["evidence"]["tokens_computed_again"], "0"],
-            ["requests finished, failed, refused", _requests(over), ""],
-        ],
-    )
-    return f"{verdict}\n{phases}"
+    verdict = _bars("at twice the peak's load", _OVERLOAD_BARS, {**over, "best": over["tokens_per_s"] / best})
+    phases = [("sweep", phase) for phase in report["sweep"]]
+    phases += [("peak, before", peak["before"]), ("**overload**", over["phase"]), ("peak, after", peak["after"])]
+    rows = [{"name": name, "setting": report["setting"], **phase} for name, phase in phases]
+    return f"{verdict}\n{_table(_PHASE_COLUMNS, rows)}"
 
 
-def _requests(over: Mapping[str, Any]) -> str:
-    return f"{over['requests_finished']}, {over['requests_failed']}, {over['requests_refused']}"
+_OVERLOAD_BARS = (
+    ("finished tok/s over the mean of the two peaks", "{ratio:.2f}", ">= 0.9"),
+    ("over the better of the two", "{best:.2f}", ""),
+    ("over the sweep's best window", "{ratio_to_sweep:.2f}", ""),
+    ("hand-offs expired", "{hand_offs_expired}", "0"),
+    ("requests preempted", "{preemptions}", "0"),
+    ("prompts prefilled twice", "{prompts_prefilled_twice}", "0"),
+    ("tokens computed again", "{phase[evidence][tokens_computed_again]}", "0"),
+    ("requests finished, failed, refused", "{requests_finished}, {requests_failed}, {requests_refused}", ""),
+)
 
 
-def _phase_row(name: str, phase: Mapping[str, Any], setting: Mapping[str, Any]) -> list[object]:
-    load, cpu = phase["load"], phase["cpu"]
-    shares = ", ".join(f"{process} {share:.2f}" for process, share in cpu["share"].items())
-    num_tokens = load["requests_finished"] * setting["workload"]["num_output_tokens"]
-    server_cpu_s = sum(used_s for process, used_s in cpu["cpu_s"].items() if process != "client")
-    return [
-        name,
-        load["concurrency"],
-        f"{load['tokens_per_s']:.0f}",
-        f"{num_tokens / server_cpu_s:.0f}",
-        f"{load['ttft_ms_p50']:.0f}, {load['ttft_ms_p99']:.0f}",
-        f"{phase['evidence']['requests_waited']} of {load['requests_finished']}",
-        phase["extremes"]["queued_requests"],
-        f"{phase['extremes']['decode_blocks']} of {setting['num_decode_blocks']}",
-        load["requests_failed"] + load["requests_refused"],
-        f"{shares}; others {cpu['others_share']:.2f}",
-    ]
+def _tokens_per_cpu_s(phase: Row) -> str:
+    num_tokens = phase["load"]["requests_finished"] * phase["setting"]["workload"]["num_output_tokens"]
+    server_cpu_s = sum(used_s for process, used_s in phase["cpu"]["cpu_s"].items() if process != "client")
+    return f"{num_tokens / server_cpu_s:.0f}"
+
+
+def _cpu_shares(phase: Row) -> str:
+    shares = ", ".join(f"{process} {share:.2f}" for process, share in phase["cpu"]["share"].items())
+    return f"{shares}; others {phase['cpu']['others_share']:.2f}"
+
+
+_PHASE_COLUMNS: Columns = {
+    "phase": "{name}",
+    "clients": "{load[concurrency]}",
+    "tok/s": "{load[tokens_per_s]:.0f}",
+    "tok per CPU s": _tokens_per_cpu_s,
+    "TTFT p50, p99 (ms)": "{load[ttft_ms_p50]:.0f}, {load[ttft_ms_p99]:.0f}",
+    "waited": "{evidence[requests_waited]} of {load[requests_finished]}",
+    "queued": "{extremes[queued_requests]}",
+    "blocks": "{extremes[decode_blocks]} of {setting[num_decode_blocks]}",
+    "failed": lambda phase: phase["load"]["requests_failed"] + phase["load"]["requests_refused"],
+    "CPU": _cpu_shares,
+}
 
 
 _MISSING = "not measured"
-
-
 _ROUTER, _DECODE, _REQUEST = "router_cpu_us_per_token", "decode_cpu_us_per_token", "router_cpu_ms_per_request"
-
-
+# Tokens do not pass the relay on these ways, so they have no figure of a bare relay to compare with.
 _PLACE = ("place_per_request", "place_per_client")
+_PLACE_LOADS = [(way, num_streams) for num_streams in (256, 1024) for way in _PLACE]
 
-
-@dataclass(frozen=True)
-class _Wanted:
-    """A figure that has a limit.
-
-    Attributes:
-        path: its path in the report.
-        limit, goal: the most that it may be, and the target after that.
-        floor: the path of a bare relay's figure to compare with; empty: there is none.
-    """
-
-    what: str
-    path: str
-    limit: str
-    goal: str = ""
-    floor: str = ""
-
-    def row(self, report: Report) -> list[object]:
-        measured = _look_up(report, self.path)
-        if not self.floor:
-            return [self.what, _figure(measured), self.limit, self.goal, "", ""]
-        alone = _look_up(report, self.floor)
-        ratio = None if measured is None or not alone else measured / alone
-        return [self.what, _figure(measured), self.limit, self.goal, _figure(alone), _figure(ratio)]
-
-
-def _per_token(way: str, num_streams: int, content: str, figure: str, limit: str, goal: str = "") -> _Wanted:
-    process = "Router" if figure == _ROUTER else "Decode"
-    return _Wanted(
-        f"{way}, {num_streams} streams, {content}: {process} us a token",
-        f"streams_{num_streams}.{content}.{figure}.{way}",
-        limit,
-        goal,
-        # Tokens do not pass the relay on this way, so it has no figure to compare with.
-        "" if way in _PLACE else f"floor.{way}_{num_streams}.{figure}",
-    )
-
-
-def _per_request(way: str, limit: str, goal: str = "") -> _Wanted:
-    what = f"{way}, a request of one token: Router ms"
-    return _Wanted(what, f"{_REQUEST}.{way}", limit, goal, f"request_floor.{way}.{_REQUEST}")
-
-
-_WANTED = (
-    _per_token("generate", 256, "ids", _ROUTER, "<= 30", "26"),
-    _per_token("generate", 256, "text", _ROUTER, "<= 36"),
-    _per_token("session", 256, "ids", _ROUTER, "<= 4"),
-    _per_token("session", 256, "text", _ROUTER, "<= 8"),
-    _per_token("session", 1024, "ids", _ROUTER, "<= 2"),
-    _per_token("session", 1024, "text", _ROUTER, "<= 6"),
-    *(_per_token(way, num_streams, "ids", _ROUTER, "0") for num_streams in (256, 1024) for way in _PLACE),
-    _per_token("generate", 256, "ids", _DECODE, "<= 4"),
-    _per_token("session", 256, "ids", _DECODE, "<= 4"),
-    _per_token("session", 1024, "ids", _DECODE, "<= 4"),
-    *(_per_token(way, num_streams, "ids", _DECODE, "stated") for num_streams in (256, 1024) for way in _PLACE),
-    _per_request("generate", "<= 0.8", "0.5"),
-    _per_request("session", "<= 0.4", "0.2"),
-    _per_request("place", "stated"),
+# The figures per token that have a limit: way, streams, content, process, figure, the most that it may be, and the
+# target after that.
+_TOKEN_LIMITS = (
+    ("generate", 256, "ids", "Router", _ROUTER, "<= 30", "26"),
+    ("generate", 256, "text", "Router", _ROUTER, "<= 36", ""),
+    ("session", 256, "ids", "Router", _ROUTER, "<= 4", ""),
+    ("session", 256, "text", "Router", _ROUTER, "<= 8", ""),
+    ("session", 1024, "ids", "Router", _ROUTER, "<= 2", ""),
+    ("session", 1024, "text", "Router", _ROUTER, "<= 6", ""),
+    *((*load, "ids", "Router", _ROUTER, "0", "") for load in _PLACE_LOADS),
+    ("generate", 256, "ids", "Decode", _DECODE, "<= 4", ""),
+    ("session", 256, "ids", "Decode", _DECODE, "<= 4", ""),
+    ("session", 1024, "ids", "Decode", _DECODE, "<= 4", ""),
+    *((*load, "ids", "Decode", _DECODE, "stated", "") for load in _PLACE_LOADS),
 )
-
+_REQUEST_LIMITS = (("generate", "<= 0.8", "0.5"), ("session", "<= 0.4", "0.2"), ("place", "stated", ""))
 
 # By the names of ``ratio_to_grpc``: what the ratio is of, the most that it may be, and the target after that.
 _RATIOS = {
@@ -230,30 +189,18 @@ _RATIOS = {
 def relay_tables(report: Report) -> str:
     """Ratios to gRPC alone, limits, every load, one-token requests, and what could not be measured."""
     wanted = markdown_table(
-        ["what", "measured", "wanted", "goal", "nothing but gRPC (ids)", "times that"],
-        [wanted.row(report) for wanted in _WANTED],
+        ["what", "measured", "wanted", "goal", "nothing but gRPC (ids)", "times that"], list(_wanted_rows(report))
     )
-    loads = markdown_table(
-        [
-            "streams",
-            "way",
-            "Router us",
-            "Decode us",
-            "engine us",
-            "added p50, p99 (ms)",
-            "tok/s made, had",
-            "tok a message",
-            "CPU",
-        ],
-        list(_load_rows(report)),
-    )
-    requests = markdown_table(
-        ["one-token requests", "Router ms", "Decode ms", "requests/s", "CPU"],
-        [_request_row(way, figures) for way, figures in report["requests"].items()],
-    )
-    idle = report["idle"]
-    without = f"Without any load: router {idle['router_share']:.3f} of a core, decode {idle['decode_share']:.3f}.\n"
-    return "\n".join([*_ratios(report), wanted, loads, requests, without, *_gaps(report)])
+    loads = [
+        {"streams": f"{num_streams}, {content}", "way": way, **figures}
+        for num_streams in (256, 1024)
+        for content in ("ids", "text")
+        for way, figures in report[f"streams_{num_streams}"][content]["by_way"].items()
+    ]
+    requests = [{"way": way, **figures} for way, figures in report["requests"].items()]
+    without = "Without any load: router {router_share:.3f} of a core, decode {decode_share:.3f}.\n"
+    parts = [wanted, _table(_LOAD_COLUMNS, loads), _table(_REQUEST_COLUMNS, requests)]
+    return "\n".join([*_ratios(report), *parts, without.format_map(report["idle"]), *_gaps(report)])
 
 
 def _ratios(report: Report) -> Iterator[str]:
@@ -268,94 +215,72 @@ def _ratios(report: Report) -> Iterator[str]:
         yield markdown_table([*head, "runs: lowest, highest", "windows: lowest, highest"], rows)
 
 
-def _look_up(report: Report, path: str) -> float | None:
-    value: Any = report
-    for key in path.split("."):
-        value = value.get(key)
-        if value is None:
-            return None
-    return float(value)
+def _wanted_rows(report: Report) -> Iterator[list[str]]:
+    for way, num_streams, content, process, figure, limit, goal in _TOKEN_LIMITS:
+        measured = report[f"streams_{num_streams}"][content][figure].get(way)
+        what = f"{way}, {num_streams} streams, {content}: {process} us a token"
+        alone = report["floor"].get(f"{way}_{num_streams}", {}).get(figure)
+        beside = ["", ""] if way in _PLACE else _beside(measured, alone)
+        yield [what, _figure(measured), limit, goal, *beside]
+    for way, limit, goal in _REQUEST_LIMITS:
+        measured = report[_REQUEST].get(way)
+        alone = report.get("request_floor", {}).get(way, {}).get(_REQUEST)
+        what = f"{way}, a request of one token: Router ms"
+        yield [what, _figure(measured), limit, goal, *_beside(measured, alone)]
+
+
+def _beside(measured: float | None, alone: float | None) -> list[str]:
+    """The figure of the bare relay, and how many times that was measured."""
+    return [_figure(alone), _figure(None if measured is None or not alone else measured / alone)]
 
 
 def _figure(value: float | None) -> str:
     return _MISSING if value is None else f"{value:.2f}"
 
 
-def _load_rows(report: Report) -> Iterator[list[object]]:
-    for num_streams in (256, 1024):
-        for content in ("ids", "text"):
-            for way, figures in report[f"streams_{num_streams}"][content]["by_way"].items():
-                yield _load_row(f"{num_streams}, {content}", way, figures)
-
-
-def _load_row(streams: str, way: str, figures: Mapping[str, float]) -> list[object]:
-    return [
-        streams,
-        way,
-        f"{figures['router_cpu_us_per_token']:.2f}",
-        f"{figures['decode_cpu_us_per_token']:.2f}",
-        f"{figures['decode_engine_cpu_us_per_token']:.2f}",
-        f"{figures['added_latency_ms_p50']:.1f}, {figures['added_latency_ms_p99']:.1f}",
-        f"{figures['made_tokens_per_s']:.0f}, {figures['tokens_per_s']:.0f}",
-        f"{figures['tokens_per_message']:.1f}",
-        f"router {figures['router_share']:.2f}, decode {figures['decode_share']:.2f}, "
-        f"client {figures['client_share']:.2f}; others {figures['others_share']:.2f}",
-    ]
-
-
-def _request_row(way: str, figures: Mapping[str, float]) -> list[object]:
-    return [
-        way,
-        f"{figures['router_cpu_ms_per_request']:.3f}",
-        f"{figures['decode_cpu_ms_per_request']:.3f}",
-        f"{figures['requests_per_s']:.0f}",
-        f"router {figures['router_share']:.2f}, client {figures['client_share']:.2f}; "
-        f"others {figures['others_share']:.2f}",
-    ]
+_LOAD_COLUMNS: Columns = {
+    "streams": "{streams}",
+    "way": "{way}",
+    "Router us": "{router_cpu_us_per_token:.2f}",
+    "Decode us": "{decode_cpu_us_per_token:.2f}",
+    "engine us": "{decode_engine_cpu_us_per_token:.2f}",
+    "added p50, p99 (ms)": "{added_latency_ms_p50:.1f}, {added_latency_ms_p99:.1f}",
+    "tok/s made, had": "{made_tokens_per_s:.0f}, {tokens_per_s:.0f}",
+    "tok a message": "{tokens_per_message:.1f}",
+    "CPU": "router {router_share:.2f}, decode {decode_share:.2f}, client {client_share:.2f}; others {others_share:.2f}",
+}
+_REQUEST_COLUMNS: Columns = {
+    "one-token requests": "{way}",
+    "Router ms": "{router_cpu_ms_per_request:.3f}",
+    "Decode ms": "{decode_cpu_ms_per_request:.3f}",
+    "requests/s": "{requests_per_s:.0f}",
+    "CPU": "router {router_share:.2f}, client {client_share:.2f}; others {others_share:.2f}",
+}
 
 
 def _gaps(report: Report) -> Iterator[str]:
-    gaps = {**report["absent"], **report["failed"]}
-    if gaps:
-        yield "".join(f"- {load} was not measured: {why}\n" for load, why in gaps.items())
+    if failed := report["failed"]:
+        yield "".join(f"- {load} was not measured: {why}\n" for load, why in failed.items())
 
 
 def many_streams_tables(report: Report) -> str:
     """A row for each way to open the streams."""
-    table = markdown_table(
-        [
-            "way",
-            "opened at once",
-            "refused or lost",
-            "open together",
-            "all accepted (s)",
-            "all with a token (s)",
-            "Router KiB a stream",
-            "Decode KiB a stream",
-        ],
-        [_burst_row(way, burst) for way, burst in report["bursts"].items()],
-    )
-    absent = "".join(f"- {way} was not measured: {why}\n" for way, why in report["absent"].items())
-    return f"{table}\n{absent}" if absent else table
+    return _table(_BURST_COLUMNS, [{"way": way, **burst} for way, burst in report["bursts"].items()])
 
 
-def _burst_row(way: str, burst: Mapping[str, Any]) -> list[object]:
-    outcome = burst["outcome"]
-    return [
-        way,
-        burst["num_streams"],
-        burst["num_refused_or_lost"],
-        outcome["max_open"],
-        f"{outcome['accepted_s']:.1f}",
-        f"{outcome['first_token_s']:.1f}",
-        f"{burst['router']['per_stream'] / _KIB:.1f}",
-        f"{burst['decode']['per_stream'] / _KIB:.1f}",
-    ]
+_BURST_COLUMNS: Columns = {
+    "way": "{way}",
+    "opened at once": "{num_streams}",
+    "refused or lost": "{num_refused_or_lost}",
+    "open together": "{outcome[max_open]}",
+    "all accepted (s)": "{outcome[accepted_s]:.1f}",
+    "all with a token (s)": "{outcome[first_token_s]:.1f}",
+    "Router KiB a stream": lambda burst: f"{burst['router']['per_stream'] / _KIB:.1f}",
+    "Decode KiB a stream": lambda burst: f"{burst['decode']['per_stream'] / _KIB:.1f}",
+}
 
 
 _NUM_FUNCTIONS = 8
-
-
 # The table leaves out threads that use less of a core.
 _MIN_SHARE = 0.005
 
@@ -367,181 +292,118 @@ def profile_tables(report: Report) -> str:
         for way, profiles in report["profiles"].items()
         for process, profile in profiles.items()
     ]
-    return "\n".join([*parts, *(f"- {way} was not recorded: {why}\n" for way, why in report["absent"].items())])
+    return "\n".join(parts)
 
 
-def _profile_describe(way: str, process: str, profile: Mapping[str, Any]) -> str:
+def _profile_describe(way: str, process: str, profile: Row) -> str:
     threads = sorted(profile["threads"].items(), key=lambda item: -item[1])
     shares = ", ".join(f"{name} {share:.2f}" for name, share in threads if share >= _MIN_SHARE)
-    table = markdown_table(
-        [f"{process}, {way}", "own time", "with what it calls"],
-        [
-            [f"`{item['function']}`", f"{item['self_share']:.1%}", f"{item['total_share']:.1%}"]
-            for item in profile["functions"][:_NUM_FUNCTIONS]
-        ],
-    )
+    columns: Columns = {
+        f"{process}, {way}": "`{function}`",
+        "own time": "{self_share:.1%}",
+        "with what it calls": "{total_share:.1%}",
+    }
+    table = _table(columns, profile["functions"][:_NUM_FUNCTIONS])
     return f"{table}\nThreads, in cores: {shares}; {profile['num_samples']} samples.\n"
 
 
 def index_tables(report: Report) -> str:
     """The limits, then a row for each size."""
-    rebuild, hash_us = report["rebuild"], report["hash_us"]
-    [bar] = [case for case in report["cases"] if _size(case) == "1 M" and case["num_workers"] == 1000]
-    bars = markdown_table(
-        ["", "measured", "wanted"],
-        [
-            ["lookup, 1 M blocks, 1000 workers, p50 (us)", f"{bar['lookup_us']['p50']:.1f}", "<= 10"],
-            ["blocks inserted a second, same size", f"{bar['inserts_per_s'] / 1e6:.1f} M", ">= 2 M"],
-            [
-                f"rebuild of {rebuild['num_blocks'] / 1e6:.1f} M blocks from {rebuild['num_workers']} workers (s)",
-                f"{report['rebuild_s']:.2f}",
-                "< 3",
-            ],
-            ["hashing a prompt of 8192 tokens, p50 (us): list, array", _both(hash_us), ""],
-        ],
+    cases = [{"size": f"{case['num_blocks'] / 1e6:.0f} M", **case} for case in report["cases"]]
+    [bar] = [case for case in cases if case["size"] == "1 M" and case["num_workers"] == 1000]
+    rebuild = f"rebuild of {report['rebuild']['num_blocks'] / 1e6:.1f} M blocks"
+    bars = (
+        ("lookup, 1 M blocks, 1000 workers, p50 (us)", "{bar[lookup_us][p50]:.1f}", "<= 10"),
+        ("blocks inserted a second, same size", _millions(bar["inserts_per_s"]), ">= 2 M"),
+        (f"{rebuild} from {report['rebuild']['num_workers']} workers (s)", "{rebuild_s:.2f}", "< 3"),
+        (
+            "hashing a prompt of 8192 tokens, p50 (us): list, array",
+            "{hash_us[list][p50]:.0f}, {hash_us[array][p50]:.0f}",
+            "",
+        ),
     )
-    sizes = markdown_table(
-        [
-            "blocks",
-            "workers",
-            "lookup p50, p99 (us)",
-            "with predictions",
-            "predict (us)",
-            "inserts/s",
-            "removes/s",
-            "longest store (ms)",
-            "bytes a block",
-        ],
-        [_index_row(case) for case in report["cases"]],
-    )
-    return f"{bars}\n{sizes}"
+    return f"{_bars('', bars, {**report, 'bar': bar})}\n{_table(_INDEX_COLUMNS, cases)}"
 
 
-def _index_row(case: Mapping[str, Any]) -> list[object]:
-    return [
-        _size(case),
-        case["num_workers"],
-        *(f"{case[name]['p50']:.1f}, {case[name]['p99']:.1f}" for name in ("lookup_us", "predicted_lookup_us")),
-        f"{case['predict_us']:.0f}",
-        *(f"{case[name] / 1e6:.1f} M" for name in ("inserts_per_s", "removes_per_s")),
-        f"{case['longest_store_ms']:.0f}",
-        f"{case['bytes_per_block']:.0f}",
-    ]
+def _millions(count: float) -> str:
+    return f"{count / 1e6:.1f} M"
 
 
-def _size(case: Mapping[str, Any]) -> str:
-    return f"{case['num_blocks'] / 1e6:.0f} M"
-
-
-def _both(hash_us: Mapping[str, Any]) -> str:
-    return ", ".join(f"{hash_us[kind]['p50']:.0f}" for kind in ("list", "array"))
+_INDEX_COLUMNS: Columns = {
+    "blocks": "{size}",
+    "workers": "{num_workers}",
+    "lookup p50, p99 (us)": "{lookup_us[p50]:.1f}, {lookup_us[p99]:.1f}",
+    "with predictions": "{predicted_lookup_us[p50]:.1f}, {predicted_lookup_us[p99]:.1f}",
+    "predict (us)": "{predict_us:.0f}",
+    "inserts/s": lambda case: _millions(case["inserts_per_s"]),
+    "removes/s": lambda case: _millions(case["removes_per_s"]),
+    "longest store (ms)": "{longest_store_ms:.0f}",
+    "bytes a block": "{bytes_per_block:.0f}",
+}
 
 
 def transfer_tables(report: Report) -> str:
     """The limits, then a row for each size and temperature."""
-    warm = report["warm"]
-    bars = markdown_table(
-        ["warm, 64 MiB", "measured", "wanted"],
-        [
-            ["shm over memcpy of the same round", f"{warm['share_of_memcpy']['shm']:.2f}", ">= 0.6"],
-            ["grpc, GB/s", f"{warm['gb_per_s']['grpc']:.2f}", ">= 0.7"],
-        ],
+    bars = (
+        ("shm over memcpy of the same round", "{share_of_memcpy[shm]:.2f}", ">= 0.6"),
+        ("grpc, GB/s", "{gb_per_s[grpc]:.2f}", ">= 0.7"),
     )
-    return f"{bars}\n{speeds_table([report, *report['others']])}"
+    return f"{_bars('warm, 64 MiB', bars, report['warm'])}\n{speeds_table([report, *report['others']])}"
 
 
 def speeds_table(runs: Sequence[Mapping[str, Any]]) -> str:
     """A row for each of ``runs`` and each temperature."""
-    return markdown_table(
-        [
-            "blocks",
-            "piece",
-            "",
-            "shm GB/s",
-            "grpc GB/s",
-            "memcpy GB/s",
-            "shm over memcpy",
-            "CPU s per GB, shm: puller, source",
-            "grpc: puller, source",
-        ],
-        [_speed_row(run, temperature) for run in runs for temperature in ("warm", "cold")],
-    )
+    temperatures = ("warm", "cold")
+    return _table(_SPEED_COLUMNS, [{**run, "temperature": name, **run[name]} for run in runs for name in temperatures])
 
 
-def _speed_row(run: Mapping[str, Any], temperature: str) -> list[object]:
-    figures = run[temperature]
-    speed = figures["gb_per_s"]
-    return [
-        f"{run['size_bytes'] / _MIB:g} MiB",
-        f"{run['piece_size_bytes'] // _KIB} KiB",
-        temperature,
-        f"{speed['shm']:.1f}",
-        f"{speed['grpc']:.2f}",
-        f"{speed['memcpy']:.1f}",
-        f"{figures['share_of_memcpy']['shm']:.2f}",
-        *(_cpu(figures["cpu_s_per_gb"][way]) for way in ("shm", "grpc")),
-    ]
-
-
-def _cpu(cpu_s_per_gb: Mapping[str, float]) -> str:
-    return f"{cpu_s_per_gb['puller']:.2f}, {cpu_s_per_gb['source']:.2f}"
-
-
-_DISAGG_PARTS = ("route", "prefill", "transfer", "join", "first_message", "edge")
-
-
-_WANTED_MS = 3
+_SPEED_COLUMNS: Columns = {
+    "blocks": lambda run: f"{run['size_bytes'] / _MIB:g} MiB",
+    "piece": lambda run: f"{run['piece_size_bytes'] // _KIB} KiB",
+    "": "{temperature}",
+    "shm GB/s": "{gb_per_s[shm]:.1f}",
+    "grpc GB/s": "{gb_per_s[grpc]:.2f}",
+    "memcpy GB/s": "{gb_per_s[memcpy]:.1f}",
+    "shm over memcpy": "{share_of_memcpy[shm]:.2f}",
+    "CPU s per GB, shm: puller, source": "{cpu_s_per_gb[shm][puller]:.2f}, {cpu_s_per_gb[shm][source]:.2f}",
+    "grpc: puller, source": "{cpu_s_per_gb[grpc][puller]:.2f}, {cpu_s_per_gb[grpc][source]:.2f}",
+}
 
 
 def disagg_tables(report: Report) -> str:
     """The cost, then the parts of the second token's time."""
-    overhead = markdown_table(
-        [
-            "stub engine, prompt",
-            "agg: 1st, 2nd token (ms)",
-            "disagg",
-            "moved",
-            "copying alone (ms)",
-            "own cost",
-            "wanted",
-        ],
-        [_disagg_row(length, figures) for length, figures in report["stub"].items()],
-    )
-    parts = markdown_table(
-        [
-            "disaggregated, prompt",
-            *(part.replace("_", " ") for part in _DISAGG_PARTS),
-            "second token (ms)",
-            "aggregated",
-        ],
-        [
-            [f"{engine}, {length}", *_parts(figures)]
-            for engine in ("stub", "tiny")
-            for length, figures in report[engine].items()
-        ],
-    )
-    return f"{overhead}\n{parts}"
-
-
-def _disagg_row(length: str, figures: Mapping[str, Any]) -> list[str]:
-    return [
-        length,
-        *(f"{figures['ttft_ms'][side]:.1f}, {figures['second_token_ms'][side]:.1f}" for side in ("agg", "disagg")),
-        f"{figures['transfer_bytes'] / _MIB:.0f} MiB",
-        f"{figures['copy_ms']:.1f}",
-        f"{figures['overhead_ms']:.1f}",
-        f"<= {_WANTED_MS}",
+    stub = [{"prompt": length, **figures} for length, figures in report["stub"].items()]
+    parts = [
+        {"prompt": f"{engine}, {length}", **figures}
+        for engine in ("stub", "tiny")
+        for length, figures in report[engine].items()
     ]
+    return f"{_table(_DISAGG_COLUMNS, stub)}\n{_table(_DISAGG_PART_COLUMNS, parts)}"
 
 
-def _parts(figures: Mapping[str, Any]) -> list[str]:
-    disagg, second = figures["parts_ms"]["disagg"], figures["second_token_ms"]
-    return [*(f"{disagg[part]:.1f}" for part in _DISAGG_PARTS), f"{second['disagg']:.1f}", f"{second['agg']:.1f}"]
+_DISAGG_COLUMNS: Columns = {
+    "stub engine, prompt": "{prompt}",
+    "agg: 1st, 2nd token (ms)": "{ttft_ms[agg]:.1f}, {second_token_ms[agg]:.1f}",
+    "disagg": "{ttft_ms[disagg]:.1f}, {second_token_ms[disagg]:.1f}",
+    "moved": lambda figures: f"{figures['transfer_bytes'] / _MIB:.0f} MiB",
+    "copying alone (ms)": "{copy_ms:.1f}",
+    "own cost": "{overhead_ms:.1f}",
+    "wanted": "<= 3",
+}
+_DISAGG_PART_COLUMNS: Columns = {
+    "disaggregated, prompt": "{prompt}",
+    "route": "{parts_ms[disagg][route]:.1f}",
+    "prefill": "{parts_ms[disagg][prefill]:.1f}",
+    "transfer": "{parts_ms[disagg][transfer]:.1f}",
+    "join": "{parts_ms[disagg][join]:.1f}",
+    "first message": "{parts_ms[disagg][first_message]:.1f}",
+    "edge": "{parts_ms[disagg][edge]:.1f}",
+    "second token (ms)": "{second_token_ms[disagg]:.1f}",
+    "aggregated": "{second_token_ms[agg]:.1f}",
+}
 
 
 _LOADS = {"batch_1": "one after the other", "batch_8": "three streams of eight at a time"}
-
-
 _PROMPTS = {
     "new": "image and text are new",
     "cached_embeddings": "again with another salt: embeddings are cached",
@@ -552,36 +414,33 @@ _PROMPTS = {
 }
 
 
-_ENCODE_PARTS = ("media", "route", "prefill", "edge")
-
-
 def encode_tables(report: Report) -> str:
     """What one Encode worker does, what the first token waits for, and how fast embeddings move."""
-    rates = markdown_table(
-        ["images", "a second", "CPU ms each", "in a batch", "before the tower (ms)", "in the tower (ms)", "others"],
-        [[what, *_rate(report["worker"][load])] for load, what in _LOADS.items()],
-    )
-    times = markdown_table(
-        ["prompt", "TTFT p50, p90 (ms)", *_ENCODE_PARTS],
-        [[what, *_time(report, prompt)] for prompt, what in _PROMPTS.items()],
-    )
-    return f"{rates}\n{times}\n{speeds_table([report['pulls']])}"
-
-
-def _rate(figures: Mapping[str, float]) -> list[str]:
-    return [
-        f"{figures['images_per_s']:.0f}",
-        f"{figures['cpu_ms_per_image']:.1f}",
-        f"{figures['mean_batch_size']:.1f}",
-        f"{figures['before_tower_ms']:.1f}",
-        f"{figures['tower_ms']:.1f}",
-        f"{figures['others_share']:.2f}",
+    rates = [{"what": what, **report["worker"][load]} for load, what in _LOADS.items()]
+    times = [
+        {"what": what, "ttft_ms": report["ttft_ms"][prompt], **report["parts_ms"][prompt]}
+        for prompt, what in _PROMPTS.items()
     ]
+    return f"{_table(_RATE_COLUMNS, rates)}\n{_table(_TTFT_COLUMNS, times)}\n{speeds_table([report['pulls']])}"
 
 
-def _time(report: Mapping[str, Any], prompt: str) -> list[str]:
-    ttft_ms, parts_ms = report["ttft_ms"][prompt], report["parts_ms"][prompt]
-    return [f"{ttft_ms['p50']:.1f}, {ttft_ms['p90']:.1f}", *(f"{parts_ms[part]:.1f}" for part in _ENCODE_PARTS)]
+_RATE_COLUMNS: Columns = {
+    "images": "{what}",
+    "a second": "{images_per_s:.0f}",
+    "CPU ms each": "{cpu_ms_per_image:.1f}",
+    "in a batch": "{mean_batch_size:.1f}",
+    "before the tower (ms)": "{before_tower_ms:.1f}",
+    "in the tower (ms)": "{tower_ms:.1f}",
+    "others": "{others_share:.2f}",
+}
+_TTFT_COLUMNS: Columns = {
+    "prompt": "{what}",
+    "TTFT p50, p90 (ms)": "{ttft_ms[p50]:.1f}, {ttft_ms[p90]:.1f}",
+    "media": "{media:.1f}",
+    "route": "{route:.1f}",
+    "prefill": "{prefill:.1f}",
+    "edge": "{edge:.1f}",
+}
 
 
 # For each workload: its description, and the ratio that is wanted.
@@ -597,30 +456,26 @@ _WORKLOADS = {
 
 def engine_tables(report: Report) -> str:
     """Both sides on every workload that ran."""
-    rows = []
-    for name, measured in report["workloads"].items():
-        what, wanted = _WORKLOADS[name]
-        rows.append(
-            [
-                f"`{name}`: {what}",
-                f"{measured['quartet']['tokens_per_s']:.0f}",
-                f"{measured['generate']['tokens_per_s']:.0f}",
-                f"{measured['ratio']:.2f}",
-                f"{measured['cpu_ratio']:.2f}",
-                _ceiling(measured),
-                wanted,
-                f"{measured['num_ties']} of {measured['num_outputs']}",
-            ]
-        )
-    head = ["workload", "Quartet tok/s", "`generate` tok/s", "ratio", "by CPU time", "ceiling", "wanted", "ties"]
-    return markdown_table(head, rows)
+    return _table(_ENGINE_COLUMNS, [{"name": name, **measured} for name, measured in report["workloads"].items()])
 
 
-def _ceiling(measured: Report) -> str:
+def _ceiling(measured: Row) -> str:
     """By the clock and by CPU time; empty if none was measured, as in reports from before there was a ceiling."""
     if measured.get("ceiling") is None:
         return ""
     return f"{measured['ceiling']:.2f}, {measured['cpu_ceiling']:.2f}"
+
+
+_ENGINE_COLUMNS: Columns = {
+    "workload": lambda measured: f"`{measured['name']}`: {_WORKLOADS[measured['name']][0]}",
+    "Quartet tok/s": "{quartet[tokens_per_s]:.0f}",
+    "`generate` tok/s": "{generate[tokens_per_s]:.0f}",
+    "ratio": "{ratio:.2f}",
+    "by CPU time": "{cpu_ratio:.2f}",
+    "ceiling": _ceiling,
+    "wanted": lambda measured: _WORKLOADS[measured["name"]][1],
+    "ties": "{num_ties} of {num_outputs}",
+}
 
 
 _NONE = "-"
@@ -628,35 +483,30 @@ _NONE = "-"
 
 def routing_tables(report: Report) -> str:
     """Mean and p99 TTFT of every policy on every case, then limits and measured figures."""
-    head = ["", *(f"`{name}`" for name in (OURS, *OTHERS))]
+    names = [f"`{name}`" for name in (OURS, *OTHERS)]
     means = markdown_table(
-        ["mean TTFT (ms)", *head[1:], "runs"],
+        ["mean TTFT (ms)", *names, "runs"],
         [[*_routing_row(row, "ttft_mean", ".1f"), _num_runs(row)] for row in report["rows"]],
     )
-    tails = markdown_table(
-        ["p99 TTFT (ms)", *head[1:]], [_routing_row(row, "ttft_p99", ".0f") for row in report["rows"]]
-    )
-    bars = markdown_table(["", "ratio", "measured", "wanted"], [_bar(report, bar) for bar in report["bars"]])
+    tails = markdown_table(["p99 TTFT (ms)", *names], [_routing_row(row, "ttft_p99", ".0f") for row in report["rows"]])
+    abouts = {row["name"]: row["about"] for row in report["rows"]}
+    bars = _table(_BAR_COLUMNS, [{"about": abouts[bar["case"]], **bar} for bar in report["bars"]])
     return f"{means}\n{tails}\n{bars}\n{_notes(report)}\n"
 
 
-def _routing_row(row: Mapping[str, Any], name: str, form: str) -> list[object]:
+def _routing_row(row: Row, name: str, form: str) -> list[object]:
     policies = row["policies"]
     return [row["about"], *(format(policies[key][name], form) if key in policies else _NONE for key in (OURS, *OTHERS))]
 
 
-def _bar(report: Report, bar: Mapping[str, Any]) -> list[object]:
-    [about] = [row["about"] for row in report["rows"] if row["name"] == bar["case"]]
-    measured = f"{bar['measured']:.3f}"
-    return [
-        about,
-        bar["what"],
-        measured if bar["measured"] <= bar["limit"] else f"**{measured}**",
-        f"<= {bar['limit']}",
-    ]
+def _measured(bar: Row) -> str:
+    return f"{bar['measured']:.3f}" if bar["measured"] <= bar["limit"] else f"**{bar['measured']:.3f}**"
 
 
-def _num_runs(row: Mapping[str, Any]) -> str:
+_BAR_COLUMNS: Columns = {"": "{about}", "ratio": "{what}", "measured": _measured, "wanted": "<= {limit}"}
+
+
+def _num_runs(row: Row) -> str:
     """How many runs each mean is over, in the order of the columns."""
     counts = [row["policies"][name]["num_runs"] for name in (OURS, *OTHERS) if name in row["policies"]]
     return str(counts[0]) if len(set(counts)) == 1 else ", ".join(map(str, counts))
@@ -672,69 +522,78 @@ def _notes(report: Report) -> str:
 
 def prefixes_tables(report: Report) -> str:
     """A row for each policy."""
-    rows: list[list[object]] = []
-    for name, found in report["policies"].items():
-        ttft, ratio = found["ttft_ms"], report["mean_ttft_ratio"].get(name)
-        rows.append(
-            [
-                f"`{name}`",
-                *(f"{ttft[figure]:.1f}" for figure in ("mean", "p50", "p90", "p99")),
-                "" if ratio is None else f"{ratio:.2f}",
-                "<= 0.8" if name == "kv_aware" else "",
-                f"{found['e2e_ms']['mean']:.0f}",
-                f"{found['reuse_ratio']:.2f}",
-                f"{found['requests_finished']}, {found['requests_failed']}",
-            ]
-        )
-    head = ["", "mean TTFT (ms)", "p50", "p90", "p99", "mean over round robin's", "wanted"]
-    return markdown_table([*head, "whole answer (ms)", "reuse", "finished, failed"], rows)
+    ratios = {name: f"{ratio:.2f}" for name, ratio in report["mean_ttft_ratio"].items()}
+    rows = [{"name": name, "ratio": ratios.get(name, ""), **found} for name, found in report["policies"].items()]
+    return _table(_PREFIXES_COLUMNS, rows)
+
+
+_PREFIXES_COLUMNS: Columns = {
+    "": "`{name}`",
+    "mean TTFT (ms)": "{ttft_ms[mean]:.1f}",
+    "p50": "{ttft_ms[p50]:.1f}",
+    "p90": "{ttft_ms[p90]:.1f}",
+    "p99": "{ttft_ms[p99]:.1f}",
+    "mean over round robin's": "{ratio}",
+    "wanted": lambda found: "<= 0.8" if found["name"] == OURS else "",
+    "whole answer (ms)": "{e2e_ms[mean]:.0f}",
+    "reuse": "{reuse_ratio:.2f}",
+    "finished, failed": "{requests_finished}, {requests_failed}",
+}
 
 
 def routing_cost_tables(report: Report) -> str:
     """A row for each policy: the parts of the cost of routing a request, in microseconds."""
-    rows: list[list[object]] = []
-    for name, cost in report["policies"].items():
-        rest_us = cost["total_us"] - cost["snapshot_us"] - cost["assign_us"]
-        parts = (report["hash_us"], cost["snapshot_us"], cost["assign_us"], rest_us, report["routing_us"][name])
-        rows.append([f"`{name}`", *(f"{part:.0f}" for part in parts), "<= 500" if name == "kv_aware" else ""])
-    head = [
-        "us of CPU a request",
-        "naming its blocks",
-        "ranks shown",
-        "choice, look-up",
-        "queue, book, index",
+    rows = [
+        {"name": name, "hash_us": report["hash_us"], "all_us": report["routing_us"][name], **cost}
+        for name, cost in report["policies"].items()
     ]
-    table = markdown_table([*head, "all", "goal"], rows)
-    return (
-        f"{table}\n{report['num_prompt_tokens']} tokens, {report['num_workers']} workers, an index of "
-        f"{report['num_blocks']:,} blocks. The look-up alone takes {report['lookup_us']:.0f} us; taking in one load "
-        f"report {report['report_us']:.0f} us.\n"
-    )
+    return f"{_table(_COST_COLUMNS, rows)}\n{_COST_SETTING.format_map(report)}"
+
+
+_COST_COLUMNS: Columns = {
+    "us of CPU a request": "`{name}`",
+    "naming its blocks": "{hash_us:.0f}",
+    "ranks shown": "{snapshot_us:.0f}",
+    "choice, look-up": "{assign_us:.0f}",
+    "queue, book, index": lambda cost: f"{cost['total_us'] - cost['snapshot_us'] - cost['assign_us']:.0f}",
+    "all": "{all_us:.0f}",
+    "goal": lambda cost: "<= 500" if cost["name"] == OURS else "",
+}
+_COST_SETTING = (
+    "{num_prompt_tokens} tokens, {num_workers} workers, an index of {num_blocks:,} blocks. The look-up alone takes "
+    "{lookup_us:.0f} us; taking in one load report {report_us:.0f} us.\n"
+)
 
 
 def harness_tables(report: Report) -> str:
     """A row for each figure: the harness before and the one after it, measured in alternation."""
-    rows = []
-    for figure in report["figures"]:
-        before, after = (sorted(figure[side]) for side in ("before", "after"))
-        rows.append([figure["name"], _middle(before), _middle(after), len(before), len(after)])
-    head = ["figure", "before: median (lowest, highest)", "after", "runs before", "after"]
-    return markdown_table(head, rows)
+    return _table(_HARNESS_COLUMNS, report["figures"])
 
 
 def _middle(values: Sequence[float]) -> str:
-    return f"{median(values):.3g} ({values[0]:.3g}, {values[-1]:.3g})"
+    return f"{median(values):.3g} ({min(values):.3g}, {max(values):.3g})"
+
+
+_HARNESS_COLUMNS: Columns = {
+    "figure": "{name}",
+    "before: median (lowest, highest)": lambda figure: _middle(figure["before"]),
+    "after": lambda figure: _middle(figure["after"]),
+    "runs before": lambda figure: len(figure["before"]),
+    "runs after": lambda figure: len(figure["after"]),
+}
 
 
 def total_tables(report: Report) -> str:
     """A row for each benchmark, and their sum, including the time between them."""
-    rows = [[run["name"], f"{run['duration_s']:.0f}", _outcome(run["is_done"])] for run in report["runs"]]
-    rows.append(["all", f"{report['duration_s']:.0f}", ""])
-    return markdown_table(["benchmark", "seconds", ""], rows)
+    everything = {"name": "all", "duration_s": report["duration_s"], "is_done": True}
+    return _table(_TOTAL_COLUMNS, [*report["runs"], everything])
 
 
-def _outcome(is_done: bool) -> str:
-    return "" if is_done else "failed"
+_TOTAL_COLUMNS: Columns = {
+    "benchmark": "{name}",
+    "seconds": "{duration_s:.0f}",
+    "": lambda run: "" if run["is_done"] else "failed",
+}
 
 
 _TABLES: Mapping[str, Callable[[Report], str]] = {

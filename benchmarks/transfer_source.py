@@ -1,16 +1,11 @@
 """The sending side of ``benchmarks.transfer``, in a process of its own: a pool, and the server that sends its blocks.
 
-Each line on standard input is a request, and a line of JSON on standard output answers it: ``offer`` holds the blocks
-for one fetch; ``cpu`` gives the CPU seconds of this process so far. The process ends with its standard input.
+It answers two orders: ``offer`` holds the blocks for one fetch; ``cpu`` gives the CPU seconds of this process so far.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import json
 import random
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,6 +13,7 @@ from dataclasses import dataclass
 
 import uvloop
 
+from benchmarks.children import answer, argument, orders
 from quartet.discovery.host import host_identity
 from quartet.kvcache.layout import (
     DTYPE_SIZE_BYTES,
@@ -96,24 +92,6 @@ class PoolShape:
         random.Random(seed).shuffle(block_ids)
         return block_ids
 
-    @property
-    def arguments(self) -> list[str]:
-        """The shape as command-line arguments."""
-        contents = ["--embeddings"] if self.holds_embeddings else []
-        return [f"--num-blocks={self.num_blocks}", f"--piece-size-bytes={self.piece_size_bytes}", *contents]
-
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """Add ``arguments`` to ``parser``."""
-        parser.add_argument("--num-blocks", type=int, required=True)
-        parser.add_argument("--piece-size-bytes", type=int, required=True)
-        parser.add_argument("--embeddings", action="store_true", help="of media, where otherwise KV blocks")
-
-    @staticmethod
-    def from_arguments(arguments: argparse.Namespace) -> PoolShape:
-        """The shape that ``parser`` read."""
-        return PoolShape(arguments.num_blocks, arguments.piece_size_bytes, arguments.embeddings)
-
 
 def fill(memory: PoolMemory, block_id: int, piece: int) -> None:
     """Fill ``block_id`` with bytes that differ from those of every other piece."""
@@ -138,9 +116,9 @@ class _Source:
             memory=memory,
         )
 
-    def answer(self, line: str) -> dict[str, object]:
-        """The answer to one line."""
-        if line == "cpu":
+    def answer(self, order: str) -> dict[str, object]:
+        """The answer to one order."""
+        if order == "cpu":
             return {"cpu_s": time.process_time()}
         hand_off = self.source.offer(self._next_holder, self._block_ids, self._shape.payload)
         self._next_holder += 1
@@ -148,21 +126,15 @@ class _Source:
 
 
 def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.transfer_source", description=__doc__.partition("\n")[0]
-    )
-    PoolShape.add_arguments(parser)
-    uvloop.run(_serve(PoolShape.from_arguments(parser.parse_args())))
+    """Hold the pool whose shape is the argument until the standard input ends."""
+    uvloop.run(_serve(PoolShape(**argument())))
 
 
 async def _serve(shape: PoolShape) -> None:
-    reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     async with _serving(shape) as source:
-        print(json.dumps({}), flush=True)  # it is ready
-        while line := await reader.readline():
-            print(json.dumps(source.answer(line.decode().strip())), flush=True)
+        answer("ready")
+        async for order in orders():
+            answer(source.answer(order))
 
 
 @asynccontextmanager

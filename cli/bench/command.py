@@ -3,64 +3,87 @@
 from __future__ import annotations
 
 import asyncio
-import shlex
-import sys
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 import uvloop
 
 from cli.bench.display import BenchDisplay, print_summary
 from cli.bench.options import (
+    DEFAULT_CONCURRENCY,
+    DEFAULT_DURATION_S,
     DEFAULT_IDS,
-    BenchSeedOption,
-    ConcurrencyOption,
-    DurationOption,
-    IdsOption,
-    JsonOption,
-    OutputTokensOption,
-    PlotOption,
-    PromptTokensOption,
-    RateOption,
-    ReplayOption,
-    RequestsOption,
-    SweepOption,
-    TextOption,
-    TraceOption,
-    WarmupOption,
-    check_outputs,
+    DEFAULT_LENGTH,
+    DEFAULT_WARMUP_S,
     make_limits,
     make_loads,
     make_seed,
     make_workload_config,
 )
+from cli.bench.output import OutputFiles, describe_run
 from cli.bench.result import PointResult
 from cli.bench.run import BenchPlan, Point, SenderConfig, run_plan
 from cli.bench.workload import WorkloadConfig
 from cli.options import ModelOption, PathOption, RouterOptions, TemperatureOption, TimeoutOption
-from cli.output import open_console, reporting_errors, try_write
+from cli.output import reporting_errors
 from quartet.client import Model, QuartetClient, RequestPath
 from quartet.rpc.channels import TlsConfig
-from quartet.telemetry.provenance import read_commit, read_machine, read_versions, write_report
 
-_STDOUT = "-"
 _INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
 _PIPE_WIDTH = 160
 # The report names their versions.
 _PACKAGES = ("quartet", "grpcio", "protobuf", "uvloop", "numpy")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Output:
-    """Files for the figures, beside the table."""
+def _panel(name: str) -> Callable[..., Any]:
+    return partial(typer.Option, rich_help_panel=name)
 
-    json: str | None
-    plot: Path | None
+
+_load, _lengths, _output = map(_panel, ("Load", "Prompts and answers", "Output"))
+_CONCURRENCY = _load(
+    "--concurrency",
+    help="Closed loop: this many clients, each with one request at a time.",
+    min=1,
+    show_default=str(DEFAULT_CONCURRENCY),
+)
+_RATE = _load("--rate", help="Open loop: requests a second, Poisson, however many run.")
+_REPLAY = _load("--replay", help="Open loop: the trace's own times; 2: twice as fast.", metavar="SPEED")
+_SWEEP = _load(
+    "--sweep", help="One run for each concurrency, or for each rate, one after the other.", metavar="1,2,4|rate=1,2,4"
+)
+_WARMUP = _load(
+    "--warmup",
+    help="Load before anything counts.",
+    metavar="SECONDS",
+    min=0,
+    show_default=f"{DEFAULT_WARMUP_S:g}, with --trace 0: each of its requests counts",
+)
+_DURATION = _load(
+    "--duration",
+    help="How long requests are sent.",
+    metavar="SECONDS",
+    show_default=f"{DEFAULT_DURATION_S:g}, unless --requests or --trace ends it",
+)
+_REQUESTS = _load("--requests", help="How many requests are sent.", min=1)
+_length = partial(_lengths, metavar="N|LOW-HIGH", show_default=DEFAULT_LENGTH)
+_PROMPT_TOKENS = _length("--prompt-tokens", help="Length of prompts; an even draw from a range.")
+_OUTPUT_TOKENS = _length("--output-tokens", help="Length of answers, exactly: end-of-sequence is ignored.")
+_TRACE = _lengths(
+    "--trace",
+    help="Lengths and shared prefixes from a trace in Mooncake's format, each request once.",
+    exists=True,
+    dir_okay=False,
+)
+_TEXT = _lengths("--text", help="Send random words, about one a token, not token ids.")
+_IDS = _lengths("--token-ids", help="Token ids that prompts are drawn from.", metavar="LOW-HIGH")
+_SEED = _lengths("--seed", help="Of prompts, lengths and arrivals.", min=0, show_default="another each time")
+_JSON = _output("--json", help="Write all figures; - is standard output, and only that.", metavar="FILE")
+_PLOT = _output("--plot", help="Draw a picture.", metavar="FILE.png", dir_okay=False)
 
 
 def bench(
@@ -68,26 +91,28 @@ def bench(
     router: RouterOptions,
     model: ModelOption = "",
     path: PathOption = RequestPath.GENERATE,
-    concurrency: ConcurrencyOption = None,
-    rate: RateOption = None,
-    replay: ReplayOption = None,
-    sweep: SweepOption = None,
-    warmup_s: WarmupOption = None,
-    duration_s: DurationOption = None,
-    max_requests: RequestsOption = None,
-    prompt_tokens: PromptTokensOption = None,
-    output_tokens: OutputTokensOption = None,
-    trace: TraceOption = None,
-    is_text: TextOption = False,
-    ids: IdsOption = DEFAULT_IDS,
-    seed: BenchSeedOption = None,
+    concurrency: Annotated[int | None, _CONCURRENCY] = None,
+    rate: Annotated[float | None, _RATE] = None,
+    replay: Annotated[float | None, _REPLAY] = None,
+    sweep: Annotated[str | None, _SWEEP] = None,
+    warmup_s: Annotated[float | None, _WARMUP] = None,
+    duration_s: Annotated[float | None, _DURATION] = None,
+    max_requests: Annotated[int | None, _REQUESTS] = None,
+    prompt_tokens: Annotated[str | None, _PROMPT_TOKENS] = None,
+    output_tokens: Annotated[str | None, _OUTPUT_TOKENS] = None,
+    trace: Annotated[Path | None, _TRACE] = None,
+    is_text: Annotated[bool, _TEXT] = False,
+    ids: Annotated[str, _IDS] = DEFAULT_IDS,
+    seed: Annotated[int | None, _SEED] = None,
     temperature: TemperatureOption = None,
     timeout_s: TimeoutOption = None,
-    json_file: JsonOption = None,
-    plot_file: PlotOption = None,
+    json_file: Annotated[str | None, _JSON] = None,
+    plot_file: Annotated[Path | None, _PLOT] = None,
 ) -> None:
     """Put load on a router and measure what its clients see. Ctrl-C ends it and shows what was measured."""
-    check_outputs(json_file, plot_file)
+    started_at = datetime.now(UTC)
+    output = OutputFiles(json=json_file, plot=plot_file)
+    output.check()
     plan = BenchPlan(
         loads=make_loads(concurrency, rate, replay, sweep, has_trace=trace is not None),
         limits=make_limits(warmup_s, duration_s, max_requests, has_trace=trace is not None),
@@ -95,57 +120,39 @@ def bench(
         sender=SenderConfig(path=path, model=model, temperature=temperature, timeout_s=timeout_s),
         seed=make_seed(seed),
     )
-    report = BenchReport(shlex.join(["quartet", *sys.argv[1:]]), plan, trace=str(trace) if trace else None)
     with reporting_errors():
         used_model, points = uvloop.run(_run(router.router, router.tls, plan))
-        raise typer.Exit(_finish(_Output(json=json_file, plot=plot_file), report, plan, used_model, points))
+        report = _report(plan, trace, started_at, used_model, [point.result for point in points])
+        raise typer.Exit(_finish(output, report, plan, used_model, points))
 
 
-class BenchReport:
-    """The JSON of one command: what was run, of which code, where, when, against what, and what came out."""
-
-    def __init__(self, command: str, plan: BenchPlan, *, trace: str | None) -> None:
-        """Start the clock. ``trace``: name of the file of the workload's trace."""
-        self._command = command
-        self._plan = plan
-        self._trace = trace
-        self._started_at = datetime.now(UTC)
-        self._began = time.monotonic()
-
-    def finish(self, model: Model, results: Sequence[PointResult]) -> Mapping[str, object]:
-        """The whole report. docs/bench.md describes its keys, which stay."""
-        return {
-            "benchmark": "bench",
-            "command": self._command,
-            "started_at": self._started_at.isoformat(timespec="seconds"),
-            "duration_s": time.monotonic() - self._began,
-            "commit": asdict(read_commit()),
-            "versions": read_versions(_PACKAGES),
-            "machine": asdict(read_machine()),
-            "model": {
-                "name": model.name,
-                "fingerprint": model.fingerprint,
-                "num_prefill_workers": model.num_prefill_workers,
-                "num_decode_workers": model.num_decode_workers,
-            },
-            "path": self._plan.sender.path.value,
-            "workload": self._workload(),
-            "limits": asdict(self._plan.limits),
-            "is_interrupted": any(result.is_interrupted for result in results),
-            "points": [asdict(result) for result in results],
-        }
-
-    def _workload(self) -> Mapping[str, object]:
-        workload = self._plan.workload
-        has_lengths = workload.trace is None
-        return {
-            "prompt_tokens": str(workload.prompt_tokens) if has_lengths else None,
-            "output_tokens": str(workload.output_tokens) if has_lengths else None,
-            "trace": self._trace,
+def _report(
+    plan: BenchPlan, trace: Path | None, started_at: datetime, model: Model, results: Sequence[PointResult]
+) -> Mapping[str, object]:
+    """The JSON of one command: what was run, against what, and what came out. docs/bench.md describes its keys."""
+    workload = plan.workload
+    return {
+        **describe_run("bench", started_at, _PACKAGES),
+        "duration_s": (datetime.now(UTC) - started_at).total_seconds(),
+        "model": {
+            "name": model.name,
+            "fingerprint": model.fingerprint,
+            "num_prefill_workers": model.num_prefill_workers,
+            "num_decode_workers": model.num_decode_workers,
+        },
+        "path": plan.sender.path.value,
+        "workload": {
+            "prompt_tokens": None if trace else str(workload.prompt_tokens),
+            "output_tokens": None if trace else str(workload.output_tokens),
+            "trace": str(trace) if trace else None,
             "is_text": workload.is_text,
-            "temperature": self._plan.sender.temperature,
-            "seed": self._plan.seed,
-        }
+            "temperature": plan.sender.temperature,
+            "seed": plan.seed,
+        },
+        "limits": asdict(plan.limits),
+        "is_interrupted": any(result.is_interrupted for result in results),
+        "points": [asdict(result) for result in results],
+    }
 
 
 async def _run(routers: list[str], tls: TlsConfig | None, plan: BenchPlan) -> tuple[Model, list[Point]]:
@@ -184,27 +191,22 @@ def _check_lengths(workload: WorkloadConfig, model: Model) -> None:
         )
 
 
-def _finish(output: _Output, report: BenchReport, plan: BenchPlan, model: Model, points: Sequence[Point]) -> int:
+def _finish(
+    output: OutputFiles, report: Mapping[str, object], plan: BenchPlan, model: Model, points: Sequence[Point]
+) -> int:
     """Show and write the figures; return the exit code."""
     results = [point.result for point in points]
     title = f"{model.name}, path {plan.sender.path}, {plan.workload}"
-    # Standard output is for JSON only where --json names it.
-    print_summary(open_console(pipe_width=_PIPE_WIDTH, stderr=output.json == _STDOUT), title, results)
-    if not _write(output, report.finish(model, results), points, title):
+    print_summary(output.open_console(_PIPE_WIDTH), title, results)
+
+    def draw(path: Path) -> None:
+        # Imported here: matplotlib takes a second, and few users draw.
+        from cli.bench.plot import plot
+
+        plot(points, title, path)
+
+    if not output.write(report, draw):
         return 1
     if any(result.is_interrupted for result in results):
         return _INTERRUPTED
     return 0 if any(result.requests.finished for result in results) else 1
-
-
-def _write(output: _Output, report: Mapping[str, object], points: Sequence[Point], title: str) -> bool:
-    """Write each file that the user wants, also when the other can't be written; return whether all were written."""
-    outcomes = []
-    if output.json is not None:
-        outcomes.append(try_write(output.json, partial(write_report, report, output.json)))
-    if output.plot is not None:
-        # Imported here: matplotlib takes a second, and few users draw.
-        from cli.bench.plot import plot
-
-        outcomes.append(try_write(str(output.plot), partial(plot, points, title, output.plot)))
-    return all(outcomes)

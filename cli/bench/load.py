@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
 import numpy as np
 
-from cli.bench.workload import BenchRequest, Workload
+from cli.bench.workload import BenchRequest
 
 # asyncio's timers are accurate to a millisecond, which is much of a quick first token. The open loop polls the clock
 # for the last bit of each wait, but for at most this share of it.
@@ -109,57 +109,33 @@ class Window:
             return
 
 
-class ClosedLoop:
-    """Keeps as many requests running as it has clients."""
+async def run_closed_loop(send: Send, workload: Iterator[BenchRequest], window: Window, num_clients: int) -> None:
+    """Keep ``num_clients`` requests running until the window closes or the workload is used up; wait for the last.
 
-    def __init__(self, send: Send, workload: Workload, window: Window, num_clients: int) -> None:
-        """The clients share ``workload``: whichever is free first takes the next request."""
-        self._send = send
-        self._workload = workload
-        self._window = window
-        self._num_clients = num_clients
+    The clients share ``workload``: whichever is free first takes the next request.
+    """
 
-    async def run(self) -> None:
-        """Send until the window closes or the workload is used up; return when all requests have ended."""
-        async with asyncio.TaskGroup() as clients:
-            for _ in range(self._num_clients):
-                clients.create_task(self._client())
+    async def run_client() -> None:
+        while window.admit() and (request := next(workload, None)) is not None:
+            if pause_s := await send(request, time.perf_counter()):
+                await window.pause(pause_s)
 
-    async def _client(self) -> None:
-        while self._window.admit() and (request := self._workload.next()) is not None:
-            if pause_s := await self._send(request, time.perf_counter()):
-                await self._window.pause(pause_s)
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(num_clients):
+            clients.create_task(run_client())
 
 
-class OpenLoop:
-    """Sends on schedule."""
-
-    def __init__(self, send: Send, workload: Workload, window: Window, schedule: Schedule) -> None:
-        self._send = send
-        self._workload = workload
-        self._window = window
-        self._schedule = schedule
-
-    async def run(self) -> None:
-        """Send until the window closes or the workload is used up; return when all requests have ended."""
-        began = time.perf_counter()
-        async with asyncio.TaskGroup() as requests:
-            # Make each request before it is due: a long prompt takes milliseconds.
-            while (request := self._workload.next()) is not None:
-                due_at = began + self._schedule(request)
-                await self._wait_until(due_at)
-                if not self._window.admit():
-                    return
-                requests.create_task(self._send(request, due_at))
-
-    async def _wait_until(self, due_at: float) -> None:
-        # At least once, also when late: requests already sent must get their turn.
-        await asyncio.sleep(0)
-        wait_s = due_at - time.perf_counter()
-        if wait_s > 0:
-            await self._window.pause(wait_s - min(_MAX_SPIN_S, _MAX_SPIN_SHARE * wait_s))
-        while time.perf_counter() < due_at and not self._window.is_closed:  # noqa: ASYNC110 - a time is waited for
-            await asyncio.sleep(0)
+async def run_open_loop(send: Send, workload: Iterator[BenchRequest], window: Window, schedule: Schedule) -> None:
+    """Send on ``schedule`` until the window closes or the workload is used up; wait for the last."""
+    began = time.perf_counter()
+    async with asyncio.TaskGroup() as requests:
+        # Make each request before it is due: a long prompt takes milliseconds.
+        for request in workload:
+            due_at = began + schedule(request)
+            await _wait_until(due_at, window)
+            if not window.admit():
+                return
+            requests.create_task(send(request, due_at))
 
 
 def poisson_schedule(rate: float, seed: Sequence[int]) -> Schedule:
@@ -183,3 +159,13 @@ def replay_schedule(speed: float) -> Schedule:
         return request.at_s / speed
 
     return next_due
+
+
+async def _wait_until(due_at: float, window: Window) -> None:
+    # At least once, also when late: requests already sent must get their turn.
+    await asyncio.sleep(0)
+    wait_s = due_at - time.perf_counter()
+    if wait_s > 0:
+        await window.pause(wait_s - min(_MAX_SPIN_S, _MAX_SPIN_SHARE * wait_s))
+    while time.perf_counter() < due_at and not window.is_closed:  # noqa: ASYNC110 - a time is waited for
+        await asyncio.sleep(0)

@@ -108,6 +108,7 @@ class Totals:
         failed: requests that ended otherwise.
         output_tokens: tokens that came, also of requests that failed later.
         prompt_tokens: of requests that ended well.
+        ttft_s, itl_s: seconds until first tokens, and between tokens; ``num_ttfts`` and ``num_itls`` of them.
         at_s: when the sums were read, by ``time.perf_counter``.
         cpu_s: CPU seconds of this process, all threads.
     """
@@ -116,22 +117,16 @@ class Totals:
     failed: int = 0
     output_tokens: int = 0
     prompt_tokens: int = 0
+    ttft_s: float = 0.0
+    num_ttfts: int = 0
+    itl_s: float = 0.0
+    num_itls: int = 0
     at_s: float = 0.0
     cpu_s: float = 0.0
 
     def minus(self, other: Totals) -> Totals:
         """The difference, field by field."""
         return Totals(**{item.name: getattr(self, item.name) - getattr(other, item.name) for item in fields(self)})
-
-
-@dataclass
-class Recent:
-    """Sums since the display last looked, for the TTFT and ITL of the moment."""
-
-    ttft_s: float = 0.0
-    num_ttfts: int = 0
-    itl_s: float = 0.0
-    num_itls: int = 0
 
 
 @dataclass
@@ -168,13 +163,11 @@ class Recorder:
 
     Attributes:
         num_running: requests that run now.
-        recent: for the display, which replaces it with a new one after each look.
         measured: the figures that become the result.
     """
 
     def __init__(self, window: Window) -> None:
         self.num_running = 0
-        self.recent = Recent()
         self.measured = Measured()
         self._window = window
         self._totals = Totals()
@@ -229,16 +222,16 @@ class RequestRecord:
     def tokens(self, num_tokens: int) -> None:
         """``num_tokens`` tokens came together, now."""
         now = time.perf_counter()
-        recent = self._recorder.recent
-        self._totals.output_tokens += num_tokens
+        totals = self._totals
+        totals.output_tokens += num_tokens
         if self._last_at is None:
-            recent.ttft_s += now - self._due_at
-            recent.num_ttfts += 1
+            totals.ttft_s += now - self._due_at
+            totals.num_ttfts += 1
             if self._measured is not None:
                 self._measured.ttft.add(now - self._due_at)
         else:
-            recent.itl_s += now - self._last_at
-            recent.num_itls += num_tokens
+            totals.itl_s += now - self._last_at
+            totals.num_itls += num_tokens
             if self._measured is not None:
                 self._measured.itl.add((now - self._last_at) / num_tokens, num_tokens)
         self._last_at = now

@@ -1,13 +1,11 @@
-"""The options of ``quartet bench``, and the plan that they make; an impossible value is reported by its option."""
+"""The plan that the options of ``quartet bench`` make; an impossible value is reported by its option."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, TypeAlias
 
 import typer
 
@@ -18,134 +16,12 @@ from cli.traces.format import TraceError, TraceRequest, read_trace
 
 # Nearly every vocabulary has these ids, and they are no special tokens.
 DEFAULT_IDS = "100-600"
-_DEFAULT_LENGTH = "128"
-_DEFAULT_CONCURRENCY = 1
-_DEFAULT_DURATION_S = 30.0
-_DEFAULT_WARMUP_S = 2.0
+DEFAULT_LENGTH = "128"
+DEFAULT_CONCURRENCY = 1
+DEFAULT_DURATION_S = 30.0
+DEFAULT_WARMUP_S = 2.0
 _SEED_BITS = 32
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_PICTURES = (".png", ".svg", ".pdf")
-_LOAD, _LENGTHS, _OUTPUT = "Load", "Prompts and answers", "Output"
-
-ConcurrencyOption: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        "--concurrency",
-        min=1,
-        rich_help_panel=_LOAD,
-        show_default=str(_DEFAULT_CONCURRENCY),
-        help="Closed loop: this many clients, each with one request at a time.",
-    ),
-]
-RateOption: TypeAlias = Annotated[
-    float | None,
-    typer.Option("--rate", rich_help_panel=_LOAD, help="Open loop: requests a second, Poisson, however many run."),
-]
-ReplayOption: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        "--replay", metavar="SPEED", rich_help_panel=_LOAD, help="Open loop: the trace's own times; 2: twice as fast."
-    ),
-]
-SweepOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--sweep",
-        metavar="1,2,4|rate=1,2,4",
-        rich_help_panel=_LOAD,
-        help="One run for each concurrency, or for each rate, one after the other.",
-    ),
-]
-WarmupOption: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        "--warmup",
-        min=0,
-        metavar="SECONDS",
-        rich_help_panel=_LOAD,
-        show_default=f"{_DEFAULT_WARMUP_S:g}, with --trace 0: each of its requests counts",
-        help="Load before anything counts.",
-    ),
-]
-DurationOption: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        "--duration",
-        metavar="SECONDS",
-        rich_help_panel=_LOAD,
-        show_default=f"{_DEFAULT_DURATION_S:g}, unless --requests or --trace ends it",
-        help="How long requests are sent.",
-    ),
-]
-RequestsOption: TypeAlias = Annotated[
-    int | None, typer.Option("--requests", min=1, rich_help_panel=_LOAD, help="How many requests are sent.")
-]
-PromptTokensOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--prompt-tokens",
-        metavar="N|LOW-HIGH",
-        rich_help_panel=_LENGTHS,
-        show_default=_DEFAULT_LENGTH,
-        help="Length of prompts; an even draw from a range.",
-    ),
-]
-OutputTokensOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--output-tokens",
-        metavar="N|LOW-HIGH",
-        rich_help_panel=_LENGTHS,
-        show_default=_DEFAULT_LENGTH,
-        help="Length of answers, exactly: end-of-sequence is ignored.",
-    ),
-]
-TraceOption: TypeAlias = Annotated[
-    Path | None,
-    typer.Option(
-        "--trace",
-        exists=True,
-        dir_okay=False,
-        rich_help_panel=_LENGTHS,
-        help="Lengths and shared prefixes from a trace in Mooncake's format, each request once.",
-    ),
-]
-TextOption: TypeAlias = Annotated[
-    bool,
-    typer.Option("--text", rich_help_panel=_LENGTHS, help="Send random words, about one a token, not token ids."),
-]
-IdsOption: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        "--token-ids",
-        metavar="LOW-HIGH",
-        rich_help_panel=_LENGTHS,
-        help="Token ids that prompts are drawn from.",
-    ),
-]
-BenchSeedOption: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        "--seed",
-        min=0,
-        rich_help_panel=_LENGTHS,
-        show_default="another each time",
-        help="Of prompts, lengths and arrivals.",
-    ),
-]
-JsonOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--json",
-        metavar="FILE",
-        rich_help_panel=_OUTPUT,
-        help="Write all figures; - is standard output, and only that.",
-    ),
-]
-PlotOption: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--plot", metavar="FILE.png", dir_okay=False, rich_help_panel=_OUTPUT, help="Draw a picture."),
-]
 
 
 def make_loads(
@@ -164,7 +40,7 @@ def make_loads(
         if not has_trace:
             raise typer.BadParameter("only a trace has times: give --trace too", param_hint="--replay")
         return (Load(LoadKind.REPLAY, _positive(replay, "--replay")),)
-    return (Load(LoadKind.CONCURRENCY, concurrency or _DEFAULT_CONCURRENCY),)
+    return (Load(LoadKind.CONCURRENCY, concurrency or DEFAULT_CONCURRENCY),)
 
 
 def make_limits(
@@ -173,11 +49,11 @@ def make_limits(
     """When each load ends. Raises ``typer.BadParameter``."""
     if warmup_s is None:
         # A trace has each request once: the figures would lack those that are sent during a warm-up.
-        warmup_s = 0.0 if has_trace else _DEFAULT_WARMUP_S
+        warmup_s = 0.0 if has_trace else DEFAULT_WARMUP_S
     if duration_s is not None:
         _positive(duration_s, "--duration")
     elif max_requests is None and not has_trace:
-        duration_s = _DEFAULT_DURATION_S
+        duration_s = DEFAULT_DURATION_S
     return Limits(warmup_s=warmup_s, duration_s=duration_s, max_requests=max_requests)
 
 
@@ -187,8 +63,8 @@ def make_workload_config(
     """The workload to send. Raises ``typer.BadParameter``."""
     lengths = {"--prompt-tokens": prompt_tokens, "--output-tokens": output_tokens}
     return WorkloadConfig(
-        prompt_tokens=_parse_range(prompt_tokens or _DEFAULT_LENGTH, "--prompt-tokens"),
-        output_tokens=_parse_range(output_tokens or _DEFAULT_LENGTH, "--output-tokens"),
+        prompt_tokens=_parse_range(prompt_tokens or DEFAULT_LENGTH, "--prompt-tokens"),
+        output_tokens=_parse_range(output_tokens or DEFAULT_LENGTH, "--output-tokens"),
         ids=_parse_range(ids, "--token-ids"),
         trace=None if trace is None else _read_trace(trace, lengths),
         is_text=is_text,
@@ -198,18 +74,6 @@ def make_workload_config(
 def make_seed(seed: int | None) -> int:
     """``seed``, or a random one, whose prompts no server has seen before."""
     return secrets.randbits(_SEED_BITS) if seed is None else seed
-
-
-def check_outputs(json_file: str | None, plot_file: Path | None) -> None:
-    """Raise ``typer.BadParameter`` if the figures or the picture could not be written: now, not after the measuring."""
-    if json_file is not None and Path(json_file).is_dir():
-        raise typer.BadParameter(f"{json_file} is a directory", param_hint="--json")
-    if plot_file is None:
-        return
-    if plot_file.suffix not in _PICTURES:
-        raise typer.BadParameter(f"{plot_file} must end in one of {', '.join(_PICTURES)}", param_hint="--plot")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("drawing needs matplotlib: .venv/bin/pip install -e '.[plot]'", param_hint="--plot")
 
 
 def _read_trace(path: Path, lengths: Mapping[str, str | None]) -> list[TraceRequest]:
@@ -241,10 +105,9 @@ def _parse_sweep(text: str) -> tuple[Load, ...]:
         loads = tuple(Load(kind, float(value)) for value in values.split(","))
     except ValueError as error:
         raise _bad_sweep(text) from error
-    is_whole = all(load.value.is_integer() for load in loads)
-    if kind is LoadKind.REPLAY or not all(0 < load.value < float("inf") for load in loads):
-        raise _bad_sweep(text)
-    if kind is LoadKind.CONCURRENCY and not is_whole:
+    has_values = all(0 < load.value < float("inf") for load in loads)
+    is_whole = kind is LoadKind.RATE or all(load.value.is_integer() for load in loads)
+    if kind is LoadKind.REPLAY or not has_values or not is_whole:
         raise _bad_sweep(text)
     return loads
 

@@ -32,6 +32,11 @@ def plot(points: Sequence[Point], title: str, path: Path) -> None:
         title = f"{title}, {points[0].result.load}"
     else:
         figure = _plot_sweep([point.result for point in points])
+    save(figure, title, path)
+
+
+def save(figure: Figure, title: str, path: Path) -> None:
+    """Write ``figure`` to ``path``, under ``title``. Raises ``OSError``."""
     figure.suptitle(title, fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=_DPI)

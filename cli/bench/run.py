@@ -5,9 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Protocol
 
-from cli.bench.load import ClosedLoop, Load, LoadKind, OpenLoop, Send, Window, poisson_schedule, replay_schedule
+from cli.bench.load import (
+    Load,
+    LoadKind,
+    Send,
+    Window,
+    poisson_schedule,
+    replay_schedule,
+    run_closed_loop,
+    run_open_loop,
+)
 from cli.bench.measure import Measured, Recorder
 from cli.bench.result import PointResult, make_result
 from cli.bench.workload import BenchRequest, WorkloadConfig, make_workload
@@ -75,8 +83,8 @@ class Point:
     measured: Measured
 
 
-class RunObserver(Protocol):
-    """Follows what runs."""
+class RunObserver:
+    """Follows what runs; this one ignores it."""
 
     def began(self, load: Load, number: int, recorder: Recorder, window: Window) -> None:
         """Load ``number``, from 0, begins. Only read ``recorder`` and ``window``."""
@@ -93,7 +101,7 @@ async def run_plan(client: QuartetClient, plan: BenchPlan, observer: RunObserver
         recorder = Recorder(window)
         loop = _make_loop(Sender(client, plan.sender, recorder).send, plan, number, window)
         observer.began(load, number, recorder, window)
-        is_interrupted = await _run_interruptibly(_Run(loop.run(), recorder, plan))
+        is_interrupted = await _run_load(loop, recorder, plan)
         points.append(Point(make_result(load, recorder, is_interrupted=is_interrupted), recorder.measured))
         observer.ended(points[-1])
         if is_interrupted:
@@ -147,60 +155,46 @@ class Sender:
         }
 
 
-def _make_loop(send: Send, plan: BenchPlan, number: int, window: Window) -> ClosedLoop | OpenLoop:
+def _make_loop(send: Send, plan: BenchPlan, number: int, window: Window) -> Coroutine[None, None, None]:
     load = plan.loads[number]
     # Each load has other prompts: the workers have cached those of the last one.
     workload = make_workload(plan.workload, (plan.seed, number))
     match load.kind:
         case LoadKind.CONCURRENCY:
-            return ClosedLoop(send, workload, window, int(load.value))
+            return run_closed_loop(send, workload, window, int(load.value))
         case LoadKind.RATE:
             schedule = poisson_schedule(load.value, (plan.seed, number, 1))
         case LoadKind.REPLAY:
             schedule = replay_schedule(load.value)
-    return OpenLoop(send, workload, window, schedule)
+    return run_open_loop(send, workload, window, schedule)
 
 
-class _Run:
-    """One load: its loop runs in a task of its own; this class opens and closes the window."""
+async def _run_load(loop: Coroutine[None, None, None], recorder: Recorder, plan: BenchPlan) -> bool:
+    """Run ``loop`` in a task of its own; open and close the window meanwhile. Returns whether it was interrupted.
 
-    def __init__(self, loop: Coroutine[None, None, None], recorder: Recorder, plan: BenchPlan) -> None:
-        self._recorder = recorder
-        self._limits = plan.limits
-        self._drain_s = plan.sender.timeout_s or _DRAIN_TIMEOUT_S
-        if not plan.limits.warmup_s:
-            recorder.open()
-        self._task = asyncio.create_task(loop)
-
-    async def run(self) -> None:
-        if self._limits.warmup_s:
-            await self._wait(self._limits.warmup_s)
-            self._recorder.open()
-        await self._wait(self._limits.duration_s)
-        self._recorder.close()
-        await self._wait(self._drain_s)
-
-    async def end(self) -> None:
-        """Cancel what runs. Raises what the loop failed with, which is a bug: requests that fail are recorded."""
-        self._recorder.close()
-        self._task.cancel()
-        await asyncio.wait({self._task})
-        if not self._task.cancelled():
-            self._task.result()
-
-    async def _wait(self, timeout_s: float | None) -> None:
-        await asyncio.wait({self._task}, timeout=timeout_s)
-
-
-async def _run_interruptibly(run: _Run) -> bool:
-    """Return whether it was interrupted. The cancellation stops here: the user wants the figures, not a traceback."""
+    A cancellation stops here: the user wants the figures, not a traceback. What the loop fails with is raised, since it
+    is a bug: requests that fail are recorded.
+    """
+    limits = plan.limits
+    if not limits.warmup_s:
+        recorder.open()
+    task = asyncio.create_task(loop)
     try:
-        await run.run()
+        if limits.warmup_s:
+            await asyncio.wait({task}, timeout=limits.warmup_s)
+            recorder.open()
+        await asyncio.wait({task}, timeout=limits.duration_s)
+        recorder.close()
+        await asyncio.wait({task}, timeout=plan.sender.timeout_s or _DRAIN_TIMEOUT_S)
     except asyncio.CancelledError:
-        task = asyncio.current_task()
-        assert task is not None
-        task.uncancel()
+        this = asyncio.current_task()
+        assert this is not None
+        this.uncancel()
         return True
     finally:
-        await run.end()
+        recorder.close()
+        task.cancel()
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.result()
     return False

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -52,13 +51,6 @@ class BenchRequest:
     at_s: float | None = None
 
 
-class Workload(Protocol):
-    """A sequence of requests; the same for the same seed."""
-
-    def next(self) -> BenchRequest | None:
-        """The next request; ``None``: there are no more."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class WorkloadConfig:
     """What a workload is made of.
@@ -83,11 +75,21 @@ class WorkloadConfig:
         return f"prompts of {self.prompt_tokens} {kind}, answers of {self.output_tokens} tokens"
 
 
-def make_workload(config: WorkloadConfig, seed: Sequence[int]) -> Workload:
-    """A workload from its start. Prompts of different seeds share nothing."""
-    if config.trace is None:
-        return _RandomWorkload(config, seed)
-    return _TraceWorkload(config, config.trace, seed)
+def make_workload(config: WorkloadConfig, seed: Sequence[int]) -> Iterator[BenchRequest]:
+    """The requests of a workload from its start, the same for the same seed. Prompts of different seeds share nothing.
+
+    Without a trace it is endless, and no two of its prompts share a prefix.
+    """
+    if config.trace is not None:
+        prompts = TracePrompts(seed, config.ids)
+        for request in config.trace:
+            yield _make_request(config, prompts.make(request), request.num_output_tokens, request.arrival_s)
+        return
+    rng = np.random.default_rng(seed)
+    while True:
+        count, num_output_tokens = config.prompt_tokens.draw(rng), config.output_tokens.draw(rng)
+        ids = rng.integers(config.ids.low, config.ids.high, size=count, endpoint=True).tolist()
+        yield _make_request(config, ids, num_output_tokens, None)
 
 
 class TracePrompts:
@@ -113,33 +115,6 @@ class TracePrompts:
         rng = np.random.default_rng((*self._seed, stream, name))
         drawn: list[int] = rng.integers(self._ids.low, self._ids.high, size=count, endpoint=True).tolist()
         return drawn
-
-
-class _RandomWorkload:
-    """Endless; prompts are random, so no two of them share a prefix."""
-
-    def __init__(self, config: WorkloadConfig, seed: Sequence[int]) -> None:
-        self._config = config
-        self._rng = np.random.default_rng(seed)
-
-    def next(self) -> BenchRequest:
-        config = self._config
-        count, num_output_tokens = config.prompt_tokens.draw(self._rng), config.output_tokens.draw(self._rng)
-        ids = self._rng.integers(config.ids.low, config.ids.high, size=count, endpoint=True).tolist()
-        return _make_request(config, ids, num_output_tokens, None)
-
-
-class _TraceWorkload:
-    def __init__(self, config: WorkloadConfig, trace: Sequence[TraceRequest], seed: Sequence[int]) -> None:
-        self._config = config
-        self._prompts = TracePrompts(seed, config.ids)
-        self._requests = iter(trace)
-
-    def next(self) -> BenchRequest | None:
-        request = next(self._requests, None)
-        if request is None:
-            return None
-        return _make_request(self._config, self._prompts.make(request), request.num_output_tokens, request.arrival_s)
 
 
 def _make_request(

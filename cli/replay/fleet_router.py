@@ -10,7 +10,8 @@ from math import inf
 from cli.replay.policies import ReplayCandidate
 from cli.replay.worker import EngineSettings, SimulatedWorker, WorkerState, measured
 from quartet.discovery.base import Rank
-from quartet.events.kv import Cleared, KvEvent, Removed, Stored
+from quartet.events.kv import KvEvent
+from router.kv_index.feed import apply_events
 from router.kv_index.index import PrefixIndex
 from router.policy.base import Peers, Pending, Placement, Policy, Snapshot
 
@@ -92,14 +93,7 @@ class FleetRouter:
 
     def on_events(self, rank: Rank, events: Sequence[KvEvent]) -> None:
         """A worker's cache has changed."""
-        for event in events:
-            match event:
-                case Stored(parent_hash, sequence_hashes, tier):
-                    self._index.store(rank, parent_hash, sequence_hashes, tier)
-                case Removed(sequence_hashes, tier):
-                    self._index.remove(rank, sequence_hashes, tier)
-                case Cleared():
-                    self._index.clear(rank)
+        apply_events(self._index, rank, events)
 
     def report(self, rank: Rank, now: float) -> None:
         """A worker's state has changed. The router knows it from ``load_age_s`` later."""

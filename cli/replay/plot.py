@@ -8,9 +8,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from cli.bench.plot import save
 from cli.replay.results import PolicyResult, Spread
 
-_DPI = 130
 _QUANTILES = {"mean": "#264653", "p50": "#2a9d8f", "p90": "#e9a03b", "p99": "#d1495b"}
 
 
@@ -28,9 +28,7 @@ def plot(results: Mapping[str, PolicyResult], title: str, path: Path) -> None:
     reuse.invert_yaxis()
     handles, labels = ttft.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
-    figure.suptitle(title, fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=_DPI)
+    save(figure, title, path)
 
 
 def _draw_spreads(axes: Axes, title: str, spreads: Mapping[str, Spread]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from heapq import heappop, heappush
@@ -88,8 +87,13 @@ class Simulation:
     def run(self, on_progress: Callable[[int], None] = lambda _num_ended: None) -> PolicyResult:
         """Replay to the last token. ``on_progress`` gets the number of ended requests, now and then."""
         began = time.process_time()
-        with _no_garbage():
+        was_enabled = gc.isenabled()
+        gc.disable()  # a replay leaves no cycles, and looking for some takes a quarter of its time
+        try:
             self._replay(on_progress)
+        finally:
+            if was_enabled:
+                gc.enable()
         on_progress(self._num_ended)
         num_prefilling = self._settings.num_prefill_workers
         return self._recorder.result(
@@ -293,18 +297,6 @@ class Prompts:
             parent = chain_hash(parent, block_hash)
             hashes.append(parent)
         return tuple(hashes)
-
-
-@contextmanager
-def _no_garbage() -> Iterator[None]:
-    """Switch the garbage collector off: a replay leaves no cycles, and looking for some takes a quarter of its time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _hand_off(num_tokens: int) -> HandOff:

@@ -118,7 +118,7 @@ class KvFeed:
             self._loading = part.number
             self._clear()
         if part.data_parallel_rank < len(self._ranks):
-            self._apply_events(self._ranks[part.data_parallel_rank], part.stored)
+            apply_events(self._index, self._ranks[part.data_parallel_rank], part.stored)
         return True
 
     def finish(self) -> bool:
@@ -169,21 +169,23 @@ class KvFeed:
     def _apply(self, batch: KvBatch) -> None:
         self._number = batch.number
         if batch.data_parallel_rank < len(self._ranks):
-            self._apply_events(self._ranks[batch.data_parallel_rank], batch.events)
-
-    def _apply_events(self, rank: Rank, events: Iterable[KvEvent]) -> None:
-        for event in events:
-            match event:
-                case Stored(parent_hash, sequence_hashes, tier):
-                    self._index.store(rank, parent_hash, sequence_hashes, tier)
-                case Removed(sequence_hashes, tier):
-                    self._index.remove(rank, sequence_hashes, tier)
-                case Cleared():
-                    self._index.clear(rank)
+            apply_events(self._index, self._ranks[batch.data_parallel_rank], batch.events)
 
     def _clear(self) -> None:
         for rank in self._ranks:
             self._index.clear(rank)
+
+
+def apply_events(index: KvIndex, rank: Rank, events: Iterable[KvEvent]) -> None:
+    """Let ``index`` follow what happened to the blocks of ``rank``."""
+    for event in events:
+        match event:
+            case Stored(parent_hash, sequence_hashes, tier):
+                index.store(rank, parent_hash, sequence_hashes, tier)
+            case Removed(sequence_hashes, tier):
+                index.remove(rank, sequence_hashes, tier)
+            case Cleared():
+                index.clear(rank)
 
 
 class SnapshotClient(Protocol):

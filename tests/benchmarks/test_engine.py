@@ -14,6 +14,7 @@ from benchmarks.engine import count_ties, rounds_of
 from benchmarks.engine_sides import (
     VOCAB_SIZE,
     WORKLOADS,
+    Floor,
     GenerateSide,
     Job,
     QuartetSide,
@@ -22,7 +23,6 @@ from benchmarks.engine_sides import (
     shared_prefix_32,
     write_checkpoint,
 )
-from benchmarks.floors.engine_floor import Floor
 from benchmarks.table import engine_tables
 
 

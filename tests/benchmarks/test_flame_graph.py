@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from benchmarks.flame_graph import parse_stacks, rank_functions, render_flame_graph
+from benchmarks.profile import parse_stacks, rank_functions, render_flame_graph
 
 STACKS = "main;serve;write 6\nmain;serve;read 3\nmain;serve;write;serve 1\n"
 SVG = "{http://www.w3.org/2000/svg}"

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
+from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
-from benchmarks.transfer import summarize
-from benchmarks.transfer_puller import Mover, Sample, Temperature
+from benchmarks.transfer import Mover, Plan, Sample, Temperature, measure_samples, summarize
 from benchmarks.transfer_source import PoolShape
 from quartet.kvcache.layout import EmbeddingLayout, EmbeddingsPayload
-
-ROOT = Path(__file__).parents[2]
 
 
 def sample(mover: Mover, duration_s: float, temperature: Temperature = Temperature.WARM) -> Sample:
@@ -31,15 +26,8 @@ def sample(mover: Mover, duration_s: float, temperature: Temperature = Temperatu
 
 @pytest.mark.parametrize("shape", [PoolShape(8, 1 << 16), PoolShape(8, 1 << 16, holds_embeddings=True)], ids=str)
 async def test_both_processes_move_every_way_warm_and_cold(shape: PoolShape) -> None:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.transfer_puller", *shape.arguments, "--num-rounds", "2"),
-        stdout=asyncio.subprocess.PIPE,
-        cwd=ROOT,
-    )
     async with asyncio.timeout(50):
-        output, _ = await process.communicate()
-    samples = [json.loads(line) for line in output.splitlines()]
-    assert process.returncode == 0
+        samples = [asdict(sample) async for sample in measure_samples(Plan(shape, 2))]
     seen = sorted((item["temperature"], item["mover"]) for item in samples)
     assert seen == sorted([(temperature, mover) for temperature in Temperature for mover in Mover] * 2)
     assert {item["size_bytes"] for item in samples} == {8 << 16}

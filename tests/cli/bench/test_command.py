@@ -18,7 +18,7 @@ from cli.bench.display import BenchDisplay
 from cli.bench.load import Load, LoadKind, Window
 from cli.bench.measure import Recorder
 from cli.bench.options import make_limits, make_loads
-from cli.bench.run import BenchPlan, Limits, Point, SenderConfig, run_plan
+from cli.bench.run import BenchPlan, Limits, Point, RunObserver, SenderConfig, run_plan
 from cli.bench.workload import IntRange, WorkloadConfig
 from quartet.client import QuartetClient, RequestPath
 from quartet.errors import QueueFullError
@@ -244,7 +244,7 @@ def test_sweeps_are_of_clients_or_of_rates() -> None:
     )
 
 
-class Observer:
+class Observer(RunObserver):
     """Ends the task once the router holds as many requests as run."""
 
     def __init__(self) -> None:

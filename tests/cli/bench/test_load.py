@@ -5,23 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from cli.bench.load import ClosedLoop, OpenLoop, Phase, Window, poisson_schedule, replay_schedule
+from cli.bench.load import Phase, Window, poisson_schedule, replay_schedule, run_closed_loop, run_open_loop
 from cli.bench.workload import BenchRequest
 
 
-class Numbered:
+def numbered(num_requests: int) -> Iterator[BenchRequest]:
     """Requests that are told apart by their length; ``num_requests`` of them."""
-
-    def __init__(self, num_requests: int) -> None:
-        self._left = iter(range(1, num_requests + 1))
-
-    def next(self) -> BenchRequest | None:
-        number = next(self._left, None)
-        return None if number is None else BenchRequest(token_ids=[1], num_output_tokens=number, at_s=0.001 * number)
+    for number in range(1, num_requests + 1):
+        yield BenchRequest(token_ids=[1], num_output_tokens=number, at_s=0.001 * number)
 
 
 class Server:
@@ -57,7 +52,7 @@ def open_window(max_requests: int | None = None) -> Window:
 async def test_a_closed_loop_keeps_as_many_running_as_it_has_clients() -> None:
     server = Server(when_running=3)
     async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
-        tasks.create_task(ClosedLoop(server.send, Numbered(10), open_window(), 3).run())
+        tasks.create_task(run_closed_loop(server.send, numbered(10), open_window(), 3))
         await server.reached.wait()
         server.release.set()
     assert server.most_running == 3
@@ -67,7 +62,7 @@ async def test_a_closed_loop_keeps_as_many_running_as_it_has_clients() -> None:
 async def test_a_closed_loop_ends_after_so_many_requests() -> None:
     server = Server()
     server.release.set()
-    await ClosedLoop(server.send, Numbered(100), open_window(max_requests=7), 3).run()
+    await run_closed_loop(server.send, numbered(100), open_window(max_requests=7), 3)
     assert len(server.due_at) == 7
 
 
@@ -90,7 +85,7 @@ async def test_a_client_that_was_turned_away_waits_but_not_beyond_the_end() -> N
         return 3600.0
 
     async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
-        tasks.create_task(ClosedLoop(refuse, Numbered(100), window, 1).run())
+        tasks.create_task(run_closed_loop(refuse, numbered(100), window, 1))
         await failed.wait()
         window.close()
 
@@ -98,7 +93,7 @@ async def test_a_client_that_was_turned_away_waits_but_not_beyond_the_end() -> N
 async def test_an_open_loop_sends_on_though_nothing_is_answered() -> None:
     server = Server(when_running=50)
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        tasks.create_task(OpenLoop(server.send, Numbered(50), open_window(), replay_schedule(1.0)).run())
+        tasks.create_task(run_open_loop(server.send, numbered(50), open_window(), replay_schedule(1.0)))
         await server.reached.wait()
         server.release.set()
     assert server.most_running == 50
@@ -109,7 +104,7 @@ async def test_a_request_counts_from_when_it_was_due_and_is_not_sent_before() ->
     server.release.set()
     began = time.perf_counter()
     async with asyncio.timeout(10):
-        await OpenLoop(server.send, Numbered(20), open_window(), replay_schedule(0.5)).run()
+        await run_open_loop(server.send, numbered(20), open_window(), replay_schedule(0.5))
     gaps = [later - earlier for earlier, later in itertools.pairwise(server.due_at)]
     assert gaps == pytest.approx([0.002] * 19)
     assert server.due_at[0] >= began
@@ -122,7 +117,7 @@ async def test_an_open_loop_that_is_late_catches_up() -> None:
     # All are due at once: none waits for a turn of its own.
     schedule: Callable[[BenchRequest], float] = lambda request: 0.0  # noqa: E731
     async with asyncio.timeout(5):
-        await OpenLoop(server.send, Numbered(30), open_window(), schedule).run()
+        await run_open_loop(server.send, numbered(30), open_window(), schedule)
     assert len(set(server.due_at)) == 1
     assert len(server.due_at) == 30
 
@@ -131,7 +126,7 @@ async def test_a_closed_window_ends_the_wait_for_the_next_arrival() -> None:
     window = open_window()
     server = Server()
     async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
-        tasks.create_task(OpenLoop(server.send, Numbered(1), window, lambda request: 3600.0).run())
+        tasks.create_task(run_open_loop(server.send, numbered(1), window, lambda request: 3600.0))
         await asyncio.sleep(0)
         window.close()
     assert server.due_at == []

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cli.bench.workload import BenchRequest, IntRange, Workload, WorkloadConfig, make_workload
+from cli.bench.workload import BenchRequest, IntRange, WorkloadConfig, make_workload
 from cli.traces.format import BLOCK_SIZE, read_trace
 
 IDS = IntRange(100, 600)
@@ -31,10 +32,8 @@ def row(at_ms: int, num_prompt: int, num_output: int, *hash_ids: int) -> dict[st
     return {"timestamp": at_ms, "input_length": num_prompt, "output_length": num_output, "hash_ids": list(hash_ids)}
 
 
-def take(workload: Workload, count: int) -> list[BenchRequest]:
-    requests = [workload.next() for _ in range(count)]
-    assert None not in requests
-    return [request for request in requests if request is not None]
+def take(workload: Iterator[BenchRequest], count: int) -> list[BenchRequest]:
+    return [next(workload) for _ in range(count)]
 
 
 def ids(request: BenchRequest) -> list[int]:
@@ -81,7 +80,7 @@ def test_equal_hash_ids_of_a_trace_are_equal_blocks(tmp_path: Path) -> None:
     config = trace_config(write_trace(tmp_path / "trace.jsonl", *rows))
     workload = make_workload(config, (1,))
     first, second, third = take(workload, 3)
-    assert workload.next() is None
+    assert next(workload, None) is None
     assert [len(ids(request)) for request in (first, second, third)] == [1200, 1100, 600]
     assert [request.num_output_tokens for request in (first, second, third)] == [5, 6, 7]
     shared = 2 * BLOCK_SIZE
