@@ -6,8 +6,9 @@ Every start carries a ``RequestContext`` from hop to hop: who asks, and how long
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
 from quartet.engine.base import FinishReason, Generation
@@ -164,7 +165,7 @@ class DecodeSink(Protocol):
         """It joined the running batch."""
         ...
 
-    def take(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:
+    def take(self, offset: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:
         """Take tokens from output token number ``offset`` on; some may have come before.
 
         ``logprobs`` is empty or has one entry a token; ``now`` is monotonic seconds.
@@ -176,6 +177,20 @@ class DecodeSink(Protocol):
             ServingError: tokens are missing or impossible: the decode ends with it.
         """
         ...
+
+
+def split_tokens(token_ids: list[int], num_tokens: list[int]) -> Iterable[Sequence[int]]:
+    """The parts of a column ``token_ids``; ``num_tokens`` has the number of tokens of each.
+
+    Raises:
+        ValueError: the numbers do not add up to the tokens.
+    """
+    if num_tokens == [1] * len(token_ids):  # as most messages: tuples of one, made without a line of Python for each
+        return zip(token_ids, strict=True)
+    ends = list(accumulate(num_tokens))
+    if len(token_ids) != (ends[-1] if ends else 0):
+        raise ValueError("num_tokens does not add up to the tokens")
+    return [token_ids[end - num : end] for num, end in zip(num_tokens, ends, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
