@@ -19,8 +19,8 @@ from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile, MediaItem
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 
-#: An engine's own state has to fit into one start, beside all else that isn't sent in chunks.
-MAX_OPAQUE_STATE_BYTES = MAX_STREAM_MESSAGE_BYTES - (128 << 10)
+#: What isn't sent in chunks, as an engine's own state, has to fit into one message, beside its other fields.
+MAX_UNCHUNKED_BYTES = MAX_STREAM_MESSAGE_BYTES - (128 << 10)
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 _MAX_NAME_LENGTH = 256
 
