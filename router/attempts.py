@@ -15,7 +15,6 @@ from quartet.api.output import ChoiceOutput
 from quartet.api.request import ChoicePlacement, prompt_field
 from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason, Generation
-from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import PromptTooLongError, ServingError, WorkerUnavailableError
 from quartet.kvcache.block_hash import MediaSpan
 from quartet.kvcache.layout import HandOff
@@ -412,17 +411,12 @@ class ChoiceRun:
 
 
 class BookedSink:
-    """Passes the tokens of one decode to the choice's output, and their KV blocks to the book."""
+    """Passes the tokens of one decode to the choice's output, and their KV blocks to the book.
 
-    __slots__ = (
-        "_booking",
-        "_is_handed_off",
-        "_num_held_tokens",
-        "_num_prompt_tokens",
-        "_on_length",
-        "_output",
-        "has_started",
-    )
+    ``take`` is the output's own, so that a token costs no call here.
+    """
+
+    __slots__ = ("_booking", "_is_handed_off", "_num_prompt_tokens", "_on_length", "_output", "has_started", "take")
 
     def __init__(
         self,
@@ -437,12 +431,13 @@ class BookedSink:
         ``on_length`` is called with the number of the prompt's tokens if the worker reports it.
         """
         self.has_started = False
+        self.take = output.take
         self._output = output
         self._booking = booking
         self._num_prompt_tokens = num_prompt_tokens
-        self._num_held_tokens = 0
         self._is_handed_off = is_handed_off
         self._on_length = on_length
+        output.hold_by(self._hold)
 
     def started(self, started: DecodeStarted) -> None:
         """The decode began; the worker has taken the hand-off, if any."""
@@ -452,14 +447,8 @@ class BookedSink:
             self._on_length(started.num_prompt_tokens)
         self._output.note_started(started, is_handed_off=self._is_handed_off)
 
-    def take(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:
-        """Take tokens; returns whether the choice needs more."""
-        output = self._output
-        is_more_wanted = output.take(offset, token_ids, logprobs, now)
-        num_tokens = self._num_prompt_tokens + len(output.token_ids)
-        if num_tokens > self._num_held_tokens:
-            self._num_held_tokens = self._booking.hold(num_tokens)
-        return is_more_wanted
+    def _hold(self, num_output_tokens: int) -> int:
+        return self._booking.hold(self._num_prompt_tokens + num_output_tokens) - self._num_prompt_tokens
 
 
 # Where the next attempt should go after one failed; pure.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -66,12 +67,14 @@ class ChoiceOutput:
     Attributes:
         token_ids: all tokens that came, including those not yet shown to the client.
         num_attempts: attempts begun.
-        num_shown: tokens shown to the client.
     """
 
     __slots__ = (
         "_choice",
+        "_hold",
         "_is_over",
+        "_is_plain",
+        "_is_timed",
         "_last_tokens_at",
         "_logprobs",
         "_makes_text",
@@ -79,9 +82,11 @@ class ChoiceOutput:
         "_num_cached_tokens",
         "_num_given_bytes",
         "_num_given_tokens",
+        "_num_held_tokens",
+        "_num_hidden",
         "_num_media_tokens",
         "_num_prompt_tokens",
-        "_num_timed",
+        "_num_untimed",
         "_observe_itl",
         "_omits_token_ids",
         "_owed_text",
@@ -91,7 +96,6 @@ class ChoiceOutput:
         "_text",
         "_times",
         "num_attempts",
-        "num_shown",
         "token_ids",
     )
 
@@ -99,7 +103,6 @@ class ChoiceOutput:
         """``sink`` takes all that may be shown."""
         self.token_ids: list[int] = []
         self.num_attempts = 0
-        self.num_shown = 0
         self._settings = settings
         self._choice = choice
         self._text = text
@@ -112,7 +115,13 @@ class ChoiceOutput:
         self._last_tokens_at = settings.arrived_at
         self._stop_string: str | None = None
         self._is_over = False
-        self._num_timed = self._num_given_tokens = self._num_given_bytes = 0
+        self._is_plain = False  # whether a token only has to be counted and shown, as most tokens do after the first
+        self._is_timed = False  # whether a part with tokens was shown
+        self._num_hidden = 0  # tokens that came, but were not shown
+        self._num_untimed = 0  # tokens shown, but in a part with neither ids nor text
+        self._hold: Callable[[int], int] = _hold_all
+        self._num_held_tokens = 0
+        self._num_given_tokens = self._num_given_bytes = 0
         self._owed_text = ""
         self._logprobs: deque[TokenLogprobs] = deque()
         self._num_cached_tokens: int | None = None
@@ -136,22 +145,21 @@ class ChoiceOutput:
             WorkerUnavailableError: tokens before ``offset`` are missing, so the attempt is broken.
         """
         known = self.token_ids
-        if offset != len(known):
-            num_known = len(known) - offset
-            if num_known < 0:
-                raise WorkerUnavailableError("the worker left out tokens")
-            token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
-        if not token_ids or self._is_over:
-            return not self._is_over
-        known.extend(token_ids)
-        if self._matches:
-            self._logprobs.extend(logprobs)
-            self._deliver(self._text.push(token_ids), now)
-            return self._stop_string is None
-        # Nothing is ever held back: tokens go out as they came.
-        text = self._text.push_text(token_ids) if self._makes_text else ""
-        self._show(token_ids, len(token_ids), text, logprobs, now)
-        return True
+        if self._is_plain and offset == len(known) and token_ids:
+            known.extend(token_ids)
+            if len(known) > self._num_held_tokens:
+                self._num_held_tokens = self._hold(len(known))
+            self._observe_itl((now - self._last_tokens_at) / len(token_ids))
+            self._last_tokens_at = now
+            text = self._text.push_text(token_ids) if self._makes_text else ""
+            self._sink.add(self._choice, offset, token_ids, text, logprobs)
+            return True
+        num_known = len(known) - offset
+        if num_known < 0:
+            raise WorkerUnavailableError("the worker left out tokens")
+        if not self._is_over:
+            self._take_new(token_ids[num_known:], logprobs[num_known:], now)
+        return not self._is_over
 
     def resume(self, resume: Resume) -> None:
         """Continue after the tokens that the client already has; called before anything else.
@@ -161,12 +169,12 @@ class ChoiceOutput:
         """
         self.num_attempts = resume.attempt
         self.token_ids.extend(resume.generated_token_ids)
-        self.num_shown = self._num_timed = len(self.token_ids)
+        self._is_timed = bool(self.token_ids)
         delta = self._text.push(self.token_ids)
         self._stop_string, self._is_over = delta.stop_string, delta.stop_string is not None
         known = delta.text.encode()
         # Text held back here, because it may begin a stop string, was shown if more tokens had come by then.
-        self._num_given_tokens = self.num_shown - delta.num_tokens
+        self._num_given_tokens = len(self.token_ids) - delta.num_tokens
         self._num_given_bytes = max(resume.num_text_bytes - len(known), 0)
         try:
             self._owed_text = known[resume.num_text_bytes :].decode()
@@ -178,6 +186,10 @@ class ChoiceOutput:
         """One more attempt begins; the sink already has the choice's placement."""
         self.num_attempts += 1
         self._give_owed()
+
+    def hold_by(self, hold: Callable[[int], int]) -> None:
+        """From now on, call ``hold`` with the number of tokens here once it is above what ``hold`` last returned."""
+        self._hold, self._num_held_tokens = hold, 0
 
     def note_wait(self, waited_s: float) -> None:
         """The choice waited in the router."""
@@ -215,7 +227,7 @@ class ChoiceOutput:
 
     def finish(self, reason: FinishReason) -> ChoiceFinished:
         """Show what was held back, and end the choice. Tokens still on their way from a worker come too late."""
-        self._is_over = True
+        self._is_over, self._is_plain = True, False
         self._give_owed()
         self._deliver(self._text.finish(), time.monotonic())
         if self.has_stopped:
@@ -231,7 +243,7 @@ class ChoiceOutput:
         return Usage(
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=min(self._num_cached_tokens or 0, self._num_prompt_tokens),
-            num_output_tokens=self.num_shown,
+            num_output_tokens=self._num_shown,
             num_attempts=self.num_attempts,
             num_media_tokens=self._num_media_tokens,
         )
@@ -240,6 +252,24 @@ class ChoiceOutput:
         """Where the choice's time went: until its end, or until now if it still runs."""
         total_s = time.monotonic() - self._settings.arrived_at
         return TimeBreakdown(tokenize_s=self._settings.tokenize_s, **{"total_s": total_s, **self._times})
+
+    @property
+    def _num_shown(self) -> int:
+        return len(self.token_ids) - self._num_hidden
+
+    def _take_new(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float) -> None:
+        if not token_ids:
+            return
+        self.token_ids.extend(token_ids)
+        self._num_hidden += len(token_ids)
+        if len(self.token_ids) > self._num_held_tokens:
+            self._num_held_tokens = self._hold(len(self.token_ids))
+        if self._matches:
+            self._logprobs.extend(logprobs)
+            self._deliver(self._text.push(token_ids), now)
+        else:  # nothing is ever held back
+            text = self._text.push_text(token_ids) if self._makes_text else ""
+            self._show(token_ids, len(token_ids), text, logprobs, now)
 
     def _deliver(self, delta: TextDelta, now: float) -> None:
         if delta.is_empty:
@@ -256,7 +286,7 @@ class ChoiceOutput:
     def _give_owed(self) -> None:
         text, self._owed_text = self._owed_text, ""
         if text:
-            self._sink.add(self._choice, self.num_shown, (), text, ())
+            self._sink.add(self._choice, self._num_shown, (), text, ())
 
     def _leave_out_given(self, delta: TextDelta) -> TextDelta:
         """``delta`` without what the client had before it resumed."""
@@ -277,22 +307,24 @@ class ChoiceOutput:
         now: float,
     ) -> None:
         """Show a part now; tokens held back until now count from when the client sees them."""
-        offset = self.num_shown
-        self.num_shown = num_shown = offset + num_tokens
+        offset = self._num_shown
+        self._num_hidden -= num_tokens
+        self._num_untimed += num_tokens
         if self._omits_token_ids:
             token_ids = ()
         if not (token_ids or text or logprobs):
             return
-        num_timed = self._num_timed
-        if num_shown != num_timed:
+        if self._num_untimed:
             since_last_s = now - self._last_tokens_at
             self._last_tokens_at = now
-            if num_timed:
-                self._observe_itl(since_last_s / (num_shown - num_timed))
+            if self._is_timed:
+                self._observe_itl(since_last_s / self._num_untimed)
             else:
                 self._times["first_token_s"] = since_last_s
                 self._settings.ttft.observe(since_last_s)
-            self._num_timed = num_shown
+            self._num_untimed = 0
+            self._is_timed = True
+            self._is_plain = not (self._matches or self._omits_token_ids or self._is_over)
         self._sink.add(self._choice, offset, token_ids, text, logprobs)
 
     def _note_cached(self, num_tokens: int) -> None:
@@ -302,6 +334,11 @@ class ChoiceOutput:
 
     def _add_time(self, name: str, seconds: float) -> None:
         self._times[name] = self._times.get(name, 0.0) + seconds
+
+
+def _hold_all(_num_tokens: int) -> int:
+    """No book counts the tokens, so it need not be told again."""
+    return sys.maxsize
 
 
 def make_outputs(

@@ -16,6 +16,7 @@ from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import ProtocolError, RouterUnavailableError, ServingError, StalledStreamError
 from quartet.rpc.errors import from_failure
 from quartet.streams.convert.messages import from_token_logprobs
+from quartet.streams.messages import split_tokens
 from quartet.streams.slots import SlotClient
 from quartet.v1 import router_pb2, router_pb2_grpc, types_pb2
 
@@ -126,25 +127,21 @@ class SessionClient(SlotClient[router_pb2.SessionRequest, router_pb2.SessionResp
             self._end(failed.slot).fail(from_failure(failed.failure))
 
     def _receive_deltas(self, response: router_pb2.SessionResponse) -> None:
-        # Lists first: each access to a repeated field costs as much as the rest of the loop.
-        slots, token_ids = list(response.slots), list(response.token_ids)
-        choices = list(response.choices) or repeat(0, len(slots))
-        texts = list(response.texts) or repeat("", len(slots))
+        # Slices: to read a repeated field element by element costs as much as the rest of the loop.
+        slots = response.slots[:]
+        choices = response.choices[:] or repeat(0, len(slots))
+        texts = response.texts[:] or repeat("", len(slots))
+        parts = split_tokens(response.token_ids[:], response.num_tokens[:])
         logprobs = _LogprobsColumn(response.logprobs) if response.logprobs else None
         calls = self._calls()
-        begin = 0
-        for slot, choice, num_tokens, offset, text in zip(
-            slots, choices, list(response.num_tokens), list(response.token_offsets), texts, strict=True
+        for slot, choice, token_ids, offset, text in zip(
+            slots, choices, parts, response.token_offsets[:], texts, strict=True
         ):
-            end = begin + num_tokens
             entry_logprobs = logprobs.take(slot, choice) if logprobs else ()
             try:
-                calls[slot].add(choice, offset, token_ids[begin:end], text, entry_logprobs)
+                calls[slot].add(choice, offset, token_ids, text, entry_logprobs)
             except StalledStreamError as error:
                 calls[slot].drop(error)
-            begin = end
-        if begin != len(token_ids):
-            raise ValueError("num_tokens does not add up to the tokens")
         if logprobs:
             raise ValueError("log probabilities of nothing")
 

@@ -262,7 +262,7 @@ class _Sink:
     def started(self, started: DecodeStarted) -> None:
         self._output.note_started(started, is_handed_off=self._is_handed_off)
 
-    def take(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:
+    def take(self, offset: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:
         return self._output.take(offset, token_ids, logprobs, now)
 
 

@@ -137,7 +137,7 @@ class _Unwanted:
     def started(self, started: DecodeStarted) -> None:
         """Do nothing: it ends soon."""
 
-    def take(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:
+    def take(self, offset: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:
         return False
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 from weakref import WeakSet
 
 import grpc
@@ -39,6 +39,7 @@ from quartet.streams.messages import (
     PrefillOutcome,
     SignedPlacement,
     WorkerStart,
+    split_tokens,
 )
 from quartet.streams.slots import SlotClient
 from quartet.streams.wakeable import Wakeable
@@ -63,6 +64,8 @@ _FIRST_PAUSE_S, _PAUSE_GROWTH, _MAX_PAUSE_S = 0.02, 4.0, 1.0
 # A stream of a single start may last as long as its request and a little longer, so that its end can arrive. A request
 # without a time limit gets the second.
 _LAST_WORDS_S, _MAX_ALONE_S = 5.0, 3600.0
+
+_Take: TypeAlias = Callable[[int, Sequence[int], Sequence[TokenLogprobs], float], bool]
 
 
 class WorkerCall(Wakeable):
@@ -91,9 +94,12 @@ class WorkerCall(Wakeable):
     def fail(self, error: ServingError) -> None:
         """End it badly, unless it is over."""
         if not self.is_over:
-            self._error = error
-            self.is_over = True
-            self._wake()
+            self._end(error)
+
+    def _end(self, error: ServingError | None) -> None:
+        self._error = error
+        self.is_over = True
+        self._wake()
 
 
 class DecodeCall(WorkerCall):
@@ -101,15 +107,17 @@ class DecodeCall(WorkerCall):
 
     Attributes:
         heard_at: when the worker last sent something of it, monotonic seconds; ``None``: it has sent nothing yet.
+        take: brings tokens to the sink, as its ``take``; drops them once the decode is over.
     """
 
-    __slots__ = ("_outcome", "_sink", "heard_at")
+    __slots__ = ("_outcome", "_sink", "heard_at", "take")
 
     def __init__(self, send_cancel: Callable[[], None], sink: DecodeSink) -> None:
         """Nothing has come yet."""
         super().__init__(send_cancel)
         self.heard_at: float | None = None
         self._sink = sink
+        self.take: _Take = sink.take
         self._outcome: DecodeFinished | None = None
 
     async def outcome(self) -> DecodeFinished | None:
@@ -124,34 +132,26 @@ class DecodeCall(WorkerCall):
             raise self._error
         return self._outcome
 
-    def take_tokens(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], now: float) -> None:
-        """Bring tokens that begin at ``offset`` to the sink. If the sink refuses them, only this decode ends."""
-        if self.is_over:
-            return
-        self.heard_at = now
-        try:
-            is_enough = not self._sink.take(offset, token_ids, logprobs, now)
-        except ServingError as error:
-            self.cancel()
-            self.fail(error)
-            return
-        if is_enough:
-            self.cancel()
-            self.is_over = True
-            self._wake()
-
     def start(self, started: DecodeStarted, now: float) -> None:
         """It joined the running batch."""
         if not self.is_over:
             self.heard_at = now
             self._sink.started(started)
 
+    def stop(self, error: ServingError | None = None) -> None:
+        """The sink wants no more, or refused its tokens with ``error``: end this decode alone."""
+        self.cancel()
+        self._end(error)
+
     def finish(self, finished: DecodeFinished) -> None:
         """End it well, unless it is over."""
         if not self.is_over:
             self._outcome = finished
-            self.is_over = True
-            self._wake()
+            self._end(None)
+
+    def _end(self, error: ServingError | None) -> None:
+        self.take = _drop_tokens
+        super()._end(error)
 
 
 class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse, DecodeCall]):
@@ -208,7 +208,7 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
         now = time.monotonic()
         for started in response.started:
             self._call(started.slot).start(from_slot_started(started), now)
-        self._receive_tokens(response, now)
+        take_tokens(self._calls(), response, now)
         for finished in response.finished:
             reason = from_engine_finish_reason(finished.reason)
             outcome = DecodeFinished(reason=reason, num_output_tokens=finished.num_output_tokens)
@@ -216,24 +216,29 @@ class DecodeClient(SlotClient[decode_pb2.DecodeRequest, decode_pb2.DecodeRespons
         for failed in response.failures:
             self._end(failed.slot).fail(from_failure(failed.failure))
 
-    def _receive_tokens(self, response: decode_pb2.DecodeResponse, now: float) -> None:
-        token_ids = list(response.token_ids)
-        logprobs: dict[int, list[TokenLogprobs]] = {}
-        if response.logprobs:
-            logprobs = {entry.slot: list(map(from_token_logprobs, entry.tokens)) for entry in response.logprobs}
-        calls = self._calls()
-        begin = 0
-        # Lists first: each access to a repeated field costs as much as the rest of the loop.
-        columns = zip(list(response.slots), list(response.num_tokens), list(response.token_offsets), strict=True)
-        for slot, num_tokens, offset in columns:
-            end = begin + num_tokens
-            calls[slot].take_tokens(offset, token_ids[begin:end], logprobs.get(slot, ()) if logprobs else (), now)
-            begin = end
-        if begin != len(token_ids):
-            raise ValueError("num_tokens does not add up to the tokens")
-
     def _cancel_message(self, slot: int) -> decode_pb2.DecodeRequest:
         return decode_pb2.DecodeRequest(cancel=types_pb2.Cancel(slot=slot))
+
+
+def take_tokens(calls: Mapping[int, DecodeCall], response: decode_pb2.DecodeResponse, now: float) -> None:
+    """Bring the tokens of ``response`` to the sinks of ``calls``, by slot; ``now`` is monotonic seconds.
+
+    Raises:
+        LookupError, ValueError: the message is impossible.
+    """
+    logprobs: Mapping[int, Sequence[TokenLogprobs]] = {}
+    if response.logprobs:
+        logprobs = {entry.slot: list(map(from_token_logprobs, entry.tokens)) for entry in response.logprobs}
+    parts = split_tokens(response.token_ids[:], response.num_tokens[:])
+    # Slices: to read a repeated field element by element costs as much as the rest of the loop.
+    for slot, offset, token_ids in zip(response.slots[:], response.token_offsets[:], parts, strict=True):
+        call = calls[slot]
+        call.heard_at = now
+        try:
+            if not call.take(offset, token_ids, logprobs.get(slot, ()) if logprobs else (), now):
+                call.stop()
+        except ServingError as error:
+            call.stop(error)
 
 
 class PrefillCall(WorkerCall):
@@ -402,6 +407,11 @@ def pause_s(error: ServingError, num_failures: int) -> float:
     # The first try elsewhere needs no pause, unless all workers may be short of the same thing.
     num_pauses = num_failures - (0 if is_capacity else 1)
     return min(_FIRST_PAUSE_S * _PAUSE_GROWTH ** (num_pauses - 1), _MAX_PAUSE_S) if num_pauses else 0.0
+
+
+def _drop_tokens(_offset: int, _token_ids: Sequence[int], _logprobs: Sequence[TokenLogprobs], _now: float) -> bool:
+    """Drop them: the decode is over."""
+    return True
 
 
 def _alone_for_s(start: WorkerStart) -> float:

@@ -7,8 +7,9 @@ makes for each request are not frozen: freezing triples what they cost.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
 from quartet.engine.base import FinishReason, Generation
@@ -19,8 +20,8 @@ from quartet.kvcache.layout import HandOff
 from quartet.media.items import MediaFile, MediaItem
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 
-#: An engine's own state has to fit into one start, beside all else that isn't sent in chunks.
-MAX_OPAQUE_STATE_BYTES = MAX_STREAM_MESSAGE_BYTES - (128 << 10)
+#: What isn't sent in chunks, as an engine's own state, has to fit into one message, beside its other fields.
+MAX_UNCHUNKED_BYTES = MAX_STREAM_MESSAGE_BYTES - (128 << 10)
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 _MAX_NAME_LENGTH = 256
 
@@ -165,7 +166,7 @@ class DecodeSink(Protocol):
         """It joined the running batch."""
         ...
 
-    def take(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:
+    def take(self, offset: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:
         """Take tokens from output token number ``offset`` on; some may have come before.
 
         ``logprobs`` is empty or has one entry a token; ``now`` is monotonic seconds.
@@ -177,6 +178,20 @@ class DecodeSink(Protocol):
             ServingError: tokens are missing or impossible: the decode ends with it.
         """
         ...
+
+
+def split_tokens(token_ids: list[int], num_tokens: list[int]) -> Iterable[Sequence[int]]:
+    """The parts of a column ``token_ids``; ``num_tokens`` has the number of tokens of each.
+
+    Raises:
+        ValueError: the numbers do not add up to the tokens.
+    """
+    if num_tokens == [1] * len(token_ids):  # as most messages: tuples of one, made without a line of Python for each
+        return zip(token_ids, strict=True)
+    ends = list(accumulate(num_tokens))
+    if len(token_ids) != (ends[-1] if ends else 0):
+        raise ValueError("num_tokens does not add up to the tokens")
+    return [token_ids[end - num : end] for num, end in zip(num_tokens, ends, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)

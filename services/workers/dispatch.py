@@ -30,7 +30,7 @@ from quartet.errors import (
 )
 from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload, Payload
 from quartet.streams.convert.messages import to_engine_request
-from quartet.streams.messages import MAX_OPAQUE_STATE_BYTES, RequestContext, WorkerStart
+from quartet.streams.messages import MAX_UNCHUNKED_BYTES, RequestContext, WorkerStart
 from quartet.streams.outbox import DecodeOutbox, PrefillOutbox
 from quartet.telemetry.metrics import WorkerMetrics
 from services.workers.media import MediaGate, MediaStage, ReadyMedia
@@ -337,8 +337,8 @@ class PrefillDispatcher(Dispatcher[PrefillOutbox]):
     def _offer(self, prefilled: Prefilled) -> HandOff:
         payload: Payload
         if prefilled.opaque is not None:
-            if len(prefilled.opaque) > MAX_OPAQUE_STATE_BYTES:
-                raise MessageTooLargeError(f"the engine's state exceeds {MAX_OPAQUE_STATE_BYTES} bytes")
+            if len(prefilled.opaque) > MAX_UNCHUNKED_BYTES:
+                raise MessageTooLargeError(f"the engine's state exceeds {MAX_UNCHUNKED_BYTES} bytes")
             payload = OpaquePayload(self._engine_name, prefilled.opaque)
         else:
             layout = self._engine.capabilities.layout

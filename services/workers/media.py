@@ -28,9 +28,8 @@ from quartet.errors import (
 from quartet.kvcache.layout import EmbeddingsPayload, HandOff, OpaquePayload
 from quartet.kvcache.media_spans import check_placeholders, expand_placeholders
 from quartet.media.items import MediaFile, MediaItem
-from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
 from quartet.rpc.errors import public_error
-from quartet.streams.messages import WorkerStart
+from quartet.streams.messages import MAX_UNCHUNKED_BYTES, WorkerStart
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.transfer.base import Claim, PieceCopy, Puller
 from services.workers.embedding_store import EmbeddingStore, Hold, Want
@@ -38,8 +37,8 @@ from services.workers.files import FileEncoder, FileSizer, SizedItem
 
 _LOG = logging.getLogger(__name__)
 
-# The expanded prompt of a request with files is sent back in one message: 4 bytes a token, and room for other fields.
-_MAX_TOLD_TOKENS = (MAX_STREAM_MESSAGE_BYTES - (128 << 10)) // 4
+# The expanded prompt of a request with files is sent back in one message: 4 bytes a token.
+_MAX_TOLD_TOKENS = MAX_UNCHUNKED_BYTES // 4
 
 # Waiting items are encoded within a few seconds.
 _RETRY_DELAY_S = 1.0

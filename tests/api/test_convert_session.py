@@ -5,8 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.api.convert.answer import from_session_start, to_session_start
+from quartet.api.convert.answer import from_session_start
+from quartet.api.convert.request import to_generate_start, to_resume
 from quartet.api.request import Resume, SessionStart
+from quartet.v1 import router_pb2
 from tests.api.strategies import GENERATE_STARTS
 from tests.streams.strategies import TEXT, TOKEN_IDS, U32, U64
 from tests.streams.test_convert import over_the_wire
@@ -26,4 +28,10 @@ STARTS = st.builds(SessionStart, slot=U32, start=GENERATE_STARTS, resume=st.none
 
 @given(STARTS)
 def test_a_start_survives(asked: SessionStart) -> None:
-    assert from_session_start(over_the_wire(to_session_start(asked))) == asked
+    message = router_pb2.SessionStart(
+        slot=asked.slot,
+        start=to_generate_start(asked.start),
+        resume=None if asked.resume is None else to_resume(asked.resume),
+        traceparent=asked.traceparent,
+    )
+    assert from_session_start(over_the_wire(message)) == asked

@@ -11,7 +11,7 @@ from quartet.engine.base import Failed, FinishReason, Prefilled, Started, StepOu
 from quartet.errors import DrainingError, EngineError, RequestCancelledError
 from quartet.events.load import PlacementProgress
 from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload
-from quartet.streams.messages import MAX_OPAQUE_STATE_BYTES, WorkerStart
+from quartet.streams.messages import MAX_UNCHUNKED_BYTES, WorkerStart
 from quartet.telemetry.metrics import WorkerMetrics
 from services.workers.dispatch import DecodeDispatcher, PrefillDispatcher
 from services.workers.requests import CountedStarts
@@ -52,7 +52,7 @@ def test_a_state_too_long_for_a_message_fails_its_prefill_and_is_let_go() -> Non
     engine, holds = StubEngine(), NoHolds()
     dispatcher = PrefillDispatcher(engine, holds, "stub", metrics())
     outbox = dispatcher.new_outbox()
-    for slot, num_bytes in ((1, MAX_OPAQUE_STATE_BYTES + 1), (2, MAX_OPAQUE_STATE_BYTES)):
+    for slot, num_bytes in ((1, MAX_UNCHUNKED_BYTES + 1), (2, MAX_UNCHUNKED_BYTES)):
         id = dispatcher.submit(make_start([1]), outbox, slot, lambda: None)
         dispatcher.route(prefilled(id, num_bytes))
     message = outbox.take()

@@ -20,7 +20,6 @@ from quartet.kvcache.layout import BlocksPayload, HandOff, OpaquePayload
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES, create_channel
 from quartet.rpc.server import RpcServer, ServerConfig
 from quartet.streams.client import DecodeClient
-from quartet.streams.convert.messages import to_decode_start
 from quartet.streams.server import StreamLimits
 from quartet.telemetry.metrics import WorkerMetrics
 from quartet.v1 import decode_pb2, types_pb2
@@ -40,6 +39,7 @@ from tests.services.stream_workers import (
 )
 from tests.services.stub_engine import StubEngine
 from tests.streams.pulled import PullingDecodeClient
+from tests.streams.starts import decode_start
 
 PROMPT = tuple(range(1, 11))
 METHODS = {RequestKind.DECODE: DECODE_METHOD, RequestKind.PREFILL: PREFILL_METHOD}
@@ -47,7 +47,7 @@ RawCall = grpc.aio.StreamStreamCall[bytes, bytes]
 
 
 def decode_request(slot: int, *, chunked: bool = False) -> bytes:
-    start = to_decode_start(slot, make_start(PROMPT))
+    start = decode_start(slot, make_start(PROMPT))
     start.chunked = chunked
     return decode_pb2.DecodeRequest(start=start).SerializeToString()
 
@@ -172,7 +172,7 @@ async def test_nonsense_ends_its_own_stream_only(
     async with beside_a_good_stream() as worker:
         call = worker.raw(DECODE_METHOD)
         for slot in (1000, 1001):
-            start = to_decode_start(slot, make_start(PROMPT, max_tokens=200))
+            start = decode_start(slot, make_start(PROMPT, max_tokens=200))
             await call.write(decode_pb2.DecodeRequest(start=start).SerializeToString())
         await write(call)
         assert await status(call) is code

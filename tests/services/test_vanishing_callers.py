@@ -11,7 +11,6 @@ import pytest
 from quartet.engine.base import RequestKind
 from quartet.errors import WorkerUnavailableError
 from quartet.kvcache.layout import HandOff
-from quartet.streams.convert.messages import to_prefill_start
 from quartet.streams.server import StreamLimits, WorkerStream
 from quartet.v1 import prefill_pb2, types_pb2
 from services.workers.dispatch import PrefillDispatcher
@@ -26,6 +25,7 @@ from tests.services.stream_workers import (
     stream_worker,
     until,
 )
+from tests.streams.starts import prefill_start
 
 PROMPT = tuple(range(1, 11))
 
@@ -138,7 +138,7 @@ class StuckContext:
 
 
 def prefill_request(slot: int) -> prefill_pb2.PrefillRequest:
-    return prefill_pb2.PrefillRequest(start=to_prefill_start(slot, make_start([slot, *PROMPT])))
+    return prefill_pb2.PrefillRequest(start=prefill_start(slot, make_start([slot, *PROMPT])))
 
 
 async def test_with_hand_offs_that_were_not_sent_yet() -> None:

@@ -51,7 +51,7 @@ class PulledDecode:
         self._progress.started = started
         self._has_progress.set()
 
-    def take(self, offset: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:
+    def take(self, offset: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], now: float) -> bool:
         num_known = len(self._progress.token_ids)
         self._progress.merge_tokens(offset, token_ids)
         num_new = len(self._progress.token_ids) - num_known

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -17,7 +17,7 @@ from quartet.kvcache.layout import HandOff, OpaquePayload
 from quartet.media.items import MediaFile, MediaKind
 from quartet.rpc.channels import create_channel
 from quartet.rpc.errors import to_failure
-from quartet.streams.client import DecodeCall, DecodeClient, PrefillCall
+from quartet.streams.client import DecodeCall, DecodeClient, PrefillCall, take_tokens
 from quartet.streams.convert.messages import unpack_token_ids
 from quartet.streams.messages import DecodeFinished, MediaInput, PrefillOutcome, RequestContext, WorkerStart
 from quartet.v1 import decode_pb2, types_pb2
@@ -318,7 +318,7 @@ async def test_a_cancelled_wait_for_the_end_loses_nothing() -> None:
     call = pulled.call = DecodeCall(lambda: None, pulled)
     waiting = asyncio.create_task(call.outcome())
     await asyncio.sleep(0)
-    call.take_tokens(0, [1], (), 1.0)
+    take_tokens({0: call}, _one_token(offset=0, token_id=1), 1.0)
     call.finish(FINISHED)
     waiting.cancel()
     await asyncio.wait([waiting])
@@ -329,15 +329,15 @@ async def test_a_cancelled_wait_for_the_end_loses_nothing() -> None:
 
 async def test_a_sink_that_wants_no_more_ends_its_decode() -> None:
     class Contented(PulledDecode):
-        def take(self, offset: int, token_ids: list[int], logprobs: object, now: float) -> bool:
-            taken.append(token_ids)
+        def take(self, offset: int, token_ids: Sequence[int], logprobs: object, now: float) -> bool:
+            taken.append([*token_ids])
             return False
 
     taken: list[list[int]] = []
     cancels: list[None] = []
     call = DecodeCall(lambda: cancels.append(None), Contented())
-    call.take_tokens(0, [1], (), 1.0)
-    call.take_tokens(1, [2], (), 2.0)
+    take_tokens({0: call}, _one_token(offset=0, token_id=1), 1.0)
+    take_tokens({0: call}, _one_token(offset=1, token_id=2), 2.0)
     call.fail(RequestCancelledError("as asked"))
     assert await call.outcome() is None
     assert (taken, len(cancels)) == ([[1]], 1)
@@ -349,3 +349,7 @@ async def test_the_first_end_counts() -> None:
     call.fail(InvalidRequestError("too late"))
     call.cancel()
     assert await call.outcome() == FINISHED
+
+
+def _one_token(*, offset: int, token_id: int) -> decode_pb2.DecodeResponse:
+    return decode_pb2.DecodeResponse(slots=[0], num_tokens=[1], token_offsets=[offset], token_ids=[token_id])

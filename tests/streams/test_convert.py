@@ -31,13 +31,11 @@ from quartet.streams.convert.messages import (
     from_sampling,
     from_slot_started,
     from_token_logprobs,
-    to_decode_start,
+    put_generation,
     to_engine_request,
     to_finish_reason,
-    to_generation,
     to_output_options,
     to_prefill_result,
-    to_prefill_start,
     to_request_context,
     to_sampling,
     to_slot_logprobs,
@@ -57,6 +55,7 @@ from quartet.streams.messages import MediaInput, RequestContext, WorkerStart
 from quartet.transfer.grpc.messages import host_from_pb, host_to_pb
 from quartet.v1 import decode_pb2, prefill_pb2, types_pb2, worker_pb2
 from tests.streams import strategies
+from tests.streams.starts import decode_start, prefill_start
 
 MessageT = TypeVar("MessageT", bound=Message)
 PACKED = array("I", [1, 2, 3]).tobytes()
@@ -80,8 +79,9 @@ def test_output_options_survive(output: OutputOptions) -> None:
 
 @given(strategies.GENERATIONS)
 def test_a_generation_survives(generation: Generation) -> None:
-    message = over_the_wire(to_generation(generation))
-    assert from_generation(message, choice=generation.choice) == generation
+    message = types_pb2.Generation()
+    put_generation(message, generation)
+    assert from_generation(over_the_wire(message), choice=generation.choice) == generation
 
 
 @given(strategies.CONTEXTS)
@@ -101,7 +101,7 @@ def test_a_layout_survives(layout: KvLayout) -> None:
 
 @given(strategies.WORKER_STARTS, st.integers(0, 2**32 - 1))
 def test_a_decode_start_survives(start: WorkerStart, slot: int) -> None:
-    message = over_the_wire(to_decode_start(slot, start))
+    message = over_the_wire(decode_start(slot, start))
     rebuilt = from_decode_start(message)
     assert message.slot == slot
     assert rebuilt.generation == start.generation
@@ -112,7 +112,7 @@ def test_a_decode_start_survives(start: WorkerStart, slot: int) -> None:
 
 @given(strategies.WORKER_STARTS, st.integers(0, 2**32 - 1))
 def test_a_prefill_start_survives(start: WorkerStart, slot: int) -> None:
-    message = over_the_wire(to_prefill_start(slot, start))
+    message = over_the_wire(prefill_start(slot, start))
     rebuilt = from_prefill_start(message)
     assert (message.slot, rebuilt.generation, rebuilt.hand_off) == (slot, start.generation, None)
     assert_context(rebuilt.context, start.context)

@@ -13,7 +13,7 @@ from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import EngineError
 from quartet.kvcache.layout import HandOff, OpaquePayload
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
-from quartet.streams.messages import MAX_OPAQUE_STATE_BYTES
+from quartet.streams.messages import MAX_UNCHUNKED_BYTES
 from quartet.streams.outbox import DecodeOutbox, PrefillOutbox
 from quartet.v1 import decode_pb2, prefill_pb2
 
@@ -170,7 +170,7 @@ def prefilled(id: int) -> Prefilled:
     return Prefilled(id, BIG, num_cached_tokens=BIG, queue_s=1e9, compute_s=1e9, logprobs=logprobs)
 
 
-@pytest.mark.parametrize("num_bytes", [10, 300_000, MAX_OPAQUE_STATE_BYTES])
+@pytest.mark.parametrize("num_bytes", [10, 300_000, MAX_UNCHUNKED_BYTES])
 def test_opaque_hand_offs_share_messages_as_far_as_they_fit(num_bytes: int) -> None:
     outbox = PrefillOutbox(lambda holder: pytest.fail("nothing is withdrawn"))
     for slot in range(20):

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from quartet.engine.base import Finished, FinishReason
 from quartet.errors import ConfigError, EngineError, RequestCancelledError, ServingError, SignedStartError
 from quartet.streams import server
-from quartet.streams.convert.messages import from_decode_start, to_decode_start
+from quartet.streams.convert.messages import from_decode_start
 from quartet.streams.messages import WorkerStart
 from quartet.streams.outbox import DecodeOutbox
 from quartet.streams.server import StartVerifier, StreamLimits, WorkerStream
 from quartet.v1 import decode_pb2, types_pb2
+from tests.streams.starts import decode_start
 from tests.streams.strategies import WORKER_STARTS
 
 WAIT_S = 10.0
@@ -410,7 +411,7 @@ def test_impossible_limits_are_refused_by_name(name: str) -> None:
 def test_a_start_that_parses_fails_as_a_serving_error_or_makes_sense(
     start: WorkerStart, edits: list[tuple[int, int, bytes]]
 ) -> None:
-    packed = to_decode_start(1, start).SerializeToString()
+    packed = decode_start(1, start).SerializeToString()
     for place, num_removed, inserted in edits:
         at = place % (len(packed) + 1)
         packed = packed[:at] + inserted + packed[at + num_removed :]

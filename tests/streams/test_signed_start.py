@@ -23,10 +23,11 @@ from quartet.errors import (
     SigningKeyUnknownError,
 )
 from quartet.rpc.channels import MAX_STREAM_MESSAGE_BYTES
-from quartet.streams.convert.messages import to_decode_start, to_signed_decode_start
+from quartet.streams.convert.messages import to_signed_decode_start
 from quartet.streams.messages import RequestContext, SignedPlacement, WorkerStart
 from quartet.streams.signed_start import SignedStartVerifier, SigningKey, sign
 from quartet.v1 import decode_pb2
+from tests.streams.starts import decode_start
 from tests.streams.strategies import WORKER_STARTS
 
 NOW, TTL_S = 1_000_000.0, 20.0
@@ -96,7 +97,7 @@ def test_what_was_sealed_is_opened_in_the_callers_slot(start: WorkerStart) -> No
     opened = worker.open(worker.sign(start), slot=5)
     assert opened.slot == 5
     opened.slot = 0
-    assert opened == to_decode_start(0, start)
+    assert opened == decode_start(0, start)
     assert worker.outcomes == ["opened"]
 
 

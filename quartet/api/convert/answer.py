@@ -207,16 +207,6 @@ def _from_time_breakdown(message: router_pb2.TimeBreakdown) -> TimeBreakdown:
 # A session's messages: starts up; columns and side messages down.
 
 
-def to_session_start(asked: SessionStart) -> pb.SessionStart:
-    """The message. Raises ``InvalidRequestError`` for what it can't hold; ``field`` is its path."""
-    return pb.SessionStart(
-        slot=asked.slot,
-        start=to_generate_start(asked.start),
-        resume=None if asked.resume is None else to_resume(asked.resume),
-        traceparent=asked.traceparent,
-    )
-
-
 def from_session_start(message: pb.SessionStart) -> SessionStart:
     """The request. Raises ``InvalidRequestError``; ``field`` is its path within ``start``, or ``resume``'s."""
     return SessionStart(

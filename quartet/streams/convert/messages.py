@@ -65,15 +65,11 @@ _FINISH_REASONS_BACK = {number: reason for reason, number in _FINISH_REASONS.ite
 _ENGINE_FINISH_REASONS = frozenset({FinishReason.STOP_ID, FinishReason.LENGTH})
 
 
-def to_prefill_start(slot: int, start: WorkerStart) -> prefill_pb2.PrefillStart:
-    """The message, whole; ``hand_off`` is not part of it."""
-    message = prefill_pb2.PrefillStart()
-    put_prefill_start(message, slot, start)
-    return message
-
-
 def put_prefill_start(into: prefill_pb2.PrefillStart, slot: int, start: WorkerStart) -> None:
-    """Set ``into``, which is empty, as ``to_prefill_start`` would: assigning a message to a field copies it."""
+    """Set ``into``, which is empty, to the whole start without ``hand_off``.
+
+    In place: assigning a message to a field copies it.
+    """
     into.slot = slot
     _put_request_context(into.context, start.context)
     put_generation(into.generation, start.generation)
@@ -88,15 +84,8 @@ def from_prefill_start(message: prefill_pb2.PrefillStart) -> WorkerStart:
     )
 
 
-def to_decode_start(slot: int, start: WorkerStart) -> decode_pb2.DecodeStart:
-    """The message, whole."""
-    message = decode_pb2.DecodeStart()
-    put_decode_start(message, slot, start)
-    return message
-
-
 def put_decode_start(into: decode_pb2.DecodeStart, slot: int, start: WorkerStart) -> None:
-    """Set ``into``, which is empty, as ``to_decode_start`` would: assigning a message to a field copies it."""
+    """Set ``into``, which is empty, to the whole start; in place, as ``put_prefill_start``."""
     into.slot = slot
     _put_request_context(into.context, start.context)
     put_generation(into.generation, start.generation)
@@ -154,15 +143,8 @@ def from_request_context(message: types_pb2.RequestContext) -> RequestContext:
     )
 
 
-def to_generation(generation: Generation) -> types_pb2.Generation:
-    """The message; ``choice`` travels in the request's context."""
-    message = types_pb2.Generation()
-    put_generation(message, generation)
-    return message
-
-
 def put_generation(into: types_pb2.Generation, generation: Generation) -> None:
-    """Set ``into``, which is empty, as ``to_generation`` would: assigning a message to a field copies it."""
+    """Set ``into``, which is empty; in place, as ``put_prefill_start``. ``choice`` travels in the request's context."""
     into.prompt_token_ids = pack_token_ids(generation.prompt_token_ids)
     if generation.generated_token_ids:
         into.generated_token_ids = pack_token_ids(generation.generated_token_ids)
