@@ -6,7 +6,7 @@ Router and the clients run in processes of their own. Every way to get tokens is
 The cost of gRPC alone is measured beside it: each window of the Router comes right after a window of a relay that does
 nothing but gRPC, under the same load. The machine's changing speed disturbs the ratio of the two least.
 
-    python -m benchmarks.relay --json FILE [--short] [--only NAME ...] [--runs 5]
+    python -m benchmarks.relay --json FILE [--short] [--ratios] [--only NAME ...] [--runs 5]
 """
 
 from __future__ import annotations
@@ -147,12 +147,14 @@ def main() -> None:
     parser = make_parser("relay", __doc__)
     parser.add_argument("--short", action="store_true", help="one round of three windows of a second: two minutes")
     parser.add_argument("--runs", type=int, default=1, help="whole runs, each with servers of its own (1)")
+    parser.add_argument("--ratios", action="store_true", help="only loads that have a bare relay beside them")
     parser.add_argument("--only", nargs="+", choices=list(Way), metavar="WAY", help=", ".join(Way))
     arguments = parser.parse_args()
     report = Report("relay", packages=("uvloop",))
     ways = tuple(Way(name) for name in arguments.only or Way)
     windows = _SHORT if arguments.short else _LONG
-    report.write(uvloop.run(_run(windows, ways, arguments.runs)), arguments.json)
+    cases = [case for case in _cases(ways) if _has_floor(case) or not arguments.ratios]
+    report.write(uvloop.run(_run(windows, ways, cases, arguments.runs)), arguments.json)
 
 
 def spreads(runs: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Spread]:
@@ -165,7 +167,7 @@ def spreads(runs: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Spread]:
     return found
 
 
-async def _run(windows: Windows, ways: tuple[Way, ...], num_runs: int) -> Results:
+async def _run(windows: Windows, ways: tuple[Way, ...], cases: Sequence[Case], num_runs: int) -> Results:
     found = _Found()
     with LiveLine() as line:
         for number in range(num_runs):
@@ -176,15 +178,17 @@ async def _run(windows: Windows, ways: tuple[Way, ...], num_runs: int) -> Result
                 measurer = Measurer(stack, line, windows)
                 found.idle.append(await measurer.idle())
                 for _ in range(windows.num_rounds):
-                    await _round(measurer, line, ways, found)
+                    await _round(measurer, line, ways, cases, found)
     return _results(windows, num_runs, found)
 
 
-async def _round(measurer: Measurer, line: LiveLine, ways: tuple[Way, ...], found: _Found) -> None:
+async def _round(
+    measurer: Measurer, line: LiveLine, ways: tuple[Way, ...], cases: Sequence[Case], found: _Found
+) -> None:
     for name, way in _REQUEST_WAYS.items():
         if way in ways:
             await _measure_requests(measurer, line, name, found)
-    for case in _cases(ways):
+    for case in cases:
         await _measure_streams(measurer, line, case, found)
 
 
@@ -207,7 +211,7 @@ async def _measure_requests(measurer: Measurer, line: LiveLine, name: str, found
 
 async def _measure_streams(measurer: Measurer, line: LiveLine, case: Case, found: _Found) -> None:
     with _noting(line, case.name, found):
-        if (case.way, case.num_streams) in _FLOORS and not case.with_text:
+        if _has_floor(case):
             name = f"{case.way}_{case.num_streams}"
             async with open_floor(case.way, Load.STREAMS, case.num_streams, measurer.windows) as bare:
                 items = await measurer.streams(case, bare)
@@ -249,6 +253,10 @@ def _cases(ways: tuple[Way, ...]) -> list[Case]:
         for with_text in (False, True)
         for way in ways
     ]
+
+
+def _has_floor(case: Case) -> bool:
+    return (case.way, case.num_streams) in _FLOORS and not case.with_text
 
 
 def _results(windows: Windows, num_runs: int, found: _Found) -> Results:
