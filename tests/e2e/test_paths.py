@@ -34,7 +34,7 @@ from tests.e2e.stack import LOCAL_PREFILL, REMOTE_PREFILL, Settings, Stack, Stac
 
 pytestmark = pytest.mark.timeout(120)
 
-RETURN_S = 10.0
+RETURN_S = 40.0
 RETRY_DELAY_S = 2.5
 ROUTERS = ("router", "router-local")
 PROMPT = "Once upon a time, there was a quiet rabbit named Olive who lived near a castle. She loved to"

@@ -46,6 +46,8 @@ NUM_PASTES = 3
 MIN_SHARE_OVERLOADED = 0.2
 #: They differ from others by their workers alone: what is printed for them is what is printed for those.
 LIKE_OTHERS = ("agg_router", "disagg_router", "gpt_oss_disagg")
+#: Started with the Python that a person has; tests/e2e/test_terminal.py does so with disagg.
+WITH_PYTHON = ("agg", "mock_fleet")
 NUM_GREEDY_TOKENS = 24
 PROMPTS = [tuple(random.Random(seed).choices(tiny.PLAIN_IDS, k=40 + 25 * seed)) for seed in range(4)]
 ALL_GONE_WITHIN_S = 5.0
@@ -164,7 +166,7 @@ async def check_greedy_ids(up: Up, oracle: Oracle) -> None:
 async def test_a_topology_serves_what_it_prints_and_ends_whole(
     name: str, directory: Path, grpcurl_if_any: Path | None, oracle: Oracle, fork_server: ForkServer
 ) -> None:
-    python = fork_server.python if name in LIKE_OTHERS else None
+    python = None if name in WITH_PYTHON else fork_server.python
     async with Up(directory, config(name), *FREE_PORT, python=python) as up:
         await up.wait_ready()
         expected = sorted(["router", *(f"services.{worker_id.partition('-')[0]}" for worker_id in WORKER_IDS[name])])
