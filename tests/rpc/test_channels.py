@@ -8,7 +8,7 @@ import grpc
 
 from quartet.rpc.channels import create_channel, watch_connection
 
-WAIT_S = 20.0
+WAIT_S = 30.0
 
 
 async def serve(port: int = 0) -> tuple[grpc.aio.Server, int]:

@@ -29,7 +29,7 @@ async def main():
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             try:
-                await channel.unary_unary("/none/None")(b"", timeout=20)
+                await channel.unary_unary("/none/None")(b"", timeout=30)
             except grpc.aio.AioRpcError as error:
                 print(error.code().name)
         await server.stop(None)

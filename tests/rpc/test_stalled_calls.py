@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -15,7 +16,8 @@ from tests.rpc.services import generic_service
 
 _METHOD = "/test.Chatter/Talk"
 _PART = bytes(1 << 20)
-_TIMEOUT_S = 0.3
+#: Of writes: short where one must pass, and longer than a busy machine takes where none may.
+_SHORT_S, _LONG_S = 0.3, 30.0
 
 
 class Chatter:
@@ -36,10 +38,10 @@ class Chatter:
             raise
 
 
-@pytest.fixture
-async def chatter() -> AsyncIterator[tuple[Chatter, grpc.aio.Channel]]:
-    stalled = StalledCalls(_TIMEOUT_S)
-    chatter = Chatter(stalled)
+@asynccontextmanager
+async def chatting(timeout_s: float) -> AsyncIterator[tuple[Chatter, grpc.aio.Channel]]:
+    """A server whose writes may take ``timeout_s``, and a channel to it."""
+    chatter = Chatter(StalledCalls(timeout_s))
     handler = grpc.unary_stream_rpc_method_handler(chatter.talk)
     server = RpcServer(ServerConfig(), [generic_service("test.Chatter", {"Talk": handler})])
     port = await server.start()
@@ -48,41 +50,37 @@ async def chatter() -> AsyncIterator[tuple[Chatter, grpc.aio.Channel]]:
     await server.drain(0)
 
 
-async def test_a_client_that_never_reads_loses_its_call_in_bounded_time(
-    chatter: tuple[Chatter, grpc.aio.Channel],
-) -> None:
-    server, channel = chatter
-    call = channel.unary_stream(_METHOD)(b"")
-    error = await asyncio.wait_for(server.ended.get(), 10)
-    assert isinstance(error, StalledStreamError)
-    with pytest.raises(grpc.aio.AioRpcError) as status:
-        while await call.read() is not grpc.aio.EOF:
-            pass
-    assert status.value.code() == grpc.StatusCode.ABORTED
+async def test_a_client_that_never_reads_loses_its_call_in_bounded_time() -> None:
+    async with chatting(_SHORT_S) as (server, channel):
+        call = channel.unary_stream(_METHOD)(b"")
+        error = await asyncio.wait_for(server.ended.get(), 30)
+        assert isinstance(error, StalledStreamError)
+        with pytest.raises(grpc.aio.AioRpcError) as status:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        assert status.value.code() == grpc.StatusCode.ABORTED
 
 
-async def test_a_client_that_reads_keeps_its_call_while_another_stalls(
-    chatter: tuple[Chatter, grpc.aio.Channel],
-) -> None:
-    server, channel = chatter
-    reading = channel.unary_stream(_METHOD)(b"")
-    silent = channel.unary_stream(_METHOD)(b"")
+async def test_a_client_that_reads_keeps_its_call_while_another_stalls() -> None:
+    async with chatting(1.0) as (server, channel):
+        reading = channel.unary_stream(_METHOD)(b"")
+        silent = channel.unary_stream(_METHOD)(b"")
 
-    async def read() -> None:
-        while await reading.read() is not grpc.aio.EOF:
-            pass
+        async def read() -> None:
+            while await reading.read() is not grpc.aio.EOF:
+                pass
 
-    reader = asyncio.create_task(read())
-    assert isinstance(await asyncio.wait_for(server.ended.get(), 10), StalledStreamError)
-    assert not reader.done()
-    reader.cancel()
-    reading.cancel()
-    silent.cancel()
+        reader = asyncio.create_task(read())
+        assert isinstance(await asyncio.wait_for(server.ended.get(), 30), StalledStreamError)
+        assert not reader.done()
+        reader.cancel()
+        reading.cancel()
+        silent.cancel()
 
 
-async def test_a_cancel_from_elsewhere_stays_a_cancel(chatter: tuple[Chatter, grpc.aio.Channel]) -> None:
-    server, channel = chatter
-    call = channel.unary_stream(_METHOD)(b"")
-    await call.read()
-    call.cancel()
-    assert isinstance(await asyncio.wait_for(server.ended.get(), 10), asyncio.CancelledError)
+async def test_a_cancel_from_elsewhere_stays_a_cancel() -> None:
+    async with chatting(_LONG_S) as (server, channel):
+        call = channel.unary_stream(_METHOD)(b"")
+        await call.read()
+        call.cancel()
+        assert isinstance(await asyncio.wait_for(server.ended.get(), 30), asyncio.CancelledError)

@@ -12,7 +12,7 @@ from services.topology.launch import wait_announced
 from tests.discovery.records import make_record
 from tests.etcd_server import EtcdServer
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 
 
 async def test_it_waits_for_the_last_of_them(tmp_path: Path) -> None:

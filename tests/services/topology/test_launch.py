@@ -35,7 +35,7 @@ async def start(directory: Path, endpoint: str, *assignments: str, model_file: s
     environment = Environment(variables={}, num_cores=1, run_dir=directory, etcd_endpoints=(endpoint,))
     local = LocalTopology(load_topology(AGG, assignments), environment, Silent())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await local.start()
     finally:
         await local.stop()
@@ -149,7 +149,7 @@ async def test_what_a_worker_that_had_to_be_killed_started_ends_with_it(
         adapt=lambda plan: replace(plan, module="tests.services.topology.stubborn_worker"),
     )
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await local.start()
             line = await observer.line
         assert line.startswith("started "), line

@@ -13,7 +13,7 @@ from services.topology.child import Child, start_child
 from services.topology.launch import LaunchError
 from services.topology.supervisor import RestartConfig, Supervisor, Time
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 SLEEPER = "import signal; print('up', flush=True); signal.pause()"
 FAILING = "raise SystemExit('no luck')"
 
