@@ -1,8 +1,9 @@
-"""A client that takes nothing loses its call; others keep theirs."""
+"""A client that takes nothing loses its call; others keep theirs, also while this process does not run."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from tests.rpc.services import generic_service
 _METHOD = "/test.Chatter/Talk"
 _PART = bytes(1 << 20)
 #: Of writes: short where one must pass, and longer than a busy machine takes where none may.
-_SHORT_S, _LONG_S = 0.3, 30.0
+_VERY_SHORT_S, _SHORT_S, _LONG_S = 0.1, 0.3, 30.0
 
 
 class Chatter:
@@ -84,3 +85,23 @@ async def test_a_cancel_from_elsewhere_stays_a_cancel() -> None:
         await call.read()
         call.cancel()
         assert isinstance(await asyncio.wait_for(server.ended.get(), 30), asyncio.CancelledError)
+
+
+class Context:
+    """A client that takes a message when it may."""
+
+    def __init__(self) -> None:
+        self.may_take = asyncio.Event()
+
+    async def write(self, _message: object) -> None:
+        await self.may_take.wait()
+
+
+async def test_a_process_that_got_no_cpu_blames_no_client() -> None:
+    context, loop = Context(), asyncio.get_running_loop()
+    with StalledCalls(_VERY_SHORT_S).watch(context) as call:  # type: ignore[arg-type]
+        loop.call_soon(time.sleep, 2 * _VERY_SHORT_S)
+        # In the turn after the one in which timers run that were due meanwhile.
+        loop.call_soon(loop.call_soon, loop.call_soon, context.may_take.set)
+        await call.write(b"")
+    assert not call.is_stalled
