@@ -32,12 +32,12 @@ hypothesis.settings.load_profile("quartet")
 
 #: Of files that start processes, those that take longest, the longest first: begun late, they would be waited for.
 LONGEST = (
-    "test_topologies.py",
     "test_multimodal_chaos.py",
-    "test_multimodal.py",
     "test_trtllm_chaos.py",
+    "test_topologies.py",
     "test_chaos.py",
-    "test_trtllm.py",
+    "test_relay.py",
+    "test_multimodal.py",
     "test_paths.py",
 )
 

@@ -55,7 +55,7 @@ ENCODES, PREFILLS, DECODES = ("encode-0", "encode-1"), ("prefill-0", "prefill-1"
 NUM_EMBEDDING_BLOCKS = 8
 FETCH_TIMEOUT_S = 1.5
 FILE = picture(1800)
-LONG_TEXT = " ".join(f"The number {number} comes before the number {number + 1}." for number in range(180))
+LONG_TEXT = " ".join(f"The number {number} comes before the number {number + 1}." for number in range(110))
 
 
 @pytest.fixture(scope="module")
