@@ -14,6 +14,7 @@ import pytest
 from services.topology import launch
 from services.topology.launch import find_etcd, find_grpcurl
 from tests import etcd_server
+from tests.e2e.fork_server import ForkServer
 
 # What is imported for thousands of tests stays: until then the collector would only look for what is not there.
 gc.disable()
@@ -31,12 +32,12 @@ hypothesis.settings.load_profile("quartet")
 
 #: Of files that start processes, those that take longest, the longest first: begun late, they would be waited for.
 LONGEST = (
-    "test_topologies.py",
     "test_multimodal_chaos.py",
-    "test_multimodal.py",
     "test_trtllm_chaos.py",
+    "test_topologies.py",
     "test_chaos.py",
-    "test_trtllm.py",
+    "test_relay.py",
+    "test_multimodal.py",
     "test_paths.py",
 )
 
@@ -94,6 +95,13 @@ def grpcurl() -> Path:
 def grpcurl_if_any() -> Path | None:
     """The grpcurl binary or ``None``, for tests that show most of what they are about without it."""
     return _demand("grpcurl", find_grpcurl())
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """What starts processes that share one import of torch."""
+    with ForkServer() as server:
+        yield server
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -12,7 +12,7 @@ from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.errors import StalledStreamError, WorkerUnavailableError
 
-WAIT_S = 5.0
+WAIT_S = 30.0
 ACCEPTED = Accepted(request_id="0" * 32, choices=(), num_prompt_tokens=1, seed=0)
 
 

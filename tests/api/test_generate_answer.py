@@ -26,7 +26,7 @@ from quartet.engine.sampling import TokenLogprobs
 from quartet.errors import RequestCancelledError
 
 _ACCEPTED = Accepted(request_id="00" * 16, choices=(), num_prompt_tokens=3, seed=1)
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 30.0
 
 
 def _placement(choice: int) -> ChoicePlacement:

@@ -22,7 +22,7 @@ from tests.api.test_session_outbox import ACCEPTED
 from tests.rpc.services import generic_service
 
 _METHOD = "/test.Router/Session"
-_TIMEOUT_S = 10
+_TIMEOUT_S = 30.0
 USAGE = Usage(num_prompt_tokens=1, num_cached_tokens=0, num_output_tokens=1, num_attempts=1)
 
 

@@ -36,7 +36,7 @@ async def test_a_caller_who_is_cancelled_in_one_turn_with_the_fetch_is_cancelled
         return _FILES
 
     cache: TextCache[str] = TextCache()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         caller = asyncio.create_task(cache.get("a", fetch_for_ever))
         await fetching.wait()
         closing = asyncio.create_task(cache.close())

@@ -17,6 +17,7 @@ from benchmarks.overload import ClosedLoop, Plan, Workload, next_level
 from quartet.errors import QueueFullError, WorkerUnavailableError
 from quartet.rpc.server import RpcServer, ServerConfig
 from tests.client.fake_router import FakeRouter
+from tests.e2e.fork_server import ForkServer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -112,12 +113,22 @@ def test_the_sweep_ends_at_its_bound() -> None:
     assert next_level(Plan(max_concurrency=4), {1: 1.0, 2: 2.0, 4: 4.0}) is None
 
 
+#: The short form of the command, made even shorter, with services that are forked.
+COMMAND = """
+import sys
+from benchmarks import overload
+sys.executable = sys.argv.pop(1)
+overload._SHORT = overload.Plan(ramp_s=0.5, sweep_s=1.0, peak_s=1.5, overload_s=2.5, max_concurrency=2)
+overload.main()
+"""
+
+
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def report(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("overload")
-    command = ["--short", "--json", str(directory / "overload.json"), "--plot", str(directory / "overload.png")]
+    options = ["--short", "--json", str(directory / "overload.json"), "--plot", str(directory / "overload.png")]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.overload", *command],
+        [sys.executable, "-c", COMMAND, str(fork_server.python), *options],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -39,6 +38,7 @@ from quartet.errors import (
 from quartet.v1 import router_pb2, worker_pb2
 from tests.client.conftest import StartRouter
 from tests.client.fake_router import REQUEST_ID, FakeRouter, worker_status
+from tests.stopwatch import Stopwatch
 
 # Paths on which the router itself streams the answer.
 _BY_ROUTER = (RequestPath.GENERATE, RequestPath.SESSION)
@@ -168,7 +168,7 @@ async def test_dropping_an_answer_cancels_the_request(
             task = asyncio.create_task(client.complete("Hi", path=path))
             await router.holding.wait()
             task.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await router.dropped.wait()
 
 
@@ -302,23 +302,23 @@ async def test_nobody_there_is_told_soon_and_by_address(
     free_port: Callable[[], int], call: str, path: RequestPath
 ) -> None:
     addresses = [f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"]
-    began = time.monotonic()
+    stopwatch = Stopwatch()
     async with QuartetClient(addresses) as client:
         with pytest.raises(RouterUnavailableError) as raised:
             await (client.complete("Hi", path=path) if call == "complete" else client.list_workers())
     assert all(address in raised.value.message for address in addresses)
     assert "refused" in raised.value.message
-    assert time.monotonic() - began < 5
+    assert stopwatch.seconds < 5
 
 
 async def test_somebody_who_takes_connections_and_says_nothing_is_told_soon(
     silent_address: str, path: RequestPath
 ) -> None:
-    began = time.monotonic()
+    stopwatch = Stopwatch()
     async with QuartetClient(silent_address) as client:
         with pytest.raises(RouterUnavailableError, match=silent_address):
             await client.complete("Hi", path=path)
-    assert time.monotonic() - began < 5
+    assert stopwatch.seconds < 5
 
 
 async def test_a_router_that_comes_back_is_found_again(
@@ -329,7 +329,7 @@ async def test_a_router_that_comes_back_is_found_again(
         with pytest.raises(RouterUnavailableError):
             await client.list_models()
         await start_router(router, address)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not await is_answered(client):
                 pass
 
@@ -354,7 +354,7 @@ async def test_closing_the_client_ends_what_runs_and_says_so(
     reading = asyncio.create_task(_read(stream))
     await asyncio.sleep(0)
     await client.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         with pytest.raises(ServingError):
             await reading
         await router.dropped.wait()

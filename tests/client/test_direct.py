@@ -33,7 +33,7 @@ from tests.client.fake_router import REQUEST_ID, FakeRouter
 from tests.client.fake_worker import Failing
 from tests.services.stream_workers import until
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 IDS = (100, 101, 102)
 
 

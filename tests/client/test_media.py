@@ -103,7 +103,7 @@ async def test_the_blocking_client_sends_the_same(
             client.complete(path=path, messages=[MESSAGE])
             client.complete("<|image|>", path=path, media=[PICTURE])
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         await asyncio.to_thread(use)
     assert parts(router.starts[0]) == texts_and_media()
     assert list(router.starts[1].media) == SENT[:1]
@@ -113,7 +113,7 @@ async def test_a_request_that_is_placed_again_brings_its_media_again(
     router: FakeRouter, start_router: StartRouter
 ) -> None:
     router.worker.failing = [Failing(WorkerUnavailableError("gone"))]
-    async with QuartetClient(await start_router(router)) as client, asyncio.timeout(20):
+    async with QuartetClient(await start_router(router)) as client, asyncio.timeout(30):
         completion = await client.complete(path="direct", messages=[MESSAGE])
     assert completion.text == "one two three"
     assert [parts(start) for start in router.starts] == [texts_and_media()] * 2
@@ -147,7 +147,7 @@ async def test_as_much_as_one_message_holds_is_sent(
     router: FakeRouter, start_router: StartRouter, path: RequestPath, big: MediaFile
 ) -> None:
     almost = MediaFile(MediaKind.IMAGE, big.data[: -128 * 1024])
-    async with QuartetClient(await start_router(router)) as client, asyncio.timeout(20):
+    async with QuartetClient(await start_router(router)) as client, asyncio.timeout(30):
         await client.complete(path=path, messages=[ChatMessage("user", (big, almost))])
     assert [len(part.media.data) for part in parts(router.starts[0])] == [len(big.data), len(almost.data)]
 

@@ -26,7 +26,7 @@ from quartet.v1 import router_pb2, types_pb2
 from tests.client.conftest import StartRouter
 from tests.client.fake_router import FakeRouter
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 async def test_many_requests_share_one_stream(start_router: StartRouter) -> None:

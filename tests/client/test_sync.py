@@ -25,7 +25,7 @@ async def in_thread(address: str, use: Callable[[SyncClient], ResultT]) -> Resul
         with SyncClient(address) as client:
             return use(client)
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         return await asyncio.to_thread(work)
 
 
@@ -55,7 +55,7 @@ async def test_leaving_the_iteration_cancels_the_request(start_router: StartRout
                 break
 
     await in_thread(await start_router(router), use)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await router.dropped.wait()
 
 
@@ -88,7 +88,7 @@ async def test_closing_the_client_drops_what_runs(start_router: StartRouter) -> 
         held.append(events)
 
     await in_thread(await start_router(router), use)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await router.dropped.wait()
 
 

@@ -32,13 +32,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    """What starts workers that share one import of torch."""
-    with ForkServer() as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
 def stack(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,

@@ -1,4 +1,4 @@
-"""Workers without the seconds of CPU that importing torch takes: forked from a process that has imported it.
+"""Services without the seconds of CPU that their imports take: forked from a process that has imported torch and gRPC.
 
 They are processes as ``python -m services.decode --config FILE`` makes them: of a session, a log and an environment of
 their own, killed and signalled alike. What a person starts, ``quartet up`` and ``python -m``, other tests start so.
@@ -12,71 +12,89 @@ import importlib
 import json
 import os
 import runpy
+import select
 import selectors
+import shlex
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from services.topology import guard
+from tests.e2e import forked_python
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
-_START_TIMEOUT_S = 60.0
 _PR_SET_PDEATHSIG = 1
+_MAX_REQUEST_BYTES = 1 << 17
+#: What services import. It must start no thread: threads do not survive a fork.
+_IMPORTED = (
+    "services.workers.process",
+    "quartet.engine.torch.runner",
+    "quartet.engine.torch.encoder_tower",
+    "router.process",
+)
 
 
 class ForkedProcess:
-    """What of ``subprocess.Popen`` is of use, for a process that the server has forked."""
+    """What of ``subprocess.Popen`` is of use, for a process that the server has forked. It dies with this object."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, connection: socket.socket, pid: int) -> None:
         self.pid = pid
-        self._code: int | None = None
-        self._has_ended = threading.Event()
+        self._connection = connection
 
     def poll(self) -> int | None:
         """Its exit code, or minus the signal that killed it; ``None`` while it runs."""
-        return self._code
+        return forked_python.exit_code(self._connection) if self._has_ended(0) else None
 
     def wait(self, timeout: float) -> int:
         """The same, once it has ended. Raises ``subprocess.TimeoutExpired``."""
-        if not self._has_ended.wait(timeout):
+        if not self._has_ended(timeout):
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-        assert self._code is not None
-        return self._code
+        return forked_python.exit_code(self._connection)
 
     def send_signal(self, number: int) -> None:
         """Send it, unless it has ended."""
-        if self._code is None:
-            try:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):  # the server is about to tell
                 os.kill(self.pid, number)
-            except ProcessLookupError:
-                return  # the server knows, and is about to tell
 
-    def ended(self, code: int) -> None:
-        """The server says so."""
-        self._code = code
-        self._has_ended.set()
+    def _has_ended(self, timeout_s: float) -> bool:
+        readable = select.poll()
+        readable.register(self._connection, select.POLLIN)
+        return bool(readable.poll(timeout_s * 1000))
 
 
 class ForkServer:
-    """The server, for the process that starts it from its main thread and with which it dies. Use it with ``with``."""
+    """The server, for the process that starts it from its main thread and with which it dies. Use it with ``with``.
+
+    Attributes:
+        python: a program that runs as ``sys.executable`` does, but has services forked here: for ``quartet up``, whose
+            printed lines expect a ``quartet`` beside it.
+    """
 
     def __enter__(self) -> Self:
-        self._lock = threading.Lock()
-        self._forked: dict[int, ForkedProcess] = {}
-        self._answer: ForkedProcess | None = None
-        self._has_answer = threading.Event()
+        self._name = f"quartet-fork-server-{os.getpid()}"
+        self._directory = tempfile.TemporaryDirectory(prefix="quartet-fork-server-")
+        self.python = self._write_python(Path(self._directory.name))
         command = [sys.executable, "-S", "-E", guard.__file__, str(os.getpid()), sys.executable, "-m", __name__]
-        self._process = subprocess.Popen(
-            command, cwd=_REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
-        self._reader = threading.Thread(target=self._read, name="fork server", daemon=True)
-        self._reader.start()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(forked_python.address(self._name))
+            listener.listen(64)  # those who come during its imports wait
+            self._process = subprocess.Popen(
+                [*command, str(listener.fileno())],
+                cwd=_REPOSITORY,
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+                pass_fds=[listener.fileno()],
+            )
         return self
 
     def __exit__(
@@ -85,88 +103,89 @@ class ForkServer:
         assert self._process.stdin is not None
         self._process.stdin.close()  # it ends, and what it forked with it
         self._process.wait(10)
-        self._reader.join(10)
+        self._directory.cleanup()
 
     def spawn(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> ForkedProcess:
         """``python -m ARGUMENTS`` in a new session, with this environment; its output is appended to ``log``."""
-        request = {"arguments": list(arguments), "environment": dict(environment), "log": str(log)}
-        assert self._process.stdin is not None
-        with self._lock:
-            self._has_answer.clear()
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-            # The first has the imports to wait for.
-            assert self._has_answer.wait(_START_TIMEOUT_S), "the fork server does not answer"
-            assert self._answer is not None, "the fork server has ended"
-            return self._answer
+        with log.open("ab") as file:
+            outputs = [file.fileno()] * 2
+            forked = forked_python.fork(self._name, list(arguments), dict(environment), str(_REPOSITORY), outputs)
+        return ForkedProcess(*forked)
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            pid, code = json.loads(line)
-            if code is None:
-                self._answer = self._forked[pid] = ForkedProcess(pid)
-                self._has_answer.set()
-            else:
-                self._forked.pop(pid).ended(code)
-        self._answer = None
-        self._has_answer.set()
-        for process in self._forked.values():
-            process.ended(-signal.SIGKILL)
+    def _write_python(self, directory: Path) -> Path:
+        real = f"exec {shlex.quote(sys.executable)}"
+        forked = f"{real} -S -E {shlex.quote(forked_python.__file__)} {self._name}"
+        program = directory / "python"
+        program.write_text(
+            f'#!/bin/sh\ncase "$1 $2" in\n"-m services."*|"-m router") {forked} "$@" ;;\n*) {real} "$@" ;;\nesac\n'
+        )
+        program.chmod(0o755)
+        (directory / "quartet").symlink_to(Path(sys.executable).with_name("quartet"))
+        return program
 
 
-def _serve() -> None:
-    """Fork for each line of stdin; tell by lines on stdout who was forked, ``[pid, null]``, and who ended."""
-    gc.disable()
-    _import_workers()
-    gc.freeze()
-    # What a worker prints is not for whoever reads the answers.
-    answers = os.dup(1)
-    os.dup2(2, 1)
+class _Server:
+    """Forks for each request on a connection of ``listener``; answers the process id, and its code when it ends."""
 
-    def tell(pid: int, code: int | None) -> None:
-        os.write(answers, json.dumps([pid, code]).encode() + b"\n")
+    def __init__(self, listener: socket.socket) -> None:
+        self._pid = os.getpid()
+        self._selector = selectors.DefaultSelector()
+        self._listener = listener
+        self._on(0, lambda: os._exit(0))  # the tests are over; unloading torch would take a second of CPU
+        self._on(listener.fileno(), self._accept)
 
-    server, requests = os.getpid(), b""
-    children: dict[int, int] = {}  # by pidfd
-    with selectors.DefaultSelector() as selector:
-        selector.register(0, selectors.EVENT_READ)
+    def run(self) -> NoReturn:
         while True:
-            for key, _ in selector.select():
-                if (pid := children.pop(key.fd, None)) is not None:
-                    selector.unregister(key.fd)
-                    os.close(key.fd)
-                    tell(pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-                    continue
-                received = os.read(0, 1 << 16)
-                if not received:
-                    return
-                *lines, requests = (requests + received).split(b"\n")
-                for line in lines:
-                    if (pid := os.fork()) == 0:
-                        os.closerange(3, max(answers, selector.fileno(), *children) + 1)
-                        _become(server, **json.loads(line))
-                    selector.register(pidfd := os.pidfd_open(pid), selectors.EVENT_READ)
-                    children[pidfd] = pid
-                    tell(pid, None)
+            for key, _ in self._selector.select():
+                key.data()
+
+    def _on(self, descriptor: int, act: Callable[[], None]) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, act)
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        request, outputs, _, _ = socket.recv_fds(connection, _MAX_REQUEST_BYTES, 2)
+        if not request:
+            connection.close()
+            return
+        if (pid := os.fork()) == 0:
+            _become(self._pid, outputs, **json.loads(request))
+        for output in outputs:
+            os.close(output)
+        process = os.pidfd_open(pid)
+        connection.send(json.dumps(pid).encode())
+        self._on(process, lambda: self._ended(pid, process, connection))
+        self._on(connection.fileno(), lambda: self._abandoned(process, connection))
+
+    def _ended(self, pid: int, process: int, connection: socket.socket) -> None:
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        self._selector.unregister(process)
+        os.close(process)
+        if connection.fileno() in self._selector.get_map():
+            self._selector.unregister(connection.fileno())
+            with suppress(BrokenPipeError):
+                connection.send(json.dumps(code).encode())
+        connection.close()
+
+    def _abandoned(self, process: int, connection: socket.socket) -> None:
+        if connection.fileno() >= 0:  # else it has ended just now
+            self._selector.unregister(connection.fileno())
+            signal.pidfd_send_signal(process, signal.SIGKILL)
 
 
-def _import_workers() -> None:
-    for name in ("services.workers.process", "quartet.engine.torch.runner", "quartet.engine.torch.encoder_tower"):
-        importlib.import_module(name)
-    assert threading.active_count() == 1, "threads do not survive a fork"
-
-
-def _become(server: int, arguments: Sequence[str], environment: Mapping[str, str], log: str) -> NoReturn:
+def _become(
+    server: int, outputs: Sequence[int], arguments: Sequence[str], environment: Mapping[str, str], directory: str
+) -> NoReturn:
     """Be the process that ``python -m ARGUMENTS`` would be."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
-    nothing, output = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+    for source, target in zip((os.open(os.devnull, os.O_RDONLY), *outputs), (0, 1, 2), strict=True):
         os.dup2(source, target)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[1:1] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:1] = [directory, *(path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path)]
     gc.enable()
     sys.argv = list(arguments)
     code: Any = 0
@@ -184,6 +203,14 @@ def _become(server: int, arguments: Sequence[str], environment: Mapping[str, str
     os._exit(code)
 
 
+def _main() -> None:
+    gc.disable()
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    assert threading.active_count() == 1, "threads do not survive a fork"
+    gc.freeze()
+    _Server(socket.socket(fileno=int(sys.argv[1]))).run()
+
+
 if __name__ == "__main__":
-    _serve()
-    os._exit(0)  # unloading torch takes a second of CPU
+    _main()

@@ -1,13 +1,12 @@
 """A whole Quartet as real processes: etcd, encode, prefill and decode workers, a router; killed and asked at will.
 
-Its methods block, each for a bounded time. In a running event loop call those that wait with ``asyncio.to_thread``;
-``spawn`` alone must be called from the main thread (see ``ServiceProcess``).
+Its methods block, each for a bounded time. In a running event loop call those that wait with ``asyncio.to_thread``.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +25,7 @@ from tests.e2e.process import Metrics, ServiceProcess, wait_until
 from tests.etcd_server import EtcdServer
 
 START_TIMEOUT_S = 60.0
-_CALL_TIMEOUT_S = 5.0
+_CALL_TIMEOUT_S = 30.0
 _STATES = ("used", "held", "cached", "free")
 
 Settings: TypeAlias = Mapping[str, object]
@@ -95,7 +94,7 @@ class Stack:
     """Started by ``start`` or ``with``; ``close`` leaves no process."""
 
     def __init__(self, config: StackConfig, directory: Path, etcd_binary: Path, fork_server: ForkServer) -> None:
-        """Files of all processes go to ``directory``; ``fork_server`` forks the workers, and routers start alone."""
+        """Files of all processes go to ``directory``; ``fork_server`` forks all but etcd."""
         self.config = config
         self.etcd = EtcdServer(etcd_binary, directory / "etcd")
         self.processes: dict[str, ServiceProcess] = {}
@@ -103,9 +102,16 @@ class Stack:
         self._signing_keys_file = draw_signing_key(directory)
         for name in config.worker_names:
             module = f"services.{name.partition('-')[0]}"
-            self.processes[name] = self._process(name, module, self._worker_settings(name), fork_server)
+            self.processes[name] = self._process(
+                name,
+                module,
+                self._worker_settings(name),
+                fork_server,
+                launcher=config.launcher,
+                environment=config.environment,
+            )
         for name in config.routers:
-            self.processes[name] = self._process(name, "router", self._router_settings(name))
+            self.processes[name] = self._process(name, "router", self._router_settings(name), fork_server)
 
     @property
     def router_address(self) -> str:
@@ -256,7 +262,10 @@ class Stack:
         name: str,
         module: str,
         settings: dict[str, Any],
-        fork_server: ForkServer | None = None,
+        fork_server: ForkServer,
+        *,
+        launcher: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> ServiceProcess:
         path = self._directory / f"{name}.yaml"
         path.write_text(yaml.safe_dump(settings))
@@ -266,8 +275,8 @@ class Stack:
             path,
             grpc_address=settings["server"]["address"],
             http_address=settings["http_address"],
-            launcher=self.config.launcher if fork_server else (),
-            environment=self.config.environment if fork_server else None,
+            launcher=launcher,
+            environment=environment,
             fork_server=fork_server,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import random
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -15,12 +16,12 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode
 
-from quartet.client import QuartetClient
+from quartet.client import FinishReason, QuartetClient
 from quartet.v1 import decode_pb2, prefill_pb2, router_pb2, transfer_pb2, types_pb2
 from quartet.v1.router_pb2 import ChatMessage, ChatPrompt, GenerateStart, MediaPart, TextOptions, TokenIds
 from quartet.v1.types_pb2 import GuidedDecoding, OutputOptions, Sampling
 from tests import tiny
-from tests.e2e.crowd import Crowd, mixed_asks
+from tests.e2e.crowd import Crowd, endless_asks
 from tests.e2e.stack import Stack
 
 GENERATE = "/quartet.v1.RouterService/Generate"
@@ -31,7 +32,7 @@ PLACES = {GENERATE: "router", PREFILL: "prefill-0", DECODE: "decode-0", PULL: "p
 
 INVALID, NOT_FOUND = StatusCode.INVALID_ARGUMENT, StatusCode.NOT_FOUND
 NUM_MALFORMED = 100
-_TIMEOUT_S = 20.0
+_TIMEOUT_S = 30.0
 
 
 def user(content: str, role: str = "user") -> ChatPrompt:
@@ -87,14 +88,17 @@ BAD_STARTS: dict[str, tuple[GenerateStart, StatusCode, str | None]] = {
 
 @pytest.fixture
 async def undisturbed(stack: Stack, client: QuartetClient) -> AsyncIterator[Crowd]:
-    """Requests of others, which run all the while and must end well."""
-    asks = mixed_asks("bystanders", 2, num_prompt_tokens=range(40, 50), num_tokens=range(300, 301))
-    async with Crowd(client, asks) as crowd:
+    """Requests of others, which run all the while, go on after that, and end well."""
+    async with Crowd(client, endless_asks("bystanders", 2)) as crowd:
         await crowd.wait_for(lambda: all(answer.token_ids for answer in crowd.answers))
         yield crowd
+        nums_before = [len(ids) for ids in crowd.token_ids]
+        await crowd.wait_for(lambda: all(map(operator.gt, map(len, crowd.token_ids), nums_before)))
+        await crowd.cancel()
         await crowd.finish()
+    assert {end.reason for answer in crowd.answers if (end := answer.finished)} == {FinishReason.CANCELLED}
     assert set(crowd.num_attempts) == {1}
-    await asyncio.to_thread(stack.wait_blocks_returned, timeout_s=10)
+    await asyncio.to_thread(stack.wait_blocks_returned, timeout_s=_TIMEOUT_S)
 
 
 class Raw:

@@ -19,10 +19,10 @@ from tests.e2e.stack import REMOTE_PREFILL, Settings, Stack, StackConfig
 pytestmark = pytest.mark.timeout(150)
 
 HAND_OFF_TTL_S = 3.0
-# Blocks come back within a hand-off's time to live; metrics look once a second.
-RETURN_S = HAND_OFF_TTL_S + 2.0
 LEASE_TTL_S = 2
-HEARTBEAT_TIMEOUT_S = 3.0
+HEARTBEAT_TIMEOUT_S = 4.0
+# For what comes sooner unless the machine is very busy: blocks, for example, within a hand-off's time to live.
+WAIT_S = 40.0
 NUM_STREAMS = 32
 READY = router_pb2.WORKER_STATE_READY
 
@@ -36,7 +36,7 @@ def chaos_stack(start_stack: StartStack) -> Stack:
         # A rank must have room for all that a request may generate: eight endless ones fill two ranks.
         "attempts.reserve_tokens": 4096,
         "attempts.prefill_timeout_s": 20.0,
-        "attempts.decode_stall_timeout_s": 3.0,
+        "attempts.decode_stall_timeout_s": 4.0,
         "heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S,
         "drain_timeout_s": 5.0,
     }
@@ -76,7 +76,7 @@ def crowd_asks(name: str) -> list[Ask]:
 
 
 async def returned(stack: Stack, *names: str) -> None:
-    await asyncio.to_thread(stack.wait_blocks_returned, *names, timeout_s=RETURN_S)
+    await asyncio.to_thread(stack.wait_blocks_returned, *names, timeout_s=WAIT_S)
 
 
 async def undisturbed(client: QuartetClient, asks: Sequence[Ask]) -> list[list[int]]:
@@ -119,10 +119,10 @@ async def test_a_client_that_vanishes_in_the_routers_queue_leaves_it(whole: Stac
     async with Crowd(client, endless_asks("fill", 8)) as filling:
         await filling.wait_for(lambda: all(answer.token_ids for answer in filling.answers))
         async with Crowd(client, endless_asks("queued", 3)) as queued:
-            await asyncio.to_thread(wait_until, lambda: num_queued() == 3, 10, lambda: f"{num_queued()} queued")
+            await asyncio.to_thread(wait_until, lambda: num_queued() == 3, WAIT_S, lambda: f"{num_queued()} queued")
         # One of them may have found room in the very moment of leaving; not all of them.
         assert not all(answer.placement for answer in queued.answers)
-        await asyncio.to_thread(wait_until, lambda: num_queued() == 0, 5, lambda: f"{num_queued()} queued")
+        await asyncio.to_thread(wait_until, lambda: num_queued() == 0, WAIT_S, lambda: f"{num_queued()} queued")
         assert all(answer.finished is None for answer in filling.answers)
     await returned(whole)
 
@@ -136,7 +136,7 @@ async def test_a_client_that_vanishes_during_prefill_frees_its_blocks(whole: Sta
         return min(load.num_in_use_blocks for load in loads) and sum(load.num_queued_prefill_tokens for load in loads)
 
     async with Crowd(client, asks) as crowd:
-        await asyncio.to_thread(wait_until, lambda: num_in_prefill() > 0, 20, lambda: "a prefill at work")
+        await asyncio.to_thread(wait_until, lambda: num_in_prefill() > 0, WAIT_S, lambda: "a prefill at work")
     assert not all(answer.token_ids for answer in crowd.answers)
     await returned(whole)
 
@@ -173,16 +173,16 @@ async def test_requests_move_away_from_a_frozen_decode_which_gets_none_until_it_
     async with Crowd(client, asks) as crowd:
         await crowd.wait_for(lambda: sum(len(answer.token_ids) > 1 for answer in crowd.at("decode-0")) >= 3)
         whole.processes["decode-0"].signal(signal.SIGSTOP)
-        await asyncio.wait_for(crowd.finish(), 30)
+        await asyncio.wait_for(crowd.finish(), WAIT_S)
     assert max(crowd.num_attempts) > 1
 
     # Suspect while its record stands, and gone with its lease.
     def is_given_up() -> bool:
         return whole.worker_states().get("decode-0") != READY
 
-    await asyncio.to_thread(wait_until, is_given_up, HEARTBEAT_TIMEOUT_S + 2, lambda: f"{whole.worker_states()}")
+    await asyncio.to_thread(wait_until, is_given_up, WAIT_S, lambda: f"{whole.worker_states()}")
     whole.processes["decode-0"].signal(signal.SIGCONT)
-    await asyncio.to_thread(whole.wait_ready, 15)
+    await asyncio.to_thread(whole.wait_ready, WAIT_S)
     await returned(whole)
     assert crowd.token_ids == await undisturbed(client, asks)
 
@@ -195,8 +195,8 @@ async def test_a_drained_decode_lets_its_requests_end_and_leaves(whole: Stack, c
         whole.terminate("decode-0")
         await crowd.finish()
     assert set(crowd.num_attempts) == {1}
-    assert await asyncio.to_thread(whole.processes["decode-0"].wait, 15) == 0
-    await asyncio.to_thread(whole.wait_ready, 10)
+    assert await asyncio.to_thread(whole.processes["decode-0"].wait, WAIT_S) == 0
+    await asyncio.to_thread(whole.wait_ready, WAIT_S)
     assert "decode-0" not in whole.worker_states()
     await undisturbed(client, asks[:2])
     await returned(whole)
@@ -224,6 +224,7 @@ async def test_requests_are_served_without_etcd_and_all_is_well_when_it_is_back(
         asks = crowd_asks("without etcd")[:4]
         while time.monotonic() < silent_until:
             await undisturbed(client, asks)
+            await asyncio.sleep(0.5)
         assert set(chaos.worker_states().values()) == {READY}
     finally:
         await asyncio.to_thread(chaos.etcd.start)

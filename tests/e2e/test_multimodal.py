@@ -13,6 +13,7 @@ from safetensors.torch import save
 
 from quartet.client import ChatMessage, Completion, MediaUrl, QuartetClient, Sampling, read_media
 from quartet.media.items import MediaFile, MediaKind
+from tests.e2e.fork_server import ForkServer
 from tests.e2e.grpcurl import parse_messages
 from tests.e2e.oracle import one_oracle
 from tests.e2e.up import CONFIGS, Up
@@ -55,9 +56,12 @@ def expected(looks: list[Look]) -> list[tuple[Look, tuple[int, ...]]]:
 
 
 @pytest_asyncio.fixture(params=TOPOLOGIES, scope="module", loop_scope="module")
-async def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Up]:
+async def running(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer
+) -> AsyncIterator[Up]:
     """A topology, as a person starts it and ends it: once for all tests that ask it."""
-    async with Up(tmp_path_factory.mktemp("up"), *arguments_of(request.param)) as up:
+    directory = tmp_path_factory.mktemp("up")
+    async with Up(directory, *arguments_of(request.param), python=fork_server.python) as up:
         await up.wait_ready()
         yield up
         assert await up.end(signal.SIGINT) < ALL_GONE_WITHIN_S
@@ -87,12 +91,14 @@ async def test_greedy_ids_are_those_of_transformers(running: Up, expected: list[
 
 
 @pytest.mark.parametrize("topology", ["epd_disagg", "epd_multimodal_image_and_embeddings"])
-async def test_embeddings_of_a_picture_computed_elsewhere_say_what_it_says(topology: str, tmp_path: Path) -> None:
+async def test_embeddings_of_a_picture_computed_elsewhere_say_what_it_says(
+    topology: str, tmp_path: Path, fork_server: ForkServer
+) -> None:
     with one_oracle() as oracle:
         rows = oracle.embeddings(PICTURE.read_bytes())
     embeddings = MediaFile(MediaKind.EMBEDDINGS, save({"rows": rows.contiguous()}))
     options = ("--allowed-local-media-path", str(PICTURE.parent))
-    async with Up(tmp_path, *arguments_of(topology), *options) as up:
+    async with Up(tmp_path, *arguments_of(topology), *options, python=fork_server.python) as up:
         await up.wait_ready()
         async with QuartetClient(up.router_address) as client:
             for media in (embeddings, read_media(PICTURE), MediaUrl(PICTURE.as_uri())):

@@ -34,7 +34,7 @@ from tests.e2e.stack import LOCAL_PREFILL, REMOTE_PREFILL, Settings, Stack, Stac
 
 pytestmark = pytest.mark.timeout(120)
 
-RETURN_S = 10.0
+RETURN_S = 40.0
 RETRY_DELAY_S = 2.5
 ROUTERS = ("router", "router-local")
 PROMPT = "Once upon a time, there was a quiet rabbit named Olive who lived near a castle. She loved to"
@@ -289,7 +289,7 @@ async def with_stop_strings(client: QuartetClient, asks: Sequence[Ask]) -> list[
 
 
 async def test_nobody_notices_that_a_decode_worker_is_killed(paths_stack: Stack, client: QuartetClient) -> None:
-    mixed = mixed_asks("killed", 8, num_prompt_tokens=range(20, 100), num_tokens=range(200, 220))
+    mixed = mixed_asks("killed", 8, num_prompt_tokens=range(20, 100), num_tokens=range(120, 140))
     asks = [*await with_stop_strings(client, mixed[:3]), replace(mixed[3], num_choices=2), *mixed[4:]]
     async with AsyncExitStack() as exits:
         crowds = {path: await exits.enter_async_context(Crowd(client, asks, path=path)) for path in RequestPath}

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 
 import pytest
 
 from benchmarks import prefixes
 from benchmarks.table import prefixes_tables
+from tests.e2e.fork_server import ForkServer
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("etcd_binary")]
 
 
-async def test_both_policies_answer_everything_and_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_both_policies_answer_everything_and_are_compared(
+    monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(fork_server.python))
     workload = prefixes.Workload(prefix_tokens=512, rate=20.0, warm_up_s=0.5, seconds=1.5)
     results = await prefixes.measure(workload, ["round_robin", "kv_aware"])
     for found in results.policies.values():

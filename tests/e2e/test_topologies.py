@@ -18,6 +18,7 @@ from quartet.client import ChatMessage, Delta, QuartetClient, Sampling
 from quartet.errors import ServingError
 from tests import tiny
 from tests.e2e import placed
+from tests.e2e.fork_server import ForkServer
 from tests.e2e.grpcurl import parse_messages
 from tests.e2e.oracle import Oracle, one_oracle
 from tests.e2e.up import CONFIGS, Up
@@ -45,6 +46,8 @@ NUM_PASTES = 3
 MIN_SHARE_OVERLOADED = 0.2
 #: They differ from others by their workers alone: what is printed for them is what is printed for those.
 LIKE_OTHERS = ("agg_router", "disagg_router", "gpt_oss_disagg")
+#: Started with the Python that a person has; tests/e2e/test_terminal.py does so with disagg.
+WITH_PYTHON = ("agg", "mock_fleet")
 NUM_GREEDY_TOKENS = 24
 PROMPTS = [tuple(random.Random(seed).choices(tiny.PLAIN_IDS, k=40 + 25 * seed)) for seed in range(4)]
 ALL_GONE_WITHIN_S = 5.0
@@ -161,9 +164,10 @@ async def check_greedy_ids(up: Up, oracle: Oracle) -> None:
 
 @pytest.mark.parametrize("name", sorted(WORKER_IDS))
 async def test_a_topology_serves_what_it_prints_and_ends_whole(
-    name: str, directory: Path, grpcurl_if_any: Path | None, oracle: Oracle
+    name: str, directory: Path, grpcurl_if_any: Path | None, oracle: Oracle, fork_server: ForkServer
 ) -> None:
-    async with Up(directory, config(name), *FREE_PORT) as up:
+    python = None if name in WITH_PYTHON else fork_server.python
+    async with Up(directory, config(name), *FREE_PORT, python=python) as up:
         await up.wait_ready()
         expected = sorted(["router", *(f"services.{worker_id.partition('-')[0]}" for worker_id in WORKER_IDS[name])])
         assert modules(up) == expected
@@ -178,10 +182,10 @@ async def test_a_topology_serves_what_it_prints_and_ends_whole(
 
 
 async def test_an_etcd_that_runs_already_is_used_and_left_alone_and_answers_do_not_hold_up_the_end(
-    directory: Path, etcd: EtcdServer, grpcurl_if_any: Path | None
+    directory: Path, etcd: EtcdServer, grpcurl_if_any: Path | None, fork_server: ForkServer
 ) -> None:
     variables = {"ETCD_ENDPOINTS": etcd.endpoint}
-    async with Up(directory, config("disagg"), *FREE_PORT, variables=variables) as up:
+    async with Up(directory, config("disagg"), *FREE_PORT, variables=variables, python=fork_server.python) as up:
         await up.wait_ready()
         assert not any(map(is_own_etcd, up.processes().values()))
         await check_it_serves(up, "disagg", grpcurl_if_any)
@@ -211,8 +215,10 @@ async def test_ctrl_c_ends_what_streams_and_a_second_one_at_once(directory: Path
             assert up.processes() == {}
 
 
-async def test_whoever_dies_is_started_again_and_a_dead_up_takes_all_along(directory: Path) -> None:
-    async with Up(directory, config("disagg"), *FREE_PORT) as up:
+async def test_whoever_dies_is_started_again_and_a_dead_up_takes_all_along(
+    directory: Path, fork_server: ForkServer
+) -> None:
+    async with Up(directory, config("disagg"), *FREE_PORT, python=fork_server.python) as up:
         await up.wait_ready()
         before = up.processes()
         killed = {name: one(up, part) for name, part in PARTS.items()}
@@ -255,9 +261,11 @@ async def test_with_fail_fast_whoever_dies_ends_it_all_and_is_named(directory: P
     assert "decode decode-0 serves on" in told, up.log
 
 
-async def test_a_topology_for_gpus_runs_on_a_laptop_with_another_engine_and_model(directory: Path) -> None:
+async def test_a_topology_for_gpus_runs_on_a_laptop_with_another_engine_and_model(
+    directory: Path, fork_server: ForkServer
+) -> None:
     options = ("--engine", "torch", "--model", "models/tiny", *FREE_PORT)
-    async with Up(directory, config("trtllm/disagg"), *options) as up:
+    async with Up(directory, config("trtllm/disagg"), *options, python=fork_server.python) as up:
         await up.wait_ready()
         assert "workers[0].gpus: left out" in up.log
         await check_it_answers(up.router_address)

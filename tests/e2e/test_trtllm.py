@@ -12,6 +12,7 @@ import pytest
 
 from quartet.client import ChatMessage, Completion, MediaFile, MediaKind, QuartetClient, Sampling
 from tests import tiny
+from tests.e2e.fork_server import ForkServer
 from tests.e2e.oracle import Oracle, one_oracle
 from tests.e2e.up import CONFIGS, Up
 from tests.fakes.installation import DIRECTORY
@@ -37,11 +38,11 @@ def oracle() -> Iterator[Oracle]:
         yield oracle
 
 
-def start(directory: Path, name: str, *options: str) -> Up:
+def start(directory: Path, name: str, python: Path | None) -> Up:
     """``quartet up`` of a topology for laptops; processes other than its workers never look for the package."""
     choices = ("--engine", "trtllm", "--model", str(tiny.CHECKPOINT), "--router-port", "0")
     stand_in = ("--set", f"environment.PYTHONPATH={DIRECTORY}")
-    return Up(directory, str(CONFIGS / f"{name}.yaml"), *choices, *stand_in, *options)
+    return Up(directory, str(CONFIGS / f"{name}.yaml"), *choices, *stand_in, python=python)
 
 
 async def ask(client: QuartetClient, prompt: tuple[int, ...]) -> Completion:
@@ -50,9 +51,11 @@ async def ask(client: QuartetClient, prompt: tuple[int, ...]) -> Completion:
 
 
 @pytest.mark.parametrize("name", sorted(WORKERS))
-async def test_greedy_ids_of_text_are_those_of_transformers(name: str, tmp_path: Path, oracle: Oracle) -> None:
+async def test_greedy_ids_of_text_are_those_of_transformers(
+    name: str, tmp_path: Path, oracle: Oracle, fork_server: ForkServer
+) -> None:
     expected = [oracle.generate(prompt, NUM_TOKENS) for prompt in PROMPTS]
-    async with start(tmp_path, name) as up:
+    async with start(tmp_path, name, None if name == "agg" else fork_server.python) as up:
         await up.wait_ready()
         async with QuartetClient(up.router_address) as client:
             assert {worker.record.worker_id for worker in await client.list_workers()} == WORKERS[name]
@@ -68,10 +71,12 @@ async def test_greedy_ids_of_text_are_those_of_transformers(name: str, tmp_path:
     assert "Traceback" not in up.log
 
 
-async def test_greedy_ids_of_pictures_are_those_of_transformers(tmp_path: Path, oracle: Oracle) -> None:
+async def test_greedy_ids_of_pictures_are_those_of_transformers(
+    tmp_path: Path, oracle: Oracle, fork_server: ForkServer
+) -> None:
     expected = [oracle.look(look, NUM_LOOK_TOKENS) for look in LOOKS]
     assert not any(is_near_tie for _ids, is_near_tie in expected)
-    async with start(tmp_path, "epd_multimodal_image") as up:
+    async with start(tmp_path, "epd_multimodal_image", fork_server.python) as up:
         await up.wait_ready()
         async with QuartetClient(up.router_address) as client:
             for look, (ids, _is_near_tie) in zip(LOOKS, expected, strict=True):

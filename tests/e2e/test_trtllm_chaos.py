@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(240)
 ENCODE, PREFILLS, DECODES = "encode-0", ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 # A prompt that nobody pulls is held by TensorRT-LLM for as long, whatever became of its request.
 TRANSFER_TIMEOUT_S = 2.5
-RETURN_S, WAIT_S = TRANSFER_TIMEOUT_S + 5.0, 30.0
+WAIT_S = 30.0
 READY = router_pb2.WORKER_STATE_READY
 NUM_TOKENS = 32
 PROMPTS = [tuple(random.Random(seed).choices(tiny.PLAIN_IDS, k=40 + 20 * seed)) for seed in range(8)]
@@ -123,9 +123,9 @@ async def until(condition: Callable[[], bool], what: str, timeout_s: float = WAI
 
 async def returned(stack: Stack) -> None:
     """Nothing is held: by what the workers say, by what their engines have, and in the router's book."""
-    await asyncio.to_thread(stack.wait_blocks_returned, timeout_s=RETURN_S)
+    await asyncio.to_thread(stack.wait_blocks_returned, timeout_s=WAIT_S)
     for name in running(stack):
-        await until(lambda name=name: engine(stack, name).is_idle, f"{name} idle", RETURN_S)  # type: ignore[misc]
+        await until(lambda name=name: engine(stack, name).is_idle, f"{name} idle")  # type: ignore[misc]
     metrics = stack.metrics("router")
     assert metrics.value("quartet_router_queued_requests") == metrics.value("quartet_router_running_requests") == 0
 
@@ -239,7 +239,7 @@ async def test_what_fails_or_comes_too_late_is_prefilled_again(
     hold(chaos, "transfers", *DECODES)
     async with Crowd(client, ASKS) as crowd:
         await until(lambda: counts(chaos, PREFILLS, "held") == len(ASKS), "hand-offs that wait")
-        await until(lambda: counts(chaos, PREFILLS, "held") == 0, "hand-offs whose time is over", RETURN_S)
+        await until(lambda: counts(chaos, PREFILLS, "held") == 0, "hand-offs whose time is over")
         go_on(chaos, "transfers", *DECODES)
         await crowd.finish()
     assert min(crowd.num_attempts) > 1
@@ -260,13 +260,13 @@ async def test_requests_leave_an_engine_that_hangs_which_gets_some_when_it_moves
     async with Crowd(client, ASKS) as crowd:
         await crowd.wait_for(lambda: is_half_way(crowd, "decode-0"))
         hold(chaos, "steps", "decode-0")
-        await until(lambda: chaos.worker_states()["decode-0"] != READY, "the one that hangs is found", 10)
+        await until(lambda: chaos.worker_states()["decode-0"] != READY, "the one that hangs is found")
         assert not chaos.processes["decode-0"].is_ready()
         await crowd.finish()
     assert max(crowd.num_attempts) > 1
     assert crowd.token_ids == answers
     go_on(chaos, "steps", "decode-0")
-    await until(lambda: chaos.worker_states()["decode-0"] == READY, "it moves again", 10)
+    await until(lambda: chaos.worker_states()["decode-0"] == READY, "it moves again")
     await returned(chaos)
 
 
@@ -374,8 +374,8 @@ async def test_a_worker_whose_engine_dies_ends_with_1_and_its_requests_go_on_els
     for name in (ENCODE, "prefill-1"):
         engine(whole, name).die()
     for name in ("decode-0", ENCODE, "prefill-1"):
-        assert await asyncio.to_thread(whole.processes[name].wait, 15) == 1
-    await asyncio.to_thread(whole.wait_states, {"prefill-0": READY, "decode-1": READY}, 10)
+        assert await asyncio.to_thread(whole.processes[name].wait, WAIT_S) == 1
+    await asyncio.to_thread(whole.wait_states, {"prefill-0": READY, "decode-1": READY}, WAIT_S)
     await returned(whole)
 
 
@@ -391,5 +391,5 @@ async def test_workers_that_are_told_to_end_lose_no_request(
     assert set(crowd.num_attempts) == {1}
     assert crowd.token_ids == answers
     for name in names:
-        assert await asyncio.to_thread(chaos.processes[name].wait, 15) == 0
+        assert await asyncio.to_thread(chaos.processes[name].wait, WAIT_S) == 0
         assert "Traceback" not in chaos.processes[name].log.read_text()

@@ -20,6 +20,7 @@ QUARTET = Path(sys.executable).with_name("quartet")
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 START_TIMEOUT_S = 90.0
+_QUARTET_WITH = "import sys; sys.executable = {python!r}; from cli.app import main; main()"
 _MARK = "QUARTET_TEST_MARK"
 _PROC = Path("/proc")
 
@@ -67,10 +68,22 @@ class Up:
         lines: what it printed to paste, from ``ready`` on.
     """
 
-    def __init__(self, directory: Path, *arguments: str, variables: Mapping[str, str] | None = None) -> None:
-        """It runs in ``directory``; ``variables`` are added to the environment."""
+    def __init__(
+        self,
+        directory: Path,
+        *arguments: str,
+        variables: Mapping[str, str] | None = None,
+        python: Path | None = None,
+    ) -> None:
+        """It runs in ``directory``; ``variables`` are added to the environment.
+
+        It starts services with ``python`` in place of the Python that it runs with; see ``ForkServer.python``.
+        """
         self.lines: list[str] = []
         self._directory = directory
+        self._quartet = (
+            [QUARTET] if python is None else [sys.executable, "-c", _QUARTET_WITH.format(python=str(python))]
+        )
         self._arguments = arguments
         self._mark = Mark()
         self._variables = self._mark.environment({"PATH": _path_of_a_newcomer(), **(variables or {})})
@@ -81,7 +94,7 @@ class Up:
 
     async def __aenter__(self) -> Self:
         self._process = await asyncio.create_subprocess_exec(
-            QUARTET,
+            *self._quartet,
             "up",
             *self._arguments,
             cwd=self._directory,

@@ -34,6 +34,6 @@ async def start_engine() -> AsyncIterator[StartEngine]:
     for engine in engines:
         await engine.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "quartet-engine"]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while leaked := asyncio.all_tasks() - tasks_before - {asyncio.current_task()}:
             await asyncio.wait(leaked)

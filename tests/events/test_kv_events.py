@@ -19,7 +19,7 @@ from quartet.events.publisher import EventPublisher
 from quartet.events.subscriber import EventSubscriber
 from tests.events.loads import make_load, make_publisher
 
-_TIMEOUT_S = 15.0
+_TIMEOUT_S = 30.0
 _CHANGE = RankEvents(1, [Stored(None, [1, 2]), Removed([2])])
 
 

@@ -15,7 +15,7 @@ from quartet.events.subscriber import EventSubscriber
 from quartet.events.wire import LOAD_TOPIC, encode_load
 from tests.events.loads import make_load, make_publisher
 
-_TIMEOUT_S = 15.0
+_TIMEOUT_S = 30.0
 
 
 class Ear:

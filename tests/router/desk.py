@@ -17,7 +17,7 @@ from router.policy.greedy import RoundRobinPolicy
 from router.workers import PoolKey, WorkerTable
 from tests.router.records import make_load, make_record
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 RECORD = make_record("decode-0", num_blocks=10)
 POOL = PoolKey(RECORD.model_name, RECORD.model_fingerprint)
 

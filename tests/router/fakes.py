@@ -42,7 +42,7 @@ from tests.router.noting_policy import NotingPolicy
 from tests.router.records import make_load, make_record
 from tests.text.builders import EOS, byte_level_tokenizer
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 30.0
 LOCAL_PREFILL_MAX_TOKENS = 4
 
 _TOKENIZER = byte_level_tokenizer()

@@ -25,6 +25,7 @@ from quartet.rpc.server import ServerConfig
 from quartet.transfer.base import Puller
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import router_pb2_grpc
+from router import servicer as router_servicer
 from router.config import RouterConfig
 from router.policy.create import PolicyConfig, PolicyName
 from router.process import RouterProcess
@@ -33,7 +34,7 @@ from services.workers.config import WorkerConfig
 from tests.engine.fakes import FakeRunner, expected_output
 from tests.text.builders import byte_level_backend
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 50.0
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 4, 64, 200
 _TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}bot:{% endif %}"
@@ -205,6 +206,8 @@ async def running_system(
     gates = {worker_id: threading.Semaphore(0) for worker_id in gated}
     system = System(tmp_path, gates=gates, worker_settings=worker or {})
     monkeypatch.setattr(worker_process, "create_engine", system.create_engine)
+    # What tests wait for is seen by watching.
+    monkeypatch.setattr(router_servicer, "_WATCH_INTERVAL_S", 0.02)
     try:
         for worker_id in worker_ids:
             system.start_worker(worker_id)

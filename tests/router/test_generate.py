@@ -55,7 +55,7 @@ async def test_the_first_token_waits_for_no_decode_worker() -> None:
     fleet = Fleet("prefill-0", "decode-0")
     fleet.hops.plan("decode", Plan(hang_after=0))
     parts = fleet.generate(make_start()).parts()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await anext(parts)
         assert (await anext(parts)).token_ids == tuple(expected_tokens(5, 0, 20, 1))
     await parts.aclose()

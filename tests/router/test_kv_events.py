@@ -34,7 +34,7 @@ from tests.services.stream_workers import collect, make_start, until
 from tests.services.test_model_files import FakeWorker, serving
 from tests.streams.pulled import PulledDecode
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 30.0
 
 
 @dataclass

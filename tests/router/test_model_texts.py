@@ -19,7 +19,7 @@ from tests.text.builders import byte_level_backend
 
 _POOL = PoolKey("tiny", "ab" * 32)
 _FILES = {"tokenizer.json": byte_level_backend().to_str().encode()}
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 30.0
 
 
 class Source:

@@ -90,6 +90,7 @@ async def test_tokens_and_their_log_probabilities_are_those_of_generate(served: 
     output = types_pb2.OutputOptions(logprobs=0)
     [choice] = (await place(stub, make_request(output=output))).choices
     assert [entry.token_id for entry in choice.logprobs] == list(choice.token_ids)
+    await take_up(choice)  # the drain would wait for it
 
 
 async def test_where_decode_prefills_itself_there_is_no_first_token(

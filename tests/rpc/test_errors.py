@@ -1,4 +1,4 @@
-"""Errors on the wire: one table, and there and back without loss."""
+"""Errors and durations on the wire: one table, and there and back without loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet import errors
-from quartet.errors import ServingError
+from quartet.errors import InvalidRequestError, ServingError
 from quartet.rpc.errors import (
     DETAILS_KEY,
     STATUS,
@@ -19,8 +19,12 @@ from quartet.rpc.errors import (
     from_rpc_error,
     public_error,
     status_code,
+    to_duration,
     to_failure,
+    to_non_negative_seconds,
+    to_seconds,
     to_status,
+    to_timedelta,
 )
 from quartet.v1 import types_pb2
 
@@ -131,3 +135,28 @@ def test_a_long_message_is_cut_to_fit_the_trailers() -> None:
 def test_retry_info_is_a_duration_to_the_nanosecond() -> None:
     failure = to_failure(errors.QueueFullError("full", retry_delay_s=1.25))
     assert failure.retry_delay == Duration(seconds=1, nanos=250_000_000)
+
+
+@given(st.integers(-(10**15), 10**15))
+def test_seconds_survive_to_the_nanosecond(nanos: int) -> None:
+    assert to_seconds(to_duration(nanos / 1e9)) == pytest.approx(nanos / 1e9, abs=1e-9, rel=1e-12)
+
+
+def test_both_parts_of_a_negative_duration_are_negative() -> None:
+    assert to_duration(-1.5) == Duration(seconds=-1, nanos=-500_000_000)
+
+
+def test_infinity_becomes_the_longest_duration() -> None:
+    assert to_duration(float("inf")).seconds == 315_576_000_000
+
+
+def test_a_negative_duration_is_refused_by_its_field() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        to_non_negative_seconds(Duration(seconds=-1), "context.timeout")
+    assert caught.value.field == "context.timeout"
+
+
+def test_a_duration_longer_than_a_timedelta_is_refused_by_its_field() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        to_timedelta(Duration(seconds=2**62), "hand_off.time_to_live")
+    assert caught.value.field == "hand_off.time_to_live"

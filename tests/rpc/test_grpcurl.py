@@ -30,7 +30,7 @@ def service() -> Service:
 async def run(binary: Path, *arguments: str) -> tuple[int, str, str]:
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(str(binary), "-plaintext", *arguments, stdout=pipe, stderr=pipe)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         out, err = await process.communicate()
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()

@@ -196,7 +196,7 @@ async def test_a_generator_is_closed_when_its_caller_goes(start_server: StartSer
         call = worker_pb2_grpc.WorkerServiceStub(channel).GetModelFiles(worker_pb2.GetModelFilesRequest())
         await call.read()
         call.cancel()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await worker.closed.wait()
     assert worker.is_cancelled
 

@@ -1,9 +1,11 @@
-"""A client that takes nothing loses its call; others keep theirs."""
+"""A client that takes nothing loses its call; others keep theirs, also while this process does not run."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -15,7 +17,8 @@ from tests.rpc.services import generic_service
 
 _METHOD = "/test.Chatter/Talk"
 _PART = bytes(1 << 20)
-_TIMEOUT_S = 0.3
+#: Of writes: short where one must pass, and longer than a busy machine takes where none may.
+_VERY_SHORT_S, _SHORT_S, _LONG_S = 0.1, 0.3, 30.0
 
 
 class Chatter:
@@ -36,10 +39,10 @@ class Chatter:
             raise
 
 
-@pytest.fixture
-async def chatter() -> AsyncIterator[tuple[Chatter, grpc.aio.Channel]]:
-    stalled = StalledCalls(_TIMEOUT_S)
-    chatter = Chatter(stalled)
+@asynccontextmanager
+async def chatting(timeout_s: float) -> AsyncIterator[tuple[Chatter, grpc.aio.Channel]]:
+    """A server whose writes may take ``timeout_s``, and a channel to it."""
+    chatter = Chatter(StalledCalls(timeout_s))
     handler = grpc.unary_stream_rpc_method_handler(chatter.talk)
     server = RpcServer(ServerConfig(), [generic_service("test.Chatter", {"Talk": handler})])
     port = await server.start()
@@ -48,41 +51,57 @@ async def chatter() -> AsyncIterator[tuple[Chatter, grpc.aio.Channel]]:
     await server.drain(0)
 
 
-async def test_a_client_that_never_reads_loses_its_call_in_bounded_time(
-    chatter: tuple[Chatter, grpc.aio.Channel],
-) -> None:
-    server, channel = chatter
-    call = channel.unary_stream(_METHOD)(b"")
-    error = await asyncio.wait_for(server.ended.get(), 10)
-    assert isinstance(error, StalledStreamError)
-    with pytest.raises(grpc.aio.AioRpcError) as status:
-        while await call.read() is not grpc.aio.EOF:
-            pass
-    assert status.value.code() == grpc.StatusCode.ABORTED
+async def test_a_client_that_never_reads_loses_its_call_in_bounded_time() -> None:
+    async with chatting(_SHORT_S) as (server, channel):
+        call = channel.unary_stream(_METHOD)(b"")
+        error = await asyncio.wait_for(server.ended.get(), 30)
+        assert isinstance(error, StalledStreamError)
+        with pytest.raises(grpc.aio.AioRpcError) as status:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        assert status.value.code() == grpc.StatusCode.ABORTED
 
 
-async def test_a_client_that_reads_keeps_its_call_while_another_stalls(
-    chatter: tuple[Chatter, grpc.aio.Channel],
-) -> None:
-    server, channel = chatter
-    reading = channel.unary_stream(_METHOD)(b"")
-    silent = channel.unary_stream(_METHOD)(b"")
+async def test_a_client_that_reads_keeps_its_call_while_another_stalls() -> None:
+    async with chatting(1.0) as (server, channel):
+        reading = channel.unary_stream(_METHOD)(b"")
+        silent = channel.unary_stream(_METHOD)(b"")
 
-    async def read() -> None:
-        while await reading.read() is not grpc.aio.EOF:
-            pass
+        async def read() -> None:
+            while await reading.read() is not grpc.aio.EOF:
+                pass
 
-    reader = asyncio.create_task(read())
-    assert isinstance(await asyncio.wait_for(server.ended.get(), 10), StalledStreamError)
-    assert not reader.done()
-    reader.cancel()
-    reading.cancel()
-    silent.cancel()
+        reader = asyncio.create_task(read())
+        assert isinstance(await asyncio.wait_for(server.ended.get(), 30), StalledStreamError)
+        assert not reader.done()
+        reader.cancel()
+        reading.cancel()
+        silent.cancel()
 
 
-async def test_a_cancel_from_elsewhere_stays_a_cancel(chatter: tuple[Chatter, grpc.aio.Channel]) -> None:
-    server, channel = chatter
-    call = channel.unary_stream(_METHOD)(b"")
-    await call.read()
-    call.cancel()
-    assert isinstance(await asyncio.wait_for(server.ended.get(), 10), asyncio.CancelledError)
+async def test_a_cancel_from_elsewhere_stays_a_cancel() -> None:
+    async with chatting(_LONG_S) as (server, channel):
+        call = channel.unary_stream(_METHOD)(b"")
+        await call.read()
+        call.cancel()
+        assert isinstance(await asyncio.wait_for(server.ended.get(), 30), asyncio.CancelledError)
+
+
+class Context:
+    """A client that takes a message when it may."""
+
+    def __init__(self) -> None:
+        self.may_take = asyncio.Event()
+
+    async def write(self, _message: object) -> None:
+        await self.may_take.wait()
+
+
+async def test_a_process_that_got_no_cpu_blames_no_client() -> None:
+    context, loop = Context(), asyncio.get_running_loop()
+    with StalledCalls(_VERY_SHORT_S).watch(context) as call:  # type: ignore[arg-type]
+        loop.call_soon(time.sleep, 2 * _VERY_SHORT_S)
+        # In the turn after the one in which timers run that were due meanwhile.
+        loop.call_soon(loop.call_soon, loop.call_soon, context.may_take.set)
+        await call.write(b"")
+    assert not call.is_stalled

@@ -39,7 +39,7 @@ async def start(start_server: StartServer, authority: CertificateAuthority, **ch
 
 async def drain_as(address: str, tls: TlsConfig) -> bytes:
     async with create_channel(address, tls) as channel:
-        return bytes(await channel.unary_unary(DRAIN)(b"", timeout=10))
+        return bytes(await channel.unary_unary(DRAIN)(b"", timeout=30))
 
 
 async def test_an_operator_may_drain_and_is_known_by_name(
@@ -77,7 +77,7 @@ async def test_a_certificate_without_an_identity_is_nobody(
 async def test_health_is_open_to_every_identity(start_server: StartServer, authority: CertificateAuthority) -> None:
     address = await start(start_server, authority)
     async with create_channel(address, authority.issue("client", "quartet://default/client/carl")) as channel:
-        response = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        response = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
     assert response.status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -88,7 +88,7 @@ async def test_strangers_do_not_even_connect(
     address = await start(start_server, authority)
     async with stranger(how, address, authority, other_authority) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary(DRAIN)(b"", timeout=10)
+            await channel.unary_unary(DRAIN)(b"", timeout=30)
     assert isinstance(from_rpc_error(caught.value), WorkerUnavailableError)
 
 
@@ -128,9 +128,9 @@ async def test_without_client_certificates_a_caller_is_a_client(
     address = await start(start_server, authority, require_client_cert=False)
     credentials = grpc.ssl_channel_credentials(authority.ca_file.read_bytes())
     async with grpc.aio.secure_channel(address, credentials) as channel:
-        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary(DRAIN)(b"", timeout=10)
+            await channel.unary_unary(DRAIN)(b"", timeout=30)
     assert isinstance(from_rpc_error(caught.value), UnauthenticatedError)
 
 

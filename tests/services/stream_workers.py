@@ -37,7 +37,7 @@ from services.workers.dispatch import DecodeDispatcher, PrefillDispatcher
 from tests.engine.fakes import FakeRunner, expected_output
 from tests.streams.pulled import DecodeProgress, PulledDecode, PullingDecodeClient
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 EPOCH = 7
 DECODE_METHOD = "/quartet.v1.DecodeService/Decode"
 PREFILL_METHOD = "/quartet.v1.PrefillService/Prefill"

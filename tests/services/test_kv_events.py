@@ -24,7 +24,7 @@ from services.workers.kv_events import KvEvents
 from tests.services.fake_kv import FakeKvPublisher
 from tests.services.test_model_files import FakeWorker, serving
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 BLOCKS = [StoredBlocks(0, {1: None, 2: 1})]
 
 

@@ -40,7 +40,7 @@ async def worker_process(
     """One of the tiny model; it is stopped in the end, and its error raised."""
     file = FileConfig(directory=directory / f"{role}-discovery", ttl_s=60)
     discovery = DiscoveryConfig(kind=DiscoveryKind.FILE, file=file)
-    base = {"worker_id": f"{role}-0", "model_path": str(tiny.CHECKPOINT), "drain_timeout_s": 2.0, **settings}
+    base = {"worker_id": f"{role}-0", "model_path": str(tiny.CHECKPOINT), "drain_timeout_s": 0.5, **settings}
     config = replace(build(WorkerConfig, base), discovery=discovery)
     stop = asyncio.Event()
     running = asyncio.create_task(WorkerProcess(config, role, encoder_factory=encoder_factory).run(stop))

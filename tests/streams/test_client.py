@@ -25,7 +25,7 @@ from tests.rpc.conftest import StartServer
 from tests.rpc.services import generic_service
 from tests.streams.pulled import PulledDecode, PullingDecodeClient
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 START = WorkerStart(context=RequestContext(), generation=Generation(prompt_token_ids=[1, 2, 3]))
 HAND_OFF = HandOff(
     hand_off_id=bytes(16),

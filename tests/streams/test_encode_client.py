@@ -23,7 +23,7 @@ from tests.rpc.conftest import StartServer
 from tests.rpc.services import generic_service
 from tests.streams.test_convert_encode import HAND_OFF
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 FILES = [MediaFile(MediaKind.IMAGE, bytes([number]) * (1_500_000 * number + 10)) for number in range(2)]
 START = EncodeStart(
     context=RequestContext(timeout_s=WAIT_S), items=tuple(MediaItem(bytes([n]) * 32, f) for n, f in enumerate(FILES))

@@ -22,7 +22,7 @@ from quartet.v1 import encode_pb2, types_pb2
 
 START = EncodeStart(context=RequestContext(), items=(MediaItem(b"", MediaFile(MediaKind.IMAGE, b"a picture")),))
 SIZES = (MediaSize(media_id=bytes(32), num_tokens=5),)
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 def encoded(item: int) -> EncodedItem:

@@ -10,7 +10,7 @@ from quartet.engine.base import FinishReason
 from quartet.streams.client import outcome_in_time
 from quartet.streams.messages import DecodeFinished
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 FAR_S = 60.0
 FINISHED = DecodeFinished(reason=FinishReason.LENGTH, num_output_tokens=3)
 

@@ -24,7 +24,7 @@ from quartet.v1 import decode_pb2, types_pb2
 from tests.streams.starts import decode_start
 from tests.streams.strategies import WORKER_STARTS
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 NUM_SLOTS = 4
 
 

@@ -10,7 +10,7 @@ from quartet.rpc.server import StalledCalls
 from quartet.streams.base import ServerStream
 from quartet.v1 import decode_pb2, types_pb2
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 MAX_OWED_ENDS = 3
 
 

@@ -112,7 +112,7 @@ async def test_of_two_answers_each_has_to_come(answers: tuple[pb.PullResponse, .
     async with scripted(RECEIVE, RECEIVE, *answers) as (source, hand_off), puller_worker(config=config) as here:
         with pytest.raises(TransferError):
             await here.puller.claim(hand_off).fetch(())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await source.was_left.wait()
 
 

@@ -38,14 +38,14 @@ def abort(hand_off: HandOff | None = None) -> pb.PullRequest:
 
 @asynccontextmanager
 async def pull(source: SourceWorker) -> AsyncIterator[grpc.aio.StreamStreamCall]:
-    async with open_channel(source.address) as channel, asyncio.timeout(20):
+    async with open_channel(source.address) as channel, asyncio.timeout(30):
         yield TransferServiceStub(channel).Pull()
 
 
 async def say(source: SourceWorker, *requests: pb.PullRequest) -> list[pb.PullResponse]:
     """Send all and half-close, as grpcurl does; the answers."""
     async with open_channel(source.address) as channel:
-        return [response async for response in TransferServiceStub(channel).Pull(iter(requests), timeout=10)]
+        return [response async for response in TransferServiceStub(channel).Pull(iter(requests), timeout=30)]
 
 
 async def refusal(source: SourceWorker, *requests: pb.PullRequest) -> tuple[grpc.StatusCode, str]:

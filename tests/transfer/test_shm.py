@@ -114,7 +114,7 @@ async def test_an_unsealed_pool_is_refused() -> None:
 async def test_hostile_peers_get_nothing_and_the_server_serves_on(memory: PoolMemory) -> None:
     loop = asyncio.get_running_loop()
     pools = ShmPools()
-    async with serving(memory) as server, asyncio.timeout(10):
+    async with serving(memory) as server, asyncio.timeout(30):
         address = abstract_address(server.socket_path)
         silent = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         await loop.sock_connect(silent, address)

@@ -23,7 +23,7 @@ COPIES = (PieceCopy(0, 5), PieceCopy(1, 2))
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 - of another part, which has no event for it
             await asyncio.sleep(0.001)
 

@@ -68,7 +68,7 @@ async def test_a_source_killed_in_the_middle_of_a_pull_is_a_transfer_error_and_n
     async with source_process("stall") as (process, hand_off):
         async with puller_worker(layout=LARGE_LAYOUT, config=GRPC_ONLY) as here:
             fetch = asyncio.create_task(here.puller.claim(hand_off).fetch(COPIES))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 assert await process.stdout.readline() == b"stalled\n"
             process.kill()
             with pytest.raises(TransferError):

@@ -72,7 +72,7 @@ class SourceWorker:
 
     async def end(self) -> Ended:
         """The next end of a hand-off, whenever it comes."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             return await self.ends.get()
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from quartet.engine.torch import TorchEngineConfig
 from quartet.engine.torch.loader import load_model
 from quartet.errors import EngineError, InvalidRequestError
+from tests.e2e.fork_server import ForkServer
 from tests.engine.torch.checkpoints import VOCAB_SIZE, make_checkpoint, make_config
+from tests.engine.torch.measure_loading import peak_growth_bytes
 
 _MIB = 1 << 20
 
@@ -128,28 +127,9 @@ def test_several_files_and_renamed_experts_load_like_one(checkpoint: Checkpoints
         assert torch.equal(expected, actual), name
 
 
-MEASURE = """
-import sys, torch
-import quartet.engine.torch.loader as loader
-from quartet.engine.torch import TorchEngineConfig
-
-def status(name):
-    [line] = [line for line in open("/proc/self/status") if line.startswith(name + ":")]
-    return int(line.split()[1]) * 1024
-
-torch.set_num_threads(1)
-small, big, dtype = sys.argv[1:]
-loader.load_model(TorchEngineConfig(model_path=small, num_blocks=1))  # what loading needs once
-before = status("VmRSS")
-model = loader.load_model(TorchEngineConfig(model_path=big, num_blocks=1, dtype=dtype)).model
-total = sum(float(parameter.float().sum()) for parameter in model.parameters())  # every weight was read
-print(status("VmHWM") - before)
-"""
-
-
 @pytest.mark.parametrize(("dtype", "max_growth"), [("auto", 1.5), ("float32", 3.5)])
 def test_loading_makes_no_second_copy_of_the_weights(
-    dtype: str, max_growth: float, checkpoint: Checkpoints, tmp_path: Path
+    dtype: str, max_growth: float, checkpoint: Checkpoints, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     """Peak resident memory, of which the mapped file is one part: once as it is, and once more where converted.
 
@@ -161,9 +141,6 @@ def test_loading_makes_no_second_copy_of_the_weights(
     big = make_checkpoint(tmp_path, config, torch.bfloat16)
     size_bytes = (big / "model.safetensors").stat().st_size
     assert size_bytes > 190 * _MIB
-    command = [sys.executable, "-c", MEASURE, str(checkpoint("llama")), str(big), dtype]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=50, env=environment).stdout
-    growth = int(printed) / size_bytes
+    growth = peak_growth_bytes(fork_server, checkpoint("llama"), big, dtype, tmp_path / "log") / size_bytes
     print(f"{dtype}: peak growth {growth:.2f} of {size_bytes // _MIB} MiB")
     assert growth < max_growth

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from quartet.engine.torch.decoder import Decoder
 from quartet.engine.torch.language_model import find_language_model
 from quartet.engine.torch.loader import load_model
 from quartet.errors import EngineError, InvalidRequestError
+from tests.e2e.fork_server import ForkServer
 from tests.engine.torch.checkpoints import (
     PLACEHOLDER_ID,
     SEEING_FAMILIES,
@@ -28,7 +27,8 @@ from tests.engine.torch.checkpoints import (
     make_config,
     make_seeing_config,
 )
-from tests.engine.torch.test_loader import MEASURE, config_for, edit_json, edit_weights
+from tests.engine.torch.measure_loading import peak_growth_bytes
+from tests.engine.torch.test_loader import config_for, edit_json, edit_weights
 
 LLAVA, TIED, NEXT = "llava_clip_llama", "vipllava_llama3_rope", "llava_next_mistral"
 ONEVISION = "llava_onevision_qwen2"
@@ -228,7 +228,7 @@ def test_other_models_that_see_are_refused_by_name(config: transformers.Pretrain
     assert caught.value.field == "model"
 
 
-def test_the_tower_takes_no_memory(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_the_tower_takes_no_memory(checkpoint: Checkpoints, tmp_path: Path, fork_server: ForkServer) -> None:
     tower = transformers.CLIPVisionConfig(
         hidden_size=1024,
         intermediate_size=4096,
@@ -240,7 +240,5 @@ def test_the_tower_takes_no_memory(checkpoint: Checkpoints, tmp_path: Path) -> N
     big = make_checkpoint(tmp_path, make_seeing_config(LLAVA, vision_config=tower), torch.bfloat16)
     size_bytes = (big / "model.safetensors").stat().st_size
     assert size_bytes > 90 << 20
-    command = [sys.executable, "-c", MEASURE, str(checkpoint("llama")), str(big), "auto"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=50, env=environment).stdout
-    assert int(printed) < size_bytes / 5
+    growth = peak_growth_bytes(fork_server, checkpoint("llama"), big, "auto", tmp_path / "log")
+    assert growth < size_bytes / 5

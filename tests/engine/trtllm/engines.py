@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
 from typing import Any
+from unittest import mock
 
 from quartet.engine.base import EngineRequest, Prefilled, RequestKind
 from quartet.engine.sampling import Sampling
+from quartet.engine.trtllm import feeds
 from quartet.engine.trtllm.engine import TrtllmEngine
 from quartet.engine.trtllm.times import TrtllmTimes
 from quartet.kvcache.layout import HandOff, OpaquePayload, PieceLayout
@@ -104,7 +106,8 @@ class Running:
 @contextmanager
 def stand_in(**switches: Any) -> Iterator[Any]:
     """The stand-in with ``switches``, and nothing left of it afterwards."""
-    with installed(**switches) as module:
+    # Each end of an engine waits for the fetches that have begun.
+    with installed(**switches) as module, mock.patch.object(feeds, "_FETCH_S", 0.05):
         from tensorrt_llm._stand_in.control import control
 
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from itertools import pairwise
 
@@ -9,9 +10,11 @@ import pytest
 
 from quartet.discovery.base import Rank
 from quartet.events.kv import Tier
-from router.kv_index.index import Match, PlaceNumbers, PrefixIndex
+from router.kv_index import index as index_upkeep
+from router.kv_index.index import Match, PlaceNumbers, PrefixIndex, keep_up
 
 A, B, C = Rank("a"), Rank("b"), Rank("c")
+_TIMEOUT_S = 30.0
 PROMPT = list(range(1000, 1256))
 
 
@@ -244,3 +247,22 @@ def test_blocks_of_one_event_share_their_mask() -> None:
     masks = [index._device.mask_of(sequence_hash, 0) for sequence_hash in PROMPT]
     assert all(one is other for one, other in pairwise(masks[:100]))
     assert all(one is other for one, other in pairwise(masks[100:]))
+
+
+async def test_predictions_end_and_gone_workers_are_swept_out_a_little_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(index_upkeep, "_SWEPT_AT_ONCE", 10)
+    index = PrefixIndex()
+    index.store(Rank("gone"), None, range(1, 101))
+    index.store(Rank("here"), None, range(1000, 1010))
+    index.predict(Rank("here"), [7, 8], 0.0)
+    index.clear(Rank("gone"))
+    assert (index.num_blocks(Tier.DEVICE), index.num_predicted_blocks) == (110, 2)
+    task = asyncio.create_task(keep_up(index))
+    async with asyncio.timeout(_TIMEOUT_S):
+        while index.num_blocks(Tier.DEVICE) > 10:  # noqa: ASYNC110 - the index has no event to wait on
+            await asyncio.sleep(0.001)
+    assert index.num_predicted_blocks == 0
+    task.cancel()
+    await asyncio.wait([task])

@@ -13,7 +13,7 @@ from router.workers import PoolKey
 
 POOL, OTHER_POOL = PoolKey("seeing", "aa"), PoolKey("other", "bb")
 ENCODE_ROOM = 112  # of which 100 may be pinned
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 class Line:

@@ -1,4 +1,4 @@
-"""What a launcher refuses before it starts anything, and what is left when it has stopped."""
+"""What a launcher refuses before it starts anything, what it finds on the host, and what is left when it ends."""
 
 from __future__ import annotations
 
@@ -6,17 +6,38 @@ import asyncio
 import os
 import select
 import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from quartet.discovery.create import DiscoveryConfig, DiscoveryKind, create_registry
+from quartet.discovery.etcd_client import EtcdConfig
+from quartet.discovery.file import FileConfig
 from quartet.errors import ConfigError
-from services.topology.launch import Environment, LaunchError, LocalTopology
+from quartet.streams.signed_start import SigningKeys
+from services.topology import launch
+from services.topology.launch import (
+    Environment,
+    LaunchError,
+    LocalTopology,
+    draw_signing_key,
+    etcd_answers,
+    etcd_command,
+    make_run_directory,
+    own_etcd,
+    wait_announced,
+)
 from services.topology.topology import load_topology
 from tests.certificates import CertificateAuthority
+from tests.discovery.records import make_record
 from tests.etcd_server import EtcdServer
 
+TIMEOUT_S = 30.0
 AGG = Path(__file__).parents[3] / "configs" / "agg.yaml"
 
 
@@ -35,7 +56,7 @@ async def start(directory: Path, endpoint: str, *assignments: str, model_file: s
     environment = Environment(variables={}, num_cores=1, run_dir=directory, etcd_endpoints=(endpoint,))
     local = LocalTopology(load_topology(AGG, assignments), environment, Silent())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await local.start()
     finally:
         await local.stop()
@@ -149,7 +170,7 @@ async def test_what_a_worker_that_had_to_be_killed_started_ends_with_it(
         adapt=lambda plan: replace(plan, module="tests.services.topology.stubborn_worker"),
     )
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await local.start()
             line = await observer.line
         assert line.startswith("started "), line
@@ -162,3 +183,133 @@ async def test_what_a_worker_that_had_to_be_killed_started_ends_with_it(
         assert poll.poll(10_000), "it still runs"
     finally:
         os.close(descriptor)
+
+
+async def test_it_waits_for_the_last_of_them(tmp_path: Path) -> None:
+    discovery = DiscoveryConfig(kind=DiscoveryKind.FILE, file=FileConfig(directory=tmp_path))
+    registry = create_registry(discovery)
+    await registry.register(make_record("encode-0"))
+    waiting = asyncio.create_task(wait_announced(discovery, ["encode-0", "decode-0"]))
+    async with asyncio.timeout(TIMEOUT_S):
+        await wait_announced(discovery, ["encode-0"])
+    assert not waiting.done()
+    await registry.register(make_record("decode-0"))
+    async with asyncio.timeout(TIMEOUT_S):
+        await waiting
+    await registry.close()
+
+
+async def test_a_registry_that_is_not_there_yet_is_waited_for(etcd: EtcdServer) -> None:
+    discovery = DiscoveryConfig(etcd=EtcdConfig(endpoints=(etcd.endpoint,), request_timeout_s=0.5))
+    registry = create_registry(discovery)
+    etcd.kill()
+    waiting = asyncio.create_task(wait_announced(discovery, ["decode-0"]))
+    await asyncio.wait([waiting], timeout=1.0)
+    assert not waiting.done()
+    etcd.start()
+    await registry.register(make_record("decode-0"))
+    async with asyncio.timeout(TIMEOUT_S):
+        await waiting
+    await registry.close()
+
+
+async def test_an_etcd_that_serves_answers(shared_etcd: EtcdServer, free_port: Callable[[], int]) -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    assert await etcd_answers(EtcdConfig(endpoints=(shared_etcd.endpoint,)))
+    assert await etcd_answers(EtcdConfig(endpoints=(nobody, shared_etcd.endpoint)))
+    assert not await etcd_answers(EtcdConfig(endpoints=(nobody,)))
+
+
+def test_an_own_etcd_is_on_loopback_and_without_tls() -> None:
+    config = own_etcd(EtcdConfig(endpoints=("https://elsewhere:2379",), ca_file=Path("ca.pem"), namespace="ns"))
+    [endpoint] = config.endpoints
+    assert endpoint.startswith("127.0.0.1:")
+    assert (config.ca_file, config.namespace) == (None, "ns")
+    command = etcd_command(Path("/bin/etcd"), config, Path("/data"))
+    assert command[0] == "/bin/etcd"
+    assert f"--listen-client-urls=http://{endpoint}" in command
+    assert all("0.0.0.0" not in argument for argument in command)
+
+
+def test_a_port_that_one_process_has_is_given_to_no_other(free_port: Callable[[], int]) -> None:
+    port = free_port()
+    few = f"it._PORTS, it._NUM_PORTS_TRIED = [{port}], 1"
+    code = f"from services.topology import launch as it; {few}; print(it.free_port())"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert other.returncode != 0
+    assert "no free port in 1 tries" in other.stderr
+
+
+def test_only_what_dead_topologies_left_is_removed(tmp_path: Path) -> None:
+    made_by_dead = [
+        sys.executable,
+        "-c",
+        f"from services.topology.launch import make_run_directory as make\n"
+        f"from pathlib import Path\nprint(make(Path({str(tmp_path)!r}), 'old'))",
+    ]
+    root = Path(__file__).parents[3]
+    dead = Path(subprocess.run(made_by_dead, cwd=root, check=True, capture_output=True, text=True).stdout.strip())
+    assert dead.is_dir()
+    stranger = tmp_path / "model-99999999"
+    stranger.mkdir()
+
+    mine = make_run_directory(tmp_path, "some-name")
+    assert mine == tmp_path / f"some-name-{os.getpid()}"
+    assert not dead.exists()
+    assert stranger.is_dir()
+
+
+def test_what_an_earlier_process_of_the_same_id_left_is_gone(tmp_path: Path) -> None:
+    (make_run_directory(tmp_path, "some") / "router.yaml").touch()
+    assert not (make_run_directory(tmp_path, "some") / "router.yaml").exists()
+
+
+def test_where_none_can_be_made_that_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot make a directory in .*file"):
+        make_run_directory(tmp_path / "file", "some")
+
+
+def test_a_drawn_key_is_its_owners_alone_and_good_to_seal_with(tmp_path: Path) -> None:
+    path = draw_signing_key(tmp_path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    key = SigningKeys(path).signing_key
+    assert len(key.secret) == 32
+    assert key.secret.hex() not in repr(key)
+
+
+def test_no_key_is_drawn_over_another(tmp_path: Path) -> None:
+    content = draw_signing_key(tmp_path).read_text()
+    with pytest.raises(FileExistsError):
+        draw_signing_key(tmp_path)
+    assert (tmp_path / "signing_keys").read_text() == content
+
+
+def make_program(directory: Path, *, mode: int = 0o755) -> Path:
+    directory.mkdir(parents=True)
+    program = directory / "etcd"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(mode)
+    return program
+
+
+def test_the_own_binary_is_preferred_to_the_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = make_program(tmp_path / "own")
+    on_path = make_program(tmp_path / "path")
+    monkeypatch.setenv("PATH", str(on_path.parent))
+    monkeypatch.setattr(launch, "TOOLS_DIR", own.parent)
+    assert launch.find_etcd() == own
+
+
+def test_the_path_serves_where_the_own_file_cannot_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = make_program(tmp_path / "own", mode=0o644)
+    on_path = make_program(tmp_path / "path")
+    monkeypatch.setenv("PATH", str(on_path.parent))
+    monkeypatch.setattr(launch, "TOOLS_DIR", own.parent)
+    assert launch.find_etcd() == on_path
+
+
+def test_a_machine_without_a_program_gives_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(launch, "TOOLS_DIR", tmp_path)
+    assert launch.find_grpcurl() is None
