@@ -24,7 +24,7 @@ class Outcome:
 
 
 def reference(text: str, stop_strings: list[str], include_stop: bool) -> Outcome:
-    """Look at every beginning of the text, shortest first."""
+    """Check every beginning of the text, shortest first."""
     for end in range(len(text) + 1):
         complete = [stop for stop in stop_strings if text[:end].endswith(stop)]
         if complete:
@@ -88,7 +88,7 @@ def test_a_match_does_not_wait_for_a_longer_stop_string() -> None:
     assert StopMatcher(["abc", "ab"]).push("-ab").stop_string == "ab"
 
 
-def test_of_those_that_end_together_the_one_that_begins_first_counts() -> None:
+def test_of_stop_strings_that_end_at_once_the_one_that_begins_first_counts() -> None:
     match = StopMatcher(["c", "abc", "bc"]).push("-abc")
     assert (match.text, match.stop_string) == ("-", "abc")
 
