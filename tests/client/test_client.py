@@ -1,4 +1,4 @@
-"""What the client tells of an answer, how it ends one, and what it does when a router can't be reached."""
+"""What the client shows of an answer, how it ends one, and what it does when a router can't be reached."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def test_a_completion_holds_every_choice_whole(
 
 
 @pytest.mark.parametrize("path", _BY_ROUTER)
-async def test_choices_that_are_placed_later_are_told_when_they_are(
+async def test_choices_that_are_placed_later_are_reported_then(
     router: FakeRouter, start_router: StartRouter, path: RequestPath
 ) -> None:
     async with QuartetClient(await start_router(router)) as client:
@@ -298,7 +298,7 @@ async def test_no_other_router_takes_over_once_something_was_shown(
 
 
 @pytest.mark.parametrize("call", ["complete", "list_workers"])
-async def test_nobody_there_is_told_soon_and_by_address(
+async def test_a_missing_router_is_reported_soon_and_by_address(
     free_port: Callable[[], int], call: str, path: RequestPath
 ) -> None:
     addresses = [f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"]
