@@ -29,7 +29,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         lose_last_finished: leave the last choice's ``finished`` out.
         hold_after: words after which it waits for ``cancel`` (it answers CANCELLED) or the end of the call.
         starts: all starts that came.
-        resumes: what each of those that came by rank went on after.
+        resumes: ``resume`` of each request that came by Place; ``None``: it had none.
         worker, worker_address: whom Place sends its callers to.
         num_misdirected: first placements whose address has no worker.
         holding: set while it waits.

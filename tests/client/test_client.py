@@ -121,7 +121,7 @@ async def test_a_request_says_what_the_caller_said(
     assert chat.sampling.HasField("temperature") and chat.sampling.temperature == 0.0
     assert chat.sampling.max_tokens == 3
     assert list(chat.text_options.stop_strings) == ["."]
-    # By Place it is what is left of it.
+    # By Place, the timeout is what is left of it.
     assert 2.0 < chat.timeout.ToTimedelta().total_seconds() <= 2.5
     assert list(ids.token_ids.ids) == [1, 2, 3]
     assert not ids.HasField("timeout") and not ids.HasField("seed")
