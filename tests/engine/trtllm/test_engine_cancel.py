@@ -106,7 +106,7 @@ async def test_one_whose_kv_is_on_its_way_waits_until_that_is_here() -> None:
         assert claim.has_fetched
 
 
-async def test_that_wait_is_bounded_and_the_source_hears_of_it() -> None:
+async def test_that_wait_is_bounded_and_the_source_is_notified() -> None:
     async with running(PREFILL) as prefill, running(override_engine_args=_SLOW) as decode:
         request = await _pulling(prefill, decode)
         decode.engine.cancel(request.id)
@@ -127,7 +127,7 @@ async def test_an_engine_that_does_not_answer_an_abort_is_not_waited_for() -> No
         engine.control.steps.open()
 
 
-async def test_a_prefill_that_nobody_pulls_is_let_go() -> None:
+async def test_a_prefill_that_no_worker_pulls_is_released() -> None:
     async with running(PREFILL) as prefill:
         request = asked(STORY, kind=PREFILL)
         assert isinstance(await prefill.end_of(request), Prefilled)

@@ -20,7 +20,7 @@ from tests.fakes.driving import LOOK, STORY, greedy, picture, token_ids_of
 
 
 class Door:
-    """Stands before the decoding of pictures."""
+    """Holds the decoding of pictures until a test opens it."""
 
     def __init__(self) -> None:
         self.reached, self.is_open = threading.Semaphore(0), threading.Event()

@@ -1,4 +1,4 @@
-"""Tokens of pictures by arithmetic: those that the vision tower itself makes, for every shape that a grid tells."""
+"""Tokens of pictures by arithmetic: those that the vision tower makes, for every shape that a grid distinguishes."""
 
 from __future__ import annotations
 
