@@ -119,4 +119,4 @@ def _server_context(files: TlsConfig) -> ssl.SSLContext:
 
 
 def _ignore(*_: object) -> None:
-    """Take no notice."""
+    """Do nothing."""

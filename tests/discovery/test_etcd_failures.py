@@ -1,4 +1,4 @@
-"""What etcd can do to us, done by a real etcd."""
+"""How discovery behaves while a real etcd fails."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ async def test_history_compacted_under_a_dead_watch_costs_no_event(etcd: EtcdSer
         await asyncio.to_thread(etcd.compact)
         await proxy.heal()
 
-        # In the order of the keys, once each, and nothing about who only passed.
+        # In the order of the keys, once each, and nothing about a worker that came and went.
         assert [await next_event(watch), await next_event(watch)] == [
             WorkerAdded(coming.record),
             _removed(leaving.record),
@@ -275,4 +275,4 @@ async def test_closing_with_dead_servers_is_bounded_whatever_their_number(etcd: 
 
 
 def _ignore(*_: object) -> None:
-    """Take no notice."""
+    """Do nothing."""

@@ -75,7 +75,7 @@ def test_an_orientation_that_stands_in_xmp_alone_is_left_alone(format: str) -> N
 
 
 @pytest.mark.parametrize("orientation", [0, 9, 65535])
-def test_an_orientation_that_is_none_leaves_a_picture_as_it_is(orientation: int) -> None:
+def test_an_impossible_orientation_leaves_a_picture_as_it_is(orientation: int) -> None:
     assert_loads_alike(encode(make_picture(), "JPEG", exif=orientation_exif(orientation)))
 
 

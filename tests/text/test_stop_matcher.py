@@ -44,8 +44,8 @@ def feed(matcher: StopMatcher, pieces: list[str]) -> Outcome:
 def test_every_splitting_gives_what_the_whole_text_gives(
     text: str, stop_strings: list[str], cuts: list[int], include_stop: bool
 ) -> None:
-    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[begin:end] for begin, end in itertools.pairwise(places)]
+    bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[begin:end] for begin, end in itertools.pairwise(bounds)]
     expected = reference(text, stop_strings, include_stop)
     assert feed(StopMatcher(stop_strings, include_stop), pieces) == expected
     assert feed(StopMatcher(stop_strings, include_stop), list(text)) == expected

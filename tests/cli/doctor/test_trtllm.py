@@ -118,7 +118,7 @@ def test_other_lines_than_ours_are_a_warning(version: str, verdict: str) -> None
     assert version in findings[0].message
 
 
-def test_what_quartet_needs_is_wrong_and_what_others_may_want_is_a_warning() -> None:
+def test_a_missing_need_of_quartet_is_wrong_and_a_missing_option_is_a_warning() -> None:
     needed, optional = Lack("a.B", "everything", is_needed=True), Lack("a.C", "c in engine_args", is_needed=False)
     assert worst(judge_report(_report(lacks=(needed,)))) is Verdict.WRONG
     assert worst(judge_report(_report(lacks=(optional,)))) is Verdict.WARNING

@@ -94,7 +94,7 @@ def test_knowing_the_caches_helps(trace: list[TraceRequest]) -> None:
         {"num_prefill_workers": 2, "load_age_s": 0.05},
     ],
 )
-def test_several_routers_and_old_news_lose_nothing(
+def test_several_routers_with_old_reports_lose_nothing(
     trace: list[TraceRequest], name: str, settings: dict[str, Any]
 ) -> None:
     assert run(trace, name, **settings).requests_completed == len(trace)

@@ -37,7 +37,7 @@ async def assert_cancelled(engine: Running, request: EngineRequest) -> None:
 
 
 @pytest.mark.parametrize("kind", list(RequestKind))
-async def test_one_that_is_queued_or_prefilled(kind: RequestKind) -> None:
+async def test_cancelling_a_request_that_is_queued_or_prefilled(kind: RequestKind) -> None:
     async with running(kind) as engine:
         engine.control.steps.close()
         request = asked(STORY, kind=kind)
@@ -52,7 +52,7 @@ async def test_one_that_is_queued_or_prefilled(kind: RequestKind) -> None:
         assert engine.control.num_held == 0
 
 
-async def test_one_that_decodes() -> None:
+async def test_cancelling_a_request_that_decodes() -> None:
     async with running() as engine:
         engine.control.steps.close()
         request = asked(STORY, 64)
@@ -66,7 +66,7 @@ async def test_one_that_decodes() -> None:
         assert len(engine.tokens_of(request)) == 3
 
 
-async def test_one_that_has_ended_stays_as_it_is() -> None:
+async def test_cancelling_a_request_that_has_ended_changes_nothing() -> None:
     async with running() as engine:
         request = asked(STORY, 2)
         end = await engine.end_of(request)
@@ -88,7 +88,7 @@ async def _pulling(prefill: Running, decode: Running) -> EngineRequest:
     return going_on
 
 
-async def test_one_whose_kv_is_on_its_way_waits_until_that_is_here() -> None:
+async def test_a_cancelled_request_whose_kv_is_on_its_way_ends_when_that_is_here() -> None:
     async with running(PREFILL) as prefill, running() as decode:
         request = await _pulling(prefill, decode)
         decode.engine.cancel(request.id)

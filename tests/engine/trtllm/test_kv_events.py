@@ -72,7 +72,7 @@ def test_a_block_that_is_stored_on_the_host_is_reported_apart_from_the_one_befor
     assert reported == [Stored(None, [first]), Stored(first, [second], Tier.HOST)]
 
 
-def test_a_change_of_priority_alone_is_no_news() -> None:
+def test_a_change_of_priority_alone_is_not_reported() -> None:
     raw, listener = RawEvents(), Listener()
     diff = {"type": "event_diff", "new_value": 80, "old_value": 35}
     updated = {"type": "updated", "block_hash": 1, "cache_level": None, "priority": diff}

@@ -115,7 +115,7 @@ async def test_queued_pictures_are_encoded_in_one_batch() -> None:
         assert encoder.stats().num_steps == 2
 
 
-async def test_one_that_fails_takes_no_other_with_it() -> None:
+async def test_a_picture_that_fails_fails_no_other() -> None:
     async with running_encoder() as encoder:
         tower().fail_next_request("CUDA out of memory")
         with pytest.raises(EngineError, match="could not encode"):

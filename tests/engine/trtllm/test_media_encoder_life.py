@@ -33,7 +33,7 @@ async def test_it_has_encoded_a_picture_before_it_is_ready() -> None:
 
 
 @pytest.mark.parametrize("is_heeded", [True, False])
-async def test_one_whose_first_picture_does_not_come_is_not_started(
+async def test_an_encoder_whose_first_picture_does_not_come_is_not_started(
     is_heeded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with installed(result_timeout_works=is_heeded) as package:
@@ -61,7 +61,7 @@ async def _start(times: TrtllmTimes) -> None:
 
 
 @pytest.mark.parametrize("is_heeded", [True, False])
-async def test_one_that_hangs_on_a_blank_picture_is_not_alive(is_heeded: bool) -> None:
+async def test_an_encoder_that_hangs_on_a_blank_picture_is_not_alive(is_heeded: bool) -> None:
     with installed(result_timeout_works=is_heeded) as package:
         async with running_encoder(replace(SHORT, canary_timeout_s=0.05)) as encoder:
             assert encoder.is_alive
@@ -74,7 +74,7 @@ async def test_one_that_hangs_on_a_blank_picture_is_not_alive(is_heeded: bool) -
 
 
 @pytest.mark.parametrize("is_heeded", [True, False])
-async def test_one_that_hangs_on_pictures_is_not_alive(is_heeded: bool) -> None:
+async def test_an_encoder_that_hangs_on_pictures_is_not_alive(is_heeded: bool) -> None:
     with installed(result_timeout_works=is_heeded) as package:
         async with running_encoder(replace(QUIET, encode_timeout_s=0.05)) as encoder:
             held = package._stand_in.control.control.engines[-1]

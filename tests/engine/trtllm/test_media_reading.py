@@ -72,7 +72,7 @@ async def test_other_streams_go_on_while_a_picture_is_decoded(door: Door) -> Non
         assert decode.tokens_of(request) == greedy(LOOK, 6, picture())
 
 
-async def test_one_that_waits_for_its_picture_is_cancelled_at_once(door: Door) -> None:
+async def test_a_request_that_waits_for_its_picture_is_cancelled_at_once(door: Door) -> None:
     async with running(modality=Modality.MULTIMODAL) as decode:
         request = await worker_at(door, decode)
         num_calls = len(decode.control.calls)

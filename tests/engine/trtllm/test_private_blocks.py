@@ -37,7 +37,7 @@ def test_before_media_blocks_are_plain() -> None:
     assert private.matches(first, pack_token_ids(PROMPT[4:]))
 
 
-def test_a_block_that_is_not_full_yet_is_private_whatever_comes_of_it() -> None:
+def test_a_block_that_is_not_full_yet_is_private_whatever_fills_it() -> None:
     private, _ = blocks()
     private.add(PROMPT[:2])
     assert private.matches(None, pack_token_ids([1, 2, 9, 9]))
