@@ -311,9 +311,7 @@ async def test_a_missing_router_is_reported_soon_and_by_address(
     assert stopwatch.seconds < 5
 
 
-async def test_somebody_who_takes_connections_and_says_nothing_is_told_soon(
-    silent_address: str, path: RequestPath
-) -> None:
+async def test_a_silent_server_is_reported_soon(silent_address: str, path: RequestPath) -> None:
     stopwatch = Stopwatch()
     async with QuartetClient(silent_address) as client:
         with pytest.raises(RouterUnavailableError, match=silent_address):

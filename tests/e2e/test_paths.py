@@ -288,7 +288,7 @@ async def with_stop_strings(client: QuartetClient, asks: Sequence[Ask]) -> list[
     return [replace(ask, stop=(text[len(text) * 3 // 4 :][:6],)) for ask, text in zip(asks, texts, strict=True)]
 
 
-async def test_nobody_notices_that_a_decode_worker_is_killed(paths_stack: Stack, client: QuartetClient) -> None:
+async def test_no_client_notices_that_a_decode_worker_is_killed(paths_stack: Stack, client: QuartetClient) -> None:
     mixed = mixed_asks("killed", 8, num_prompt_tokens=range(20, 100), num_tokens=range(120, 140))
     asks = [*await with_stop_strings(client, mixed[:3]), replace(mixed[3], num_choices=2), *mixed[4:]]
     async with AsyncExitStack() as exits:

@@ -215,7 +215,7 @@ async def test_ctrl_c_ends_what_streams_and_a_second_one_at_once(directory: Path
             assert up.processes() == {}
 
 
-async def test_whoever_dies_is_started_again_and_a_dead_up_takes_all_along(
+async def test_a_process_that_dies_is_started_again_and_a_dead_up_takes_all_along(
     directory: Path, fork_server: ForkServer
 ) -> None:
     async with Up(directory, config("disagg"), *FREE_PORT, python=fork_server.python) as up:

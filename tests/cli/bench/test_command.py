@@ -226,7 +226,7 @@ async def test_drawing_without_matplotlib_says_what_to_install(
     assert "pip install -e '.[plot]'" in message and "--plot" in message
 
 
-async def test_nobody_there_is_told_before_any_load(run_cli: RunCli, free_port: Callable[[], int]) -> None:
+async def test_a_missing_router_is_reported_before_any_load(run_cli: RunCli, free_port: Callable[[], int]) -> None:
     stopwatch = Stopwatch()
     result = await run_cli("bench", "--router", f"127.0.0.1:{free_port()}")
     assert stopwatch.seconds < 5

@@ -214,10 +214,10 @@ async def test_a_registry_that_is_not_there_yet_is_waited_for(etcd: EtcdServer) 
 
 
 async def test_an_etcd_that_serves_answers(shared_etcd: EtcdServer, free_port: Callable[[], int]) -> None:
-    nobody = f"127.0.0.1:{free_port()}"
+    silent = f"127.0.0.1:{free_port()}"
     assert await etcd_answers(EtcdConfig(endpoints=(shared_etcd.endpoint,)))
-    assert await etcd_answers(EtcdConfig(endpoints=(nobody, shared_etcd.endpoint)))
-    assert not await etcd_answers(EtcdConfig(endpoints=(nobody,)))
+    assert await etcd_answers(EtcdConfig(endpoints=(silent, shared_etcd.endpoint)))
+    assert not await etcd_answers(EtcdConfig(endpoints=(silent,)))
 
 
 def test_an_own_etcd_is_on_loopback_and_without_tls() -> None:
@@ -264,13 +264,13 @@ def test_what_an_earlier_process_of_the_same_id_left_is_gone(tmp_path: Path) -> 
     assert not (make_run_directory(tmp_path, "some") / "router.yaml").exists()
 
 
-def test_where_none_can_be_made_that_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot make a directory in .*file"):
         make_run_directory(tmp_path / "file", "some")
 
 
-def test_a_drawn_key_is_its_owners_alone_and_good_to_seal_with(tmp_path: Path) -> None:
+def test_only_its_owner_can_read_a_drawn_key_and_it_signs_starts(tmp_path: Path) -> None:
     path = draw_signing_key(tmp_path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     key = SigningKeys(path).signing_key

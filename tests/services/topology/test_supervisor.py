@@ -206,7 +206,7 @@ def test_delays_double_up_to_the_longest() -> None:
     assert delays(backoff, *((float(end), 0.0) for end in range(7))) == [1, 2, 4, 8, 16, 30, 30]
 
 
-def test_who_has_served_for_a_minute_begins_again() -> None:
+def test_a_process_that_served_for_a_minute_begins_with_the_first_delay_again() -> None:
     backoff = Backoff(RestartConfig())
     assert delays(backoff, (0, 0), (5, 1), (70, 59.9), (200, 60), (210, 0)) == [1, 2, 4, 1, 2]
 

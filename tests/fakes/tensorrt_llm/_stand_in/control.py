@@ -40,7 +40,7 @@ class Gate:
         """Return once a thread waits here, or was turned away."""
         with self._condition:
             if not self._condition.wait_for(lambda: self._num_waiting > 0, WAIT_S):
-                raise TimeoutError("nobody came to the gate")
+                raise TimeoutError("no thread came to the gate")
 
     def pass_through(self) -> None:
         """Wait until the gate lets this thread pass."""
